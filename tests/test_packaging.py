@@ -1,0 +1,122 @@
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import lightning_fl
+import lightning_fl.callbacks
+import lightning_fl.datamodules
+
+ROOT = Path(__file__).resolve().parents[1]
+LINKED = ("callbacks", "datamodules")
+FOLDERS = ("lightning_fl", *LINKED, "configs", "docs", "tests")
+FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "Makefile")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def modules() -> set[str]:
+    """Every module of the package, as the wheel should name it."""
+    own = [path.relative_to(ROOT) for path in (ROOT / "lightning_fl").rglob("*.py")]
+    linked = [path.relative_to(ROOT) for name in LINKED for path in (ROOT / name).rglob("*.py")]
+    return {path.as_posix() for path in [*own, *(Path("lightning_fl", path) for path in linked)]}
+
+
+def build(source: Path, out: Path, *options: str) -> Path:
+    """Run the build front end without a network; return what it made."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), *options]
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (made,) = out.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of what a clone holds, so that building leaves nothing behind."""
+    copy = tmp_path_factory.mktemp("checkout")
+    rubbish = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=rubbish)
+    for name in FILES:
+        shutil.copy(ROOT / name, copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout, tmp_path_factory):
+    return build(checkout, tmp_path_factory.mktemp("sdist"), "--sdist")
+
+
+@pytest.fixture(scope="module", params=["from the checkout", "from the sdist"])
+def wheel(request, tmp_path_factory):
+    source = request.getfixturevalue("checkout")
+    if request.param == "from the sdist":
+        unpacked = tmp_path_factory.mktemp("unpacked")
+        with tarfile.open(request.getfixturevalue("sdist")) as archive:
+            archive.extractall(unpacked, filter="data")
+        (source,) = unpacked.iterdir()
+    return build(source, tmp_path_factory.mktemp("wheel"), "--wheel")
+
+
+def test_every_folder_with_an_init_is_listed_as_a_package():
+    inits = (Path(module) for module in modules() if module.endswith("__init__.py"))
+    folders = {".".join(init.parent.parts) for init in inits}
+    assert sorted(folders) == PYPROJECT["tool"]["setuptools"]["packages"]
+
+
+def test_every_folder_with_modules_has_an_init():
+    folders = {Path(module).parent for module in modules()}
+    assert {folder for folder in folders if not (ROOT / folder / "__init__.py").exists()} == set()
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (ROOT / "lightning_fl" / "py.typed").is_file()
+
+
+def test_two_relative_links_and_no_other_lead_into_the_package():
+    found = (path for name in ("lightning_fl", *LINKED) for path in (ROOT / name).rglob("*"))
+    links = {path.relative_to(ROOT): path.readlink() for path in found if path.is_symlink()}
+    assert links == {Path("lightning_fl", name): Path("..", name) for name in LINKED}
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_the_linked_folder_is_one_module_under_its_full_name(name):
+    module = sys.modules[f"lightning_fl.{name}"]
+    assert Path(module.__file__).resolve() == ROOT / name / "__init__.py"
+    assert name not in sys.modules
+
+
+def test_the_version_is_that_of_the_metadata():
+    assert lightning_fl.__version__ == importlib.metadata.version("lightning_fl")
+    assert lightning_fl.__version__ == PYPROJECT["project"]["version"]
+
+
+def test_the_wheel_holds_every_module_once_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = Counter(name for name in archive.namelist() if ".dist-info/" not in name)
+    assert names == Counter(modules() | {"lightning_fl/py.typed"})
+
+
+def test_the_wheel_carries_licence_and_command(wheel):
+    info = f"lightning_fl-{lightning_fl.__version__}.dist-info"
+    with zipfile.ZipFile(wheel) as archive:
+        assert f"{info}/licenses/LICENSE" in archive.namelist()
+        commands = archive.read(f"{info}/entry_points.txt").decode()
+    assert "lightning-fl = lightning_fl.cli:main" in commands
+
+
+def test_the_sdist_holds_the_checkout_once(checkout, sdist):
+    with tarfile.open(sdist) as archive:
+        names = Counter(Path(*Path(name).parts[1:]).as_posix() for name in archive.getnames())
+    assert max(names.values()) == 1
+    found = [path for name in FOLDERS for path in (checkout / name).rglob("*") if path.is_file()]
+    assert {path.relative_to(checkout).as_posix() for path in found} | set(FILES) <= names.keys()
+    # The links stay behind: followed, they would ship their folders a second time.
+    assert names.keys().isdisjoint(f"lightning_fl/{name}" for name in LINKED)
