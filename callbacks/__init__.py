@@ -1,0 +1,8 @@
+"""The federation itself, and what watches it."""
+
+from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO, RoundCheckpoint
+from lightning_fl.callbacks.federated_loop import FederatedLoop
+from lightning_fl.callbacks.progress import RoundProgress
+from lightning_fl.callbacks.report import RunReport
+
+__all__ = ["AtomicCheckpointIO", "FederatedLoop", "RoundCheckpoint", "RoundProgress", "RunReport"]

@@ -1,0 +1,88 @@
+"""Checkpoints that a kill cannot spoil."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+
+def write_atomically(path: str | os.PathLike[str], write: Callable[[IO[bytes]], Any]) -> None:
+    """Write a file beside its place, flush it to the disk, then put it there at once.
+
+    A reader, or a run that resumes after a kill, finds the old file or the new one, whole.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoints, written atomically; a :class:`FederatedLoop` puts it in place."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint to a temporary file beside it, then replace the old one."""
+        if "://" in os.fspath(path):  # A remote store writes whole objects itself.
+            super().save_checkpoint(checkpoint, path, storage_options)
+        else:
+            write_atomically(path, lambda file: torch.save(checkpoint, file))
+
+
+class RoundCheckpoint(ModelCheckpoint):
+    """One ``last.ckpt`` a run, replaced after every round (or every n-th).
+
+    ``ModelCheckpoint(save_last=True)`` follows ``save_top_k``, so its last is not the last round.
+    For the best round add a :class:`ModelCheckpoint` of your own.
+
+    Args:
+        dirpath: Folder; None is the logger's.
+        filename: Name without ``.ckpt``.
+        every_n_rounds: How often.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | None = None,
+        filename: str = "last",
+        every_n_rounds: int = 1,
+    ) -> None:
+        super().__init__(
+            dirpath=dirpath,
+            filename=filename,
+            every_n_epochs=every_n_rounds,
+            enable_version_counter=False,
+            save_on_train_epoch_end=True,
+        )
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find the folder."""
+        with warnings.catch_warnings():
+            # Its one file is replaced on purpose, and a resumed run goes on beside its own.
+            warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+            super().setup(trainer, pl_module, stage)

@@ -1,0 +1,81 @@
+"""What a federation refuses at the start of a fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import nn
+
+from lightning_fl.types import FederationError
+
+
+def has_running_statistics(module: nn.Module) -> bool:
+    """Say whether clients change a module's buffers by training it, as BatchNorm does."""
+    return any(getattr(m, "running_mean", None) is not None for m in module.modules())
+
+
+def check_module(module: LightningModule) -> None:
+    """Refuse a module that cannot be trained client after client."""
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise FederationError(
+            f"{name} optimises by hand (automatic_optimization=False): FederatedLoop needs"
+            " automatic optimisation, to give each client its own optimiser state and rate"
+        )
+    for tensor_name, tensor in module.named_parameters():
+        if nn.parameter.is_lazy(tensor):
+            raise FederationError(
+                f"{name}.{tensor_name} has no shape yet: run the module once on a sample before fit"
+            )
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse options and callbacks of the Trainer that break rounds."""
+    if trainer.world_size != 1:
+        raise FederationError(
+            f"FederatedLoop trains on one device, the Trainer has {trainer.world_size} processes:"
+            " set Trainer(devices=1)"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the connector
+        if isinstance(
+            callback,
+            WeightAveraging
+            | StochasticWeightAveraging
+            | GradientAccumulationScheduler
+            | BatchSizeFinder
+            | LearningRateFinder,
+        ):
+            raise FederationError(
+                f"{type(callback).__name__} changes the module or its steps across clients, which"
+                " breaks rounds: take it out of the Trainer's callbacks"
+            )
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    # An int and a float mean different things to the Trainer: 1 batch, 1.0 of all batches.
+    wanted: dict[str, tuple[Any, str]] = {
+        "accumulate_grad_batches": (1, "a local step is one batch: raise batch_size instead"),
+        "overfit_batches": (0.0, "clients train on their own samples: use fewer samples instead"),
+        "limit_train_batches": (1.0, "a round has the steps of its plan: set num_steps instead"),
+        "max_steps": (
+            -1,
+            "it stops inside a round and breaks resuming: set max_epochs, the rounds",
+        ),
+        "val_check_interval": (1.0, "validation follows aggregation: set check_val_every_n_epoch"),
+    }
+    for name, (value, why) in wanted.items():
+        given = getattr(trainer, name)
+        if given != value or isinstance(given, float) != isinstance(value, float):
+            raise FederationError(f"Trainer({name}={given}) breaks rounds: {why}")
+    if trainer.check_val_every_n_epoch is None:
+        raise FederationError(
+            "Trainer(check_val_every_n_epoch=None) validates by batches, which breaks rounds: set a"
+            " number of rounds"
+        )

@@ -1,0 +1,598 @@
+"""One ``Trainer.fit`` as a whole federation."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_fl.aggregators import Aggregator, FedAvg
+from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO
+from lightning_fl.callbacks.checks import check_module, check_trainer, has_running_statistics
+from lightning_fl.callbacks.table import RoundTable
+from lightning_fl.functional.randomness import (
+    Purpose,
+    derive_seed,
+    generator,
+    rng_state,
+    run_seed,
+    seed_rng,
+    set_rng_state,
+)
+from lightning_fl.lanes import BufferPolicy, ModuleLane
+from lightning_fl.policies import HyperParameterPolicy, Schedule
+from lightning_fl.samplers import ClientSampler, UniformSampler
+from lightning_fl.store import ClientStore
+from lightning_fl.types import (
+    ClientUpdate,
+    FederatedData,
+    FederationError,
+    Feedback,
+    RoundPlan,
+    ServerState,
+    full,
+)
+
+
+class FederatedLoop(Callback):
+    """Make each training epoch a communication round of federated learning.
+
+    A round draws its clients and their hyper-parameters, trains client after client from the
+    server's parameters (one training batch is one local step), and puts the aggregate into the
+    module before Lightning validates: validation, test, checkpoints and export see the server's
+    model. It works with any LightningModule that uses automatic optimisation, unchanged, and needs
+    a :class:`~lightning_fl.datamodules.FederatedDataModule`.
+
+    Args:
+        participation: Who takes part in a round: a fraction in (0, 1] or a whole number of clients.
+            ``1.0`` is everyone, ``1`` is one client.
+        aggregator: The server's rule; None is :class:`~lightning_fl.aggregators.FedAvg`.
+        policy: Hyper-parameters of rounds and clients; None is one local epoch at the module's own
+            learning rate.
+        sampler: Draws the cohort; None is uniform.
+        min_clients: With fewer usable updates the server keeps its model for the round.
+        on_client_error: What to do with an update that is not finite: ``skip`` drops, counts and
+            names it, ``raise`` ends the run.
+        optimizer_state: ``reset`` gives a client a fresh optimiser each round; ``keep`` lets each
+            client keep its own (memory and checkpoint then grow with the number of clients).
+        buffers: What becomes of a module's buffers after a client. ``average``: floating buffers
+            are averaged like parameters, integer ones keep their maximum. ``server``: the server
+            keeps its own. ``local``: each client keeps its own, the server the average. None is
+            ``average``, with a warning where the module has running statistics.
+        monitor: The validation loss that policies learn from.
+        table: File of the table of rounds, beside the logger's files; None writes none.
+        seed: The run's seed; None is that of ``seed_everything``, else the checkpoint's, else 0.
+
+    Raises:
+        FederationError: If an option is out of range; at the start of a fit, if the Trainer, the
+            module, the data or the checkpoint do not fit a federation.
+
+    Example:
+        >>> loop = FederatedLoop(participation=0.1, policy=Schedule(lr=0.1, local_epochs=5))
+        >>> loop.round, loop.rows
+        (0, [])
+    """
+
+    def __init__(
+        self,
+        participation: int | float = 1.0,
+        aggregator: Aggregator | None = None,
+        policy: HyperParameterPolicy | None = None,
+        sampler: ClientSampler | None = None,
+        *,
+        min_clients: int = 1,
+        on_client_error: Literal["skip", "raise"] = "skip",
+        optimizer_state: Literal["reset", "keep"] = "reset",
+        buffers: BufferPolicy | None = None,
+        monitor: str = "val_loss",
+        table: str | None = "rounds.csv",
+        seed: int | None = None,
+    ) -> None:
+        valid = participation >= 1 if isinstance(participation, int) else 0 < participation <= 1
+        if isinstance(participation, bool) or not valid:
+            raise FederationError(
+                "participation must be a fraction in (0, 1] or a whole number of clients from 1 up,"
+                f" got {participation!r}"
+            )
+        if min_clients < 1:
+            raise FederationError(f"min_clients must be at least 1, got {min_clients}")
+        for name, value, allowed in (
+            ("on_client_error", on_client_error, ("skip", "raise")),
+            ("optimizer_state", optimizer_state, ("reset", "keep")),
+            ("buffers", buffers, ("average", "server", "local", None)),
+        ):
+            if value not in allowed:
+                raise FederationError(f"{name} must be one of {allowed}, got {value!r}")
+        self.participation, self.min_clients = participation, min_clients
+        self.aggregator, self.policy = aggregator or FedAvg(), policy or Schedule()
+        self.sampler = sampler or UniformSampler()
+        self.on_client_error, self.optimizer_state = on_client_error, optimizer_state
+        self.buffers, self.monitor, self.table, self.seed = buffers, monitor, table, seed
+        #: Rounds that ended.
+        self.round = 0
+        self.rounds = RoundTable()
+        self.store = ClientStore()
+        self.val_loss: float | None = None
+        self._plan: RoundPlan | None = None
+        self._round: _Round | None = None
+        self._pending: dict[str, Any] = {}
+        self._server_at_start: ServerState | None = None
+        self._progress: dict[str, Any] = {}
+        self._undo = ExitStack()
+
+    # --- before the first round -------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what breaks rounds, and set what rounds need on the Trainer."""
+        if stage != "fit":
+            return
+        if isinstance(trainer.strategy.checkpoint_io, TorchCheckpointIO):
+            trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        check_trainer(trainer)
+        check_module(pl_module)
+        data = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
+        if not isinstance(data, FederatedData):
+            raise FederationError(
+                "FederatedLoop needs to know which samples belong to which client: pass"
+                " Trainer.fit(module, datamodule=FederatedDataModule(train, val, test, ...)),"
+                f" got {type(data).__name__}"
+            )
+        # Once: the digest reads every index, and every checkpoint holds it.
+        self._num_samples, self._batches_per_epoch = data.num_samples, data.batches_per_epoch
+        self._checksum = data.checksum
+        data.plan = self.plan
+        self._undo.callback(setattr, data, "plan", None)
+        if self._cohort_size() < self.min_clients and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            raise FederationError(
+                f"min_clients={self.min_clients}, but only {self._cohort_size()} clients take part"
+                f" in a round (participation={self.participation}): lower one or raise the other"
+            )
+        if self.buffers is None and has_running_statistics(pl_module):
+            rank_zero_warn(
+                "the module keeps running statistics (BatchNorm) and clients change them:"
+                " FederatedLoop averages them. Choose buffers='average', 'server' or 'local' to say"
+                " what you want"
+            )
+        trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
+        # First, so that the others see the aggregate at a round's last batch, and the round closed.
+        others = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
+        trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
+        self._log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        self._undo.callback(setattr, trainer, "log_every_n_steps", self._log_every_n_steps)
+        self._trainer = trainer
+        if self.policy.needs_val_loss:
+            trainer.num_sanity_val_steps = math.inf
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take hold of the module's tensors and of its optimiser."""
+        if len(trainer.optimizers) != 1:
+            raise FederationError(
+                f"a client trains with one optimiser, {type(pl_module).__name__} configures"
+                f" {len(trainer.optimizers)}: return one from configure_optimizers"
+            )
+        self.lane = ModuleLane(
+            pl_module,
+            self.buffers or "average",
+            trainer.optimizers[0],
+            self.optimizer_state == "keep",
+        )
+        self._undo.callback(self.lane.close)
+        server = self.lane.read().vector
+        self.policy.to(server.device)
+        self.aggregator.to(server.device).start(server)
+        self._restore()
+
+    def _restore(self) -> None:
+        """Load what needed the module's shapes or the Trainer's device first."""
+        state, self._pending = self._pending, {}
+        if state:
+            self.aggregator.load_state_dict(state["aggregator"])
+            self.policy.load_state_dict(state["policy"])
+            if state["server"] is not None:
+                device = self.lane.vector.device
+                self._server_at_start = ServerState(*(t.to(device) for t in state["server"]))
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the loss before the first round, where a policy asked for it."""
+        if self.policy.needs_val_loss and self.round == 0:
+            self._note_val_loss(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note where the first round starts."""
+        if trainer.current_epoch != self.round:
+            raise FederationError(
+                f"the loop has done {self.round} rounds and the Trainer {trainer.current_epoch}"
+                " epochs: give each Trainer a FederatedLoop of its own, or resume both from a"
+                " checkpoint with ckpt_path"
+            )
+        if self._server_at_start is not None:
+            self.lane.write(self._server_at_start)
+            self._server_at_start = None
+        self._progress = _progress(trainer)
+
+    # --- the plan ---------------------------------------------------------------------------------
+
+    def plan(self) -> RoundPlan:
+        """Return the plan of the round: a function of the loop's saved state, drawn once."""
+        if self._plan is None or self._plan.round != self.round:
+            self._plan = self._draw()
+            # Lightning warns of rounds shorter than its logging interval, every round.
+            steps = len(self._plan.schedule)
+            self._trainer.log_every_n_steps = min(self._log_every_n_steps, steps)  # type: ignore[attr-defined]
+        return self._plan
+
+    def _cohort_size(self) -> int:
+        n = len(self._num_samples)
+        if isinstance(self.participation, float):
+            return max(1, round(self.participation * n))
+        if self.participation > n:
+            raise FederationError(f"participation={self.participation} clients, there are {n}")
+        return self.participation
+
+    def _draw(self) -> RoundPlan:
+        seed = run_seed(self.seed)
+        random = generator(seed, Purpose.COHORT, self.round)
+        count = self._cohort_size()
+        clients = self.sampler.sample(self.round, count, self._num_samples, random)
+        clients = clients.sort().values
+        values = {
+            name: full(value.cpu(), clients)
+            for name, value in self.policy.sample(self.round, clients).items()
+        }
+        steps = values.pop("num_steps", None)
+        if steps is None:
+            epochs = values.pop("local_epochs", torch.ones(()))
+            steps = (epochs * self._batches_per_epoch[clients]).round().clamp(min=1).long()
+        if batches := self._trainer.fast_dev_run:  # type: ignore[attr-defined]
+            # One tiny round of as many batches as were asked for, a step or more a client.
+            clients = clients[: int(batches)]
+            values = {name: value[: len(clients)] for name, value in values.items()}
+            steps = torch.full_like(clients, int(batches) // len(clients))
+            steps[0] += int(batches) - int(steps.sum())
+        lr = values.pop("lr", None)
+        return RoundPlan(seed, self.round, clients, steps, lr, values)
+
+    # --- a round ----------------------------------------------------------------------------------
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the snapshot that every client of the round starts from."""
+        self._write_rounds(trainer)
+        plan = self.plan()
+        if trainer.num_training_batches != len(plan.schedule):
+            raise FederationError(
+                f"round {self.round + 1} has {len(plan.schedule)} local steps, but Lightning would"
+                f" run {trainer.num_training_batches} batches: the training loader is not the"
+                " FederatedDataModule's own"
+            )
+        self._round = _Round(plan, self.lane.read(), _clone(self.aggregator.state_dict()))
+        self._round.rng = rng_state(pl_module.device)
+        self.aggregator.start(self._round.server.vector)
+        self._seed_client(pl_module)
+
+    def _seed_client(self, pl_module: LightningModule) -> None:
+        """Seed the next client before its first batch: transforms on the device draw already."""
+        round = self._current
+        if round.position < len(round.plan.clients):
+            client = int(round.plan.clients[round.position])
+            key = (Purpose.CLIENT, self.round, client)
+            seed_rng(derive_seed(round.plan.seed, *key), pl_module.device)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Load the server's parameters at a client's first step."""
+        round = self._current
+        step = round.plan.schedule[batch_idx]
+        if not step.first:
+            return
+        client = round.plan.clients[round.position]
+        start = self.aggregator.server_for(client[None])[0]
+        round.start = ServerState(start, round.server.counters)
+        lr = self._lr(round.plan, round.position)
+        self.lane.load(round.start, self.store.get(int(client)), lr)
+        _call(pl_module, "on_client_start")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Collect a client after its last step; aggregate after the last client."""
+        round = self._current
+        if not round.plan.schedule[batch_idx].last:
+            return
+        _call(pl_module, "on_client_end")
+        self._collect(round)
+        round.position += 1
+        self._seed_client(pl_module)
+        if round.position == len(round.plan.clients):  # Lightning validates after this hook.
+            self._aggregate(round)
+
+    def _collect(self, round: _Round) -> None:
+        client = round.plan.clients[round.position]
+        delta, counters = self.lane.collect(round.start)
+        if not delta.isfinite().all():
+            if self.on_client_error == "raise":
+                raise FederationError(
+                    f"client {client} returned an update that is not finite in round"
+                    f" {self.round + 1}: lower the learning rate, clip gradients, or choose"
+                    " on_client_error: skip"
+                )
+            round.skipped.append(int(client))
+            return
+        weight = self._num_samples[client][None]
+        self.aggregator.update(ClientUpdate(client[None], delta, weight))
+        self.store.put(int(client), self.lane.rows())
+        round.counters = torch.maximum(round.counters, counters)
+        round.num_samples += int(weight)
+
+    def _aggregate(self, round: _Round) -> None:
+        server = round.server
+        returned = len(round.plan.clients) - len(round.skipped)
+        if round.skipped:
+            named = ", ".join(map(str, round.skipped[:10])) + ", ..." * (len(round.skipped) > 10)
+            rank_zero_warn(
+                f"round {self.round + 1}: skipped {len(round.skipped)} of"
+                f" {len(round.plan.clients)} clients, their updates are not finite: {named}",
+                stacklevel=2,
+            )
+        if returned >= min(self.min_clients, len(round.plan.clients)):
+            vector = self.aggregator.compute().view_as(server.vector)
+            server = ServerState(vector, round.counters)
+        else:
+            rank_zero_warn(
+                f"round {self.round + 1}: {returned} clients returned, fewer than min_clients="
+                f"{self.min_clients}: the server keeps its model",
+                stacklevel=2,
+            )
+        self._leave_clients(server)
+        round.aggregated = True
+
+    def _leave_clients(self, server: ServerState) -> None:
+        self.lane.write(server)
+        set_rng_state(self._current.rng)
+
+    @property
+    def _current(self) -> _Round:
+        assert self._round is not None, "a training hook ran outside of a round"
+        return self._round
+
+    def _abandon(self) -> None:
+        """After a round that was cut short the server's model stays, never half a client."""
+        if self._round is not None and not self._round.aggregated:
+            self._leave_clients(self._round.server)
+            self.store.discard()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leave the server's model behind."""
+        self._abandon()
+
+    # --- after the clients ------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give validation a stream of its own, whatever was drawn before."""
+        if self._round is not None:
+            self._abandon()
+            self.rounds.before_validation(trainer.callback_metrics)
+            self._round.rng = rng_state(pl_module.device)
+            key = (Purpose.VALIDATION, self.round)
+            seed_rng(derive_seed(self._round.plan.seed, *key), pl_module.device)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the reward, and note which figures are fresh."""
+        if (round := self._round) is not None:
+            set_rng_state(round.rng)
+            self.rounds.after_validation(trainer.callback_metrics)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close the round: the policy learns, the table gets its row."""
+        round = self._current
+        if not round.aggregated:  # Stopped in the middle; a resumed run does this round again.
+            self._abandon()
+            if not trainer.should_stop:
+                raise FederationError(
+                    f"round {self.round + 1} ended after {round.position} of"
+                    f" {len(round.plan.clients)} clients: on_train_batch_start must not return -1"
+                )
+            return
+        self.store.commit()
+        before = self.val_loss
+        self._note_val_loss(trainer)
+        after = self.val_loss if self.monitor in self.rounds.validated else None
+        self.policy.update(Feedback(round.plan, before, after))
+        figures = self._figures(round)
+        self.rounds.add(figures)
+        self._round, self.round = None, self.round + 1
+        self._progress = _progress(trainer)
+        if trainer.loggers:
+            pl_module.log_dict({f"federation/{k}": v for k, v in figures.items() if k in _LOGGED})
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The table of rounds that ended, one dictionary each."""
+        return self.rounds.rows
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the whole table, also after a resume that found nothing left to do."""
+        self._write_rounds(trainer)
+
+    def _write_rounds(self, trainer: Trainer) -> None:
+        self.rounds.complete(trainer.callback_metrics, close=True)
+        if (path := self.table_path(trainer)) is not None and self.rows:
+            self.rounds.write(path)
+
+    def _note_val_loss(self, trainer: Trainer) -> None:
+        fresh = self._round is None or bool(self.rounds.validated)
+        if fresh and (loss := trainer.callback_metrics.get(self.monitor)) is not None:
+            self.val_loss = float(loss)
+        elif self.policy.needs_val_loss and fresh:
+            raise FederationError(
+                f"{type(self.policy).__name__} learns from {self.monitor!r}, which validation does"
+                f" not log (it logs {sorted(trainer.callback_metrics)}): set monitor"
+            )
+
+    def _figures(self, round: _Round) -> dict[str, Any]:
+        plan = round.plan
+        lr = fmean(self._lr(plan, row) for row in range(len(plan.clients)))
+        return {
+            "round": self.round + 1,
+            "clients": len(plan.clients),
+            "skipped": len(round.skipped),
+            "skipped_clients": " ".join(map(str, round.skipped)),
+            "num_samples": round.num_samples,
+            "num_steps": int(plan.num_steps.sum()),
+            "lr": lr,
+        }
+
+    def _lr(self, plan: RoundPlan, row: int) -> float:
+        lr = self.lane.base_lr if plan.lr is None else float(plan.lr[row])
+        factor = plan.values.get("lr_factor")
+        return lr if factor is None else lr * float(factor[row])
+
+    def table_path(self, trainer: Trainer) -> Path | None:
+        """Return where the table of rounds is written, None where it is not."""
+        if self.table is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return None
+        return Path(trainer.log_dir or trainer.default_root_dir, self.table)
+
+    @property
+    def clients_done(self) -> tuple[int, int]:
+        """How many clients of the round are done, of how many; (0, 0) between rounds."""
+        round = self._round
+        return (0, 0) if round is None else (round.position, len(round.plan.clients))
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs; between rounds, or as of the round's start."""
+        round = self._round
+        self.rounds.complete(self._trainer.callback_metrics)
+        return {
+            "round": self.round,
+            "seed": run_seed(self.seed),
+            "num_clients": len(self._num_samples),
+            "checksum": self._checksum,
+            "rows": copy.deepcopy(self.rows),
+            "val_loss": self.val_loss,
+            "aggregator_class": type(self.aggregator).__name__,
+            "aggregator": self.aggregator.state_dict() if round is None else round.aggregator,
+            "policy_class": type(self.policy).__name__,
+            "policy": self.policy.state_dict(),
+            "store": self.store.state_dict(),
+            # The checkpoint's own parameters are those that were validated, already aggregated.
+            "server": tuple(round.server) if round is not None and round.aggregated else None,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a checkpoint's state, after :meth:`on_load_checkpoint` agreed to it."""
+        self.round, self.rounds.rows = state_dict["round"], list(state_dict["rows"])
+        self.val_loss, self.seed = state_dict["val_loss"], state_dict["seed"]
+        self.store.load_state_dict(state_dict["store"])
+        self._pending = state_dict
+        self._plan = None
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Refuse a checkpoint of another federation; a test only wants its parameters."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if state is None:
+            raise FederationError(
+                f"{trainer.ckpt_path} was not written by a federation, it cannot be resumed as one:"
+                " load its weights into the module and start a new fit without ckpt_path"
+            )
+        for what, remedy in {
+            "seed": "set seed_everything to the former",
+            "num_clients": "set num_clients to the former",
+            "checksum": "go back to the former data, split options and seed",
+            "aggregator_class": "go back to the former aggregator",
+            "policy_class": "go back to the former policy",
+        }.items():
+            now = self.state_dict()[what]
+            if what == "seed" and self.seed is None and "PL_GLOBAL_SEED" not in os.environ:
+                continue
+            if state[what] != now:
+                raise FederationError(
+                    f"{trainer.ckpt_path} belongs to another federation: its {what} is"
+                    f" {state[what]}, here it is {now}. To resume, {remedy}; to start anew, leave"
+                    " out ckpt_path"
+                )
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Write a checkpoint in the middle of a round as of the round's start.
+
+        Half a client cannot be resumed, nor can the end of Lightning's last batch.
+        """
+        if (round := self._round) is None:
+            return
+        if not round.aggregated:
+            now, state = self.lane.read(), dict(self.lane.optimizer.state)
+            self.lane.write(round.server)
+            checkpoint["state_dict"] = _clone(pl_module.state_dict())
+            self.lane.write(now)
+            self.lane.optimizer.state.update(state)
+        for optimizer in checkpoint["optimizer_states"]:
+            optimizer["state"] = {}
+        progress = copy.deepcopy(self._progress)
+        checkpoint["loops"]["fit_loop"] = progress.pop("fit_loop")
+        checkpoint.update(progress)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let go of the optimiser, the data and the Trainer."""
+        self._undo.close()
+
+
+_LOGGED = ("clients", "skipped", "num_samples", "num_steps", "lr")
+
+
+class _Round:
+    """What lives from the first client of a round to its end."""
+
+    def __init__(self, plan: RoundPlan, server: ServerState, aggregator: dict[str, Any]) -> None:
+        self.plan, self.server, self.aggregator = plan, server, aggregator
+        self.start = server  # of the client in training
+        self.position = 0  # of the client in training, in the plan
+        self.counters: Tensor = server.counters
+        self.num_samples = 0
+        self.skipped: list[int] = []
+        self.aggregated = False
+        self.rng: Mapping[str, Any] = {}
+
+
+def _call(module: nn.Module, name: str) -> None:
+    """Call a hook that a module may have (``on_client_start``, ``on_client_end``)."""
+    if callable(hook := getattr(module, name, None)):
+        hook()
+
+
+def _clone(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in state.items()}
+
+
+def _progress(trainer: Trainer) -> dict[str, Any]:
+    """What a checkpoint says of Lightning's own progress."""
+    progress = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "fit_loop": trainer.fit_loop.state_dict(),
+        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+    }
+    if scaler := trainer.precision_plugin.state_dict():
+        progress[type(trainer.precision_plugin).__qualname__] = scaler
+    return copy.deepcopy(progress)

@@ -1,0 +1,142 @@
+"""What people see while a federation trains."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+
+from lightning_fl.callbacks.federated_loop import FederatedLoop
+from lightning_fl.types import FederationError
+
+
+class RoundProgress(ProgressBar):
+    """Show rounds, clients and the figures that the module logs with ``prog_bar=True``.
+
+    In a terminal it is one line that moves; elsewhere (a file, a job's output) it is a line after
+    a round, at most ``lines`` of them a fit, however many clients there are.
+
+    Args:
+        lines: How many lines to print where the output is not a terminal.
+
+    Raises:
+        FederationError: If rich is not installed.
+    """
+
+    def __init__(self, lines: int = 20) -> None:
+        super().__init__()
+        try:
+            import rich.console
+            import rich.progress
+        except ImportError as error:
+            raise FederationError(
+                "RoundProgress draws with rich, which is not installed: pip install"
+                " 'lightning_fl[demo]'"
+            ) from error
+        self.lines = lines
+        self._console = rich.console.Console()
+        # Without its own thread: that would take time from the training, ten times a second.
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.TimeRemainingColumn(),
+            console=self._console,
+            auto_refresh=False,
+        )
+        self._enabled = True
+        self._drawn = 0.0
+
+    def disable(self) -> None:
+        """Show nothing."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Show again."""
+        self._enabled = True
+
+    @property
+    def _live(self) -> bool:
+        return self._enabled and self._console.is_terminal
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print above the bar."""
+        if self._enabled:
+            self._console.print(*args, **kwargs)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find the federation."""
+        super().setup(trainer, pl_module, stage)
+        loops = [c for c in trainer.callbacks if isinstance(c, FederatedLoop)]  # type: ignore[attr-defined]
+        if not loops:
+            raise FederationError("RoundProgress shows rounds: add a FederatedLoop to callbacks")
+        self._loop = loops[0]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the bar."""
+        self._printed = self._loop.round
+        if self._live:
+            total = trainer.max_epochs if (trainer.max_epochs or -1) > 0 else None
+            self._task = self._bar.add_task("", total=total, completed=self._loop.round)
+            self._bar.start()
+            self._draw(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Move the bar, a few times a second."""
+        if self._live and time.monotonic() - self._drawn > 0.1:
+            self._draw(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the new figures."""
+        if self._live and not trainer.sanity_checking and self._bar.live.is_started:
+            self._draw(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the round that ended."""
+        if self._live:
+            self._draw(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the round before, of which everything is known now."""
+        self._print_round(trainer, pl_module)
+
+    def _print_round(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        done, total = self._loop.round, trainer.max_epochs or -1
+        if done > self._printed and self._enabled and not self._live:
+            if done % max(1, -(-total // self.lines)) == 0 or done == total:
+                self.print(self._line(trainer, pl_module, done), highlight=False)
+            self._printed = done
+
+    def _line(self, trainer: Trainer, pl_module: LightningModule, round: int) -> str:
+        total = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
+        line = f"round {round}{total}"
+        client, clients = self._loop.clients_done
+        if round > self._loop.round:
+            line += f" · client {client}/{clients}"
+        figures = self.get_metrics(trainer, pl_module)
+        figures.pop("v_num", None)
+        return " · ".join(
+            [line, *(f"{k} {v:.4g}" for k, v in figures.items() if isinstance(v, int | float))]
+        )
+
+    def _draw(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        client, clients = self._loop.clients_done
+        completed = self._loop.round + client / clients if clients else self._loop.round
+        line = self._line(trainer, pl_module, self._loop.round + (clients > 0))
+        self._bar.update(self._task, completed=completed, description=line)
+        self._bar.refresh()
+        self._drawn = time.monotonic()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the last line standing."""
+        self._print_round(trainer, pl_module)
+        self._bar.stop()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Give the terminal back."""
+        self._bar.stop()

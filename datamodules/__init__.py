@@ -1,0 +1,19 @@
+"""Data sets split over clients; one data set a file."""
+
+from lightning_fl.datamodules.cifar10 import CIFAR10
+from lightning_fl.datamodules.digits import Digits
+from lightning_fl.datamodules.fashion_mnist import FashionMNIST
+from lightning_fl.datamodules.federated import FederatedDataModule, InMemory
+from lightning_fl.datamodules.images import ImageDataModule, TorchvisionDataModule
+from lightning_fl.datamodules.mnist import MNIST
+
+__all__ = [
+    "CIFAR10",
+    "MNIST",
+    "Digits",
+    "FashionMNIST",
+    "FederatedDataModule",
+    "ImageDataModule",
+    "InMemory",
+    "TorchvisionDataModule",
+]

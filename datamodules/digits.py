@@ -1,0 +1,46 @@
+"""Scikit-learn's digits: the embedded default."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_fl.datamodules.federated import InMemory, hold_out
+from lightning_fl.datamodules.images import ImageDataModule
+from lightning_fl.functional.randomness import Purpose, generator
+from lightning_fl.types import FederationError
+
+
+class Digits(ImageDataModule):
+    """1,797 handwritten digits that come with scikit-learn, ``[1, 8, 8]``: nothing to download.
+
+    There is no official test set: 359 samples with the labels' proportions, always the same, are
+    the test set here. Options are those of :class:`ImageDataModule`.
+
+    Raises:
+        FederationError: If scikit-learn is not installed, or an option is out of range.
+
+    Example:
+        >>> data = Digits(num_clients=5)
+        >>> data.setup("fit")
+        >>> data.num_samples.sum(), len(data.val)
+        (tensor(1294), 144)
+    """
+
+    white = 16.0
+    mean, std = (0.3053,), (0.3760,)
+
+    def load(self, train: bool) -> InMemory:
+        """Return the training or the test samples."""
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise FederationError(
+                "Digits come with scikit-learn, which is not installed: pip install"
+                " 'lightning_fl[demo]'"
+            ) from error
+        digits = load_digits()
+        images = torch.as_tensor(digits.images).to(torch.uint8)[:, None]
+        labels = torch.as_tensor(digits.target)
+        kept, held = hold_out(labels, 359, generator(0, Purpose.HOLD_OUT))
+        index = kept if train else held
+        return InMemory(images[index], labels[index])

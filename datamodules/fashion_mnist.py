@@ -1,0 +1,19 @@
+"""Fashion-MNIST."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torchvision
+
+from lightning_fl.datamodules.images import TorchvisionDataModule
+
+
+class FashionMNIST(TorchvisionDataModule):
+    """Fashion-MNIST: 60,000 + 10,000 pictures of clothes in ten classes, ``[1, 28, 28]``."""
+
+    mean, std = (0.2860,), (0.3530,)
+
+    def open(self, train: bool, download: bool) -> Any:
+        """Return torchvision's data set."""
+        return torchvision.datasets.FashionMNIST(self.root, train, download=download)

@@ -1,0 +1,435 @@
+"""Any map-style data set, split over clients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from lightning_fl.functional.randomness import (
+    Purpose,
+    derive_seed,
+    generator,
+    run_seed,
+    seeded_rng,
+)
+from lightning_fl.partition import IID, Manifest, Partition, checksum
+from lightning_fl.types import FederationError, RoundPlan
+
+Collate = Callable[[list[Any]], Any]
+
+
+class InMemory(Dataset[Any]):
+    """Tensors of equal length in memory; a batch is one indexing operation a tensor.
+
+    Example:
+        >>> InMemory(torch.arange(4.0), torch.tensor([0, 1, 0, 1])).fetch(torch.tensor([3, 0]))
+        (tensor([3., 0.]), tensor([1, 0]))
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        if not tensors or len({len(t) for t in tensors}) != 1:
+            raise FederationError(
+                f"tensors of a data set have one length, got {[len(t) for t in tensors]}"
+            )
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(t[index] for t in self.tensors)
+
+    def fetch(self, index: Tensor) -> tuple[Tensor, ...]:
+        """Return the samples of a batch, stacked."""
+        # index_select, not t[index]: several times faster for the batches of small clients.
+        return tuple(t.index_select(0, index) for t in self.tensors)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Which samples a batch holds, and the key of the randomness that their transforms may use."""
+
+    index: Tensor
+    key: tuple[int, ...]
+
+
+class Batches(Dataset[Any]):
+    """What a loader reads: whole batches of a map-style data set, by :class:`Batch`.
+
+    A sample's transforms draw from the batch's own stream, so that neither the order of clients
+    nor the number of loader workers changes what they draw.
+    """
+
+    def __init__(self, data: Dataset[Any], collate: Collate) -> None:
+        self.data, self.collate = data, collate
+
+    def __getitems__(self, batch: Batch) -> Any:
+        if isinstance(self.data, InMemory):
+            return self.data.fetch(batch.index)
+        index = batch.index.tolist()
+        with seeded_rng(derive_seed(*batch.key)):
+            if hasattr(self.data, "__getitems__"):
+                return self.collate(self.data.__getitems__(index))
+            return self.collate([self.data[i] for i in index])
+
+
+class RoundLoader(DataLoader[Any]):
+    """A loader that Lightning may resume: the plan alone says what it yields."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: there is no state beside the plan."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take nothing."""
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def client_batches(
+    part: Tensor,
+    batch_size: int | None,
+    generator: torch.Generator,
+    replacement: bool = False,
+    drop_last: bool = False,
+) -> Iterator[Tensor]:
+    """Yield a client's batches without end, one shuffled pass over its samples after another.
+
+    Args:
+        part: Indices of the client's samples, ``[n]``.
+        batch_size: Samples a batch; None, or more than the client has: all of them.
+        generator: Where the order comes from.
+        replacement: Draw every batch anew from all samples instead of passing over them.
+        drop_last: Leave out the incomplete batch of a pass, unless it is the only one.
+
+    Example:
+        >>> batches = client_batches(torch.arange(5), 2, torch.Generator().manual_seed(0))
+        >>> sorted(torch.cat([next(batches) for _ in range(3)]).tolist())
+        [0, 1, 2, 3, 4]
+    """
+    n = len(part)
+    size = n if batch_size is None else min(batch_size, n)
+    while True:
+        if replacement:
+            yield part[torch.randint(n, (size,), generator=generator)]
+            continue
+        order = part[torch.randperm(n, generator=generator)]
+        yield from (order[: n - n % size] if drop_last else order).split(size)
+
+
+class RoundBatches(Sampler[Batch]):
+    """The batches of a round, client after client; asking twice gives the same batches."""
+
+    def __init__(self, plan: RoundPlan, parts: Sequence[Tensor], **batches: Any) -> None:
+        self.plan, self.parts, self.batches = plan, parts, batches
+
+    def __len__(self) -> int:
+        return len(self.plan.schedule)
+
+    def __iter__(self) -> Iterator[Batch]:
+        plan = self.plan
+        streams: dict[int, Iterator[Batch]] = {}
+        for step in plan.schedule:
+            (row,) = step.rows
+            if step.first:
+                streams = {row: self._client(int(plan.clients[row]))}
+            yield next(streams[row])
+
+    def _client(self, client: int) -> Iterator[Batch]:
+        seed, round = self.plan.seed, self.plan.round
+        order = generator(seed, Purpose.BATCHES, round, client)
+        for i, index in enumerate(
+            client_batches(self.parts[client], generator=order, **self.batches)
+        ):
+            yield Batch(index, (seed, Purpose.SAMPLES, round, client, i))
+
+
+def labels_of(data: Dataset[Any]) -> Tensor | None:
+    """Return the labels that a data set holds ready (``targets``, ``labels``, last tensor)."""
+    if isinstance(data, Subset):
+        labels = labels_of(data.dataset)
+        return None if labels is None else labels[torch.as_tensor(data.indices)]
+    if isinstance(data, TensorDataset | InMemory):
+        return data.tensors[-1]
+    for name in ("targets", "labels"):
+        if (labels := getattr(data, name, None)) is not None:
+            return torch.as_tensor(labels)
+    return None
+
+
+def hold_out(labels: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Split indices into (kept, held out), ``count`` held out with the labels' proportions.
+
+    Example:
+        >>> kept, held = hold_out(torch.tensor([0] * 8 + [1] * 4), 3, torch.Generator())
+        >>> len(kept), sorted((held >= 8).tolist())
+        (9, [False, False, True])
+    """
+    order = torch.randperm(len(labels), generator=generator)
+    order = order[labels[order].argsort(stable=True)]
+    # Sorted by label, every n/count-th sample: each label gets its share, rounded up or down.
+    at = ((torch.arange(count, dtype=torch.float64) + 0.5) * len(labels) / count).long()
+    mask = torch.ones(len(labels), dtype=torch.bool)
+    mask[at] = False
+    return order[mask].sort().values, order[~mask].sort().values
+
+
+class FederatedDataModule(LightningDataModule):
+    """Federate map-style data sets: clients hold disjoint parts of ``train``.
+
+    Under a :class:`~lightning_fl.callbacks.FederatedLoop` the training loader yields the batches
+    of the round's clients, one client after the other. Without one it yields shuffled batches of
+    all training data: the centralised baseline. A child class overrides :meth:`load`.
+
+    Args:
+        train: Training samples. A ``TensorDataset`` is fetched a batch at a time.
+        val: The server's validation samples; None holds them out of ``train`` before the split.
+        test: Test samples.
+        partition: Rule that splits ``train`` over clients; None is :class:`~partition.IID`.
+        num_clients: Number of clients; None, where the rule knows it (``ByKey``, ``FromManifest``).
+        batch_size: Samples a local step; None is a client's whole data.
+        val_size: How much to hold out: a fraction of ``train`` or a count; 0 for none. The held-out
+            samples have the labels' proportions.
+        labels: Labels of ``train`` for the rule, ``[n]``; None reads them off the data set.
+        keys: Key of each training sample (speaker, writer...) for ``ByKey``, ``[n]``; None reads
+            the data set's attribute ``keys``.
+        replacement: Draw each batch anew from all samples of the client, instead of passing over
+            them in a random order.
+        drop_last: Leave out the incomplete batch at the end of a pass, unless it is the only one.
+            A BatchNorm layer cannot train on a batch of one sample.
+        eval_batch_size: Samples a batch in validation, test and prediction.
+        num_workers: Loader processes; 0 loads in the main process, best for data in memory.
+        collate_fn: Turns samples into a batch; None is torch's own.
+        seed: Seed of hold-out and split; None is that of ``seed_everything``, else 0.
+
+    Raises:
+        FederationError: If an option is out of range, a data set is missing or iterable-style, or
+            the rule cannot split it.
+
+    Example:
+        >>> x, y = torch.randn(100, 4), torch.arange(100) % 10
+        >>> data = FederatedDataModule(TensorDataset(x, y), num_clients=5, val_size=20)
+        >>> data.setup("fit")
+        >>> data.num_samples
+        tensor([16, 16, 16, 16, 16])
+    """
+
+    def __init__(
+        self,
+        train: Dataset[Any] | None = None,
+        val: Dataset[Any] | None = None,
+        test: Dataset[Any] | None = None,
+        partition: Partition | None = None,
+        num_clients: int | None = 10,
+        batch_size: int | None = 32,
+        *,
+        val_size: int | float = 0.1,
+        labels: Sequence[int] | None = None,
+        keys: Sequence[int] | None = None,
+        replacement: bool = False,
+        drop_last: bool = False,
+        eval_batch_size: int = 250,
+        num_workers: int = 0,
+        collate_fn: Collate | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
+            if size is not None and size < 1:
+                raise FederationError(f"{name} must be at least 1, got {size}")
+        if not (0 <= val_size < 1 if isinstance(val_size, float) else val_size >= 0):
+            raise FederationError(
+                f"val_size must be a fraction in [0, 1) or a count of samples, got {val_size}"
+            )
+        self.train, self.val, self.test = train, val, test
+        self.partition = partition or IID()
+        self.num_clients, self.batch_size = num_clients, batch_size
+        self.val_size, self.labels, self.keys = val_size, labels, keys
+        self.replacement, self.drop_last = replacement, drop_last
+        self.eval_batch_size, self.num_workers = eval_batch_size, num_workers
+        self.collate_fn, self.seed = collate_fn or default_collate, seed
+        self.plan: Callable[[], RoundPlan] | None = None
+        self.parts: list[Tensor] = []
+        #: Class of each training sample, ``[n]``, where it is known.
+        self.class_labels: Tensor | None = None
+
+    def load(self, train: bool) -> Dataset[Any] | None:
+        """Return the training or the test samples; a child class reads its files here."""
+        return self.train if train else self.test
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load the data, hold out validation samples and split the rest, once."""
+        if self.test is None and stage in {"test", "predict", None}:
+            self.test = _in_memory(self.load(train=False), "test")
+        if self.parts or stage in {"test", "predict"}:
+            return
+        train = _in_memory(self.load(train=True), "train")
+        if train is None:
+            raise FederationError("FederatedDataModule needs training samples: pass train=")
+        self.train, self.val = train, _in_memory(self.val, "val")
+        n, seed = len(train), run_seed(self.seed)
+        labels = labels_of(train) if self.labels is None else torch.as_tensor(self.labels)
+        self.class_labels = labels if labels is not None and labels.ndim == 1 else None
+        rule, held = self.partition, self._held_out(n, seed)
+        kept = torch.ones(n, dtype=torch.bool)
+        kept[held] = False
+        if self.val is None and len(held):
+            fast = isinstance(train, InMemory)
+            self.val = InMemory(*train.fetch(held)) if fast else Subset(train, held.tolist())
+        by = self._split_by(train, n)[kept]
+        if self.num_clients is None:
+            self.num_clients = rule.count_clients(by)
+        split = rule(by, self.num_clients, generator(seed, Purpose.PARTITION))
+        self.parts = [kept.nonzero()[:, 0][part] for part in split]
+
+    def _held_out(self, n: int, seed: int) -> Tensor:
+        """Return the training samples that no client holds."""
+        if (held := self.partition.held_out(n)) is not None:
+            return held
+        if self.val is not None:
+            return torch.zeros(0, dtype=torch.int64)
+        strata = torch.zeros(n) if self.class_labels is None else self.class_labels
+        return hold_out(strata, self._val_count(n), generator(seed, Purpose.HOLD_OUT))[1]
+
+    def _val_count(self, n: int) -> int:
+        count = round(self.val_size * n) if isinstance(self.val_size, float) else self.val_size
+        if count >= n:
+            raise FederationError(
+                f"val_size={self.val_size} holds out all of the {n} training samples: lower it"
+            )
+        return count
+
+    def _split_by(self, train: Dataset[Any], n: int) -> Tensor:
+        """Return what the rule splits by: keys, labels, or nothing that it would look at."""
+        rule = type(self.partition).__name__
+        if self.partition.splits_by == "keys":
+            keys = self.keys if self.keys is not None else getattr(train, "keys", None)
+            if keys is None or callable(keys):
+                raise FederationError(f"{rule} needs a key for each training sample: pass keys=")
+            by = torch.as_tensor(keys)
+        elif self.partition.splits_by == "labels":
+            labels = self.class_labels
+            if labels is None:
+                raise FederationError(
+                    f"{rule} needs a label for each training sample, and {type(train).__name__} has"
+                    " neither targets nor labels (one number a sample): pass labels="
+                )
+            by = labels
+        else:
+            labels = self.class_labels
+            by = torch.zeros(n, dtype=torch.int64) if labels is None else labels
+        if by.shape != (n,):
+            raise FederationError(
+                f"{rule} needs one {self.partition.splits_by[:-1]} for each of the {n} training"
+                f" samples, got {tuple(by.shape)}"
+            )
+        return by
+
+    @property
+    def num_samples(self) -> Tensor:
+        """Training samples of each client, ``[num_clients]``."""
+        return torch.tensor([len(part) for part in self.parts])
+
+    @property
+    def batches_per_epoch(self) -> Tensor:
+        """Batches in one pass over each client's samples, ``[num_clients]``."""
+        n = self.num_samples
+        size = n if self.batch_size is None else n.clamp(max=self.batch_size)
+        return n // size if self.drop_last else (n + size - 1) // size
+
+    @property
+    def checksum(self) -> str:
+        """A digest of the split."""
+        return checksum(self.parts)
+
+    def manifest(self) -> Manifest:
+        """Describe the split: rule, parameters, seed, indices and class counts of each client."""
+        n = 1 + max(int(part.max()) for part in self.parts)
+        labels = self.class_labels
+        if labels is None:
+            labels = torch.zeros(n, dtype=torch.int64)
+        return Manifest.of(self.partition, self.parts, labels, run_seed(self.seed))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return the round's batches, or shuffled batches of all clients without a loop."""
+        options = {
+            "batch_size": self.batch_size,
+            "replacement": self.replacement,
+            "drop_last": self.drop_last,
+        }
+        if self.plan is not None:
+            return self._loader(self.train, RoundBatches(self.plan(), self.parts, **options))
+        pooled = torch.cat(self.parts).sort().values
+        epoch = self.trainer.current_epoch if self.trainer else 0
+        everyone = RoundPlan(
+            run_seed(self.seed),
+            epoch,
+            torch.zeros(1, dtype=torch.int64),
+            torch.tensor([-(-len(pooled) // (self.batch_size or len(pooled)))]),
+        )
+        return self._loader(self.train, RoundBatches(everyone, [pooled], **options))
+
+    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
+        """Return the server's validation samples in order."""
+        return [] if self.val is None else self._eval_loader(self.val)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Return the test samples in order."""
+        if self.test is None:
+            raise FederationError(f"{type(self).__name__} has no test samples: pass test=")
+        return self._eval_loader(self.test)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return the test samples in order."""
+        return self.test_dataloader()
+
+    def _eval_loader(self, data: Dataset[Any]) -> DataLoader[Any]:
+        chunks = torch.arange(len(data)).split(self.eval_batch_size)  # type: ignore[arg-type]
+        seed = run_seed(self.seed)
+        batches = [Batch(index, (seed, Purpose.VALIDATION, i)) for i, index in enumerate(chunks)]
+        return self._loader(data, batches)
+
+    def _loader(self, data: Any, batches: Sampler[Batch] | list[Batch]) -> DataLoader[Any]:
+        if self.num_workers == 0 and isinstance(data, InMemory):
+            warnings.filterwarnings("ignore", ".*does not have many workers.*")
+        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return RoundLoader(
+            Batches(data, self.collate_fn),
+            batch_sampler=batches,  # type: ignore[arg-type]  # torch says list[int]; any index goes
+            collate_fn=_as_it_is,
+            num_workers=self.num_workers,
+            pin_memory=on_gpu,
+            # A loader without one draws a seed from the global generator, a validation loader too.
+            generator=torch.Generator(),
+        )
+
+
+def _in_memory(data: Any, name: str) -> Any:
+    """Check that a data set is map-style; give tensors their fast path."""
+    if type(data) is TensorDataset:
+        return InMemory(*data.tensors)
+    if isinstance(data, IterableDataset) or not (data is None or hasattr(data, "__len__")):
+        raise FederationError(
+            f"{name} must be a map-style data set (with len() and []), got {type(data).__name__}:"
+            " clients hold parts of it by index"
+        )
+    if data is not None and not len(data):
+        raise FederationError(f"{name} has no samples")
+    return data

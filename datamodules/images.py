@@ -1,0 +1,125 @@
+"""What data sets of images have in common."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_fl.datamodules.federated import FederatedDataModule, InMemory
+from lightning_fl.partition import Partition
+from lightning_fl.types import FederationError
+
+
+class ImageDataModule(FederatedDataModule):
+    """Images in memory as bytes, ``[n, channels, height, width]``, normalised on the device.
+
+    A child states its files, its number of classes and its statistics.
+
+    Args:
+        partition: Rule that splits the training samples over clients; None is ``IID``.
+        num_clients: Number of clients; None, where the rule knows it.
+        batch_size: Samples a local step; None is a client's whole data.
+        val_size: How much of the training data to hold out for the server's validation, before the
+            split: a fraction or a count. The held-out samples have the labels' proportions.
+        replacement: Draw each batch anew from all samples of the client, instead of passing over
+            them in a random order.
+        drop_last: Leave out the incomplete batch at the end of a pass, unless it is the only one.
+        eval_batch_size: Samples a batch in validation, test and prediction.
+        seed: Seed of hold-out and split; None is that of ``seed_everything``, else 0.
+
+    Raises:
+        FederationError: If an option is out of range, or the rule cannot split the data.
+    """
+
+    num_classes: ClassVar[int] = 10
+    #: The value of white.
+    white: ClassVar[float] = 255.0
+    #: Mean and standard deviation of each channel over the training set, in units of ``white``.
+    mean: ClassVar[tuple[float, ...]]
+    std: ClassVar[tuple[float, ...]]
+
+    def __init__(
+        self,
+        partition: Partition | None = None,
+        num_clients: int | None = 10,
+        batch_size: int | None = 32,
+        *,
+        val_size: int | float = 0.1,
+        replacement: bool = False,
+        drop_last: bool = False,
+        eval_batch_size: int = 250,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            partition=partition,
+            num_clients=num_clients,
+            batch_size=batch_size,
+            val_size=val_size,
+            replacement=replacement,
+            drop_last=drop_last,
+            eval_batch_size=eval_batch_size,
+            seed=seed,
+        )
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Turn bytes to numbers of mean 0 and standard deviation 1, in the module's dtype."""
+        x, *rest = batch
+        module = None if self.trainer is None else self.trainer.lightning_module
+        dtype = torch.get_default_dtype() if module is None else module.dtype
+        assert isinstance(dtype, torch.dtype)  # Lightning says "or str"
+        shift, scale = self._statistics(x.device, dtype)
+        return x.to(dtype).sub_(shift).div_(scale), *rest
+
+    def _statistics(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        # Kept for the fit: making them anew would cost two transfers to the device a step.
+        if self.__dict__.get("_kept", (None,))[0] != (device, dtype):
+            shift, scale = (
+                torch.tensor(v, dtype=dtype, device=device).mul_(self.white)[:, None, None]
+                for v in (self.mean, self.std)
+            )
+            self._kept = (device, dtype), shift, scale
+        return self._kept[1:]
+
+
+class TorchvisionDataModule(ImageDataModule):
+    """One of torchvision's data sets, read from ``root`` in torchvision's layout.
+
+    Args:
+        root: Folder of data sets.
+        download: Fetch the files into ``root`` if they are not there.
+        options: Those of :class:`ImageDataModule`. The official test set is the test set.
+
+    Raises:
+        FederationError: If the files are not there and ``download`` is off, or an option is out
+            of range.
+    """
+
+    def __init__(self, root: str = "data", download: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.root, self.download = root, download
+
+    def open(self, train: bool, download: bool) -> Any:
+        """Return torchvision's data set."""
+        raise NotImplementedError
+
+    def prepare_data(self) -> None:
+        """Download, where that was asked for."""
+        if self.download:
+            self.open(train=True, download=True)
+            self.open(train=False, download=True)
+
+    def load(self, train: bool) -> InMemory:
+        """Read images and labels into memory."""
+        name = type(self).__name__
+        try:
+            data = self.open(train, download=False)
+        except (RuntimeError, FileNotFoundError) as error:
+            raise FederationError(
+                f"{name} is not under root={self.root!r}: set root to the folder that holds it, or"
+                " fetch it with download=true (data.init_args.download)"
+            ) from error
+        images = torch.as_tensor(data.data)
+        images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
+        return InMemory(images, torch.as_tensor(data.targets))

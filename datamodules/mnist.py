@@ -1,0 +1,19 @@
+"""MNIST."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torchvision
+
+from lightning_fl.datamodules.images import TorchvisionDataModule
+
+
+class MNIST(TorchvisionDataModule):
+    """MNIST: 60,000 + 10,000 handwritten digits, ``[1, 28, 28]``."""
+
+    mean, std = (0.1307,), (0.3081,)
+
+    def open(self, train: bool, download: bool) -> Any:
+        """Return torchvision's data set."""
+        return torchvision.datasets.MNIST(self.root, train, download=download)

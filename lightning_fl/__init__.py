@@ -1,0 +1,8 @@
+"""Federated learning as a PyTorch Lightning collection: one Trainer is the federation."""
+
+from importlib.metadata import version
+
+from lightning_fl.objectives import ClientModule
+
+__version__ = version("lightning_fl")
+__all__ = ["ClientModule", "__version__"]

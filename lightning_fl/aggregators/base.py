@@ -1,0 +1,52 @@
+"""What every aggregation rule is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_fl.types import ClientUpdate
+
+
+class Aggregator(Metric, ABC):
+    """A server rule: a metric over client updates whose value is the server's new parameters.
+
+    A round is ``start(server)``, ``update(clients)`` as often as clients return, ``compute()``.
+    What belongs to a round is a state, declared in :meth:`allocate` with its ``dist_reduce_fx``;
+    what outlives it is a buffer, saved with the checkpoint.
+    """
+
+    full_state_update = False
+    server: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("server", torch.zeros(0), persistent=False)
+
+    def start(self, server: Tensor) -> None:
+        """Begin a round from the server's parameters, ``[P]``."""
+        if self.server.shape != server.shape:
+            # In full and on every process: one without clients has to gather the same shape.
+            self.to(server.device)
+            self.allocate(server)
+        self.reset()
+        self.server = server
+
+    @abstractmethod
+    def allocate(self, server: Tensor) -> None:
+        """Declare states and buffers for parameters of this shape, dtype and device."""
+
+    @abstractmethod
+    def update(self, clients: ClientUpdate) -> None:
+        """Take in the updates of one or more clients, then forget them."""
+
+    @abstractmethod
+    def compute(self) -> Tensor:
+        """Return the server's new parameters, ``[P]``."""
+
+    def server_for(self, clients: Tensor) -> Tensor:
+        """Return what each client starts from, ``[k, P]``."""
+        return self.server.expand(len(clients), -1)

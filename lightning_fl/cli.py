@@ -1,0 +1,151 @@
+"""``lightning-fl fit|validate|test|predict --config X.yaml``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+# Every class that a config may name by its short name has to be imported.
+import lightning_fl.aggregators
+import lightning_fl.datamodules
+import lightning_fl.models
+import lightning_fl.objectives
+import lightning_fl.partition
+import lightning_fl.policies
+import lightning_fl.samplers
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RoundProgress, RunReport
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.types import FederationError
+
+
+class FederatedCLI(LightningCLI):
+    """Lightning's CLI with a federation, its checkpoint and a folder for each run.
+
+    A new fit takes the next free folder ``version_N`` under ``trainer.default_root_dir``; ``fit
+    --ckpt_path last`` goes on in the newest one, the other commands read it.
+    """
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Give the loop and the checkpoint keys of their own, which merge and take flags."""
+        parser.add_lightning_class_args(FederatedLoop, "federation")
+        parser.add_lightning_class_args(RoundCheckpoint, "checkpoint")
+        parser.set_defaults({"trainer.default_root_dir": "runs"})
+
+    def _prepare_subcommand_parser(
+        self, klass: type, subcommand: str, **kwargs: Any
+    ) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        # A checkpoint is data, not code; and random weights are not worth a test.
+        parser.set_defaults({"weights_only": True})
+        if subcommand != "fit":
+            parser.set_defaults({"ckpt_path": "last"})
+        return parser
+
+    def before_instantiate_classes(self) -> None:
+        """Find the run's folder, and the checkpoint that ``last`` means."""
+        config = self.config[self.subcommand]
+        root = Path(config.trainer.default_root_dir).absolute()
+        runs = sorted(
+            (p for p in root.glob("version_*") if p.name.removeprefix("version_").isdigit()),
+            key=lambda p: int(p.name.removeprefix("version_")),
+        )
+        self.run_folder = runs[-1] if runs else root / "version_0"
+        if config.ckpt_path == "last":
+            last = self.run_folder / f"{config.checkpoint.filename}.ckpt"
+            if config.checkpoint.dirpath is not None:
+                last = Path(config.checkpoint.dirpath, last.name)
+            if last.is_file():
+                config.ckpt_path = str(last)
+            elif self.subcommand == "fit":
+                config.ckpt_path = None  # Killed before its first checkpoint, or never begun.
+            else:
+                raise FederationError(
+                    f"there is no checkpoint {last} to {self.subcommand}: run fit first, or name a"
+                    " file with --ckpt_path"
+                )
+        elif config.ckpt_path is not None and not Path(config.ckpt_path).is_file():
+            raise FederationError(
+                f"there is no checkpoint {config.ckpt_path}: give --ckpt_path a file, or last"
+            )
+        elif config.ckpt_path is not None and Path(config.ckpt_path).absolute().parent in runs:
+            self.run_folder = Path(config.ckpt_path).absolute().parent
+        elif self.subcommand == "fit" and not config.trainer.fast_dev_run:
+            self.run_folder = root / f"version_{int(runs[-1].name[8:]) + 1 if runs else 0}"
+            self.run_folder.mkdir(parents=True)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Put what the run writes into its folder, and show rounds."""
+        config = self._get(self.config_init, "trainer")
+        callbacks = list(config.callbacks or [])
+        loop, checkpoint = (self._get(self.config_init, k) for k in ("federation", "checkpoint"))
+        if loop.table is not None:
+            loop.table = str(self.run_folder / loop.table)
+        if checkpoint.dirpath is None:
+            checkpoint.dirpath = str(self.run_folder)
+        if self.subcommand == "fit":
+            if find_spec("rich") and config.enable_progress_bar is not False:
+                callbacks.append(RoundProgress())
+            if find_spec("matplotlib") and not config.fast_dev_run:
+                callbacks.append(RunReport())
+        if config.logger in (None, True):
+            kwargs["logger"] = self._loggers() if self.subcommand == "fit" else False
+        return super().instantiate_trainer(
+            callbacks=callbacks, default_root_dir=str(self.run_folder), **kwargs
+        )
+
+    def _loggers(self) -> list[Logger]:
+        # Lightning's CSV logger empties its folder: a resumed run gets the next one.
+        loggers: list[Logger] = [CSVLogger(self.run_folder, name="csv")]
+        if find_spec("tensorboard"):
+            loggers.insert(0, TensorBoardLogger(self.run_folder, name="", version=""))
+        return loggers
+
+    def after_fit(self) -> None:
+        """Say where the results are."""
+        if not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            print(f"Written to {_short(self.run_folder)}")
+
+    def predict(self, **kwargs: Any) -> None:
+        """Predict the test samples and write what the module returned, a tensor a batch."""
+        predictions = self.trainer.predict(**kwargs)
+        if not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            path = self.run_folder / "predictions.pt"
+            torch.save(predictions, path)
+            print(f"Written to {_short(path)}")
+
+
+def _short(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def main(args: ArgsType = None) -> None:
+    """Run the command line; a user's mistake ends with a message, not with a traceback."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # Lightning's own, of torch 2.14.
+    warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated")
+    try:
+        FederatedCLI(
+            LightningModule,
+            FederatedDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            seed_everything_default=0,
+            save_config_kwargs={"overwrite": True},
+            # Modules bring their own optimiser; the CLI's flags would replace it.
+            auto_configure_optimizers=False,
+            args=args,
+        )
+    except MisconfigurationException as error:
+        sys.stderr.write(f"lightning-fl: error: {error}\n")
+        raise SystemExit(2) from None

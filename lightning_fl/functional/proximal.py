@@ -1,0 +1,24 @@
+"""Penalties on the distance between a client and the server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def proximal_penalty(params: Iterable[Tensor], anchor: Iterable[Tensor], mu: float) -> Tensor:
+    r"""Penalise drift, :math:`\frac{\mu}{2} \lVert w - w^t \rVert^2` (Li et al., 2020, eq. 2).
+
+    Args:
+        params: Local parameters :math:`w`.
+        anchor: Server parameters :math:`w^t`, same shapes and order.
+        mu: Strength; 0 turns the objective into plain FedAvg.
+
+    Example:
+        >>> proximal_penalty([torch.tensor([1.0, 2.0])], [torch.zeros(2)], mu=0.1)
+        tensor(0.2500)
+    """
+    pairs = zip(params, anchor, strict=True)
+    return mu / 2 * torch.stack([(w - w_t).square().sum() for w, w_t in pairs]).sum()

@@ -1,0 +1,87 @@
+"""Convolutional networks of the papers; the order is convolution, pooling, ReLU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fl.types import FederationError
+
+
+class _ConvNet(nn.Sequential):
+    """Blocks of convolution, 2x2 pooling and ReLU, then fully connected layers."""
+
+    def __init__(self, convs: list[nn.Module], shape: tuple[int, ...], head: list[int]) -> None:
+        layers: list[nn.Module] = []
+        for conv in convs:
+            layers += [conv, nn.MaxPool2d(2), nn.ReLU()]
+        layers.append(nn.Flatten())
+        with torch.no_grad():
+            features = nn.Sequential(*layers)(torch.zeros(1, *shape)).shape[1]
+        for width in head[:-1]:
+            layers += [nn.Linear(features, width), nn.ReLU()]
+            features = width
+        super().__init__(*layers, nn.Linear(features, head[-1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits, ``[batch, classes]``."""
+        return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]  # as torch has it
+
+
+def _check(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise FederationError(f"{name} must be at least 1, got {size}")
+
+
+class CifarCNN(_ConvNet):
+    """5x5 convolutions of 32 and 64 maps, a layer of 1024 units (Mostafa, 2019, section 5).
+
+    Args:
+        width: Maps of the first convolution; the second has twice as many.
+        hidden: Units of the fully connected layer.
+        num_classes: Classes.
+        in_channels: Channels of the 32x32 inputs.
+
+    Raises:
+        FederationError: If a size is not positive.
+
+    Example:
+        >>> CifarCNN(width=4, hidden=8)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self, width: int = 32, hidden: int = 1024, num_classes: int = 10, in_channels: int = 3
+    ) -> None:
+        _check(width=width, hidden=hidden, num_classes=num_classes, in_channels=in_channels)
+        convs: list[nn.Module] = [
+            nn.Conv2d(in_channels, width, 5, padding=2),
+            nn.Conv2d(width, 2 * width, 5, padding=2),
+        ]
+        super().__init__(convs, (in_channels, 32, 32), [hidden, num_classes])
+
+
+class FashionCNN(_ConvNet):
+    """3x3 convolutions of 32 and 64 maps, unpadded, on 28x28 inputs (Ben Mansour et al., 2022).
+
+    Two poolings leave 64 x 5 x 5 = 1600 features, which go to the classes directly.
+
+    Args:
+        width: Maps of the first convolution; the second has twice as many.
+        hidden: Units of a further fully connected layer; None for none.
+        num_classes: Classes.
+
+    Raises:
+        FederationError: If a size is not positive.
+
+    Example:
+        >>> FashionCNN()[-1]
+        Linear(in_features=1600, out_features=10, bias=True)
+    """
+
+    def __init__(self, width: int = 32, hidden: int | None = None, num_classes: int = 10) -> None:
+        _check(width=width, hidden=hidden, num_classes=num_classes)
+        convs: list[nn.Module] = [nn.Conv2d(1, width, 3), nn.Conv2d(width, 2 * width, 3)]
+        head = [num_classes] if hidden is None else [hidden, num_classes]
+        super().__init__(convs, (1, 28, 28), head)

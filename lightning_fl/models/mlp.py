@@ -1,0 +1,36 @@
+"""Multilayer perceptrons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import nn
+
+from lightning_fl.types import FederationError
+
+
+class MLPClassifier(nn.Sequential):
+    """Fully connected layers with ReLU between them, from flattened inputs to logits.
+
+    Args:
+        sizes: Widths from input to classes; ``[784, 100, 100, 10]`` is Mostafa's (2019) for MNIST.
+
+    Raises:
+        FederationError: If there are fewer than two sizes, or one is not positive.
+
+    Example:
+        >>> import torch
+        >>> MLPClassifier([64, 30, 10])(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        if len(sizes) < 2 or min(sizes) < 1:
+            raise FederationError(
+                f"sizes must be two or more positive widths, input to classes, got {list(sizes)}"
+            )
+        layers: list[nn.Module] = [nn.Flatten()]
+        for width_in, width_out in pairwise(sizes):
+            layers += [nn.Linear(width_in, width_out), nn.ReLU()]
+        super().__init__(*layers[:-1])

@@ -1,0 +1,123 @@
+"""A client's local objective for classification."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_fl.objectives.terms import Side, Term
+
+
+class ClientModule(LightningModule):
+    r"""Cross-entropy + terms, :math:`\frac{1}{|b|} \sum_{i \in b} \ell(w; x_i, y_i) + \sum_j r_j`.
+
+    Logs once a round ``train_loss`` (the mean loss over the local samples that clients trained on,
+    terms included, without clients whose loss is not finite), ``val_loss`` and ``val_acc``; in a
+    test ``test_loss`` and ``test_acc``. A batch is ``(x, y)`` with class indices ``y``. For another
+    task override :meth:`losses`.
+
+    Args:
+        net: The network, from inputs to logits, ``[batch, classes]``.
+        terms: Further terms of the loss.
+        optimizer: Makes the optimiser from the parameters. Its learning rate is what the policy's
+            is a ratio to; without a policy's it is used as it is.
+
+    Example:
+        >>> module = ClientModule(nn.Linear(4, 3), optimizer=torch.optim.Adam)
+        >>> module.losses((torch.zeros(2, 4), torch.tensor([0, 2]))).shape
+        torch.Size([2])
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        terms: Sequence[Term] = (),
+        optimizer: OptimizerCallable = torch.optim.SGD,
+    ) -> None:
+        super().__init__()
+        self.net, self.terms = net, nn.ModuleList(terms)
+        # Not a hyper-parameter: a checkpoint with a callable in it cannot be loaded safely.
+        self.make_optimizer = optimizer
+        self.train_loss = MeanMetric(nan_strategy="ignore")
+        self.val_acc = MulticlassAccuracy(average="micro")
+        self.test_acc = MulticlassAccuracy(average="micro")
+        # The model that the client started from: constant, so neither a buffer nor saved.
+        self._fixed: dict[str, Tensor] = {}
+        self._client_loss: list[Tensor] = []
+        self._client_samples = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits, ``[batch, classes]``."""
+        return cast("Tensor", self.net(x))
+
+    def losses(self, batch: Any, outputs: Tensor | None = None) -> Tensor:
+        """Return each sample's loss, ``[batch]``; training and validation use it.
+
+        Args:
+            batch: ``(x, y)``.
+            outputs: What the network made of ``x``, where that is known already.
+        """
+        x, y = batch
+        return F.cross_entropy(self(x) if outputs is None else outputs, y, reduction="none")
+
+    def on_client_start(self) -> None:
+        """Keep the parameters that the client starts from, for the terms."""
+        if len(self.terms):
+            self._fixed = {n: p.detach().clone() for n, p in self.net.named_parameters()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the loss of a local step."""
+        outputs = self(batch[0])
+        losses = self.losses(batch, outputs)
+        loss = losses.mean()
+        if len(self.terms):
+            if not self._fixed:  # Outside of a federation the model stays near where it began.
+                self.on_client_start()
+            own, fixed = Side(dict(self.net.named_parameters()), outputs), Side(self._fixed)
+            loss = loss + sum(term(own, fixed, batch) for term in self.terms)
+        self._client_loss.append(loss.detach() * len(losses))
+        self._client_samples += len(losses)
+        return loss
+
+    def on_client_end(self) -> None:
+        """Add the client's losses to the round's figure: once a client, not once a step."""
+        if self._client_samples:
+            total = torch.stack(self._client_loss).sum()
+            self.train_loss.update(total / self._client_samples, self._client_samples)
+        self._client_loss, self._client_samples = [], 0
+
+    def on_train_epoch_end(self) -> None:
+        """Log the round's training loss."""
+        self.on_client_end()
+        self.log("train_loss", self.train_loss, prog_bar=True)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the validation loss and accuracy."""
+        self._evaluate(batch, "val", self.val_acc)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the test loss and accuracy."""
+        self._evaluate(batch, "test", self.test_acc)
+
+    def _evaluate(self, batch: Any, name: str, accuracy: MulticlassAccuracy) -> None:
+        outputs = self(batch[0])
+        losses = self.losses(batch, outputs)
+        accuracy(outputs, batch[1])
+        self.log(f"{name}_loss", losses.mean(), batch_size=len(losses))
+        self.log(f"{name}_acc", accuracy, batch_size=len(losses), prog_bar=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the logits of a batch."""
+        return cast("Tensor", self(batch[0]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the optimiser of all parameters, those of terms included."""
+        return self.make_optimizer(self.parameters())

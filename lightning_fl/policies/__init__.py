@@ -1,0 +1,6 @@
+"""Hyper-parameter policies, one a file."""
+
+from lightning_fl.policies.base import HyperParameterPolicy
+from lightning_fl.policies.schedule import Schedule
+
+__all__ = ["HyperParameterPolicy", "Schedule"]

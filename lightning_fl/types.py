@@ -1,0 +1,175 @@
+"""What the rooms say to each other: the plan of a round, its steps, and what clients send back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+__all__ = [
+    "ClientUpdate",
+    "FederatedData",
+    "FederationError",
+    "Feedback",
+    "RoundPlan",
+    "ServerState",
+    "Step",
+]
+
+
+class FederationError(MisconfigurationException, ValueError):
+    """A mistake in a configuration, its data or a checkpoint: what was wrong, and what to do."""
+
+
+class Step(NamedTuple):
+    """What one training batch of a round is: a local step of the clients in the lanes.
+
+    Args:
+        rows: Positions of the clients in the plan, one a lane.
+        first: Whether it is the clients' first step of the round.
+        last: Whether it is their last.
+    """
+
+    rows: tuple[int, ...]
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """Who trains in a round, how long and how fast.
+
+    Args:
+        seed: The run's seed. Randomness in training belongs to (seed, round, client).
+        round: The round's number, counted from 0.
+        clients: Ids of the participating clients, ``[k]``.
+        num_steps: Local steps of each, ``[k]``, at least 1.
+        lr: Learning rate of each, ``[k]``, or None for the module's own.
+        values: Further values by name, each ``[k]``. ``lr_factor`` multiplies the learning rate.
+
+    Raises:
+        FederationError: If the round is empty, or the shapes or numbers of steps do not fit.
+
+    Example:
+        >>> plan = RoundPlan(seed=0, round=0, clients=torch.tensor([4, 7]),
+        ...                  num_steps=torch.tensor([1, 2]))
+        >>> plan.schedule[1]
+        Step(rows=(1,), first=True, last=False)
+    """
+
+    seed: int
+    round: int
+    clients: Tensor
+    num_steps: Tensor
+    lr: Tensor | None = None
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not len(self.clients):
+            raise FederationError(f"round {self.round + 1} has no clients: it needs at least one")
+        for name, value in {"num_steps": self.num_steps, "lr": self.lr, **self.values}.items():
+            if value is not None and value.shape != self.clients.shape:
+                raise FederationError(
+                    f"{name} has shape {tuple(value.shape)} for {len(self.clients)} clients: "
+                    "a policy returns one value for all or one for each"
+                )
+        if (short := self.num_steps < 1).any():
+            raise FederationError(
+                f"client {self.clients[short][0]} would make {self.num_steps[short][0]} local steps"
+                f" in round {self.round + 1}: every participating client makes at least one"
+            )
+        if self.lr is not None and not (self.lr.isfinite() & (self.lr >= 0)).all():
+            raise FederationError(
+                f"lr must be finite and at least 0, got {self.lr} in round {self.round + 1}"
+            )
+
+    @cached_property
+    def schedule(self) -> list[Step]:
+        """The round's steps in order, client after client."""
+        return [
+            Step((row,), i == 0, i == n - 1)
+            for row, n in enumerate(self.num_steps.tolist())
+            for i in range(n)
+        ]
+
+
+class ServerState(NamedTuple):
+    """What a client starts from.
+
+    Args:
+        vector: Parameters and floating buffers, flattened, ``[P]``.
+        counters: Integer buffers, flattened, ``[C]``.
+    """
+
+    vector: Tensor
+    counters: Tensor
+
+
+@dataclass(frozen=True)
+class ClientUpdate:
+    """What clients send to the server after local training; a client is a row.
+
+    Args:
+        clients: Ids, ``[k]``.
+        delta: Local parameters minus what the clients started from, ``[k, P]``.
+        num_samples: Training samples of each, ``[k]``.
+        loss_before: Local loss before training, ``[k]``, or None where it was not measured.
+        loss_after: Local loss after training, ``[k]``, or None where it was not measured.
+
+    Raises:
+        FederationError: If the lengths differ.
+    """
+
+    clients: Tensor
+    delta: Tensor
+    num_samples: Tensor
+    loss_before: Tensor | None = None
+    loss_after: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        k = len(self.clients)
+        if self.delta.ndim != 2 or len(self.delta) != k or self.num_samples.shape != (k,):
+            raise FederationError(
+                "an update has one row a client: clients [k], delta [k, P], num_samples [k]; got "
+                f"{[tuple(t.shape) for t in (self.clients, self.delta, self.num_samples)]}"
+            )
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """What a policy learns from a round.
+
+    Args:
+        plan: The round's plan.
+        val_loss_before: The server's validation loss before the round, None if it is not known.
+        val_loss: The same after the round, None if validation did not run in it.
+    """
+
+    plan: RoundPlan
+    val_loss_before: float | None
+    val_loss: float | None
+
+
+@runtime_checkable
+class FederatedData(Protocol):
+    """What the loop needs of a data module (``lightning_fl.datamodules.FederatedDataModule``)."""
+
+    #: Where the loader finds the plan of the round; set by the loop.
+    plan: Callable[[], RoundPlan] | None
+    #: A digest of the split, which a checkpoint keeps.
+    checksum: str
+    #: Training samples of each client, ``[num_clients]``.
+    num_samples: Tensor
+    #: Batches in one pass over each client's samples, ``[num_clients]``.
+    batches_per_epoch: Tensor
+
+
+def full(value: Tensor | float, clients: Tensor) -> Tensor:
+    """One value for all, or one for each of the clients, as ``[k]``."""
+    value = torch.as_tensor(value)
+    return value.expand(len(clients)) if value.ndim == 0 else value

@@ -1,0 +1,178 @@
+import logging
+import os
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.datamodules import FederatedDataModule
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+
+
+class Foreign(L.LightningModule):
+    """Written without knowledge of this library: BatchNorm, dropout, Adam, a metric, logging."""
+
+    def __init__(self, features=6, classes=3, batchnorm=True, dropout=0.2, optimizer="adam"):
+        super().__init__()
+        norm = nn.BatchNorm1d(8) if batchnorm else nn.Identity()
+        self.net = nn.Sequential(
+            nn.Linear(features, 8), norm, nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, classes)
+        )
+        self.accuracy = MulticlassAccuracy(classes)
+        self.optimizer = optimizer
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        scores = self.net(x)
+        self.accuracy(scores, y)
+        self.log("val_loss", F.cross_entropy(scores, y))
+        self.log("accuracy", self.accuracy)
+
+    def configure_optimizers(self):
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)]
+
+
+class Linear(L.LightningModule):
+    """Least squares on one linear map, with plain SGD: easy to do by hand."""
+
+    def __init__(self, features=3, lr=0.1):
+        super().__init__()
+        self.net, self.lr = nn.Linear(features, 1, bias=False), lr
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return (self.net(x)[:, 0] - y).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", (self.net(x)[:, 0] - y).square().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+@pytest.fixture(autouse=True)
+def _no_seed_from_elsewhere(monkeypatch):
+    """seed_everything leaves its seed in the environment, for the tests after it too."""
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+
+
+@pytest.fixture
+def foreign():
+    def make(seed=0, **options):
+        torch.manual_seed(seed)
+        return Foreign(**options).double()
+
+    return make
+
+
+@pytest.fixture
+def linear():
+    def make(seed=0, **options):
+        torch.manual_seed(seed)
+        return Linear(**options).double()
+
+    return make
+
+
+@pytest.fixture
+def blobs():
+    """Samples of three classes in six dimensions, as a TensorDataset in float64."""
+
+    def make(n=120, seed=0, classes=3, features=6):
+        generator = torch.Generator().manual_seed(100)
+        y = torch.arange(n) % classes
+        centres = torch.randn(classes, features, generator=generator, dtype=torch.float64)
+        generator.manual_seed(seed)
+        noise = torch.randn(n, features, generator=generator, dtype=torch.float64)
+        return TensorDataset(centres[y] + 0.3 * noise, y)
+
+    return make
+
+
+@pytest.fixture
+def data(blobs):
+    """A federation of blobs."""
+
+    def make(train=None, num_clients=4, batch_size=8, val=None, **options):
+        return FederatedDataModule(
+            blobs() if train is None else train,
+            blobs(60, seed=1) if val is None else val,
+            num_clients=num_clients,
+            batch_size=batch_size,
+            **options,
+        )
+
+    return make
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """A quiet Trainer on the CPU with a federation."""
+
+    def make(loop=None, rounds=3, callbacks=(), **options):
+        loop = FederatedLoop(buffers="average") if loop is None else loop
+        options = {
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": str(tmp_path),
+            "num_sanity_val_steps": 0,
+            **options,
+        }
+        loops = [] if loop is False else [loop]
+        return L.Trainer(max_epochs=rounds, callbacks=[*callbacks, *loops], **options)
+
+    return make
+
+
+@pytest.fixture
+def fit(trainer, data):
+    """Fit a module in a federation of blobs; returns the loop."""
+
+    def run(module, loop=None, datamodule=None, ckpt_path=None, **options):
+        loop = FederatedLoop(buffers="average") if loop is None else loop
+        trainer(loop, **options).fit(
+            module, datamodule=data() if datamodule is None else datamodule, ckpt_path=ckpt_path
+        )
+        return loop
+
+    return run
+
+
+@pytest.fixture
+def data_root():
+    """Where real data lie, in torchvision's layout."""
+    root = os.environ.get("LIGHTNING_FL_DATA")
+    if not root or not Path(root).is_dir():
+        pytest.skip("real data: set LIGHTNING_FL_DATA to a folder in torchvision's layout")
+    return root
+
+
+@pytest.fixture
+def flat():
+    """All of a module's parameters and buffers as one vector."""
+
+    def read(module):
+        return torch.cat([t.detach().double().reshape(-1) for t in module.state_dict().values()])
+
+    return read

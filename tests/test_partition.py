@@ -1,0 +1,753 @@
+"""Splits of a data set over clients: numbers by hand, properties of every rule, manifests."""
+
+import hashlib
+import io
+import json
+import os
+import random
+import struct
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+
+from lightning_fl import partition
+from lightning_fl.partition import (
+    IID,
+    ByKey,
+    ByLabel,
+    Dirichlet,
+    FromManifest,
+    Manifest,
+    Partition,
+    QuantitySkew,
+    Shards,
+    checksum,
+    plot,
+)
+from lightning_fl.types import FederationError
+
+RANDOM = [
+    IID(),
+    ByLabel(2),
+    Shards(),
+    Dirichlet(),
+    Dirichlet(alpha=1e-3, min_size=2),
+    QuantitySkew(),
+    QuantitySkew(alpha=1e-3, min_size=2),
+]
+RULES = [*RANDOM, ByLabel(1), Shards(1), ByKey(), FromManifest("split.json")]
+ALWAYS = (IID, Dirichlet, QuantitySkew, FromManifest)  # need nothing but enough samples
+
+every_rule = pytest.mark.parametrize("rule", RULES, ids=repr)
+
+
+def rng(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def lists(parts):
+    return [part.tolist() for part in parts]
+
+
+def counts(parts, labels):
+    """Samples of each class and client, [clients, classes]."""
+    return torch.stack([labels[part].bincount(minlength=int(labels.max()) + 1) for part in parts])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    """Work in a folder of its own: FromManifest finds split.json there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("partition"))
+        yield
+
+
+def write_manifest(labels, num_clients):
+    parts = IID()(labels, num_clients, rng(99))
+    Manifest.of(IID(), parts, labels, seed=99).write("split.json")
+
+
+# --- Every rule ----------------------------------------------------------------------------------
+
+data = st.lists(st.integers(-3, 3), min_size=8, max_size=40).map(torch.tensor)
+
+
+@every_rule
+@settings(max_examples=15, deadline=None)
+@given(labels=data, num_clients=st.integers(1, 4), seed=st.integers(0, 2**40))
+def test_a_split_is_disjoint_complete_and_nowhere_empty(rule, labels, num_clients, seed):
+    write_manifest(labels, num_clients)
+    try:
+        parts = rule(labels, num_clients, rng(seed))
+    except FederationError:
+        assert not isinstance(rule, ALWAYS)
+        return
+    assert len(parts) == num_clients
+    assert all(len(part) >= getattr(rule, "min_size", 1) for part in parts)
+    assert all(part.dtype == torch.int64 and part.tolist() == sorted(part) for part in parts)
+    assert torch.cat(parts).sort().values.tolist() == list(range(len(labels)))
+
+
+@every_rule
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 2**40))
+def test_a_split_depends_on_the_generator_alone(rule, seed):
+    labels = torch.arange(60) % 4
+    write_manifest(labels, 4)
+    before = labels.clone()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        first = rule(labels, 4, rng(seed))
+        torch.manual_seed(2)
+        state = torch.get_rng_state(), random.getstate()
+        numpy_state = np.random.get_state()  # the old global state is what we watch
+        second = rule(labels, 4, rng(seed))
+        assert torch.get_rng_state().equal(state[0])
+        assert random.getstate() == state[1]
+        now = np.random.get_state()
+        assert (now[1] == numpy_state[1]).all()
+        assert now[2:] == numpy_state[2:]
+    assert lists(first) == lists(second)
+    assert labels.equal(before)
+
+
+@pytest.mark.parametrize("rule", RANDOM, ids=repr)
+def test_different_seeds_give_different_clients(rule):
+    labels = torch.arange(60) % 4
+    assert len({checksum(rule(labels, 4, rng(seed))) for seed in range(8)}) >= 7
+
+
+@pytest.mark.parametrize("rule", RANDOM, ids=repr)
+def test_the_generator_moves_on_so_that_a_second_split_differs(rule):
+    labels, generator = torch.arange(60) % 4, rng()
+    assert lists(rule(labels, 4, generator)) != lists(rule(labels, 4, generator))
+
+
+@every_rule
+def test_one_client_holds_everything(rule):
+    labels = torch.tensor([1, 1, 0])
+    write_manifest(labels, 1)
+    if isinstance(rule, ByLabel):
+        rule = ByLabel(classes_per_client=2)
+    assert lists(rule(labels, 1, rng())) == [[0, 1, 2]]
+
+
+@every_rule
+def test_more_clients_than_samples_is_an_error(rule):
+    with pytest.raises(FederationError, match=r"4 clients cannot share 3 samples.*at most 3"):
+        rule(torch.tensor([0, 1, 2]), 4, rng())
+
+
+@pytest.mark.parametrize("bad", [0, -1, True, 2.0, "2", None])
+def test_the_number_of_clients_is_a_positive_integer(bad):
+    with pytest.raises(FederationError, match=r"num_clients must be an integer of at least 1, got"):
+        IID()(torch.zeros(5), bad, rng())
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (torch.zeros(4, 2), r"shape \(4, 2\).*argmax"),
+        (torch.tensor(3), r"shape \(\)"),
+        ([0, 1], r"<class 'list'>.*torch.as_tensor"),
+    ],
+)
+def test_labels_are_one_tensor_with_a_number_a_sample(labels, words):
+    with pytest.raises(FederationError, match=words):
+        IID()(labels, 1, rng())
+
+
+@pytest.mark.parametrize("bad", [0, None, np.random.default_rng(0)])
+def test_randomness_comes_as_a_torch_generator(bad):
+    with pytest.raises(FederationError, match=r"generator must be a torch.Generator.*manual_seed"):
+        IID()(torch.zeros(5), 1, bad)
+
+
+@pytest.mark.parametrize("rule", [ByLabel(), Shards(), Dirichlet(), ByKey()], ids=repr)
+def test_rules_that_group_samples_refuse_real_numbers(rule):
+    with pytest.raises(FederationError, match=r"torch.float32.*use IID or QuantitySkew"):
+        rule(torch.rand(5), 1, rng())
+
+
+@pytest.mark.parametrize("rule", [IID(), QuantitySkew()], ids=repr)
+def test_rules_that_do_not_look_at_labels_take_real_numbers(rule):
+    assert sum(map(len, rule(torch.rand(5), 2, rng()))) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.bool])
+def test_any_integer_type_will_do_for_labels(dtype, tmp_path):
+    labels = torch.tensor([1, 0, 1, 0], dtype=dtype)
+    parts = ByLabel()(labels, 2, rng())
+    assert lists(parts) == [[1, 3], [0, 2]]
+    Manifest.of(ByLabel(), parts, labels, seed=0).write(tmp_path / "m.json")
+    assert Manifest.read(tmp_path / "m.json").class_counts == [{0: 2}, {1: 2}]
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ([[0, 1], [1, 2]], r"sample 1 goes to client 0 and to client 1"),
+        ([[0], [2]], r"sample 1 goes to no client"),
+        ([[0], [1]], r"sample 2 goes to no client"),
+        ([[0, 1, 2], []], r"client 1 gets no sample; use fewer clients.*min_size"),
+        ([[0, 1], [2, 7]], r"client 1 gets sample 7, which is not among 0 to 2"),
+        ([[0, -1], [1, 2]], r"client 0 gets sample -1"),
+        ([[0, 1, 2]], r"it makes 1 clients"),
+    ],
+)
+def test_a_faulty_rule_is_found_out(made, words):
+    class Faulty(Partition):
+        def __init__(self, level=3):
+            self.level = level
+
+        def split(self, labels, num_clients, generator):
+            return [torch.tensor(indices, dtype=torch.long) for indices in made]
+
+    with pytest.raises(FederationError, match=r"Faulty\(level=3\) cannot split 3.*" + words):
+        Faulty()(torch.zeros(3), 2, rng())
+
+
+def test_a_rule_reads_like_its_constructor():
+    assert repr(Dirichlet()) == "Dirichlet(alpha=0.5, min_size=1)"
+    assert repr(IID()) == "IID()"
+    assert QuantitySkew(2.0, min_size=3).parameters() == {"alpha": 2.0, "min_size": 3}
+
+
+def test_rules_say_what_they_split_by():
+    said = {type(rule).__name__: rule.splits_by for rule in RULES}
+    assert said.pop("ByKey") == "keys"
+    assert {name for name, by in said.items() if by == "samples"} == {"IID", "QuantitySkew"}
+    assert set(said.values()) == {"labels", "samples"}
+
+
+def test_only_natural_clients_and_manifests_know_how_many_clients_there_are():
+    keys = torch.tensor([4, 4, 9])
+    assert ByKey().count_clients(keys) == 2
+    with pytest.raises(FederationError, match="set num_clients"):
+        IID().count_clients(keys)
+
+
+def test_a_manifest_with_samples_held_out_comes_back(tmp_path):
+    labels = torch.tensor([0, 1, 0, 1, 1])
+    parts = [torch.tensor([0, 3]), torch.tensor([4])]
+    Manifest.of(IID(), parts, labels, seed=0).write(tmp_path / "split.json")
+    rule = FromManifest(tmp_path / "split.json")
+    assert rule.held_out(5).tolist() == [1, 2]
+    kept = torch.tensor([0, 3, 4])
+    again = rule(labels[kept], rule.count_clients(labels), torch.Generator())
+    assert [kept[part].tolist() for part in again] == [[0, 3], [4]]
+    with pytest.raises(FederationError, match="for 5 samples, the run has 6"):
+        rule.held_out(6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [
+        (ByLabel, "classes_per_client"),
+        (Shards, "shards_per_client"),
+        (Dirichlet, "min_size"),
+        (QuantitySkew, "min_size"),
+    ],
+)
+@pytest.mark.parametrize("bad", [0, -2, True, 1.5, None])
+def test_counts_in_constructors_are_positive_integers(rule, name, bad):
+    with pytest.raises(FederationError, match=f"{name} must be an integer of at least 1, got"):
+        rule(**{name: bad})
+
+
+@pytest.mark.parametrize("rule", [Dirichlet, QuantitySkew])
+@pytest.mark.parametrize("bad", [0, -1.0, float("nan"), float("inf"), True, "1", None])
+def test_alpha_is_positive_and_finite(rule, bad):
+    with pytest.raises(FederationError, match=r"alpha must be a finite number above 0, got"):
+        rule(alpha=bad)
+
+
+# --- IID, ByLabel, Shards ------------------------------------------------------------------------
+
+
+def test_iid_sizes_differ_by_at_most_one():
+    assert [len(part) for part in IID()(torch.zeros(11), 4, rng())] == [3, 3, 3, 2]
+
+
+def test_iid_is_a_shuffle_and_not_a_cut():
+    first = IID()(torch.zeros(1000), 2, rng())[0]
+    assert 200 < (first < 500).sum() < 300
+
+
+def test_ten_clients_of_one_class_hold_their_own_number():
+    labels = torch.arange(50) % 10
+    parts = ByLabel()(labels, 10, rng())
+    assert lists(parts) == [[i, i + 10, i + 20, i + 30, i + 40] for i in range(10)]
+
+
+def test_classes_go_round_and_are_shared_equally():
+    labels = torch.tensor([0, 1, 2]).repeat(4)
+    parts = ByLabel(classes_per_client=2)(labels, 3, rng())
+    # Client 0 holds classes 0 and 1, client 1 classes 2 and 0, client 2 classes 1 and 2.
+    assert counts(parts, labels).tolist() == [[2, 2, 0], [2, 0, 2], [0, 2, 2]]
+
+
+def test_a_class_without_an_even_share_gives_its_first_owner_more():
+    labels = torch.tensor([0] * 5 + [1] * 4)
+    parts = ByLabel()(labels, 5, rng())
+    # Class 0 belongs to clients 0, 2, 4 and class 1 to clients 1, 3.
+    assert counts(parts, labels).tolist() == [[2, 0], [0, 2], [2, 0], [0, 2], [1, 0]]
+
+
+def test_labels_may_be_any_integers():
+    assert lists(ByLabel()(torch.tensor([99, -5, 7, 99]), 3, rng())) == [[1], [2], [0, 3]]
+
+
+@given(num_classes=st.integers(1, 7), n=st.integers(1, 7), num_clients=st.integers(1, 9))
+@settings(max_examples=30, deadline=None)
+def test_each_client_holds_n_classes_and_each_class_has_an_owner(num_classes, n, num_clients):
+    labels = torch.arange(num_classes).repeat(20)
+    if n > num_classes or num_clients * n < num_classes:
+        with pytest.raises(FederationError, match=r"classes"):
+            ByLabel(n)(labels, num_clients, rng())
+        return
+    table = counts(ByLabel(n)(labels, num_clients, rng()), labels)
+    assert ((table > 0).sum(1) == n).all()
+    assert (table.sum(0) == 20).all()
+    for shares in table.T:
+        assert shares.max() - shares[shares > 0].min() <= 1
+
+
+def test_more_classes_a_client_than_there_are_is_an_error():
+    with pytest.raises(FederationError, match=r"is 3, but the labels have 2 classes.*at most 2"):
+        ByLabel(3)(torch.tensor([0, 1, 1]), 3, rng())
+
+
+def test_a_class_without_a_client_is_an_error():
+    words = r"leave 4 of 10 classes without a client: set classes_per_client to at least 4 or "
+    with pytest.raises(FederationError, match=words + "num_clients to at least 5"):
+        ByLabel(2)(torch.arange(10), 3, rng())
+
+
+def test_a_class_with_fewer_samples_than_owners_is_an_error():
+    with pytest.raises(FederationError, match=r"client 2 gets no sample"):
+        ByLabel()(torch.tensor([0, 1, 1, 1, 1]), 4, rng())
+
+
+def test_shards_are_runs_of_the_sorted_labels():
+    labels = torch.arange(20) % 10
+    parts = Shards(shards_per_client=2)(labels, 5, rng())
+    assert sorted(c for part in parts for c in labels[part].unique().tolist()) == list(range(10))
+    assert all(len(part) == 4 for part in parts)
+
+
+def test_shards_are_dealt_at_random():
+    labels = torch.arange(20) % 10
+    hands = [tuple(labels[Shards()(labels, 5, rng(seed))[0]].tolist()) for seed in range(20)]
+    assert len(set(hands)) > 10
+    assert any(abs(hand[0] - hand[-1]) > 1 for hand in map(sorted, hands))
+
+
+def test_more_shards_than_samples_is_an_error():
+    with pytest.raises(FederationError, match=r"need 12 samples, got 10: .* at most 2 or"):
+        Shards(3)(torch.arange(10), 4, rng())
+
+
+# --- Dirichlet, QuantitySkew ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [0.5, 5.0])
+def test_the_shares_of_a_class_have_the_moments_of_a_dirichlet(alpha):
+    labels = torch.arange(400).repeat(250)
+    shares = counts(Dirichlet(alpha)(labels, 5, rng()), labels) / 250
+    # Mean 1/K and variance (1/K)(1 - 1/K) / (K alpha + 1).
+    assert shares.mean(1) == pytest.approx(torch.full((5,), 0.2), abs=0.04)
+    assert shares.var(1).mean().item() == pytest.approx(0.16 / (5 * alpha + 1), rel=0.1)
+
+
+@pytest.mark.parametrize("alpha", [1e-3, 1e-200, 5e-324])
+def test_a_tiny_alpha_gives_a_class_to_one_client_and_not_always_the_same(alpha):
+    labels = torch.arange(200).repeat(50)
+    table = counts(Dirichlet(alpha)(labels, 4, rng()), labels)
+    assert ((table > 0).sum(0) == 1).sum() >= 190
+    assert (table.sum(1) > 1000).all()
+
+
+@pytest.mark.parametrize("alpha", [1e6, 1e300])
+def test_a_huge_alpha_is_an_equal_split(alpha):
+    labels = torch.arange(10).repeat(1000)
+    table = counts(Dirichlet(alpha)(labels, 10, rng()), labels)
+    assert (table - 100).abs().max() <= 2
+    sizes = [len(part) for part in QuantitySkew(alpha)(labels, 10, rng())]
+    assert max(sizes) - min(sizes) <= 20
+
+
+def test_rounding_favours_no_client():
+    # Whatever is cut off a class of one sample must not always fall to the last client.
+    labels = torch.arange(1000)
+    sizes = torch.tensor([len(part) for part in Dirichlet(1e6)(labels, 10, rng())])
+    assert (sizes - 100).abs().max() < 45
+
+
+def test_small_clients_are_topped_up_by_the_largest():
+    labels = torch.zeros(100, dtype=torch.long)
+    sizes = [len(part) for part in Dirichlet(1e-3, min_size=10)(labels, 5, rng())]
+    assert sorted(sizes) == [10, 10, 10, 10, 60]
+
+
+def test_whoever_is_the_largest_gives():
+    parts = list(torch.arange(13).split([6, 5, 1, 1]))
+    # 6 gives, of 5 and 5 the first, then the second; of 4 and 4 the first.
+    topped = partition._top_up(parts, 3, rng())
+    assert [len(part) for part in topped] == [3, 4, 3, 3]
+    assert set(topped[2].tolist()) & set(range(6))
+    assert 11 in topped[2]
+
+
+def test_what_the_largest_gives_is_random():
+    parts = list(torch.arange(101).split([100, 1]))
+    given_away = {partition._top_up(parts, 2, rng(seed))[1][-1].item() for seed in range(20)}
+    assert len(given_away) > 10
+
+
+@pytest.mark.parametrize("rule", [Dirichlet, QuantitySkew])
+def test_min_size_can_use_up_all_samples_but_not_more(rule):
+    labels = torch.arange(20) % 3
+    assert [len(part) for part in rule(0.1, min_size=5)(labels, 4, rng())] == [5, 5, 5, 5]
+    words = r"min_size=6 need 24 samples, the data have 20: .* at most 5 or num_clients.* 3"
+    with pytest.raises(FederationError, match=words):
+        rule(0.1, min_size=6)(labels, 4, rng())
+
+
+def test_quantity_skew_changes_sizes_and_not_classes():
+    labels = torch.arange(20_000) % 2
+    parts = QuantitySkew(alpha=0.5)(labels, 8, rng())
+    sizes = torch.tensor([len(part) for part in parts])
+    assert sizes.max() > 4 * sizes.min()
+    for part in parts:
+        spread = 5 * (0.25 / len(part)) ** 0.5
+        assert labels[part].float().mean().item() == pytest.approx(0.5, abs=spread)
+
+
+def test_sizes_have_the_moments_of_a_dirichlet():
+    sizes = [[len(p) for p in QuantitySkew(1.0)(torch.zeros(500), 4, rng(s))] for s in range(200)]
+    shares = torch.tensor(sizes) / 500
+    assert shares.mean(0) == pytest.approx(torch.full((4,), 0.25), abs=0.04)
+    assert shares.var(0).mean().item() == pytest.approx(0.1875 / 5, rel=0.15)
+
+
+# --- ByKey ---------------------------------------------------------------------------------------
+
+
+def test_each_key_is_a_client_in_ascending_order():
+    keys = torch.tensor([30, 10, 20, 30])
+    assert lists(ByKey()(keys, 3, rng())) == [[1], [2], [0, 3]]
+
+
+def test_whole_keys_go_to_the_client_with_fewest_samples():
+    keys = torch.tensor([1] * 5 + [2] * 4 + [3] * 3 + [4] * 3)
+    # 5 to client 0, 4 to client 1, 3 to client 1 (4 < 5), 3 to client 0 (5 < 7).
+    first, second = ByKey()(keys, 2, rng())
+    assert keys[first].unique().tolist() == [1, 4]
+    assert keys[second].unique().tolist() == [2, 3]
+
+
+def test_more_clients_than_keys_is_an_error():
+    with pytest.raises(FederationError, match=r"5 clients need as many keys, the data have 2"):
+        ByKey()(torch.tensor([1, 1, 1, 2, 2]), 5, rng())
+
+
+# --- Manifest ------------------------------------------------------------------------------------
+
+LABELS = torch.tensor([3, 3, 8, 8, 8, 3])
+
+
+def manifest(labels=LABELS, rule=ByLabel(), clients=2):  # noqa: B008  # rules do not change
+    return Manifest.of(rule, rule(labels, clients, rng(5)), labels, seed=5)
+
+
+def test_the_checksum_is_sha256_of_sizes_and_indices():
+    numbers = struct.pack("<5q", 2, 1, 0, 2, 1)
+    parts = [torch.tensor([0, 2]), torch.tensor([1])]
+    assert checksum(parts) == hashlib.sha256(numbers).hexdigest()
+    assert checksum(parts[::-1]) != checksum(parts)
+
+
+def test_a_manifest_says_what_was_done():
+    found = manifest()
+    assert (found.rule, found.parameters) == ("ByLabel", {"classes_per_client": 1})
+    assert (found.seed, found.num_samples) == (5, 6)
+    assert found.clients == [[0, 1, 5], [2, 3, 4]]
+    assert found.class_counts == [{3: 3}, {8: 3}]
+    assert found.checksum == checksum([torch.tensor(c) for c in found.clients])
+
+
+@settings(max_examples=20, deadline=None)
+@given(labels=data, num_clients=st.integers(1, 4), seed=st.integers(0, 2**40))
+def test_a_manifest_comes_back_as_it_was_written(labels, num_clients, seed):
+    rule = Dirichlet()
+    parts = rule(labels, num_clients, rng(seed))
+    written = Manifest.of(rule, parts, labels, seed)
+    written.write("there_and_back.json")
+    assert Manifest.read("there_and_back.json") == written
+    again = FromManifest("there_and_back.json")(labels, num_clients, rng())
+    assert lists(again) == lists(parts)
+
+
+def test_the_path_of_a_manifest_is_a_parameter_like_any_other(tmp_path):
+    manifest().write(tmp_path / "a.json")
+    found = manifest(rule=FromManifest(tmp_path / "a.json"))
+    found.write(tmp_path / "b.json")
+    assert found.parameters == {"path": str(tmp_path / "a.json")}
+    assert Manifest.read(tmp_path / "b.json") == found
+
+
+def test_labels_that_are_no_classes_are_not_counted(tmp_path):
+    labels = torch.rand(6)
+    found = manifest(labels, IID())
+    assert found.class_counts == [{}, {}]
+    found.write(tmp_path / "m.json")
+    assert lists(FromManifest(tmp_path / "m.json")(labels, 2, rng())) == found.clients
+
+
+def test_held_out_samples_have_no_client(tmp_path):
+    held_out = Manifest.of(IID(), [torch.tensor([0, 4]), torch.tensor([2])], LABELS, seed=0)
+    held_out.write(tmp_path / "m.json")
+    assert Manifest.read(tmp_path / "m.json") == held_out
+    with pytest.raises(FederationError, match=r"for 3 samples that no client holds, the run has 0"):
+        FromManifest(tmp_path / "m.json")(LABELS, 2, rng())
+
+
+def test_parts_that_share_samples_get_no_manifest():
+    with pytest.raises(FederationError, match=r"sample 1 goes to client 0 and to client 1"):
+        Manifest.of(IID(), [torch.tensor([0, 1]), torch.tensor([1])], LABELS, seed=0)
+    with pytest.raises(FederationError, match=r"there are no clients"):
+        Manifest.of(IID(), [], LABELS, seed=0)
+
+
+def test_people_can_read_the_file(tmp_path):
+    manifest(LABELS.flip(0), ByLabel(2)).write(tmp_path / "m.json")
+    lines = (tmp_path / "m.json").read_text().splitlines()
+    assert '  "parameters": {"classes_per_client": 2},' in lines
+    assert '    {"3": 2, "8": 2},' in lines
+    assert sum(line.startswith("    [") for line in lines) == 2
+
+
+def test_a_new_folder_is_made_and_nothing_but_the_file_is_left_in_it(tmp_path):
+    manifest().write(tmp_path / "run" / "m.json")
+    assert os.listdir(tmp_path / "run") == ["m.json"]
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "m.json"
+    manifest().write(path)
+    before = path.read_text()
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        manifest(rule=IID()).write(path)
+    assert path.read_text() == before
+    assert os.listdir(tmp_path) == ["m.json"]
+
+
+def tampered(tmp_path, change):
+    path = tmp_path / "m.json"
+    manifest().write(path)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_a_file_with_other_white_space_is_the_same_manifest(tmp_path):
+    assert Manifest.read(tampered(tmp_path, lambda content: None)) == manifest()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: m.update(format="lightning_fl partition 2"), r"format must be .*1', got .*2'"),
+        (lambda m: m.pop("format"), r"format must be .* got None"),
+        (lambda m: m.pop("seed"), r"'seed' must be of type int, got None"),
+        (lambda m: m.update(seed=True), r"'seed' must be of type int, got True"),
+        (lambda m: m.update(rule=3), r"'rule' must be of type str, got 3"),
+        (lambda m: m.update(parameters=[1]), r"'parameters' must be of type dict, got \[1\]"),
+        (lambda m: m.update(num_samples=6.0), r"'num_samples' must be of type int, got 6.0"),
+        (lambda m: m.update(num_samples=5), r"client 0 must be a list .* from 0 to 4"),
+        (lambda m: m.update(num_samples=-1), r"client 0 must be a list"),
+        (lambda m: m.update(clients=[]), r"there are no clients"),
+        (lambda m: m.update(clients={}), r"'clients' must be of type list"),
+        (lambda m: m["clients"].append([]), r"client 2 gets no sample"),
+        (lambda m: m["clients"].append(7), r"client 2 must be a list of sample numbers.*got 7"),
+        (lambda m: m["clients"][1].append(0), r"sample 0 goes to client 0 and to client 1"),
+        (lambda m: m["clients"][1].append(6), r"client 1 must be a list .* from 0 to 5"),
+        (lambda m: m["clients"][1].append(-1), r"client 1 must be a list"),
+        (lambda m: m["clients"][1].append(True), r"client 1 must be a list"),
+        (lambda m: m["clients"][1].append(2.0), r"client 1 must be a list"),
+        (lambda m: m["clients"][1].append("2"), r"client 1 must be a list"),
+        (
+            lambda m: (m.update(num_samples=10**30), m["clients"][1].append(10**29)),
+            r"client 1 must be a list",
+        ),
+        (lambda m: m["clients"].reverse(), r"the indices were edited"),
+        (lambda m: m["clients"][0].append(m["clients"][1].pop()), r"the indices were edited"),
+        (lambda m: m["clients"][0].pop(), r"the indices were edited"),
+        (lambda m: m.update(checksum="0" * 64), r"the indices were edited.*says '0000"),
+        (lambda m: m["class_counts"].pop(), r"'class_counts' does not add up"),
+        (lambda m: m["class_counts"][0].update({"3": 2}), r"'class_counts' does not add up"),
+        (lambda m: m["class_counts"][0].update({"3": 3.0}), r"'class_counts' must map"),
+        (lambda m: m["class_counts"][0].update({"x": 3}), r"'class_counts' must map"),
+        (lambda m: m["class_counts"].insert(0, 3), r"'class_counts' must map"),
+    ],
+)
+def test_a_changed_file_is_refused_by_name(tmp_path, change, words):
+    path = tampered(tmp_path, change)
+    with pytest.raises(FederationError, match=words) as error:
+        Manifest.read(path)
+    assert str(path) in str(error.value)
+    assert "write it anew" in str(error.value)
+
+
+def test_a_huge_size_costs_no_memory(tmp_path):
+    path = tampered(tmp_path, lambda m: m.update(num_samples=10**30))
+    assert Manifest.read(path).num_samples == 10**30
+    with pytest.raises(FederationError, match=rf"for {10**30} samples, the run has 6"):
+        FromManifest(path)(LABELS, 2, rng())
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FederationError, match=r"absent.json: cannot be read \(No such file"):
+        Manifest.read(tmp_path / "absent.json")
+    with pytest.raises(FederationError, match=r"cannot be read \(Is a directory"):
+        Manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"1" * 10_000, b'{"format": NaN}', b"3"]
+)
+def test_what_is_no_manifest_is_refused(tmp_path, text):
+    (tmp_path / "m.json").write_bytes(text)
+    with pytest.raises(FederationError, match=r"m.json: (is not JSON|format must be)"):
+        Manifest.read(tmp_path / "m.json")
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(content=st.binary(max_size=40) | anything.map(lambda value: json.dumps(value).encode()))
+def test_no_file_raises_anything_but_a_federation_error(content):
+    with open("fuzz.json", "wb") as file:
+        file.write(content)
+    with pytest.raises(FederationError):
+        Manifest.read("fuzz.json")
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    name=st.sampled_from(sorted(partition._FIELDS)),
+    where=st.sampled_from([(), (0,), (0, 0), (1, -1), (0, "3")]),
+    value=anything,
+)
+def test_a_file_with_one_wild_value_is_refused_or_harmless(name, where, value):
+    original = manifest()
+    original.write("fuzz.json")
+    with open("fuzz.json", encoding="utf-8") as file:
+        content = json.load(file)
+    spot, key = content, name
+    for step in where:
+        if not isinstance(spot[key], dict if isinstance(step, str) else list):
+            break
+        spot, key = spot[key], step
+    spot[key] = value
+    with open("fuzz.json", "w", encoding="utf-8") as file:
+        json.dump(content, file)
+    try:
+        found = Manifest.read("fuzz.json")
+    except FederationError:
+        return
+    assert (found.clients, found.checksum) == (original.clients, original.checksum)
+
+
+@settings(max_examples=20, deadline=None)
+@given(cut=st.floats(0, 0.99))
+def test_half_a_file_is_refused(cut):
+    manifest().write("fuzz.json")
+    with open("fuzz.json", "r+", encoding="utf-8") as file:
+        text = file.read()
+        file.truncate(int(cut * len(text)))
+    with pytest.raises(FederationError, match="is not JSON"):
+        Manifest.read("fuzz.json")
+
+
+@pytest.mark.parametrize(
+    ("labels", "num_clients", "words"),
+    [
+        (LABELS, 3, r"for 2 clients, the run has 3: use the data and num_clients"),
+        (LABELS.repeat(2), 2, r"for 6 samples, the run has 12"),
+        (LABELS.flip(0), 2, r"client 0 the classes \{3: 3\}, the data \{3: 2, 8: 1\}"),
+    ],
+)
+def test_a_manifest_of_other_data_is_refused(tmp_path, labels, num_clients, words):
+    manifest().write(tmp_path / "m.json")
+    with pytest.raises(FederationError, match=words):
+        FromManifest(tmp_path / "m.json")(labels, num_clients, rng())
+
+
+# --- Plot ----------------------------------------------------------------------------------------
+
+
+def picture(rule, num_clients, num_classes=10, **options):
+    labels = torch.arange(40 * num_clients) % num_classes
+    parts = rule(labels, num_clients, rng())
+    figure = plot(parts, labels, **options)
+    assert isinstance(figure, Figure)
+    assert figure.canvas.manager is None  # no window: pyplot does not know it
+    figure.savefig(io.BytesIO(), format="png")
+    return figure, counts(parts, labels)
+
+
+def test_few_clients_are_dots_whose_area_is_the_count():
+    figure, table = picture(Dirichlet(), 10)
+    dots = figure.axes[1].collections[0]
+    found = torch.zeros_like(table, dtype=torch.float)
+    for (client, klass), area in zip(dots.get_offsets().astype(int), dots.get_sizes(), strict=True):
+        found[client, klass] = area
+    expected = table / table.max() * found.max()
+    assert torch.allclose(found, expected, rtol=1e-4)
+    assert [bar.get_height() for bar in figure.axes[0].patches] == table.sum(1).tolist()
+
+
+def test_many_clients_are_a_heat_map_of_the_counts():
+    figure, table = picture(Dirichlet(0.3), 200)
+    assert figure.axes[1].images[0].get_array().T.tolist() == table.tolist()
+
+
+@pytest.mark.parametrize(("num_clients", "num_classes"), [(1, 1), (2, 3), (60, 100)])
+def test_any_shape_can_be_drawn(num_clients, num_classes):
+    picture(IID(), num_clients, num_classes)
+
+
+def test_classes_have_names():
+    figure, _ = picture(ByLabel(), 3, 3, class_names=["cat", "dog", "bird"])
+    assert [t.get_text() for t in figure.axes[1].get_yticklabels()] == ["cat", "dog", "bird"]
+
+
+def test_a_class_without_a_name_is_an_error():
+    with pytest.raises(FederationError, match=r"has 2 names, the labels go from 0 to 2"):
+        picture(ByLabel(), 3, 3, class_names=["cat", "dog"])
+
+
+def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(FederationError, match=r"pip install 'lightning_fl\[demo\]'"):
+        plot([torch.tensor([0])], torch.tensor([0]))
