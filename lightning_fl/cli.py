@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import pickle
+import shutil
 import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -51,9 +54,10 @@ class FederatedCLI(LightningCLI):
             parser.set_defaults({"ckpt_path": "last"})
         return parser
 
-    def before_instantiate_classes(self) -> None:
-        """Find the run's folder, and the checkpoint that ``last`` means."""
-        config = self.config[self.subcommand]
+    def _parse_ckpt_path(self) -> None:
+        """Find the run's folder and the checkpoint that ``last`` means, before it is read."""
+        subcommand = self.config.subcommand
+        config = self.config[subcommand]
         root = Path(config.trainer.default_root_dir).absolute()
         runs = sorted(
             (p for p in root.glob("version_*") if p.name.removeprefix("version_").isdigit()),
@@ -66,11 +70,11 @@ class FederatedCLI(LightningCLI):
                 last = Path(config.checkpoint.dirpath, last.name)
             if last.is_file():
                 config.ckpt_path = str(last)
-            elif self.subcommand == "fit":
+            elif subcommand == "fit":
                 config.ckpt_path = None  # Killed before its first checkpoint, or never begun.
             else:
                 raise FederationError(
-                    f"there is no checkpoint {last} to {self.subcommand}: run fit first, or name a"
+                    f"there is no checkpoint {last} to {subcommand}: run fit first, or name a"
                     " file with --ckpt_path"
                 )
         elif config.ckpt_path is not None and not Path(config.ckpt_path).is_file():
@@ -79,9 +83,11 @@ class FederatedCLI(LightningCLI):
             )
         elif config.ckpt_path is not None and Path(config.ckpt_path).absolute().parent in runs:
             self.run_folder = Path(config.ckpt_path).absolute().parent
-        elif self.subcommand == "fit" and not config.trainer.fast_dev_run:
+        elif subcommand == "fit" and not config.trainer.fast_dev_run:
             self.run_folder = root / f"version_{int(runs[-1].name[8:]) + 1 if runs else 0}"
-            self.run_folder.mkdir(parents=True)
+        if config.ckpt_path is not None and not is_zipfile(config.ckpt_path):
+            raise FederationError(f"{config.ckpt_path} is damaged, or not a checkpoint")
+        super()._parse_ckpt_path()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Put what the run writes into its folder, and show rounds."""
@@ -110,10 +116,20 @@ class FederatedCLI(LightningCLI):
             loggers.insert(0, TensorBoardLogger(self.run_folder, name="", version=""))
         return loggers
 
-    def after_fit(self) -> None:
-        """Say where the results are."""
-        if not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            print(f"Written to {_short(self.run_folder)}")
+    def fit(self, **kwargs: Any) -> None:
+        """Fit, and say where the results are; a fit that is refused leaves no folder behind."""
+        if self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self.trainer.fit(**kwargs)
+            return
+        is_new = not self.run_folder.exists()
+        self.run_folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.trainer.fit(**kwargs)
+        except MisconfigurationException:
+            if is_new and self.trainer.global_step == 0:
+                shutil.rmtree(self.run_folder)
+            raise
+        print(f"Written to {_short(self.run_folder)}")
 
     def predict(self, **kwargs: Any) -> None:
         """Predict the test samples and write what the module returned, a tensor a batch."""
@@ -144,8 +160,24 @@ def main(args: ArgsType = None) -> None:
             save_config_kwargs={"overwrite": True},
             # Modules bring their own optimiser; the CLI's flags would replace it.
             auto_configure_optimizers=False,
+            parser_kwargs={"description": "A whole federation in one Lightning Trainer."},
             args=args,
         )
     except MisconfigurationException as error:
-        sys.stderr.write(f"lightning-fl: error: {error}\n")
-        raise SystemExit(2) from None
+        message = str(error)
+    except pickle.UnpicklingError as error:
+        message = f"the checkpoint holds more than data: {error}"
+    except ValueError as error:
+        message = str(error)
+        if "Union subtypes" not in message:  # jsonargparse's own words for what a class refused
+            raise
+    except RuntimeError as error:
+        message = str(error)
+        if "loading state_dict" in message:
+            message = f"the checkpoint is of another model, configure the model it is of. {message}"
+        else:
+            raise
+    else:
+        return
+    sys.stderr.write(f"lightning-fl: error: {message}\n")
+    raise SystemExit(2)

@@ -13,6 +13,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 
+# LightningCLI 2.6 calls much of what jsonargparse 5 will take away: hence the cap in pyproject.toml.
+os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 

@@ -404,12 +404,13 @@ def test_below_min_clients_the_server_keeps_its_model(fit, linear):
     module = linear()
     before = module.net.weight.detach().clone()
     loop = FederatedLoop(min_clients=3)
-    fit(module, loop, poisoned([0, 3]), rounds=2)
+    with pytest.warns(UserWarning, match="2 clients returned, fewer than min_clients=3"):
+        fit(module, loop, poisoned([0, 3]), rounds=2)
     assert torch.equal(module.net.weight, before)
     assert [row["skipped"] for row in loop.rows] == [2, 2]
 
 
-@pytest.mark.filterwarnings("ignore:.*skipped")
+@pytest.mark.filterwarnings("ignore:.*skipped", "ignore:.*0 clients returned")
 def test_a_round_in_which_everyone_fails_keeps_the_model_and_goes_on(fit, linear):
     module = linear()
     before = module.net.weight.detach().clone()

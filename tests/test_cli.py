@@ -1,0 +1,295 @@
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_fl.cli import main
+
+ROOT = Path(__file__).parent.parent
+DIGITS = str(ROOT / "configs" / "digits.yaml")
+
+
+@pytest.fixture
+def cli(tmp_path, monkeypatch, capsys):
+    """Run the command line in this process; returns what it printed, and its exit code."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args, expect=0):
+        monkeypatch.setattr(sys, "argv", ["lightning-fl", *map(str, args)])
+        monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+        try:
+            main()
+            code = 0
+        except SystemExit as error:
+            code = error.code or 0
+        out = capsys.readouterr()
+        assert code == expect, out.err
+        return out.out + out.err
+
+    return run
+
+
+def rounds(folder):
+    return list(csv.DictReader((Path(folder) / "rounds.csv").read_text().splitlines()))
+
+
+FIT = ("fit", "--config", DIGITS, "--trainer.max_epochs=2", "--trainer.enable_model_summary=false")
+
+
+def test_a_fit_leaves_a_table_a_checkpoint_and_pictures(cli, tmp_path):
+    out = cli(*FIT)
+    run = tmp_path / "runs" / "digits" / "version_0"
+    assert "Written to runs/digits/version_0" in out
+    assert "round 2/2 · val_acc" in out
+    for name in ("rounds.csv", "last.ckpt", "rounds.png", "partition.png", "partition.json"):
+        assert (run / name).stat().st_size > 0
+    assert (run / "csv" / "version_0" / "metrics.csv").is_file()
+    assert list(run.glob("events.out.tfevents.*"))
+    assert yaml.safe_load((run / "config.yaml").read_text())["federation"]["participation"] == 1.0
+    rows = rounds(run)
+    assert [row["round"] for row in rows] == ["1", "2"]
+    assert {"val_acc", "val_loss", "train_loss", "lr", "clients"} <= rows[0].keys()
+
+
+def test_a_second_fit_takes_another_folder_and_gives_the_same_figures(cli, tmp_path):
+    cli(*FIT)
+    cli(*FIT)
+    tables = [
+        (tmp_path / "runs" / "digits" / f"version_{i}" / "rounds.csv").read_text() for i in (0, 1)
+    ]
+    assert tables[0] == tables[1]
+
+
+def test_last_goes_on_in_the_newest_folder(cli, tmp_path):
+    cli(*FIT, "--trainer.default_root_dir=whole", "--trainer.max_epochs=4")
+    cli(*FIT, "--trainer.default_root_dir=parts")
+    cli(*FIT, "--trainer.default_root_dir=parts", "--trainer.max_epochs=4", "--ckpt_path=last")
+    whole, parts = tmp_path / "whole" / "version_0", tmp_path / "parts" / "version_0"
+    assert (whole / "rounds.csv").read_text() == (parts / "rounds.csv").read_text()
+    a, b = (torch.load(p / "last.ckpt", weights_only=True)["state_dict"] for p in (whole, parts))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    assert [p.name for p in (tmp_path / "parts").iterdir()] == ["version_0"]
+    # Figures that were logged before are still there.
+    assert len(list(parts.glob("csv/version_*/metrics.csv"))) == 2
+
+
+def test_a_named_checkpoint_of_a_run_goes_on_in_its_folder(cli, tmp_path):
+    cli(*FIT)
+    path = tmp_path / "runs" / "digits" / "version_0" / "last.ckpt"
+    cli(*FIT, "--trainer.max_epochs=3", f"--ckpt_path={path}")
+    assert len(rounds(path.parent)) == 3
+
+
+def test_last_without_a_checkpoint_is_a_first_fit(cli, tmp_path):
+    cli(*FIT, "--ckpt_path=last")
+    assert len(rounds(tmp_path / "runs" / "digits" / "version_0")) == 2
+
+
+def test_a_finished_run_resumed_changes_nothing(cli, tmp_path):
+    cli(*FIT)
+    run = tmp_path / "runs" / "digits" / "version_0"
+    before = (run / "rounds.csv").read_text()
+    (run / "rounds.csv").unlink()  # as if it was killed between checkpoint and table
+    cli(*FIT, "--ckpt_path=last")
+    assert (run / "rounds.csv").read_text() == before
+
+
+def test_the_other_commands_read_the_last_checkpoint(cli, tmp_path):
+    cli(*FIT, "--trainer.max_epochs=3")
+    out = cli("test", "--config", DIGITS)
+    assert "test_acc" in out
+    out = cli("validate", "--config", DIGITS)
+    last = float(rounds(tmp_path / "runs" / "digits" / "version_0")[-1]["val_acc"])
+    assert str(last)[:8] in out
+    assert "predictions.pt" in cli("predict", "--config", DIGITS)
+    predictions = torch.load(tmp_path / "runs" / "digits" / "version_0" / "predictions.pt")
+    assert sum(map(len, predictions)) == 359
+    # They write nothing else.
+    assert len(list((tmp_path / "runs" / "digits" / "version_0").glob("csv/*"))) == 1
+
+
+def test_two_files_merge_and_flags_reach_the_loop_and_the_checkpoint(cli, tmp_path):
+    more = tmp_path / "more.yaml"
+    more.write_text("federation: {participation: 0.5}\ncheckpoint: {filename: final}\n")
+    cli(*FIT, "--config", more, "--federation.policy.init_args.num_steps=3")
+    run = tmp_path / "runs" / "digits" / "version_0"
+    assert (run / "final.ckpt").is_file()
+    assert [(row["clients"], row["num_steps"]) for row in rounds(run)] == [("5", "15")] * 2
+
+
+def test_a_term_is_appended_by_flag(cli, tmp_path):
+    cli(
+        *FIT,
+        "--model.init_args.terms+=Proximal",
+        "--model.init_args.terms.init_args.mu=0.1",
+    )
+    text = (tmp_path / "runs" / "digits" / "version_0" / "config.yaml").read_text()
+    assert "Proximal" in text
+
+
+def test_the_number_of_lines_and_files_does_not_depend_on_the_number_of_clients(cli, tmp_path):
+    seen = []
+    for clients in (10, 500):
+        root = tmp_path / str(clients)
+        out = cli(
+            *FIT,
+            "--data.init_args.partition=IID",
+            f"--data.init_args.num_clients={clients}",
+            "--federation.policy.init_args.num_steps=1",
+            f"--trainer.default_root_dir={root}",
+        )
+        seen.append((len(out.splitlines()), len([p for p in root.rglob("*") if p.is_file()])))
+    assert seen[0] == seen[1]
+
+
+def test_help_explains_every_option_of_the_federation(cli):
+    out = " ".join(cli("fit", "--help").split())
+    for option in ("participation", "min_clients", "buffers", "optimizer_state", "monitor"):
+        assert f"--federation.{option}" in out
+    assert "a fraction in (0, 1] or a whole number of clients" in out
+    assert "it is off" not in out
+
+
+def test_print_config_shows_a_whole_config(cli):
+    printed = yaml.safe_load(cli("fit", "--config", DIGITS, "--print_config"))
+    assert printed["federation"]["policy"]["class_path"].endswith("Schedule")
+    assert printed["model"]["class_path"] == "lightning_fl.ClientModule"
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_config_runs_one_tiny_round(cli, tmp_path, config, request):
+    args = []
+    if "digits" not in config.stem:
+        args = ["--data.init_args.root", request.getfixturevalue("data_root")]
+    cli("fit", "--config", config, "--trainer.fast_dev_run=true", *args)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_config_opens_with_its_command_and_its_result(config):
+    first, second, *_ = config.read_text().splitlines()
+    assert first.startswith(f"# lightning-fl fit --config configs/{config.name}")
+    assert "acc" in second
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--federation.participation=0"], "participation must be"),
+        (["--federation.participation=1.5"], "got 1.5"),
+        (["--federation.aggregator=FedAvgg"], "FedAvgg"),
+        (["--federation.policy.init_args.lr=-1"], "lr must be positive and finite, got -1"),
+        (["--federation.nonsense=1"], "unrecognized arguments: --federation.nonsense"),
+        (["--data.init_args.num_clients=5000"], "5000 clients cannot share 1294 samples"),
+        (["--trainer.limit_train_batches=3"], "set num_steps instead"),
+        (["--ckpt_path=nowhere.ckpt"], "there is no checkpoint nowhere.ckpt"),
+        (["--data=MNIST", "--data.init_args.root=nowhere"], "download=true"),
+    ],
+)
+def test_a_users_mistake_ends_with_a_message_and_leaves_nothing(cli, tmp_path, args, message):
+    out = cli(*FIT, *args, expect=2)
+    assert message in out
+    assert "Traceback" not in out
+    assert not list(tmp_path.rglob("*.*"))
+
+
+def test_a_test_without_a_checkpoint_is_an_error(cli):
+    assert "run fit first" in cli("test", "--config", DIGITS, expect=2)
+
+
+def test_a_checkpoint_of_another_model_or_federation_is_an_error(cli, tmp_path):
+    cli(*FIT)
+    last = ("--ckpt_path=last", "--trainer.max_epochs=3")
+    out = cli(*FIT, *last, "--model.init_args.net.init_args.sizes=[64,50,10]", expect=2)
+    assert "the checkpoint is of another model" in out
+    assert "size mismatch for net.1.weight" in out
+    assert "its seed is 1, here it is 7" in cli(*FIT, *last, "--seed_everything=7", expect=2)
+    assert "its checksum is" in cli(*FIT, *last, "--data.init_args.partition=IID", expect=2)
+    assert len(rounds(tmp_path / "runs" / "digits" / "version_0")) == 2
+
+
+def test_a_damaged_checkpoint_is_an_error(cli, tmp_path):
+    cli(*FIT)
+    path = tmp_path / "runs" / "digits" / "version_0" / "last.ckpt"
+    for damage in (path.read_bytes()[:5000], b"not a checkpoint"):
+        path.write_bytes(damage)
+        assert "last.ckpt is damaged" in cli("test", "--config", DIGITS, expect=2)
+
+
+def test_a_bug_keeps_its_traceback(cli, monkeypatch):
+    from lightning_fl.objectives import ClientModule
+
+    def broken(self, batch, batch_idx):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(ClientModule, "training_step", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli(*FIT)
+
+
+# --- in processes of their own --------------------------------------------------------------------
+
+
+def start(folder, *args):
+    command = [sys.executable, "-m", "lightning_fl", "fit", "--config", DIGITS]
+    options = ["--trainer.max_epochs=6", f"--trainer.default_root_dir={folder}", *args]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, *options],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process):
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    return out
+
+
+def kill_after(process, seconds):
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def killed_and_resumed_equals_whole(tmp_path, moments):
+    """Kill a run at each of the moments (seconds after its last start), then let it finish."""
+    finish(start(tmp_path / "whole"))
+    for moment in moments:
+        kill_after(start(tmp_path / "killed", "--ckpt_path=last"), moment)
+    finish(start(tmp_path / "killed", "--ckpt_path=last"))
+    whole, killed = (tmp_path / name / "version_0" for name in ("whole", "killed"))
+    assert (whole / "rounds.csv").read_bytes() == (killed / "rounds.csv").read_bytes()
+    a, b = (torch.load(p / "last.ckpt", weights_only=True) for p in (whole, killed))
+    assert all(torch.equal(a["state_dict"][k], b["state_dict"][k]) for k in a["state_dict"])
+    assert a["callbacks"]["FederatedLoop"]["rows"] == b["callbacks"]["FederatedLoop"]["rows"]
+    assert not list(killed.glob("*.ckpt.*"))
+
+
+def test_a_run_that_was_killed_resumes_bit_equal(tmp_path):
+    began = time.monotonic()
+    out = finish(start(tmp_path / "warm"))
+    length = time.monotonic() - began
+    assert "Warning" not in out
+    assert "warn" not in out
+    killed_and_resumed_equals_whole(tmp_path, [0.8 * length, 0.9 * length])
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_ten_times_resumes_bit_equal(tmp_path):
+    random = torch.Generator().manual_seed(int(os.environ.get("KILL_SEED", "0")))
+    began = time.monotonic()
+    finish(start(tmp_path / "warm"))
+    length = time.monotonic() - began
+    moments = (torch.rand(10, generator=random) * length).tolist()
+    killed_and_resumed_equals_whole(tmp_path, moments)
