@@ -22,11 +22,13 @@ class RoundProgress(ProgressBar):
         lines: How many lines to print where the output is not a terminal.
 
     Raises:
-        FederationError: If rich is not installed.
+        FederationError: If rich is not installed, or ``lines`` is not positive.
     """
 
     def __init__(self, lines: int = 20) -> None:
         super().__init__()
+        if lines < 1:
+            raise FederationError(f"lines must be at least 1, got {lines}")
         try:
             import rich.console
             import rich.progress
@@ -107,7 +109,8 @@ class RoundProgress(ProgressBar):
         done, total = self._loop.round, trainer.max_epochs or -1
         if done > self._printed and self._enabled and not self._live:
             if done % max(1, -(-total // self.lines)) == 0 or done == total:
-                self.print(self._line(trainer, pl_module, done), highlight=False)
+                line = self._line(trainer, pl_module, done)
+                self.print(line, highlight=False, soft_wrap=True)
             self._printed = done
 
     def _line(self, trainer: Trainer, pl_module: LightningModule, round: int) -> str:
@@ -133,10 +136,14 @@ class RoundProgress(ProgressBar):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the last line standing."""
         self._print_round(trainer, pl_module)
-        self._bar.stop()
+        self._stop()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Give the terminal back."""
-        self._bar.stop()
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._bar.live.is_started:  # Else it would print an empty line.
+            self._bar.stop()

@@ -107,8 +107,9 @@ def _write_partition(folder: Path, data: Any) -> None:
     manifest = data.manifest()
     folder.mkdir(parents=True, exist_ok=True)
     manifest.write(folder / "partition.json")
-    if data.class_labels is not None:
-        _save(plot(data.parts, data.class_labels), folder / "partition.png")
+    labels = data.class_labels
+    if labels is not None and not labels.is_floating_point():
+        _save(plot(data.parts, labels), folder / "partition.png")
 
 
 @rank_zero_only

@@ -10,10 +10,11 @@ from lightning_fl.datamodules.images import TorchvisionDataModule
 
 
 class _Unchecked(torchvision.datasets.CIFAR10):  # type: ignore[misc]  # it carries no types
-    """Batches with other checksums than the canonical ones, such as JPEG-sourced pixels."""
+    """Files with other checksums than the canonical ones, such as JPEG-sourced pixels."""
 
     train_list = [[name, None] for name, _ in torchvision.datasets.CIFAR10.train_list]  # noqa: RUF012
     test_list = [[name, None] for name, _ in torchvision.datasets.CIFAR10.test_list]  # noqa: RUF012
+    meta = torchvision.datasets.CIFAR10.meta | {"md5": None}
 
 
 class CIFAR10(TorchvisionDataModule):

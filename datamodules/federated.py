@@ -75,10 +75,15 @@ class Batches(Dataset[Any]):
     nor the number of loader workers changes what they draw.
     """
 
-    def __init__(self, data: Dataset[Any], collate: Collate) -> None:
-        self.data, self.collate = data, collate
+    def __init__(self, data: Dataset[Any], collate: Collate, seed: int = 0) -> None:
+        self.data, self.collate, self.seed = data, collate, seed
 
-    def __getitems__(self, batch: Batch) -> Any:
+    def __len__(self) -> int:
+        return len(self.data)  # type: ignore[arg-type]  # torch's Dataset does not promise a length
+
+    def __getitems__(self, batch: Batch | list[int]) -> Any:
+        if isinstance(batch, list):  # of torch's own sampler, in validation, test and prediction
+            batch = Batch(torch.tensor(batch), (self.seed, Purpose.EVALUATION_SAMPLES, batch[0]))
         if isinstance(self.data, InMemory):
             return self.data.fetch(batch.index)
         index = batch.index.tolist()
@@ -161,6 +166,19 @@ class RoundBatches(Sampler[Batch]):
             yield Batch(index, (seed, Purpose.SAMPLES, round, client, i))
 
 
+class EpochBatches(Sampler[Batch]):
+    """The batches of an epoch, asked for anew each time that a loader begins one."""
+
+    def __init__(self, epoch: Callable[[], RoundBatches]) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.epoch())
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.epoch())
+
+
 def labels_of(data: Dataset[Any]) -> Tensor | None:
     """Return the labels that a data set holds ready (``targets``, ``labels``, last tensor)."""
     if isinstance(data, Subset):
@@ -169,9 +187,17 @@ def labels_of(data: Dataset[Any]) -> Tensor | None:
     if isinstance(data, TensorDataset | InMemory):
         return data.tensors[-1]
     for name in ("targets", "labels"):
-        if (labels := getattr(data, name, None)) is not None:
-            return torch.as_tensor(labels)
+        if (labels := _numbers(getattr(data, name, None))) is not None:
+            return labels
     return None
+
+
+def _numbers(values: Any) -> Tensor | None:
+    """Values as a tensor; None for what is no numbers, such as names, boxes or a method."""
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def hold_out(labels: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -276,8 +302,9 @@ class FederatedDataModule(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Load the data, hold out validation samples and split the rest, once."""
-        if self.test is None and stage in {"test", "predict", None}:
-            self.test = _in_memory(self.load(train=False), "test")
+        if stage in {"test", "predict", None}:
+            test = self.load(train=False) if self.test is None else self.test
+            self.test = _in_memory(test, "test")
         if self.parts or stage in {"test", "predict"}:
             return
         train = _in_memory(self.load(train=True), "train")
@@ -285,19 +312,31 @@ class FederatedDataModule(LightningDataModule):
             raise FederationError("FederatedDataModule needs training samples: pass train=")
         self.train, self.val = train, _in_memory(self.val, "val")
         n, seed = len(train), run_seed(self.seed)
-        labels = labels_of(train) if self.labels is None else torch.as_tensor(self.labels)
-        self.class_labels = labels if labels is not None and labels.ndim == 1 else None
+        self.class_labels = self._class_labels(train, n)
         rule, held = self.partition, self._held_out(n, seed)
         kept = torch.ones(n, dtype=torch.bool)
         kept[held] = False
+        by = self._split_by(train, n)[kept]
+        clients = rule.count_clients(by) if self.num_clients is None else self.num_clients
+        split = rule(by, clients, generator(seed, Purpose.PARTITION))
+        # From here on nothing fails: a second try would take held-out samples for given ones.
         if self.val is None and len(held):
             fast = isinstance(train, InMemory)
             self.val = InMemory(*train.fetch(held)) if fast else Subset(train, held.tolist())
-        by = self._split_by(train, n)[kept]
-        if self.num_clients is None:
-            self.num_clients = rule.count_clients(by)
-        split = rule(by, self.num_clients, generator(seed, Purpose.PARTITION))
+        self.num_clients = clients
         self.parts = [kept.nonzero()[:, 0][part] for part in split]
+
+    def _class_labels(self, train: Dataset[Any], n: int) -> Tensor | None:
+        """Return one number a training sample, those that were given or that the data set has."""
+        labels = labels_of(train) if self.labels is None else _numbers(self.labels)
+        if labels is not None and labels.shape == (n,):
+            return labels
+        if self.labels is not None:
+            got = "none" if labels is None else f"shape {tuple(labels.shape)}"
+            raise FederationError(
+                f"labels must be one number for each of the {n} training samples, got {got}"
+            )
+        return None
 
     def _held_out(self, n: int, seed: int) -> Tensor:
         """Return the training samples that no client holds."""
@@ -321,9 +360,11 @@ class FederatedDataModule(LightningDataModule):
         rule = type(self.partition).__name__
         if self.partition.splits_by == "keys":
             keys = self.keys if self.keys is not None else getattr(train, "keys", None)
-            if keys is None or callable(keys):
-                raise FederationError(f"{rule} needs a key for each training sample: pass keys=")
-            by = torch.as_tensor(keys)
+            if (numbers := _numbers(keys)) is None:
+                raise FederationError(
+                    f"{rule} needs a key for each training sample, a whole number: pass keys="
+                )
+            by = numbers
         elif self.partition.splits_by == "labels":
             labels = self.class_labels
             if labels is None:
@@ -350,7 +391,9 @@ class FederatedDataModule(LightningDataModule):
     @property
     def batches_per_epoch(self) -> Tensor:
         """Batches in one pass over each client's samples, ``[num_clients]``."""
-        n = self.num_samples
+        return self._num_batches(self.num_samples)
+
+    def _num_batches(self, n: Tensor) -> Tensor:
         size = n if self.batch_size is None else n.clamp(max=self.batch_size)
         return n // size if self.drop_last else (n + size - 1) // size
 
@@ -361,75 +404,78 @@ class FederatedDataModule(LightningDataModule):
 
     def manifest(self) -> Manifest:
         """Describe the split: rule, parameters, seed, indices and class counts of each client."""
-        n = 1 + max(int(part.max()) for part in self.parts)
         labels = self.class_labels
         if labels is None:
-            labels = torch.zeros(n, dtype=torch.int64)
+            labels = torch.zeros(len(self.train))  # type: ignore[arg-type]  # real numbers: no classes
         return Manifest.of(self.partition, self.parts, labels, run_seed(self.seed))
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the round's batches, or shuffled batches of all clients without a loop."""
-        options = {
-            "batch_size": self.batch_size,
-            "replacement": self.replacement,
-            "drop_last": self.drop_last,
-        }
         if self.plan is not None:
-            return self._loader(self.train, RoundBatches(self.plan(), self.parts, **options))
+            batches: Sampler[Batch] = self._batches(self.plan(), self.parts)
+        else:
+            batches = EpochBatches(self._epoch)
+        return self._loader(self.train, batch_sampler=batches)
+
+    def _batches(self, plan: RoundPlan, parts: Sequence[Tensor]) -> RoundBatches:
+        return RoundBatches(
+            plan,
+            parts,
+            batch_size=self.batch_size,
+            replacement=self.replacement,
+            drop_last=self.drop_last,
+        )
+
+    def _epoch(self) -> RoundBatches:
+        """Return the epoch's batches of all clients: those of one client that holds everything."""
         pooled = torch.cat(self.parts).sort().values
         epoch = self.trainer.current_epoch if self.trainer else 0
-        everyone = RoundPlan(
-            run_seed(self.seed),
-            epoch,
-            torch.zeros(1, dtype=torch.int64),
-            torch.tensor([-(-len(pooled) // (self.batch_size or len(pooled)))]),
-        )
-        return self._loader(self.train, RoundBatches(everyone, [pooled], **options))
+        steps = self._num_batches(torch.tensor([len(pooled)]))
+        everyone = RoundPlan(run_seed(self.seed), epoch, torch.zeros_like(steps), steps)
+        return self._batches(everyone, [pooled])
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         """Return the server's validation samples in order."""
-        return [] if self.val is None else self._eval_loader(self.val)
+        if self.val is None:
+            warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
+            return []
+        return self._loader(self.val, batch_size=self.eval_batch_size)
 
     def test_dataloader(self) -> DataLoader[Any]:
         """Return the test samples in order."""
         if self.test is None:
             raise FederationError(f"{type(self).__name__} has no test samples: pass test=")
-        return self._eval_loader(self.test)
+        return self._loader(self.test, batch_size=self.eval_batch_size)
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return the test samples in order."""
         return self.test_dataloader()
 
-    def _eval_loader(self, data: Dataset[Any]) -> DataLoader[Any]:
-        chunks = torch.arange(len(data)).split(self.eval_batch_size)  # type: ignore[arg-type]
-        seed = run_seed(self.seed)
-        batches = [Batch(index, (seed, Purpose.VALIDATION, i)) for i, index in enumerate(chunks)]
-        return self._loader(data, batches)
-
-    def _loader(self, data: Any, batches: Sampler[Batch] | list[Batch]) -> DataLoader[Any]:
+    def _loader(self, data: Any, **batches: Any) -> DataLoader[Any]:
         if self.num_workers == 0 and isinstance(data, InMemory):
             warnings.filterwarnings("ignore", ".*does not have many workers.*")
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return RoundLoader(
-            Batches(data, self.collate_fn),
-            batch_sampler=batches,  # type: ignore[arg-type]  # torch says list[int]; any index goes
+            Batches(data, self.collate_fn, run_seed(self.seed)),
             collate_fn=_as_it_is,
             num_workers=self.num_workers,
             pin_memory=on_gpu,
             # A loader without one draws a seed from the global generator, a validation loader too.
             generator=torch.Generator(),
+            **batches,
         )
 
 
 def _in_memory(data: Any, name: str) -> Any:
     """Check that a data set is map-style; give tensors their fast path."""
-    if type(data) is TensorDataset:
-        return InMemory(*data.tensors)
-    if isinstance(data, IterableDataset) or not (data is None or hasattr(data, "__len__")):
+    if data is None:
+        return None
+    mapped = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if isinstance(data, IterableDataset) or not mapped:
         raise FederationError(
             f"{name} must be a map-style data set (with len() and []), got {type(data).__name__}:"
             " clients hold parts of it by index"
         )
-    if data is not None and not len(data):
+    if not len(data):
         raise FederationError(f"{name} has no samples")
-    return data
+    return InMemory(*data.tensors) if type(data) is TensorDataset else data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
@@ -83,7 +84,7 @@ class ImageDataModule(FederatedDataModule):
         return self._kept[1:]
 
 
-class TorchvisionDataModule(ImageDataModule):
+class TorchvisionDataModule(ImageDataModule, ABC):
     """One of torchvision's data sets, read from ``root`` in torchvision's layout.
 
     Args:
@@ -100,9 +101,9 @@ class TorchvisionDataModule(ImageDataModule):
         super().__init__(**options)
         self.root, self.download = root, download
 
+    @abstractmethod
     def open(self, train: bool, download: bool) -> Any:
         """Return torchvision's data set."""
-        raise NotImplementedError
 
     def prepare_data(self) -> None:
         """Download, where that was asked for."""

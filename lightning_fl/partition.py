@@ -388,7 +388,7 @@ class FromManifest(Partition):
         self._check("clients", len(manifest.clients), num_clients)
         parts = [torch.tensor(indices) for indices in manifest.clients]
         held = torch.cat(parts).sort().values
-        self._check("samples of clients", len(held), len(labels))
+        self._check("samples that clients hold", len(held), len(labels))
         parts = [torch.searchsorted(held, part) for part in parts]
         # The same number of samples in another order would silently train on another split.
         counts = zip(manifest.class_counts, _class_counts(parts, labels), strict=True)

@@ -77,7 +77,8 @@ class WeightedSampler(ClientSampler):
         self, round: int, count: int, num_samples: Tensor, generator: torch.Generator
     ) -> Tensor:
         """Return ids drawn one after another with the weights that are left."""
-        weights = num_samples if isinstance(self.weights, str) else torch.as_tensor(self.weights)
+        given = num_samples if isinstance(self.weights, str) else self.weights
+        weights = torch.as_tensor(given, dtype=torch.float64)
         if len(weights) != len(num_samples):
             raise FederationError(f"{len(weights)} weights for {len(num_samples)} clients")
         if (positive := int((weights > 0).sum())) < count:

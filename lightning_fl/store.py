@@ -41,7 +41,7 @@ class ClientStore:
 
     def commit(self) -> None:
         """End a round: what clients left in it counts from now on."""
-        self._rows |= self._new
+        self._rows = self._rows | self._new  # A new dictionary: a checkpoint may hold the old.
         self._new = {}
 
     def discard(self) -> None:

@@ -78,6 +78,10 @@ class RoundPlan:
                     f"{name} has shape {tuple(value.shape)} for {len(self.clients)} clients: "
                     "a policy returns one value for all or one for each"
                 )
+        if self.num_steps.is_floating_point():
+            raise FederationError(
+                f"num_steps must be whole numbers, got {self.num_steps}: return an integer tensor"
+            )
         if (short := self.num_steps < 1).any():
             raise FederationError(
                 f"client {self.clients[short][0]} would make {self.num_steps[short][0]} local steps"

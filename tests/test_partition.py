@@ -221,7 +221,8 @@ def test_a_rule_reads_like_its_constructor():
 def test_rules_say_what_they_split_by():
     said = {type(rule).__name__: rule.splits_by for rule in RULES}
     assert said.pop("ByKey") == "keys"
-    assert {name for name, by in said.items() if by == "samples"} == {"IID", "QuantitySkew"}
+    samples = {name for name, by in said.items() if by == "samples"}
+    assert samples == {"IID", "QuantitySkew", "FromManifest"}
     assert set(said.values()) == {"labels", "samples"}
 
 
@@ -514,8 +515,10 @@ def test_held_out_samples_have_no_client(tmp_path):
     held_out = Manifest.of(IID(), [torch.tensor([0, 4]), torch.tensor([2])], LABELS, seed=0)
     held_out.write(tmp_path / "m.json")
     assert Manifest.read(tmp_path / "m.json") == held_out
-    with pytest.raises(FederationError, match=r"for 3 samples that no client holds, the run has 0"):
-        FromManifest(tmp_path / "m.json")(LABELS, 2, rng())
+    rule = FromManifest(tmp_path / "m.json")
+    assert rule.held_out(6).tolist() == [1, 3, 5]
+    with pytest.raises(FederationError, match=r"for 3 samples that clients hold, the run has 6"):
+        rule(LABELS, 2, rng())
 
 
 def test_parts_that_share_samples_get_no_manifest():
@@ -615,7 +618,9 @@ def test_a_huge_size_costs_no_memory(tmp_path):
     path = tampered(tmp_path, lambda m: m.update(num_samples=10**30))
     assert Manifest.read(path).num_samples == 10**30
     with pytest.raises(FederationError, match=rf"for {10**30} samples, the run has 6"):
-        FromManifest(path)(LABELS, 2, rng())
+        FromManifest(path).held_out(6)
+    # The split itself knows the samples that clients hold, and they are the same.
+    assert lists(FromManifest(path)(LABELS, 2, rng())) == manifest().clients
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -693,7 +698,7 @@ def test_half_a_file_is_refused(cut):
     ("labels", "num_clients", "words"),
     [
         (LABELS, 3, r"for 2 clients, the run has 3: use the data and num_clients"),
-        (LABELS.repeat(2), 2, r"for 6 samples, the run has 12"),
+        (LABELS.repeat(2), 2, r"for 6 samples that clients hold, the run has 12"),
         (LABELS.flip(0), 2, r"client 0 the classes \{3: 3\}, the data \{3: 2, 8: 1\}"),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +48,11 @@ class Aggregator(Metric, ABC):
     @abstractmethod
     def compute(self) -> Tensor:
         """Return the server's new parameters, ``[P]``."""
+
+    def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        # torchmetrics makes a scalar of one parameter, [1].
+        value = super()._wrap_compute(compute)
+        return lambda: value().reshape(-1)
 
     def server_for(self, clients: Tensor) -> Tensor:
         """Return what each client starts from, ``[k, P]``."""

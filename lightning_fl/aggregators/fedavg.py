@@ -52,8 +52,9 @@ class FedAvg(Aggregator):
 
     def update(self, clients: ClientUpdate) -> None:
         """Add updates to the weighted sum."""
-        if not self.server.numel():
-            self.start(torch.zeros_like(clients.delta[0]))
+        if not self.server.numel():  # Without a start it is the mean update.
+            self.server = torch.zeros_like(clients.delta[0])
+            self.allocate(self.server)
         weights = clients.num_samples.to(self.total)
         if self.weighting == "uniform":
             weights = torch.ones_like(weights)

@@ -23,6 +23,7 @@ class Purpose(IntEnum):
     SAMPLES = 4
     CLIENT = 5
     VALIDATION = 6
+    EVALUATION_SAMPLES = 7
 
 
 def derive_seed(seed: int, *key: int) -> int:

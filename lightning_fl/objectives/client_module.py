@@ -68,6 +68,11 @@ class ClientModule(LightningModule):
         x, y = batch
         return F.cross_entropy(self(x) if outputs is None else outputs, y, reduction="none")
 
+    def on_train_epoch_start(self) -> None:
+        """Forget what a round that was cut short has left."""
+        self.train_loss.reset()
+        self._client_loss, self._client_samples = [], 0
+
     def on_client_start(self) -> None:
         """Keep the parameters that the client starts from, for the terms."""
         if len(self.terms):
@@ -90,8 +95,9 @@ class ClientModule(LightningModule):
     def on_client_end(self) -> None:
         """Add the client's losses to the round's figure: once a client, not once a step."""
         if self._client_samples:
-            total = torch.stack(self._client_loss).sum()
-            self.train_loss.update(total / self._client_samples, self._client_samples)
+            loss = torch.stack(self._client_loss).sum() / self._client_samples
+            # The metric ignores NaN alone.
+            self.train_loss.update(loss.where(loss.isfinite(), torch.nan), self._client_samples)
         self._client_loss, self._client_samples = [], 0
 
     def on_train_epoch_end(self) -> None:

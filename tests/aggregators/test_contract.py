@@ -1,0 +1,171 @@
+"""What every server rule keeps to; a new one earns these tests with one row."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from lightning_fl.aggregators import FedAvg
+from lightning_fl.types import ClientUpdate
+
+RULES = {
+    "FedAvg": FedAvg,
+    "FedAvg(uniform)": lambda: FedAvg(weighting="uniform"),
+}
+every_rule = pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+every_shape = pytest.mark.parametrize("size", [1, 7])
+every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+
+
+def problem(k=5, size=7, dtype=torch.float64, seed=0):
+    """A server and the updates of ``k`` clients."""
+    generator = torch.Generator().manual_seed(seed)
+    server = torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+    delta = torch.randn(k, size, generator=generator, dtype=torch.float64).to(dtype)
+    num_samples = torch.randint(1, 50, (k,), generator=generator)
+    return server, ClientUpdate(torch.arange(k), delta, num_samples)
+
+
+def rows(update, order):
+    return ClientUpdate(update.clients[order], update.delta[order], update.num_samples[order])
+
+
+def aggregate(rule, server, *updates):
+    rule.start(server)
+    for update in updates:
+        rule.update(update)
+    return rule.compute()
+
+
+@every_rule
+@every_shape
+@every_dtype
+def test_the_server_is_a_fixed_point_when_clients_equal_it(make, size, dtype):
+    server, update = problem(size=size, dtype=dtype)
+    still = ClientUpdate(update.clients, torch.zeros_like(update.delta), update.num_samples)
+    rule = make()
+    for _ in range(3):
+        assert torch.equal(aggregate(rule, server, still), server)
+
+
+@every_rule
+@every_shape
+@every_dtype
+def test_dtype_and_shape_are_the_servers(make, size, dtype):
+    server, update = problem(size=size, dtype=dtype)
+    for rule in (make(), copy.deepcopy(make()), pickle.loads(pickle.dumps(make()))):
+        found = aggregate(rule, server, update)
+        assert (found.shape, found.dtype) == ((size,), dtype)
+        assert found.isfinite().all()
+        assert not torch.equal(found, server)
+
+
+@every_rule
+def test_inputs_are_left_untouched(make):
+    server, update = problem()
+    copies = copy.deepcopy((server, update))
+    found = aggregate(make(), server, update)
+    found += 1
+    assert torch.equal(server, copies[0])
+    for name in ("clients", "delta", "num_samples"):
+        assert torch.equal(getattr(update, name), getattr(copies[1], name))
+
+
+@every_rule
+def test_what_becomes_of_an_update_later_does_not_matter(make):
+    server, update = problem()
+    expected = aggregate(make(), server, update)
+    rule = make()
+    rule.start(server)
+    rule.update(update)
+    update.delta.zero_()
+    assert torch.equal(rule.compute(), expected)
+
+
+@every_rule
+def test_the_order_of_clients_changes_rounding_only(make):
+    server, update = problem(k=9)
+    expected = aggregate(make(), server, update)
+    for order in ([8, 7, 6, 5, 4, 3, 2, 1, 0], [3, 1, 4, 0, 5, 8, 2, 6, 7]):
+        found = aggregate(make(), server, rows(update, order))
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+@every_rule
+def test_clients_may_come_one_by_one_or_together(make):
+    server, update = problem(k=6)
+    together = aggregate(make(), server, update)
+    one_by_one = aggregate(make(), server, *(rows(update, [i]) for i in range(6)))
+    in_two = aggregate(make(), server, rows(update, [0, 1, 2, 3]), rows(update, [4, 5]))
+    torch.testing.assert_close(one_by_one, together, atol=1e-12, rtol=0)
+    torch.testing.assert_close(in_two, together, atol=1e-12, rtol=0)
+
+
+@every_rule
+def test_a_round_knows_nothing_of_updates_before_its_start(make):
+    server, update = problem()
+    _, other = problem(seed=1)
+    rule = make()
+    rule.start(server + 5)
+    rule.update(other)
+    rule.start(server)
+    rule.reset()
+    rule.update(update)
+    assert torch.equal(rule.compute(), aggregate(make(), server, update))
+
+
+@every_rule
+def test_the_value_may_be_asked_for_twice(make):
+    server, update = problem()
+    rule = make()
+    first = aggregate(rule, server, update)
+    assert torch.equal(rule.compute(), first)
+
+
+@every_rule
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+def test_the_server_stays_when_nobody_returned(make):
+    server, _ = problem()
+    assert torch.equal(aggregate(make(), server), server)
+
+
+@every_rule
+def test_its_state_is_saved_and_loaded_between_rounds(make, tmp_path):
+    rule, again = make(), make()
+    server, update = problem()
+    server = aggregate(rule, server, update)
+    torch.save(rule.state_dict(), tmp_path / "rule.pt")
+    again.start(server)
+    again.load_state_dict(torch.load(tmp_path / "rule.pt", weights_only=True))
+    _, update = problem(seed=1)
+    assert torch.equal(aggregate(rule, server, update), aggregate(again, server, update))
+
+
+@every_rule
+def test_a_rule_may_go_on_with_a_model_of_another_size(make):
+    rule = make()
+    aggregate(rule, *problem(size=7))
+    server, update = problem(size=3)
+    assert torch.equal(aggregate(rule, server, update), aggregate(make(), server, update))
+
+
+@every_rule
+def test_every_client_starts_from_a_model_of_the_servers_size(make):
+    server, _ = problem()
+    rule = make()
+    rule.start(server)
+    assert rule.server_for(torch.tensor([4, 0, 2])).shape == (3, 7)
+    assert torch.equal(rule.server_for(torch.tensor([1]))[0], server)
+
+
+@every_rule
+def test_nothing_of_a_client_stays_in_memory(make):
+    server, update = problem(k=1)
+    rule = make()
+    sizes = []
+    for count in (1, 20):
+        aggregate(rule, server, *[update] * count)
+        tensors = [*rule.metric_state.values(), *rule.buffers()]
+        sizes.append(sum(t.numel() for t in tensors))
+    assert sizes[0] == sizes[1]

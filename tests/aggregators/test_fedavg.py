@@ -1,0 +1,124 @@
+"""Federated averaging: by hand, beside numpy, and what an average is."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fl.aggregators import FedAvg
+from lightning_fl.functional import weighted_mean
+from lightning_fl.types import ClientUpdate, FederationError
+
+numbers = st.floats(-1e6, 1e6)
+
+
+@st.composite
+def rounds(draw, most=6):
+    """A server [P], the clients' models [k, P] and their weights [k]."""
+    k, size = draw(st.integers(1, most)), draw(st.integers(1, 4))
+    vector = st.lists(numbers, min_size=size, max_size=size)
+    models = draw(st.lists(vector, min_size=k, max_size=k))
+    samples = draw(st.lists(st.integers(1, 10_000), min_size=k, max_size=k))
+    as_tensor = [torch.tensor(rows, dtype=torch.float64) for rows in (draw(vector), models)]
+    return (*as_tensor, torch.tensor(samples))
+
+
+def fedavg(server, models, num_samples, **options):
+    rule = FedAvg(**options)
+    rule.start(server)
+    rule.update(ClientUpdate(torch.arange(len(models)), models - server, num_samples))
+    return rule.compute()
+
+
+def test_two_clients_of_one_weight_by_hand():
+    server = torch.tensor([1.0], dtype=torch.float64)
+    models = torch.tensor([[2.0], [6.0]], dtype=torch.float64)
+    # 3 samples at 2, 1 sample at 6: (3 * 2 + 6) / 4 = 3.
+    assert fedavg(server, models, torch.tensor([3, 1])).tolist() == [3.0]
+    assert fedavg(server, models, torch.tensor([3, 1]), weighting="uniform").tolist() == [4.0]
+
+
+def test_the_weights_are_those_of_the_round():
+    """A step must not shrink with participation: one client alone is the new server."""
+    server, model = torch.zeros(2), torch.tensor([[5.0, 7.0]])
+    assert fedavg(server, model, torch.tensor([1])).tolist() == [5, 7]
+
+
+@settings(max_examples=60, deadline=None)
+@given(rounds())
+def test_it_is_numpys_average(round):
+    server, models, samples = round
+    found = fedavg(server, models, samples)
+    expected = np.average(models.numpy(), axis=0, weights=samples.numpy())
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-7, rtol=1e-12)
+    uniform = fedavg(server, models, samples, weighting="uniform")
+    np.testing.assert_allclose(uniform.numpy(), models.numpy().mean(0), atol=1e-7, rtol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rounds(), st.sampled_from(["samples", "uniform"]))
+def test_it_lies_between_the_clients(round, weighting):
+    server, models, samples = round
+    found = fedavg(server, models, samples, weighting=weighting)
+    assert (found >= models.min(0).values - 1e-7).all()
+    assert (found <= models.max(0).values + 1e-7).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(rounds(), st.integers(1, 1000))
+def test_only_the_ratio_of_weights_counts(round, factor):
+    server, models, samples = round
+    found = fedavg(server, models, samples * factor)
+    torch.testing.assert_close(found, fedavg(server, models, samples), atol=1e-7, rtol=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(rounds())
+def test_equal_weights_are_uniform_weighting(round):
+    server, models, _ = round
+    same = torch.full((len(models),), 7)
+    uniform = fedavg(server, models, torch.arange(len(models)) + 1, weighting="uniform")
+    torch.testing.assert_close(fedavg(server, models, same), uniform, atol=1e-7, rtol=1e-12)
+
+
+def test_it_is_the_papers_algorithm():
+    """McMahan et al. (2017), Algorithm 1, with n_k / n over the clients of the round."""
+    generator = torch.Generator().manual_seed(0)
+    server = torch.randn(5, generator=generator, dtype=torch.float64)
+    rule = FedAvg()
+    for t in range(3):
+        models = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+        samples = torch.tensor([1, 2, 3, 4 + t])
+        rule.start(server)
+        for client in range(4):
+            delta = models[client : client + 1] - server
+            rule.update(ClientUpdate(torch.tensor([client]), delta, samples[client : client + 1]))
+        server = rule.compute()
+        torch.testing.assert_close(server, weighted_mean(models, samples), atol=1e-14, rtol=0)
+
+
+def test_half_precision_is_summed_in_double():
+    """Ten thousand equal steps: in bfloat16 a sum stops growing at 256."""
+    rule = FedAvg()
+    rule.start(torch.zeros(1, dtype=torch.bfloat16))
+    one = ClientUpdate(torch.tensor([0]), torch.ones(1, 1, dtype=torch.bfloat16), torch.tensor([1]))
+    for _ in range(10_000):
+        rule.update(one)
+    assert rule.compute().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_without_a_start_it_is_a_metric_of_updates(size):
+    rule = FedAvg()
+    delta = torch.tensor([[1.0], [5.0]]).expand(2, size)
+    rule.update(ClientUpdate(torch.tensor([0, 1]), delta, torch.tensor([1, 3])))
+    assert rule.compute().tolist() == [4.0] * size
+    rule.reset()
+    rule.update(ClientUpdate(torch.tensor([0]), delta[:1], torch.tensor([1])))
+    assert rule.compute().tolist() == [1.0] * size
+
+
+def test_an_unknown_weighting_is_refused():
+    with pytest.raises(FederationError, match="must be samples or uniform, got 'size'"):
+        FedAvg(weighting="size")

@@ -1,0 +1,272 @@
+"""What people see while a federation trains, in a file and in a terminal."""
+
+import functools
+import io
+import sys
+
+import pytest
+import rich.console
+import torch
+from torch import nn
+
+from lightning_fl import ClientModule
+from lightning_fl.callbacks import FederatedLoop, RoundProgress
+from lightning_fl.policies import Schedule
+from lightning_fl.types import FederationError
+
+
+@pytest.fixture(autouse=True)
+def _no_wishes_of_the_environment(monkeypatch):
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def run(trainer, data, blobs):
+    """Fit a classifier of blobs and show it."""
+
+    def fit(progress, rounds=3, num_clients=4, module=None, callbacks=(), **options):
+        torch.manual_seed(0)
+        made = ClientModule(nn.Linear(6, 3)).double() if module is None else module
+        loop = FederatedLoop(policy=Schedule(lr=0.1, num_steps=1))
+        runner = trainer(
+            loop, rounds, callbacks=[*callbacks, progress], enable_progress_bar=True, **options
+        )
+        runner.fit(made, datamodule=data(blobs(max(60, num_clients)), num_clients=num_clients))
+        return loop
+
+    return fit
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A terminal, as a file."""
+    file = io.StringIO()
+    console = functools.partial(rich.console.Console, force_terminal=True, file=file, width=150)
+    monkeypatch.setattr(rich.console, "Console", console)
+    return file
+
+
+# --- elsewhere ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "rounds", "shown"),
+    [
+        (20, 3, [1, 2, 3]),
+        (4, 4, [1, 2, 3, 4]),
+        (4, 9, [3, 6, 9]),
+        (4, 10, [3, 6, 9, 10]),
+        (1, 7, [7]),
+    ],
+)
+def test_there_are_few_lines_however_many_rounds(run, capsys, lines, rounds, shown):
+    run(RoundProgress(lines), rounds)
+    found = capsys.readouterr().out.splitlines()
+    assert [line.split(" · ")[0] for line in found] == [f"round {r}/{rounds}" for r in shown]
+
+
+@pytest.mark.parametrize("num_clients", [3, 300])
+def test_there_is_a_line_a_round_however_many_clients(run, capsys, num_clients):
+    run(RoundProgress(), rounds=3, num_clients=num_clients)
+    found = capsys.readouterr().out.splitlines()
+    assert [line.split(" · ")[0] for line in found] == ["round 1/3", "round 2/3", "round 3/3"]
+
+
+def test_a_line_has_the_rounds_own_figures(run, capsys):
+    loop = run(RoundProgress(), rounds=2)
+    found = capsys.readouterr().out.splitlines()
+    for line, row in zip(found, loop.rows, strict=True):
+        assert f"val_acc {row['val_acc']:.4g}" in line
+        assert f"train_loss {row['train_loss']:.4g}" in line
+    assert loop.rows[0]["train_loss"] != loop.rows[1]["train_loss"]
+
+
+class Talkative(ClientModule):
+    """Shows so many figures that no line is long enough."""
+
+    def training_step(self, batch, batch_idx):
+        for i in range(20):
+            self.log(f"figure_{i}", float(i), prog_bar=True, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_long_line_stays_one(run, capsys):
+    run(RoundProgress(), rounds=2, module=Talkative(nn.Linear(6, 3)).double())
+    found = capsys.readouterr().out.splitlines()
+    assert len(found) == 2
+    assert all("figure_19" in line for line in found)
+
+
+def test_nothing_but_lines_is_written(run, capsys):
+    run(RoundProgress())
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out
+    assert captured.err == ""
+
+
+def test_a_resumed_run_goes_on_where_it_was(run, trainer, data, tmp_path, capsys):
+    path = tmp_path / "two.ckpt"
+    module = ClientModule(nn.Linear(6, 3)).double()
+    first = trainer(FederatedLoop(), 2)
+    first.fit(module, datamodule=data())
+    first.save_checkpoint(path)
+    again = trainer(FederatedLoop(), 4, callbacks=[RoundProgress()], enable_progress_bar=True)
+    again.fit(module, datamodule=data(), ckpt_path=path)
+    found = capsys.readouterr().out.splitlines()
+    assert [line.split(" · ")[0] for line in found] == ["round 3/4", "round 4/4"]
+
+
+@pytest.mark.filterwarnings("ignore:.*max_epochs")
+def test_without_a_last_round_every_round_has_its_line(run, capsys):
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    stop = EarlyStopping("val_loss", patience=1, min_delta=99)
+    run(RoundProgress(lines=2), rounds=-1, callbacks=[stop])
+    found = capsys.readouterr().out.splitlines()
+    assert [line.split(" · ")[0] for line in found] == ["round 1", "round 2"]
+
+
+def test_it_can_be_switched_off_and_on(run, capsys):
+    progress = RoundProgress()
+    progress.disable()
+    run(progress)
+    progress.print("a word")
+    assert capsys.readouterr().out == ""
+    progress.enable()
+    progress.print("a word")
+    assert capsys.readouterr().out == "a word\n"
+    run(progress)
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+# --- in a terminal --------------------------------------------------------------------------------
+
+
+class Look(RoundProgress):
+    """Notes every line that is drawn, and draws as often as it may."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = []
+
+    def on_train_batch_end(self, *args):
+        self._drawn = 0.0
+        super().on_train_batch_end(*args)
+
+    def _line(self, *args):
+        self.drawn.append(super()._line(*args))
+        return self.drawn[-1]
+
+
+def test_a_line_in_a_terminal_moves_with_rounds_and_clients(run, terminal):
+    progress = Look()
+    loop = run(progress, rounds=2)
+    assert {line.partition(" · ")[0] for line in progress.drawn} >= {"round 1/2", "round 2/2"}
+    inside = [line for line in progress.drawn if "client" in line]
+    for round in (1, 2):
+        for client in range(1, 5):
+            assert any(line.startswith(f"round {round}/2 · client {client}/4") for line in inside)
+    accuracy = f"val_acc {loop.rows[0]['val_acc']:.4g}"
+    assert not any(accuracy in line for line in inside if "round 1/2 · client 1" in line)
+    assert all(accuracy in line for line in inside if "round 2/2 · client 1" in line)
+    assert f"val_acc {loop.rows[1]['val_acc']:.4g}" in progress.drawn[-1]
+    # What was drawn is what is there to see.
+    text = terminal.getvalue()
+    assert all(line in text for line in inside)
+    assert text.rstrip().endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_a_bar_stands_where_the_rounds_are(run, terminal):
+    progress = Look()
+    run(progress, rounds=4)
+    (task,) = progress._bar.tasks
+    assert (task.total, task.completed) == (4, 4)
+    assert task.finished
+
+
+def test_a_terminal_is_drawn_a_few_times_a_second_however_many_clients(run, terminal):
+    class Count(RoundProgress):
+        drawn = 0
+
+        def _line(self, *args):
+            self.drawn += 1
+            return super()._line(*args)
+
+    drawn = []
+    for num_clients in (3, 100):
+        progress = Count()
+        progress.on_train_batch_end = functools.partial(_at_most_once, progress)
+        run(progress, rounds=1, num_clients=num_clients)
+        drawn.append(progress.drawn)
+    assert drawn[0] == drawn[1]
+
+
+def _at_most_once(progress, *args):
+    """As if no time went by after the bar was drawn."""
+    progress._drawn = float("inf")
+    RoundProgress.on_train_batch_end(progress, *args)
+
+
+def test_in_a_terminal_it_can_be_switched_off_too(run, terminal):
+    progress = RoundProgress()
+    progress.disable()
+    run(progress)
+    assert terminal.getvalue() == ""
+
+
+@pytest.mark.filterwarnings("ignore:.*max_epochs")
+def test_without_a_last_round_the_bar_has_no_end(run, terminal):
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    progress = Look()
+    stop = EarlyStopping("val_loss", patience=1, min_delta=99)
+    run(progress, rounds=-1, callbacks=[stop])
+    assert progress._bar.tasks[0].total is None
+    assert "round 2 · client 1/4" in terminal.getvalue()
+
+
+class Break(ClientModule):
+    def validation_step(self, batch, batch_idx):
+        raise ZeroDivisionError
+
+
+def test_after_an_exception_the_terminal_is_given_back(run, terminal):
+    progress = RoundProgress()
+    with pytest.raises(ZeroDivisionError):
+        run(progress, module=Break(nn.Linear(6, 3)).double())
+    assert not progress._bar.live.is_started
+    assert terminal.getvalue().rstrip().endswith("\x1b[?25h")
+
+
+def test_a_sanity_check_and_a_validation_alone_draw_nothing(run, trainer, data, terminal):
+    progress = RoundProgress()
+    module = ClientModule(nn.Linear(6, 3)).double()
+    runner = trainer(callbacks=[progress], enable_progress_bar=True)
+    runner.validate(module, datamodule=data(), verbose=False)
+    assert terminal.getvalue() == ""
+    run(progress, rounds=1, num_sanity_val_steps=2)
+    assert "round 1/1" in terminal.getvalue()
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_without_a_federation_there_are_no_rounds_to_show(trainer, data):
+    module = ClientModule(nn.Linear(6, 3)).double()
+    with pytest.raises(FederationError, match="RoundProgress shows rounds: add a FederatedLoop"):
+        trainer(False, callbacks=[RoundProgress()], enable_progress_bar=True).fit(
+            module, datamodule=data()
+        )
+
+
+@pytest.mark.parametrize("lines", [0, -1])
+def test_one_line_is_the_least(lines):
+    with pytest.raises(FederationError, match=f"lines must be at least 1, got {lines}"):
+        RoundProgress(lines)
+
+
+def test_without_rich_the_error_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    with pytest.raises(FederationError, match=r"with rich.*pip install 'lightning_fl\[demo\]'"):
+        RoundProgress()

@@ -1,0 +1,91 @@
+"""The table of rounds: what is in a row, what is not, and its file."""
+
+import csv
+
+import pytest
+import torch
+
+from lightning_fl.callbacks.table import RoundTable
+
+
+@pytest.fixture
+def play():
+    """Play rounds as Lightning would, each with what it logs before, in and after validation.
+
+    Lightning keeps figures of earlier rounds, and a figure that is logged anew is a new tensor.
+    """
+
+    def run(*rounds):
+        table, metrics = RoundTable(), {}
+        for i, (trained, validated, late) in enumerate(rounds):
+            metrics |= {name: torch.tensor(value) for name, value in trained.items()}
+            if validated:
+                table.before_validation(metrics)
+                metrics |= {name: torch.tensor(value) for name, value in validated.items()}
+                table.after_validation(metrics)
+            table.add({"round": i + 1})
+            metrics |= {name: torch.tensor(value) for name, value in late.items()}
+            table.complete(metrics, close=True)
+        return table
+
+    return run
+
+
+def test_a_row_has_the_federations_figures_then_what_the_module_logged(play):
+    table = play(({"loss": 0.5}, {"val_loss": 0.25}, {"late": 1.0}))
+    assert table.rows == [{"round": 1, "late": 1.0, "loss": 0.5, "val_loss": 0.25}]
+    assert list(table.rows[0]) == ["round", "late", "loss", "val_loss"]
+    assert all(type(value) is float for name, value in table.rows[0].items() if name != "round")
+
+
+def test_figures_of_an_earlier_validation_are_left_out(play):
+    table = play(
+        ({"loss": 0.5}, {"val_loss": 0.25}, {}),
+        ({"loss": 0.375}, {}, {}),
+        ({"loss": 0.125}, {"val_loss": 0.25}, {}),  # the same value, yet new
+    )
+    assert [row.get("val_loss") for row in table.rows] == [0.25, None, 0.25]
+    assert [row["loss"] for row in table.rows] == [0.5, 0.375, 0.125]
+
+
+def test_the_federations_own_figures_are_not_there_twice(play):
+    assert play(({}, {}, {"federation/clients": 4.0})).rows == [{"round": 1}]
+
+
+def test_a_row_takes_late_figures_until_it_is_closed():
+    table = RoundTable()
+    table.add({"round": 1})
+    table.complete({"a": 1})
+    table.complete({"a": 2, "b": 3}, close=True)
+    table.complete({"a": 9, "c": 9})
+    assert table.rows == [{"round": 1, "a": 2.0, "b": 3.0}]
+
+
+def test_without_a_round_there_is_nothing_to_complete():
+    table = RoundTable()
+    table.complete({"loss": 1.0}, close=True)
+    assert table.rows == []
+
+
+def test_the_file_has_a_column_for_everything_that_any_round_had(tmp_path):
+    table = RoundTable()
+    table.rows = [
+        {"round": 1, "loss": 0.1, "skipped_clients": ""},
+        {"round": 2, "loss": 1e-20, "skipped_clients": "3 5", "val_acc": 0.5},
+    ]
+    path = tmp_path / "run" / "rounds.csv"
+    table.write(path)
+    assert path.read_text() == ("round,loss,skipped_clients,val_acc\n1,0.1,,\n2,1e-20,3 5,0.5\n")
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert float(rows[1]["loss"]) == 1e-20
+    assert [p.name for p in path.parent.iterdir()] == ["rounds.csv"]
+
+
+def test_the_file_is_written_anew_as_a_whole(tmp_path):
+    table = RoundTable()
+    path = tmp_path / "rounds.csv"
+    for rounds in (3, 1):
+        table.rows = [{"round": i + 1} for i in range(rounds)]
+        table.write(path)
+        assert len(path.read_text().splitlines()) == rounds + 1

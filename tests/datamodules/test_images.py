@@ -1,0 +1,293 @@
+"""The image data sets: digits that come with scikit-learn, and torchvision's on disk."""
+
+import pickle
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.datamodules import (
+    CIFAR10,
+    MNIST,
+    Digits,
+    FashionMNIST,
+    ImageDataModule,
+    TorchvisionDataModule,
+)
+from lightning_fl.objectives import ClientModule
+from lightning_fl.partition import ByLabel
+from lightning_fl.types import FederationError
+
+
+def loaded(kind, *args, **options):
+    data = kind(*args, **options)
+    data.setup()
+    return data
+
+
+def normalised(data, chunk=10_000):
+    """Mean and standard deviation of each channel of the training images, after normalisation."""
+    images = data.load(train=True).tensors[0]
+    total, squares = 0.0, 0.0
+    for part in images.split(chunk):
+        (x,) = data.on_after_batch_transfer((part,), 0)
+        total = total + x.double().mean((2, 3)).sum(0)
+        squares = squares + x.double().square().mean((2, 3)).sum(0)
+    mean = total / len(images)
+    return mean, (squares / len(images) - mean.square()).sqrt()
+
+
+def pixels(samples):
+    return sorted(map(bytes, samples.tensors[0].flatten(1).numpy()))
+
+
+# --- digits ---------------------------------------------------------------------------------------
+
+
+def test_digits_are_1294_for_clients_144_for_validation_and_359_for_the_test():
+    data = loaded(Digits)
+    assert data.num_samples.tolist() == [130, 130, 130, 130] + [129] * 6
+    assert (len(data.val), len(data.test)) == (144, 359)
+    x, y = data.test[0]
+    assert (x.shape, x.dtype, y.dtype) == ((1, 8, 8), torch.uint8, torch.int64)
+
+
+def test_training_and_test_digits_are_all_digits_once():
+    from sklearn.datasets import load_digits
+
+    data = Digits()
+    everything = load_digits().images.astype(np.uint8)
+    both = pixels(data.load(train=True)) + pixels(data.load(train=False))
+    assert sorted(both) == sorted(map(bytes, everything))
+
+
+def test_the_test_digits_are_the_same_for_all_seeds_and_the_clients_are_not():
+    one, other = loaded(Digits, seed=1), loaded(Digits, seed=2)
+    assert pixels(one.test) == pixels(other.test)
+    assert one.checksum != other.checksum
+    assert pixels(one.val) != pixels(other.val)
+    # Every digit has its share of them.
+    assert one.test.tensors[1].bincount().min() >= 34
+
+
+def test_options_of_images_are_those_of_any_data():
+    data = loaded(Digits, ByLabel(2), 5, None, val_size=100, eval_batch_size=50, seed=3)
+    assert len(data.parts) == 5
+    assert len(data.val) == 100
+    assert [len(y) for _, y in data.val_dataloader()] == [50, 50]
+    options = {"replacement": True, "drop_last": True}
+    assert vars(Digits(**options)).items() >= options.items()
+    with pytest.raises(FederationError, match="val_size must be"):
+        Digits(val_size=-1)
+
+
+def test_without_scikit_learn_the_error_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(FederationError, match=r"pip install 'lightning_fl\[demo\]'"):
+        loaded(Digits)
+
+
+# --- normalisation --------------------------------------------------------------------------------
+
+
+def test_digits_have_mean_0_and_standard_deviation_1():
+    mean, std = normalised(Digits())
+    assert mean.item() == pytest.approx(0, abs=0.01)
+    assert std.item() == pytest.approx(1, abs=0.01)
+
+
+def test_normalisation_is_by_hand():
+    class Two(ImageDataModule):
+        white, mean, std = 10.0, (0.5, 0.1), (0.2, 0.4)
+
+    x = torch.tensor([0, 5, 10], dtype=torch.uint8).view(1, 1, 1, 3).repeat(1, 2, 1, 1)
+    found, y = Two().on_after_batch_transfer([x, torch.tensor([3])], 0)
+    by_hand = torch.tensor([[-2.5, 0.0, 2.5], [-0.25, 1.0, 2.25]])
+    torch.testing.assert_close(found[0, :, 0], by_hand)
+    assert y.tolist() == [3]
+    assert x.unique().tolist() == [0, 5, 10]
+
+
+class Types(ClientModule):
+    """Notes what it is given."""
+
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        self.given = []
+
+    def losses(self, batch, outputs=None):
+        self.given.append((batch[0].dtype, batch[0].mean().item()))
+        return super().losses(batch, outputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"precision": "64-true"}, torch.float64),
+        ({"precision": "bf16-true"}, torch.bfloat16),
+    ],
+)
+def test_batches_have_the_modules_dtype(trainer, options, dtype):
+    module, data = Types(), Digits(batch_size=None, num_clients=2)
+    runner = trainer(FederatedLoop(), 1, **options)
+    runner.fit(module, datamodule=data)
+    runner.test(module, datamodule=data, verbose=False)
+    # One batch of each client, then 144 and 359 samples in batches of 250.
+    assert [found for found, _ in module.given] == [dtype] * 5
+    assert all(abs(mean) < 0.05 for _, mean in module.given)
+
+
+def test_a_module_that_was_made_double_gets_double(trainer):
+    module, data = Types().double(), Digits()
+    trainer(False).test(module, datamodule=data, verbose=False)
+    assert {found for found, _ in module.given} == {torch.float64}
+
+
+def test_statistics_are_made_once_for_a_device_and_dtype():
+    data = Digits()
+    first = data._statistics(torch.device("cpu"), torch.float32)
+    assert data._statistics(torch.device("cpu"), torch.float32)[0] is first[0]
+    assert data._statistics(torch.device("cpu"), torch.float64)[0].dtype == torch.float64
+
+
+# --- torchvision's layout, made here --------------------------------------------------------------
+
+N_TRAIN, N_TEST = 20, 10
+
+
+def write_idx(path, array):
+    """The format of MNIST's files: type and rank, sizes, bytes."""
+    header = np.array([0x0800 + array.ndim, *array.shape], dtype=">i4")
+    path.write_bytes(header.tobytes() + array.astype(np.uint8).tobytes())
+
+
+def mnist_layout(root, name="MNIST"):
+    """Every image is grey, its label is the last digit of the grey."""
+    folder = root / name / "raw"
+    folder.mkdir(parents=True)
+    for kind, count, first in (("train", N_TRAIN, 0), ("t10k", N_TEST, 100)):
+        grey = first + np.arange(count)
+        write_idx(
+            folder / f"{kind}-images-idx3-ubyte", grey[:, None, None].repeat(28, 1).repeat(28, 2)
+        )
+        write_idx(folder / f"{kind}-labels-idx1-ubyte", grey % 10)
+
+
+def cifar_layout(root):
+    """Every image has its own red, green 100 and blue 200."""
+    folder = root / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    size = N_TRAIN // 5
+    greys = {f"data_batch_{i + 1}": np.arange(size) + i * size for i in range(5)}
+    greys["test_batch"] = 100 + np.arange(N_TEST)
+    for name, red in greys.items():
+        image = np.stack([red, np.full_like(red, 100), np.full_like(red, 200)], 1).repeat(1024, 1)
+        content = {"data": image.astype(np.uint8), "labels": (red % 10).tolist()}
+        (folder / name).write_bytes(pickle.dumps(content))
+    names = {"label_names": [f"class {i}" for i in range(10)]}
+    (folder / "batches.meta").write_bytes(pickle.dumps(names))
+
+
+LAYOUTS = {
+    MNIST: mnist_layout,
+    FashionMNIST: lambda root: mnist_layout(root, "FashionMNIST"),
+    CIFAR10: cifar_layout,
+}
+every_kind = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.__name__)
+
+
+@every_kind
+def test_files_in_torchvisions_layout_are_read(tmp_path, kind):
+    LAYOUTS[kind](tmp_path)
+    data = loaded(kind, str(tmp_path), num_clients=2, val_size=10)
+    shape = (3, 32, 32) if kind is CIFAR10 else (1, 28, 28)
+    for samples, first, count in (
+        (data.train, 0, N_TRAIN),
+        (data.test, 100, N_TEST),
+    ):
+        images, labels = samples.tensors
+        assert (images.shape, images.dtype) == ((count, *shape), torch.uint8)
+        assert images[:, 0, 0, 0].tolist() == list(range(first, first + count))
+        assert (images[:, 0] == images[:, 0, :1, :1]).all()
+        assert torch.equal(labels, images[:, 0, 0, 0].long() % 10)
+    if kind is CIFAR10:
+        assert images[:, 1:].unique_consecutive().tolist() == [100, 200] * N_TEST
+    assert data.num_samples.tolist() == [5, 5]
+    # One of each label.
+    assert sorted(y for _, labels in data.val_dataloader() for y in labels.tolist()) == [*range(10)]
+
+
+@every_kind
+def test_missing_files_are_an_error_that_names_download(tmp_path, kind):
+    words = rf"{kind.__name__} is not under root='{tmp_path}': .*download=true"
+    with pytest.raises(FederationError, match=words):
+        loaded(kind, str(tmp_path))
+
+
+def test_a_missing_batch_is_missing_data(tmp_path):
+    cifar_layout(tmp_path)
+    (tmp_path / "cifar-10-batches-py" / "data_batch_3").unlink()
+    with pytest.raises(FederationError, match="CIFAR10 is not under root"):
+        loaded(CIFAR10, str(tmp_path))
+
+
+@every_kind
+def test_a_download_asks_for_both_parts_and_only_where_it_is_wanted(monkeypatch, kind):
+    asked = []
+    fake = lambda root, train, download: asked.append((root, train, download))  # noqa: E731
+    monkeypatch.setattr(torchvision.datasets, kind.__name__, fake)
+    kind("somewhere").prepare_data()
+    assert asked == []
+    kind("somewhere", download=True).prepare_data()
+    assert asked == [("somewhere", True, True), ("somewhere", False, True)]
+
+
+def test_a_downloaded_cifar_is_checked(tmp_path, monkeypatch):
+    cifar_layout(tmp_path)
+
+    def no_network(*_, **__):
+        raise ConnectionError("it would be fetched again")
+
+    module = sys.modules[torchvision.datasets.CIFAR10.__module__]
+    monkeypatch.setattr(module, "download_and_extract_archive", no_network)
+    with pytest.raises(ConnectionError, match="fetched again"):
+        CIFAR10(str(tmp_path), download=True).prepare_data()
+
+
+def test_a_child_says_how_to_open_its_data():
+    with pytest.raises(TypeError, match="open"):
+        TorchvisionDataModule()
+
+
+# --- the real data --------------------------------------------------------------------------------
+
+EVEN = [6000] * 10, [1000] * 10
+REAL = {
+    MNIST: (
+        [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949],
+        [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009],
+    ),
+    FashionMNIST: EVEN,
+    CIFAR10: ([5000] * 10, [1000] * 10),
+}
+
+
+@pytest.mark.parametrize("kind", REAL, ids=lambda kind: kind.__name__)
+def test_real_data_have_their_numbers_shapes_and_statistics(data_root, kind):
+    data = loaded(kind, data_root, num_clients=100)
+    shape = (3, 32, 32) if kind is CIFAR10 else (1, 28, 28)
+    for samples, histogram in zip((data.train, data.test), REAL[kind], strict=True):
+        images, labels = samples.tensors
+        assert (images.shape, images.dtype) == ((sum(histogram), *shape), torch.uint8)
+        assert labels.bincount().tolist() == histogram
+    assert data.num_samples.sum() + len(data.val) == len(data.train)
+    assert len(data.val) == len(data.train) // 10
+    mean, std = normalised(data)
+    assert mean.tolist() == pytest.approx([0] * len(mean), abs=0.002)
+    # The pixels of a CIFAR-10 that went through JPEG spread 1 % less.
+    assert std.tolist() == pytest.approx([1] * len(std), abs=0.01 if kind is CIFAR10 else 0.001)

@@ -1,0 +1,100 @@
+"""Networks of the papers: their sizes, by hand, and the order of their layers."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fl.models import CifarCNN, FashionCNN, MLPClassifier
+from lightning_fl.types import FederationError
+
+
+def size(net):
+    return sum(p.numel() for p in net.parameters())
+
+
+def kinds(net):
+    return [type(layer).__name__ for layer in net]
+
+
+def test_mostafas_mlp_has_89610_parameters():
+    net = MLPClassifier([784, 100, 100, 10])
+    assert size(net) == (784 * 100 + 100) + (100 * 100 + 100) + (100 * 10 + 10) == 89_610
+    assert kinds(net) == ["Flatten", "Linear", "ReLU", "Linear", "ReLU", "Linear"]
+
+
+def test_mostafas_cnn_has_4259274_parameters():
+    net = CifarCNN()
+    convs = (3 * 32 * 25 + 32) + (32 * 64 * 25 + 64)
+    assert size(net) == convs + (64 * 8 * 8 * 1024 + 1024) + (1024 * 10 + 10) == 4_259_274
+    assert kinds(net) == ["Conv2d", "MaxPool2d", "ReLU"] * 2 + ["Flatten"] + [
+        "Linear",
+        "ReLU",
+        "Linear",
+    ]
+
+
+def test_the_fashion_cnn_hands_1600_features_to_the_classes():
+    net = FashionCNN()
+    assert net[-1].in_features == 64 * 5 * 5 == 1600
+    assert size(net) == (1 * 32 * 9 + 32) + (32 * 64 * 9 + 64) + (1600 * 10 + 10) == 34_826
+    assert kinds(net) == ["Conv2d", "MaxPool2d", "ReLU"] * 2 + ["Flatten", "Linear"]
+
+
+@pytest.mark.parametrize(
+    ("net", "shape"),
+    [
+        (MLPClassifier([784, 10]), (1, 28, 28)),
+        (MLPClassifier([12, 5, 10]), (12,)),
+        (CifarCNN(width=2, hidden=4), (3, 32, 32)),
+        (CifarCNN(width=2, hidden=4, in_channels=1), (1, 32, 32)),
+        (FashionCNN(width=2), (1, 28, 28)),
+        (FashionCNN(width=2, hidden=6), (1, 28, 28)),
+    ],
+)
+def test_images_become_ten_logits(net, shape):
+    x = torch.randn(3, *shape)
+    logits = net(x)
+    assert logits.shape == (3, 10)
+    assert (logits < 0).any()  # no ReLU at the end
+    # One sample does not know of the others.
+    torch.testing.assert_close(net(x[1:2]), logits[1:2])
+
+
+def test_sizes_are_arguments():
+    assert MLPClassifier([4, 3]).get_parameter("1.weight").shape == (3, 4)
+    net = FashionCNN(width=3, hidden=7, num_classes=5)
+    shapes = [tuple(p.shape) for p in net.parameters() if p.ndim > 1]
+    assert shapes == [(3, 1, 3, 3), (6, 3, 3, 3), (7, 6 * 25), (5, 7)]
+    net = CifarCNN(width=3, hidden=7, num_classes=5, in_channels=2)
+    shapes = [tuple(p.shape) for p in net.parameters() if p.ndim > 1]
+    assert shapes == [(3, 2, 5, 5), (6, 3, 5, 5), (7, 6 * 64), (5, 7)]
+
+
+@pytest.mark.parametrize("make", [CifarCNN, FashionCNN, lambda: MLPClassifier([784, 10])])
+def test_a_network_depends_on_the_seed_alone(make):
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        nets.append(make())
+    a, b = (nn.utils.parameters_to_vector(net.parameters()) for net in nets)
+    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: MLPClassifier([784]), r"two or more positive widths.* got \[784\]"),
+        (lambda: MLPClassifier([784, 0, 10]), r"got \[784, 0, 10\]"),
+        (lambda: MLPClassifier([]), r"got \[\]"),
+        (lambda: CifarCNN(width=0), "width must be at least 1, got 0"),
+        (lambda: CifarCNN(hidden=-1), "hidden must be at least 1, got -1"),
+        (lambda: CifarCNN(in_channels=0), "in_channels must be at least 1"),
+        (lambda: CifarCNN(num_classes=0), "num_classes must be at least 1"),
+        (lambda: FashionCNN(width=0), "width must be at least 1"),
+        (lambda: FashionCNN(hidden=0), "hidden must be at least 1, got 0"),
+        (lambda: FashionCNN(num_classes=0), "num_classes must be at least 1"),
+    ],
+)
+def test_sizes_out_of_range_are_refused(make, words):
+    with pytest.raises(FederationError, match=words):
+        make()

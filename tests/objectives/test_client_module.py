@@ -1,0 +1,335 @@
+"""A client's local objective: its loss and every figure that it logs, by hand."""
+
+import functools
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_fl import ClientModule
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.objectives import Proximal, Side, Term
+from lightning_fl.partition import QuantitySkew
+from lightning_fl.policies import Schedule
+
+
+@pytest.fixture
+def module():
+    """A linear classifier of blobs in float64, always the same."""
+
+    def make(kind=ClientModule, terms=(), **options):
+        torch.manual_seed(0)
+        return kind(nn.Linear(6, 3), terms, **options).double()
+
+    return make
+
+
+def cross_entropy(weight, bias, x, y):
+    """Each sample's loss and the gradient of their mean, without autograd."""
+    p = (x @ weight.T + bias).softmax(1)
+    error = p.clone()
+    error[torch.arange(len(y)), y] -= 1
+    return -p[torch.arange(len(y)), y].log(), error.T @ x / len(y), error.mean(0)
+
+
+def own(module):
+    return module.net.weight.detach().clone(), module.net.bias.detach().clone()
+
+
+def predicted(weight, bias, x):
+    return (x @ weight.T + bias).argmax(1)
+
+
+class Noting(ClientModule):
+    """Notes the batches that it is trained on."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.batches = []
+
+    def training_step(self, batch, batch_idx):
+        self.batches.append(batch)
+        return super().training_step(batch, batch_idx)
+
+
+# --- by hand --------------------------------------------------------------------------------------
+
+
+def test_a_samples_loss_is_its_cross_entropy(module, blobs):
+    x, y = blobs(7).tensors
+    made = module()
+    expected = cross_entropy(*own(made), x, y)[0]
+    torch.testing.assert_close(made.losses((x, y)), expected)
+    torch.testing.assert_close(made.losses((None, y), outputs=made(x)), expected)
+
+
+def test_the_loss_of_a_step_is_the_mean_plus_the_terms(module, blobs):
+    batch = blobs(7).tensors
+    made = module(terms=[Proximal(mu=0.5), Proximal(mu=0.1)])
+    made.on_client_start()
+    start = own(made)
+    with torch.no_grad():
+        made.net.weight += 0.2
+    loss, gradient, _ = cross_entropy(made.net.weight.detach(), start[1], *batch)
+    found = made.training_step(batch, 0)
+    # 18 weights are 0.2 away.
+    expected = loss.mean() + 0.6 / 2 * 18 * 0.2**2
+    torch.testing.assert_close(found.detach(), expected, atol=1e-12, rtol=0)
+    found.backward()
+    torch.testing.assert_close(made.net.weight.grad, gradient + 0.6 * 0.2, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("mu", [None, 0.0, 0.7])
+def test_all_figures_of_a_federation_are_those_by_hand(fit, module, blobs, trainer, mu):
+    terms = [] if mu is None else [Proximal(mu)]
+    made = module(Noting, terms=terms)
+    weight, bias = own(made)
+    data = FederatedDataModule(
+        blobs(),
+        blobs(60, seed=1),
+        blobs(50, seed=2),
+        partition=QuantitySkew(),
+        num_clients=3,
+        batch_size=16,
+        eval_batch_size=25,  # 25, 25 and 10
+    )
+    policy = Schedule(lr=0.2, local_epochs=2, decay=0.5)
+    loop = fit(made, FederatedLoop(policy=policy), data, rounds=3)
+    batches, mu = iter(made.batches), mu or 0.0
+    for t, row in enumerate(loop.rows):
+        total, seen, moved = 0.0, 0, []
+        for n in data.num_samples.tolist():
+            w, b = weight.clone(), bias.clone()
+            for _ in range(2 * -(-n // 16)):
+                x, y = next(batches)
+                loss, w_gradient, b_gradient = cross_entropy(w, b, x, y)
+                drift = (w - weight).square().sum() + (b - bias).square().sum()
+                total += (loss.mean() + mu / 2 * drift) * len(y)
+                seen += len(y)
+                w, b = (
+                    w - 0.2 * 0.5**t * (w_gradient + mu * (w - weight)),
+                    b - 0.2 * 0.5**t * (b_gradient + mu * (b - bias)),
+                )
+            moved.append((n / 120 * w, n / 120 * b))
+        weight, bias = (sum(parts) for parts in zip(*moved, strict=True))
+        x, y = blobs(60, seed=1).tensors
+        assert seen == 240
+        assert row["train_loss"] == pytest.approx(float(total / seen), rel=1e-6)
+        expected = cross_entropy(weight, bias, x, y)[0].mean()
+        assert row["val_loss"] == pytest.approx(float(expected), rel=1e-6)
+        accuracy = (predicted(weight, bias, x) == y).double().mean()
+        assert row["val_acc"] == pytest.approx(float(accuracy), rel=1e-6)
+    assert next(batches, None) is None
+    torch.testing.assert_close(own(made), (weight, bias), atol=1e-12, rtol=0)
+
+    x, y = blobs(50, seed=2).tensors
+    (figures,) = trainer(False).test(made, datamodule=data, verbose=False)
+    assert figures.keys() == {"test_loss", "test_acc"}
+    expected = cross_entropy(weight, bias, x, y)[0].mean()
+    assert figures["test_loss"] == pytest.approx(float(expected), rel=1e-6)
+    accuracy = (predicted(weight, bias, x) == y).double().mean()
+    assert figures["test_acc"] == pytest.approx(float(accuracy), rel=1e-6)
+
+
+# --- FedProx --------------------------------------------------------------------------------------
+
+
+def distance(a, b):
+    return float(sum((x - y).square().sum() for x, y in zip(a, b, strict=True)) ** 0.5)
+
+
+def test_without_mu_fedprox_is_fedavg(fit, module, data):
+    plain, prox = module(), module(terms=[Proximal(mu=0.0)])
+    for each in (plain, prox):
+        fit(each, FederatedLoop(policy=Schedule(lr=0.5, local_epochs=2)), data())
+    for a, b in zip(own(plain), own(prox), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_large_mu_keeps_clients_near_the_server(fit, module, data):
+    moved = []
+    for mu in (0.0, 1.0, 4.0):
+        made = module(terms=[Proximal(mu)])
+        start = own(made)
+        policy = Schedule(lr=0.2, num_steps=40)
+        fit(made, FederatedLoop(policy=policy), data(num_clients=1), rounds=1)
+        moved.append(distance(own(made), start))
+    # Where it rests the loss's gradient is mu times the distance.
+    assert moved[0] > 1.5 * moved[1] > 3 * moved[2] > 0
+
+
+def test_a_client_is_held_by_the_server_of_its_round_and_not_by_the_first(fit, module, data):
+    """So the server itself travels as far as it likes, only slower."""
+    moved = []
+    for rounds in (1, 6):
+        made = module(terms=[Proximal(4.0)])
+        start = own(made)
+        policy = Schedule(lr=0.2, num_steps=10)
+        fit(made, FederatedLoop(policy=policy), data(num_clients=1), rounds=rounds)
+        moved.append(distance(own(made), start))
+    assert moved[1] > 3 * moved[0]
+
+
+# --- terms ----------------------------------------------------------------------------------------
+
+
+class Learns(Term):
+    """A term with a parameter of its own, that notes what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.given = []
+
+    def forward(self, own: Side, fixed: Side, batch):
+        self.given.append((own, fixed, batch))
+        return self.scale.square()
+
+
+def test_a_term_sees_both_models_the_outputs_and_the_batch(module, blobs):
+    term, batch = Learns(), blobs(7).tensors
+    made = module(terms=[term])
+    made.training_step(batch, 0)
+    mine, fixed, seen = term.given[0]
+    assert mine.params["weight"] is made.net.weight
+    assert torch.equal(mine.outputs, made(batch[0]))
+    assert fixed.params.keys() == {"weight", "bias"}
+    assert fixed.outputs is None
+    assert not any(p.requires_grad for p in fixed.params.values())
+    assert fixed.params["weight"].data_ptr() != made.net.weight.data_ptr()
+    assert seen is batch
+
+
+def test_a_terms_parameters_are_trained_and_averaged_and_saved(fit, module, data):
+    made = module(terms=[Learns()])
+    fit(made, FederatedLoop(policy=Schedule(lr=0.1, num_steps=2)), data(), rounds=1)
+    # Two steps of 0.1 * 2 * scale.
+    assert made.terms[0].scale.item() == pytest.approx(0.8**2)
+    assert made.state_dict().keys() == {"net.weight", "net.bias", "terms.0.scale"}
+
+
+def test_without_terms_no_copy_of_the_server_is_kept(module):
+    made = module()
+    made.on_client_start()
+    assert made._fixed == {}
+
+
+# --- what training leaves behind ------------------------------------------------------------------
+
+
+class Wild(ClientModule):
+    """Its loss is infinite where a feature is."""
+
+    def losses(self, batch, outputs=None):
+        x, y = batch
+        losses = super().losses((x.nan_to_num(posinf=0.0), y))
+        return losses.where(x.isfinite().all(1), torch.inf)
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped 1 of 4 clients")
+@pytest.mark.parametrize(("kind", "bad"), [(ClientModule, torch.nan), (Wild, torch.inf)])
+def test_train_loss_leaves_out_a_client_whose_loss_is_not_finite(
+    fit, module, data, blobs, kind, bad
+):
+    made = module(kind)
+    start, train, federated = own(made), blobs(), data(batch_size=None)
+    federated.setup("fit")
+    federated.train.tensors[0][federated.parts[2][0]] = bad
+    loop = fit(made, FederatedLoop(policy=Schedule(num_steps=1)), federated, rounds=1)
+    x, y = (t[torch.cat([federated.parts[k] for k in (0, 1, 3)])] for t in train.tensors)
+    expected = cross_entropy(*start, x, y)[0].mean()
+    assert loop.rows[0]["train_loss"] == pytest.approx(float(expected), rel=1e-6)
+
+
+class Break(Callback):
+    """Ends the run at a step."""
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 7:
+            raise ZeroDivisionError
+
+
+def test_a_round_that_was_cut_short_leaves_nothing_in_the_next_runs_train_loss(fit, module, data):
+    made = module()
+    with pytest.raises(ZeroDivisionError):
+        fit(made, callbacks=[Break()])
+    expected = fit(module(), rounds=1).rows
+    assert fit(made, rounds=1).rows == expected
+
+
+def test_a_checkpoint_holds_the_net_alone_and_no_optimiser_function(fit, module, tmp_path):
+    made = module(optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    fit(made, callbacks=[RoundCheckpoint(str(tmp_path))], enable_checkpointing=True)
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert saved["state_dict"].keys() == {"net.weight", "net.bias"}
+    assert "hyper_parameters" not in saved
+    assert dict(made.hparams) == {}
+    again = ClientModule.load_from_checkpoint(tmp_path / "last.ckpt", net=nn.Linear(6, 3).double())
+    assert torch.equal(again.net.weight, made.net.weight)
+
+
+def test_the_optimiser_is_what_was_asked_for(module):
+    found = module(optimizer=functools.partial(torch.optim.Adam, lr=0.3)).configure_optimizers()
+    assert isinstance(found, torch.optim.Adam)
+    assert found.param_groups[0]["lr"] == 0.3
+    assert isinstance(module().configure_optimizers(), torch.optim.SGD)
+
+
+# --- outside of a federation ----------------------------------------------------------------------
+
+
+def loaders(blobs, batch_size=32):
+    return DataLoader(blobs(), batch_size), DataLoader(blobs(60, seed=1), 25)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_it_is_an_ordinary_module_too(trainer, module, blobs):
+    made = module(optimizer=functools.partial(torch.optim.SGD, lr=0.0))
+    runner = trainer(False, 2, log_every_n_steps=1)
+    runner.fit(made, *loaders(blobs))
+    for name, data in (("train_loss", blobs()), ("val_loss", blobs(60, seed=1))):
+        expected = cross_entropy(*own(made), *data.tensors)[0].mean()
+        assert float(runner.callback_metrics[name]) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_outside_of_a_federation_terms_hold_it_where_it_began(trainer, module, blobs):
+    moved = []
+    for mu in (0.0, 4.0):
+        made = module(terms=[Proximal(mu)], optimizer=functools.partial(torch.optim.SGD, lr=0.2))
+        start = own(made)
+        trainer(False, 10, log_every_n_steps=1).fit(made, *loaders(blobs))
+        moved.append(distance(own(made), start))
+    assert moved[1] < moved[0] / 3
+
+
+def test_a_prediction_is_the_logits(trainer, module, blobs, data):
+    made = module()
+    federated = data(test=blobs(30, seed=3), eval_batch_size=20)
+    found = trainer(False).predict(made, datamodule=federated)
+    assert [len(batch) for batch in found] == [20, 10]
+    weight, bias = own(made)
+    expected = blobs(30, seed=3).tensors[0] @ weight.T + bias
+    torch.testing.assert_close(torch.cat(found), expected)
+
+
+class Regression(ClientModule):
+    """Another task: the loss is another function of the same batch."""
+
+    def losses(self, batch, outputs=None):
+        x, y = batch
+        return (self(x) if outputs is None else outputs).sub(y[:, None]).square().mean(1)
+
+
+def test_another_loss_is_used_in_training_and_in_validation(fit, module, blobs):
+    made = module(Regression)
+    start, train = own(made), blobs()
+    data = FederatedDataModule(train, train, num_clients=2, batch_size=None)
+    loop = fit(made, FederatedLoop(policy=Schedule(lr=1e-9, num_steps=1)), data, rounds=1)
+    x, y = train.tensors
+    expected = (x @ start[0].T + start[1] - y[:, None]).square().mean()
+    for name in ("train_loss", "val_loss"):
+        assert loop.rows[0][name] == pytest.approx(float(expected), rel=1e-5)

@@ -1,0 +1,69 @@
+"""What every hyper-parameter policy keeps to; a new one earns these tests with one row."""
+
+import copy
+
+import pytest
+import torch
+
+from lightning_fl.policies import Schedule
+from lightning_fl.types import Feedback, RoundPlan, full
+
+POLICIES = {
+    "Schedule()": Schedule,
+    "Schedule(lr, steps)": lambda: Schedule(lr=0.1, num_steps=3, decay=0.9),
+    "Schedule(decay)": lambda: Schedule(local_epochs=2.5, decay=0.9),
+}
+every_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
+COHORTS = [torch.tensor([0]), torch.tensor([5, 2, 11])]
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def learned(policy, rounds=3):
+    """The policy after some rounds."""
+    for t in range(rounds):
+        steps = torch.ones_like(COHORTS[1])
+        plan = RoundPlan(0, t, COHORTS[1], steps)
+        policy.update(Feedback(plan, None if t == 0 else 1 / t, None if t == 1 else 1 / (t + 1)))
+    return policy
+
+
+@every_policy
+@pytest.mark.parametrize("clients", COHORTS, ids=len)
+@pytest.mark.parametrize("round", [0, 1, 1000])
+def test_its_values_make_a_plan(make, clients, round):
+    values = make().sample(round, clients)
+    assert len({"num_steps", "local_epochs"} & values.keys()) == 1
+    rows = {name: full(value, clients) for name, value in values.items()}
+    for name, row in rows.items():
+        assert row.shape == clients.shape
+        assert (row.isfinite() & (row > 0)).all(), name
+    steps = rows.pop("num_steps", torch.ones_like(clients))
+    lr = rows.pop("lr", None)
+    RoundPlan(0, round, clients, steps, lr, rows)
+
+
+@every_policy
+def test_asked_twice_it_says_the_same_and_changes_nothing(make):
+    policy, clients = learned(make()), COHORTS[1].clone()
+    before, random = copy.deepcopy(policy.state_dict()), torch.get_rng_state()
+    first = policy.sample(3, clients)
+    torch.manual_seed(1)
+    assert same(first, policy.sample(3, clients))
+    assert same(before, policy.state_dict())
+    assert torch.equal(clients, COHORTS[1])
+    torch.set_rng_state(random)
+    policy.sample(3, clients)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@every_policy
+def test_its_state_is_saved_and_loaded(make, tmp_path):
+    policy, again = learned(make()), make()
+    torch.save(policy.state_dict(), tmp_path / "policy.pt")
+    again.load_state_dict(torch.load(tmp_path / "policy.pt", weights_only=True))
+    assert same(policy.sample(3, COHORTS[1]), again.sample(3, COHORTS[1]))
+    learned(policy), learned(again)
+    assert same(policy.sample(6, COHORTS[1]), again.sample(6, COHORTS[1]))

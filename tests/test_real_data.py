@@ -1,0 +1,44 @@
+"""The main job on real data, made short; the configs' own results stand in their second line."""
+
+import lightning as L
+import pytest
+
+from lightning_fl import ClientModule
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.datamodules import CIFAR10, MNIST, FashionMNIST
+from lightning_fl.models import CifarCNN, FashionCNN, MLPClassifier
+from lightning_fl.partition import IID, ByLabel
+from lightning_fl.policies import Schedule
+
+
+@pytest.mark.parametrize(
+    ("data", "net", "partition", "steps", "rounds", "accuracy"),
+    [
+        (MNIST, lambda: MLPClassifier([784, 100, 100, 10]), IID(), 20, 20, 0.92),
+        (MNIST, lambda: MLPClassifier([784, 100, 100, 10]), ByLabel(), 2, 100, 0.85),
+        (FashionMNIST, lambda: FashionCNN(width=8), IID(), 20, 5, 0.72),
+        (CIFAR10, lambda: CifarCNN(width=8, hidden=64), IID(), 10, 5, 0.2),
+    ],
+    ids=["mnist-iid", "mnist-noniid", "fashion-iid", "cifar10-iid"],
+)
+def test_a_federation_learns_real_data(
+    data_root, tmp_path, data, net, partition, steps, rounds, accuracy
+):
+    L.seed_everything(1, verbose=False)
+    loop = FederatedLoop(policy=Schedule(lr=0.1, num_steps=steps), table=None)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=rounds,
+        check_val_every_n_epoch=rounds,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        callbacks=[loop],
+    )
+    split = data(data_root, partition=partition, num_clients=10, batch_size=64, val_size=2000)
+    module = ClientModule(net())
+    trainer.fit(module, datamodule=split)
+    assert loop.rows[-1]["val_acc"] > accuracy
+    assert trainer.test(module, datamodule=split, verbose=False)[0]["test_acc"] > accuracy
