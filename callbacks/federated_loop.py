@@ -321,7 +321,8 @@ class FederatedLoop(Callback):
     def _collect(self, round: _Round) -> None:
         client = round.plan.clients[round.position]
         delta, counters = self.lane.collect(round.start)
-        if not delta.isfinite().all():
+        # The extremes are NaN or infinite if anything is; isfinite() of all takes six times as long.
+        if not all(extreme.isfinite() for extreme in delta.aminmax()):
             if self.on_client_error == "raise":
                 raise FederationError(
                     f"client {client} returned an update that is not finite in round"

@@ -149,6 +149,14 @@ def test_the_number_of_lines_and_files_does_not_depend_on_the_number_of_clients(
     assert seen[0] == seen[1]
 
 
+def test_the_number_of_threads_is_an_option(cli, monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    cli(*FIT, "--trainer.fast_dev_run=true", "--threads=3")
+    assert seen == [3]
+    assert "threads" in cli(*FIT, "--threads=0", expect=2)
+
+
 def test_help_explains_every_option_of_the_federation(cli):
     out = " ".join(cli("fit", "--help").split())
     for option in ("participation", "min_clients", "buffers", "optimizer_state", "monitor"):

@@ -135,6 +135,7 @@ def test_its_state_is_saved_and_loaded_between_rounds(make, tmp_path):
     rule, again = make(), make()
     server, update = problem()
     server = aggregate(rule, server, update)
+    assert "server" not in rule.state_dict()  # the module's checkpoint has it already
     torch.save(rule.state_dict(), tmp_path / "rule.pt")
     again.start(server)
     again.load_state_dict(torch.load(tmp_path / "rule.pt", weights_only=True))

@@ -7,6 +7,7 @@ import sys
 import pytest
 import rich.console
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_fl import ClientModule
@@ -82,6 +83,11 @@ def test_a_line_has_the_rounds_own_figures(run, capsys):
     assert loop.rows[0]["train_loss"] != loop.rows[1]["train_loss"]
 
 
+def test_a_loggers_version_is_no_figure(run, capsys, tmp_path):
+    run(RoundProgress(), logger=CSVLogger(tmp_path))
+    assert "v_num" not in capsys.readouterr().out
+
+
 class Talkative(ClientModule):
     """Shows so many figures that no line is long enough."""
 
@@ -148,7 +154,7 @@ class Look(RoundProgress):
 
     def __init__(self):
         super().__init__()
-        self.drawn = []
+        self.drawn, self.completed = [], []
 
     def on_train_batch_end(self, *args):
         self._drawn = 0.0
@@ -157,6 +163,10 @@ class Look(RoundProgress):
     def _line(self, *args):
         self.drawn.append(super()._line(*args))
         return self.drawn[-1]
+
+    def _draw(self, *args):
+        super()._draw(*args)
+        self.completed.append(self._bar.tasks[0].completed)
 
 
 def test_a_line_in_a_terminal_moves_with_rounds_and_clients(run, terminal):
@@ -177,11 +187,13 @@ def test_a_line_in_a_terminal_moves_with_rounds_and_clients(run, terminal):
     assert text.rstrip().endswith("\x1b[?25h")  # the cursor is back
 
 
-def test_a_bar_stands_where_the_rounds_are(run, terminal):
+def test_a_bar_stands_where_rounds_and_clients_are(run, terminal):
     progress = Look()
-    run(progress, rounds=4)
+    run(progress, rounds=2)
+    assert sorted(set(progress.completed)) == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2]
+    assert progress.completed == sorted(progress.completed)
     (task,) = progress._bar.tasks
-    assert (task.total, task.completed) == (4, 4)
+    assert task.total == 2
     assert task.finished
 
 

@@ -541,7 +541,7 @@ def test_a_manifest_brings_back_the_split_and_the_validation_samples(tmp_path, l
     train = {
         "classes": numbered(),
         "real": TensorDataset(x, torch.rand(60, generator=rng())),
-        "none": having(x=x, y=x, __len__=None),
+        "none": having(x=x, y=x),
     }[labels]
     first = federated(train, partition=QuantitySkew(), val_size=val_size, seed=3)
     first.manifest().write(tmp_path / "split.json")
@@ -557,6 +557,14 @@ def test_a_manifest_brings_back_the_split_and_the_validation_samples(tmp_path, l
     assert (again.val is None) == (first.val is None) == (val_size == 0)
     if val_size:
         assert held(again) == held(first)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_manifest_without_labels_counts_all_samples_and_no_classes(seed):
+    x = torch.arange(60.0)
+    manifest = federated(having(x=x, y=x), val_size=0.9, seed=seed).manifest()
+    assert manifest.num_samples == 60
+    assert manifest.class_counts == [{}] * 4
 
 
 def test_a_manifest_says_how_the_data_were_split():
@@ -591,6 +599,13 @@ class Stream(IterableDataset):
         return iter(range(5))
 
 
+class Counted(Stream):
+    """A stream may know how long it is: torch's own loader asks it."""
+
+    def __len__(self):
+        return 5
+
+
 class NoLength(Dataset):
     def __getitem__(self, i):
         return i
@@ -598,7 +613,8 @@ class NoLength(Dataset):
 
 @pytest.mark.parametrize("name", ["train", "val", "test"])
 @pytest.mark.parametrize(
-    "make", [Stream, NoLength, lambda: iter([1]), lambda: {1, 2}, lambda: DataLoader(numbered())]
+    "make",
+    [Stream, Counted, NoLength, lambda: iter([1]), lambda: {1, 2}, lambda: DataLoader(numbered())],
 )
 def test_what_is_not_map_style_is_refused_by_name(name, make):
     data = FederatedDataModule(**{"train": numbered(), name: make()})
