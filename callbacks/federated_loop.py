@@ -138,7 +138,7 @@ class FederatedLoop(Callback):
         """Refuse what breaks rounds, and set what rounds need on the Trainer."""
         if stage != "fit":
             return
-        if isinstance(trainer.strategy.checkpoint_io, TorchCheckpointIO):
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # not a user's own
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         check_trainer(trainer)
         check_module(pl_module)
@@ -321,7 +321,7 @@ class FederatedLoop(Callback):
     def _collect(self, round: _Round) -> None:
         client = round.plan.clients[round.position]
         delta, counters = self.lane.collect(round.start)
-        # The extremes are NaN or infinite if anything is; isfinite() of all takes six times as long.
+        # NaN or infinite if anything is; isfinite() of all would take six times as long.
         if not all(extreme.isfinite() for extreme in delta.aminmax()):
             if self.on_client_error == "raise":
                 raise FederationError(

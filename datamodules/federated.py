@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
@@ -234,8 +235,8 @@ class FederatedDataModule(LightningDataModule):
         val_size: How much to hold out: a fraction of ``train`` or a count; 0 for none. The held-out
             samples have the labels' proportions.
         labels: Labels of ``train`` for the rule, ``[n]``; None reads them off the data set.
-        keys: Key of each training sample (speaker, writer...) for ``ByKey``, ``[n]``; None reads
-            the data set's attribute ``keys``.
+        keys: Key of each training sample for ``ByKey``, ``[n]``, names or numbers (speaker,
+            writer...); None reads the data set's attribute ``keys``.
         replacement: Draw each batch anew from all samples of the client, instead of passing over
             them in a random order.
         drop_last: Leave out the incomplete batch at the end of a pass, unless it is the only one.
@@ -268,7 +269,7 @@ class FederatedDataModule(LightningDataModule):
         *,
         val_size: int | float = 0.1,
         labels: Sequence[int] | None = None,
-        keys: Sequence[int] | None = None,
+        keys: Sequence[int | str] | None = None,
         replacement: bool = False,
         drop_last: bool = False,
         eval_batch_size: int = 250,
@@ -360,11 +361,10 @@ class FederatedDataModule(LightningDataModule):
         rule = type(self.partition).__name__
         if self.partition.splits_by == "keys":
             keys = self.keys if self.keys is not None else getattr(train, "keys", None)
-            if (numbers := _numbers(keys)) is None:
-                raise FederationError(
-                    f"{rule} needs a key for each training sample, a whole number: pass keys="
-                )
-            by = numbers
+            if keys is None or callable(keys):
+                raise FederationError(f"{rule} needs a key for each training sample: pass keys=")
+            # Names and numbers alike: clients come in ascending order of their keys.
+            by = torch.as_tensor(np.unique(np.asarray(keys), return_inverse=True)[1])
         elif self.partition.splits_by == "labels":
             labels = self.class_labels
             if labels is None:

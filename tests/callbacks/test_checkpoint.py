@@ -126,7 +126,7 @@ def test_the_loop_makes_lightnings_checkpoints_atomic(trainer, foreign, data):
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(Own, marks=pytest.mark.xfail(reason="the loop asks isinstance, not type")),
+        Own,
         lambda: AsyncCheckpointIO(Own()),
     ],
 )

@@ -504,15 +504,18 @@ def test_natural_clients_hold_what_validation_leaves_of_their_samples():
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (None, r"ByKey needs a key for each training sample, a whole number: pass keys="),
-        (["ann", "bob"] * 30, r"ByKey needs a key for each training sample, a whole number"),
+        (None, r"ByKey needs a key for each training sample: pass keys="),
         ([1, 2, 3], r"ByKey needs one key for each of the 60 training samples, got \(3,\)"),
-        ([1.5] * 60, r"groups samples by integers"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(keys, words):
     with pytest.raises(FederationError, match=words):
         federated(partition=ByKey(), num_clients=1, keys=keys)
+
+
+def test_keys_may_be_names():
+    data = federated(partition=ByKey(), num_clients=None, keys=["bob", "ann"] * 30, val_size=0)
+    assert [part.tolist() for part in data.parts] == [[*range(1, 60, 2)], [*range(0, 60, 2)]]
 
 
 def test_a_method_called_keys_is_no_key():
