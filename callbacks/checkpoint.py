@@ -14,6 +14,8 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_fl.types import FederationError
+
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[IO[bytes]], Any]) -> None:
     """Write a file beside its place, flush it to the disk, then put it there at once.
@@ -64,6 +66,9 @@ class RoundCheckpoint(ModelCheckpoint):
         dirpath: Folder; None is the logger's.
         filename: Name without ``.ckpt``.
         every_n_rounds: How often.
+
+    Raises:
+        FederationError: If ``every_n_rounds`` is not positive.
     """
 
     def __init__(
@@ -72,6 +77,8 @@ class RoundCheckpoint(ModelCheckpoint):
         filename: str = "last",
         every_n_rounds: int = 1,
     ) -> None:
+        if every_n_rounds < 1:
+            raise FederationError(f"every_n_rounds must be at least 1, got {every_n_rounds}")
         super().__init__(
             dirpath=dirpath,
             filename=filename,

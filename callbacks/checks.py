@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -79,3 +82,34 @@ def check_trainer(trainer: Trainer) -> None:
             "Trainer(check_val_every_n_epoch=None) validates by batches, which breaks rounds: set a"
             " number of rounds"
         )
+
+
+@contextmanager
+def one_optimizer(module: LightningModule) -> Iterator[None]:
+    """Refuse several optimisers as they are configured: Lightning's advice is of no use here."""
+    configure, had = module.configure_optimizers, "configure_optimizers" in vars(module)
+
+    @wraps(configure)
+    def checked() -> Any:
+        made: Any = configure()
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list | tuple):
+            found = len(made[0])
+        elif isinstance(made, list | tuple):
+            found = len(made)
+        else:
+            found = int(made is not None)
+        if found != 1:
+            raise FederationError(
+                f"a client trains with one optimiser, {type(module).__name__} configures {found}:"
+                " return one from configure_optimizers"
+            )
+        return made
+
+    vars(module)["configure_optimizers"] = checked
+    try:
+        yield
+    finally:
+        if had:
+            vars(module)["configure_optimizers"] = configure
+        else:
+            vars(module).pop("configure_optimizers", None)

@@ -20,7 +20,12 @@ from torch import Tensor, nn
 
 from lightning_fl.aggregators import Aggregator, FedAvg
 from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO
-from lightning_fl.callbacks.checks import check_module, check_trainer, has_running_statistics
+from lightning_fl.callbacks.checks import (
+    check_module,
+    check_trainer,
+    has_running_statistics,
+    one_optimizer,
+)
 from lightning_fl.callbacks.table import RoundTable
 from lightning_fl.functional.randomness import (
     Purpose,
@@ -130,6 +135,8 @@ class FederatedLoop(Callback):
         self._pending: dict[str, Any] = {}
         self._server_at_start: ServerState | None = None
         self._progress: dict[str, Any] = {}
+        self._seed = 0
+        self._loaded: dict[str, Any] = {}
         self._undo = ExitStack()
 
     # --- before the first round -------------------------------------------------------------------
@@ -152,8 +159,6 @@ class FederatedLoop(Callback):
         # Once: the digest reads every index, and every checkpoint holds it.
         self._num_samples, self._batches_per_epoch = data.num_samples, data.batches_per_epoch
         self._checksum = data.checksum
-        data.plan = self.plan
-        self._undo.callback(setattr, data, "plan", None)
         if self._cohort_size() < self.min_clients and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             raise FederationError(
                 f"min_clients={self.min_clients}, but only {self._cohort_size()} clients take part"
@@ -174,14 +179,14 @@ class FederatedLoop(Callback):
         self._trainer = trainer
         if self.policy.needs_val_loss:
             trainer.num_sanity_val_steps = math.inf
+        self._seed = run_seed(self.seed)
+        self._plan, self._round = None, None
+        self._undo.enter_context(one_optimizer(pl_module))
+        data.plan = self.plan
+        self._undo.callback(setattr, data, "plan", None)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take hold of the module's tensors and of its optimiser."""
-        if len(trainer.optimizers) != 1:
-            raise FederationError(
-                f"a client trains with one optimiser, {type(pl_module).__name__} configures"
-                f" {len(trainer.optimizers)}: return one from configure_optimizers"
-            )
         self.lane = ModuleLane(
             pl_module,
             self.buffers or "average",
@@ -198,6 +203,9 @@ class FederatedLoop(Callback):
         """Load what needed the module's shapes or the Trainer's device first."""
         state, self._pending = self._pending, {}
         if state:
+            # Again: Lightning loads before a precision plugin has converted the module.
+            self.lane.module.load_state_dict(self._loaded, strict=self.lane.module.strict_loading)
+            self._loaded = {}
             self.aggregator.load_state_dict(state["aggregator"])
             self.policy.load_state_dict(state["policy"])
             if state["server"] is not None:
@@ -220,6 +228,7 @@ class FederatedLoop(Callback):
         if self._server_at_start is not None:
             self.lane.write(self._server_at_start)
             self._server_at_start = None
+        self.lane.note_base_lr()  # Lightning has loaded a checkpoint's optimiser by now
         self._progress = _progress(trainer)
 
     # --- the plan ---------------------------------------------------------------------------------
@@ -242,11 +251,15 @@ class FederatedLoop(Callback):
         return self.participation
 
     def _draw(self) -> RoundPlan:
-        seed = run_seed(self.seed)
+        seed, n = self._seed, len(self._num_samples)
         random = generator(seed, Purpose.COHORT, self.round)
         count = self._cohort_size()
-        clients = self.sampler.sample(self.round, count, self._num_samples, random)
-        clients = clients.sort().values
+        clients = self.sampler.sample(self.round, count, self._num_samples, random).sort().values
+        if len(clients.unique()) != len(clients) or not ((clients >= 0) & (clients < n)).all():
+            raise FederationError(
+                f"{type(self.sampler).__name__} must return different clients from 0 to {n - 1},"
+                f" got {clients.tolist()}"
+            )
         values = {
             name: full(value.cpu(), clients)
             for name, value in self.policy.sample(self.round, clients).items()
@@ -347,7 +360,7 @@ class FederatedLoop(Callback):
                 f" {len(round.plan.clients)} clients, their updates are not finite: {named}",
                 stacklevel=2,
             )
-        if returned >= min(self.min_clients, len(round.plan.clients)):
+        if returned >= (1 if self._trainer.fast_dev_run else self.min_clients):  # type: ignore[attr-defined]
             vector = self.aggregator.compute().view_as(server.vector)
             server = ServerState(vector, round.counters)
         else:
@@ -377,14 +390,15 @@ class FederatedLoop(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Leave the server's model behind."""
+        """Leave the server's model behind, and let go: Lightning does not tear down."""
         self._abandon()
+        self._undo.close()
 
     # --- after the clients ------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give validation a stream of its own, whatever was drawn before."""
-        if self._round is not None:
+        if self._round is not None and trainer.state.fn == TrainerFn.FITTING:
             self._abandon()
             self.rounds.before_validation(trainer.callback_metrics)
             self._round.rng = rng_state(pl_module.device)
@@ -393,7 +407,7 @@ class FederatedLoop(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the reward, and note which figures are fresh."""
-        if (round := self._round) is not None:
+        if (round := self._round) is not None and trainer.state.fn == TrainerFn.FITTING:
             set_rng_state(round.rng)
             self.rounds.after_validation(trainer.callback_metrics)
 
@@ -438,7 +452,9 @@ class FederatedLoop(Callback):
         fresh = self._round is None or bool(self.rounds.validated)
         if fresh and (loss := trainer.callback_metrics.get(self.monitor)) is not None:
             self.val_loss = float(loss)
-        elif self.policy.needs_val_loss and fresh:
+        elif not fresh:
+            self.val_loss = None
+        elif self.policy.needs_val_loss:
             raise FederationError(
                 f"{type(self.policy).__name__} learns from {self.monitor!r}, which validation does"
                 f" not log (it logs {sorted(trainer.callback_metrics)}): set monitor"
@@ -482,7 +498,7 @@ class FederatedLoop(Callback):
         self.rounds.complete(self._trainer.callback_metrics)
         return {
             "round": self.round,
-            "seed": run_seed(self.seed),
+            "seed": self._seed,
             "num_clients": len(self._num_samples),
             "checksum": self._checksum,
             "rows": copy.deepcopy(self.rows),
@@ -500,6 +516,7 @@ class FederatedLoop(Callback):
         """Take over a checkpoint's state, after :meth:`on_load_checkpoint` agreed to it."""
         self.round, self.rounds.rows = state_dict["round"], list(state_dict["rows"])
         self.val_loss, self.seed = state_dict["val_loss"], state_dict["seed"]
+        self._seed = state_dict["seed"]
         self.store.load_state_dict(state_dict["store"])
         self._pending = state_dict
         self._plan = None
@@ -532,6 +549,7 @@ class FederatedLoop(Callback):
                     f" {state[what]}, here it is {now}. To resume, {remedy}; to start anew, leave"
                     " out ckpt_path"
                 )
+        self._loaded = checkpoint["state_dict"]
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -548,9 +566,8 @@ class FederatedLoop(Callback):
             checkpoint["state_dict"] = _clone(pl_module.state_dict())
             self.lane.write(now)
             self.lane.optimizer.state.update(state)
-        for optimizer in checkpoint["optimizer_states"]:
-            optimizer["state"] = {}
         progress = copy.deepcopy(self._progress)
+        checkpoint["optimizer_states"] = progress.pop("optimizer_states")
         checkpoint["loops"]["fit_loop"] = progress.pop("fit_loop")
         checkpoint.update(progress)
 
@@ -592,6 +609,7 @@ def _progress(trainer: Trainer) -> dict[str, Any]:
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         "fit_loop": trainer.fit_loop.state_dict(),
+        "optimizer_states": [{**o.state_dict(), "state": {}} for o in trainer.optimizers],
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
     }
     if scaler := trainer.precision_plugin.state_dict():

@@ -85,7 +85,7 @@ class Batches(Dataset[Any]):
     def __getitems__(self, batch: Batch | list[int]) -> Any:
         if isinstance(batch, list):  # of torch's own sampler, in validation, test and prediction
             batch = Batch(torch.tensor(batch), (self.seed, Purpose.EVALUATION_SAMPLES, batch[0]))
-        if isinstance(self.data, InMemory):
+        if isinstance(self.data, InMemory) and self.collate is default_collate:
             return self.data.fetch(batch.index)
         index = batch.index.tolist()
         with seeded_rng(derive_seed(*batch.key)):

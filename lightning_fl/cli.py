@@ -134,11 +134,13 @@ class FederatedCLI(LightningCLI):
         if self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.trainer.fit(**kwargs)
             return
+        if path := kwargs.get("ckpt_path"):
+            print(f"Going on from {_short(Path(path))}")
         is_new = not self.run_folder.exists()
         self.run_folder.mkdir(parents=True, exist_ok=True)
         try:
             self.trainer.fit(**kwargs)
-        except MisconfigurationException:
+        except Exception:
             if is_new and self.trainer.global_step == 0:
                 shutil.rmtree(self.run_folder)
             raise

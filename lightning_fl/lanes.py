@@ -66,15 +66,23 @@ class ModuleLane:
         optimizer: torch.optim.Optimizer,
         keep_optimizer: bool,
     ) -> None:
+        self.module = module
         self.buffers, self.optimizer, self.keep_optimizer = buffers, optimizer, keep_optimizer
+        for owner in module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and 0 in buffer.stride():  # expanded: cannot be written to
+                    owner._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
         self.named_buffers = dict(module.named_buffers())
+        self._owned = [
+            (owner, name, buffer)
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
         params = list(module.parameters())
         floats = [b for b in self.named_buffers.values() if b.is_floating_point() or b.is_complex()]
-        group = optimizer.param_groups[0]
-        #: The optimiser's own learning rate, which a client's is a ratio to. With a scheduler it is
-        #: the first value: the scheduler's factor stays in force.
-        self.base_lr = float(group.get("initial_lr", group.get("lr", 0.0)))
-        self._ratio, self._own_lr = 1.0, [g.get("lr") for g in optimizer.param_groups]
+        self._ratio, self._own_lr = 1.0, list[Any]()
+        self.note_base_lr()
         self._hooks = [
             optimizer.register_step_pre_hook(self._set_lr),
             optimizer.register_step_post_hook(self._restore_lr),
@@ -90,32 +98,52 @@ class ModuleLane:
             torch.int64,
         )
 
+    @torch.no_grad()
+    def _adopt(self) -> None:
+        """Take back buffers that the module set anew (``self.seen = self.seen + 1``)."""
+        for owner, name, buffer in self._owned:
+            if (now := owner._buffers[name]) is not buffer and now is not None:
+                buffer.copy_(now)
+                owner._buffers[name] = buffer
+
     def read(self) -> ServerState:
         """Return a copy of the module's state."""
+        self._adopt()
         return ServerState(self.vector.read(), self.counters.read())
 
     def write(self, state: ServerState) -> None:
         """Put a state into the module and forget the optimiser's."""
+        self._adopt()
         self.vector.write(state.vector)
         self.counters.write(state.counters)
         self.optimizer.state.clear()
+
+    def note_base_lr(self) -> None:
+        """Note the optimiser's own learning rate, which a client's is a ratio to.
+
+        With a scheduler it is the first value: the scheduler's factor stays in force.
+        """
+        group = self.optimizer.param_groups[0]
+        self.base_lr = float(group.get("initial_lr", group.get("lr", 0.0)))
 
     def close(self) -> None:
         """Let go of the optimiser."""
         for hook in self._hooks:
             hook.remove()
+        self._restore_lr()  # an exception inside a step comes before the hook after it
 
     def _set_lr(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Only inside the step: in the groups it would corrupt the module's own schedulers."""
-        self._own_lr = [group.get("lr") for group in optimizer.param_groups]
         if self._ratio != 1:
+            self._own_lr = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * self._ratio
 
-    def _restore_lr(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._ratio != 1:
-            for group, lr in zip(optimizer.param_groups, self._own_lr, strict=True):
+    def _restore_lr(self, *_: Any) -> None:
+        if self._own_lr:
+            for group, lr in zip(self.optimizer.param_groups, self._own_lr, strict=True):
                 group["lr"] = lr
+            self._own_lr = []
 
     def load(self, state: ServerState, rows: dict[str, Tensor], lr: float) -> None:
         """Begin a client at the server's state, with the tensors it kept for itself.
@@ -154,7 +182,12 @@ class ModuleLane:
 
     def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
         """Return a client's move away from the server, ``[1, P]``, and its counters, ``[C]``."""
-        delta = self.vector.read().sub_(state.vector)
+        self._adopt()
+        local, start = self.vector.read(), state.vector
+        # A buffer may hold infinity for good, as attention masks do: what stayed has not moved.
+        kept = local[self.num_parameters :] == start[self.num_parameters :]
+        delta = local.sub_(start)
+        delta[self.num_parameters :].masked_fill_(kept, 0)
         if self.buffers == "server":
             delta[self.num_parameters :] = 0
             return delta[None], state.counters
@@ -162,6 +195,7 @@ class ModuleLane:
 
     def rows(self) -> dict[str, Tensor]:
         """Return the tensors that the client keeps for itself."""
+        self._adopt()
         rows = {}
         if self.buffers == "local":
             rows = {f"buffer.{name}": buffer for name, buffer in self.named_buffers.items()}
