@@ -1,21 +1,13 @@
-"""Splits of a data set over clients: numbers by hand, properties of every rule, manifests."""
+"""Every rule's promises, and what each rule does by numbers worked out by hand."""
 
-import hashlib
-import io
-import json
-import os
 import random
-import struct
-import sys
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matplotlib.figure import Figure
 
-from lightning_fl import partition
 from lightning_fl.partition import (
     IID,
     ByKey,
@@ -27,8 +19,8 @@ from lightning_fl.partition import (
     QuantitySkew,
     Shards,
     checksum,
-    plot,
 )
+from lightning_fl.partition.rules import _top_up
 from lightning_fl.types import FederationError
 
 RANDOM = [
@@ -57,14 +49,6 @@ def lists(parts):
 def counts(parts, labels):
     """Samples of each class and client, [clients, classes]."""
     return torch.stack([labels[part].bincount(minlength=int(labels.max()) + 1) for part in parts])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory):
-    """Work in a folder of its own: FromManifest finds split.json there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("partition"))
-        yield
 
 
 def write_manifest(labels, num_clients):
@@ -233,19 +217,6 @@ def test_only_natural_clients_and_manifests_know_how_many_clients_there_are():
         IID().count_clients(keys)
 
 
-def test_a_manifest_with_samples_held_out_comes_back(tmp_path):
-    labels = torch.tensor([0, 1, 0, 1, 1])
-    parts = [torch.tensor([0, 3]), torch.tensor([4])]
-    Manifest.of(IID(), parts, labels, seed=0).write(tmp_path / "split.json")
-    rule = FromManifest(tmp_path / "split.json")
-    assert rule.held_out(5).tolist() == [1, 2]
-    kept = torch.tensor([0, 3, 4])
-    again = rule(labels[kept], rule.count_clients(labels), torch.Generator())
-    assert [kept[part].tolist() for part in again] == [[0, 3], [4]]
-    with pytest.raises(FederationError, match="for 5 samples, the run has 6"):
-        rule.held_out(6)
-
-
 @pytest.mark.parametrize(
     ("rule", "name"),
     [
@@ -399,7 +370,7 @@ def test_small_clients_are_topped_up_by_the_largest():
 def test_whoever_is_the_largest_gives():
     parts = list(torch.arange(13).split([6, 5, 1, 1]))
     # 6 gives, of 5 and 5 the first, then the second; of 4 and 4 the first.
-    topped = partition._top_up(parts, 3, rng())
+    topped = _top_up(parts, 3, rng())
     assert [len(part) for part in topped] == [3, 4, 3, 3]
     assert set(topped[2].tolist()) & set(range(6))
     assert 11 in topped[2]
@@ -407,7 +378,7 @@ def test_whoever_is_the_largest_gives():
 
 def test_what_the_largest_gives_is_random():
     parts = list(torch.arange(101).split([100, 1]))
-    given_away = {partition._top_up(parts, 2, rng(seed))[1][-1].item() for seed in range(20)}
+    given_away = {_top_up(parts, 2, rng(seed))[1][-1].item() for seed in range(20)}
     assert len(given_away) > 10
 
 
@@ -456,303 +427,3 @@ def test_whole_keys_go_to_the_client_with_fewest_samples():
 def test_more_clients_than_keys_is_an_error():
     with pytest.raises(FederationError, match=r"5 clients need as many keys, the data have 2"):
         ByKey()(torch.tensor([1, 1, 1, 2, 2]), 5, rng())
-
-
-# --- Manifest ------------------------------------------------------------------------------------
-
-LABELS = torch.tensor([3, 3, 8, 8, 8, 3])
-
-
-def manifest(labels=LABELS, rule=ByLabel(), clients=2):  # noqa: B008  # rules do not change
-    return Manifest.of(rule, rule(labels, clients, rng(5)), labels, seed=5)
-
-
-def test_the_checksum_is_sha256_of_sizes_and_indices():
-    numbers = struct.pack("<5q", 2, 1, 0, 2, 1)
-    parts = [torch.tensor([0, 2]), torch.tensor([1])]
-    assert checksum(parts) == hashlib.sha256(numbers).hexdigest()
-    assert checksum(parts[::-1]) != checksum(parts)
-
-
-def test_a_manifest_says_what_was_done():
-    found = manifest()
-    assert (found.rule, found.parameters) == ("ByLabel", {"classes_per_client": 1})
-    assert (found.seed, found.num_samples) == (5, 6)
-    assert found.clients == [[0, 1, 5], [2, 3, 4]]
-    assert found.class_counts == [{3: 3}, {8: 3}]
-    assert found.checksum == checksum([torch.tensor(c) for c in found.clients])
-
-
-@settings(max_examples=20, deadline=None)
-@given(labels=data, num_clients=st.integers(1, 4), seed=st.integers(0, 2**40))
-def test_a_manifest_comes_back_as_it_was_written(labels, num_clients, seed):
-    rule = Dirichlet()
-    parts = rule(labels, num_clients, rng(seed))
-    written = Manifest.of(rule, parts, labels, seed)
-    written.write("there_and_back.json")
-    assert Manifest.read("there_and_back.json") == written
-    again = FromManifest("there_and_back.json")(labels, num_clients, rng())
-    assert lists(again) == lists(parts)
-
-
-def test_the_path_of_a_manifest_is_a_parameter_like_any_other(tmp_path):
-    manifest().write(tmp_path / "a.json")
-    found = manifest(rule=FromManifest(tmp_path / "a.json"))
-    found.write(tmp_path / "b.json")
-    assert found.parameters == {"path": str(tmp_path / "a.json")}
-    assert Manifest.read(tmp_path / "b.json") == found
-
-
-def test_labels_that_are_no_classes_are_not_counted(tmp_path):
-    labels = torch.rand(6)
-    found = manifest(labels, IID())
-    assert found.class_counts == [{}, {}]
-    found.write(tmp_path / "m.json")
-    assert lists(FromManifest(tmp_path / "m.json")(labels, 2, rng())) == found.clients
-
-
-def test_held_out_samples_have_no_client(tmp_path):
-    held_out = Manifest.of(IID(), [torch.tensor([0, 4]), torch.tensor([2])], LABELS, seed=0)
-    held_out.write(tmp_path / "m.json")
-    assert Manifest.read(tmp_path / "m.json") == held_out
-    rule = FromManifest(tmp_path / "m.json")
-    assert rule.held_out(6).tolist() == [1, 3, 5]
-    with pytest.raises(FederationError, match=r"for 3 samples that clients hold, the run has 6"):
-        rule(LABELS, 2, rng())
-
-
-def test_parts_that_share_samples_get_no_manifest():
-    with pytest.raises(FederationError, match=r"sample 1 goes to client 0 and to client 1"):
-        Manifest.of(IID(), [torch.tensor([0, 1]), torch.tensor([1])], LABELS, seed=0)
-    with pytest.raises(FederationError, match=r"there are no clients"):
-        Manifest.of(IID(), [], LABELS, seed=0)
-
-
-def test_people_can_read_the_file(tmp_path):
-    manifest(LABELS.flip(0), ByLabel(2)).write(tmp_path / "m.json")
-    lines = (tmp_path / "m.json").read_text().splitlines()
-    assert '  "parameters": {"classes_per_client": 2},' in lines
-    assert '    {"3": 2, "8": 2},' in lines
-    assert sum(line.startswith("    [") for line in lines) == 2
-
-
-def test_a_new_folder_is_made_and_nothing_but_the_file_is_left_in_it(tmp_path):
-    manifest().write(tmp_path / "run" / "m.json")
-    assert os.listdir(tmp_path / "run") == ["m.json"]
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "m.json"
-    manifest().write(path)
-    before = path.read_text()
-
-    def full(*_):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="no space left"):
-        manifest(rule=IID()).write(path)
-    assert path.read_text() == before
-    assert os.listdir(tmp_path) == ["m.json"]
-
-
-def tampered(tmp_path, change):
-    path = tmp_path / "m.json"
-    manifest().write(path)
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-    return path
-
-
-def test_a_file_with_other_white_space_is_the_same_manifest(tmp_path):
-    assert Manifest.read(tampered(tmp_path, lambda content: None)) == manifest()
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda m: m.update(format="lightning_fl partition 2"), r"format must be .*1', got .*2'"),
-        (lambda m: m.pop("format"), r"format must be .* got None"),
-        (lambda m: m.pop("seed"), r"'seed' must be of type int, got None"),
-        (lambda m: m.update(seed=True), r"'seed' must be of type int, got True"),
-        (lambda m: m.update(rule=3), r"'rule' must be of type str, got 3"),
-        (lambda m: m.update(parameters=[1]), r"'parameters' must be of type dict, got \[1\]"),
-        (lambda m: m.update(num_samples=6.0), r"'num_samples' must be of type int, got 6.0"),
-        (lambda m: m.update(num_samples=5), r"client 0 must be a list .* from 0 to 4"),
-        (lambda m: m.update(num_samples=-1), r"client 0 must be a list"),
-        (lambda m: m.update(clients=[]), r"there are no clients"),
-        (lambda m: m.update(clients={}), r"'clients' must be of type list"),
-        (lambda m: m["clients"].append([]), r"client 2 gets no sample"),
-        (lambda m: m["clients"].append(7), r"client 2 must be a list of sample numbers.*got 7"),
-        (lambda m: m["clients"][1].append(0), r"sample 0 goes to client 0 and to client 1"),
-        (lambda m: m["clients"][1].append(6), r"client 1 must be a list .* from 0 to 5"),
-        (lambda m: m["clients"][1].append(-1), r"client 1 must be a list"),
-        (lambda m: m["clients"][1].append(True), r"client 1 must be a list"),
-        (lambda m: m["clients"][1].append(2.0), r"client 1 must be a list"),
-        (lambda m: m["clients"][1].append("2"), r"client 1 must be a list"),
-        (
-            lambda m: (m.update(num_samples=10**30), m["clients"][1].append(10**29)),
-            r"client 1 must be a list",
-        ),
-        (lambda m: m["clients"].reverse(), r"the indices were edited"),
-        (lambda m: m["clients"][0].append(m["clients"][1].pop()), r"the indices were edited"),
-        (lambda m: m["clients"][0].pop(), r"the indices were edited"),
-        (lambda m: m.update(checksum="0" * 64), r"the indices were edited.*says '0000"),
-        (lambda m: m["class_counts"].pop(), r"'class_counts' does not add up"),
-        (lambda m: m["class_counts"][0].update({"3": 2}), r"'class_counts' does not add up"),
-        (lambda m: m["class_counts"][0].update({"3": 3.0}), r"'class_counts' must map"),
-        (lambda m: m["class_counts"][0].update({"x": 3}), r"'class_counts' must map"),
-        (lambda m: m["class_counts"].insert(0, 3), r"'class_counts' must map"),
-    ],
-)
-def test_a_changed_file_is_refused_by_name(tmp_path, change, words):
-    path = tampered(tmp_path, change)
-    with pytest.raises(FederationError, match=words) as error:
-        Manifest.read(path)
-    assert str(path) in str(error.value)
-    assert "write it anew" in str(error.value)
-
-
-def test_a_huge_size_costs_no_memory(tmp_path):
-    path = tampered(tmp_path, lambda m: m.update(num_samples=10**30))
-    assert Manifest.read(path).num_samples == 10**30
-    with pytest.raises(FederationError, match=rf"for {10**30} samples, the run has 6"):
-        FromManifest(path).held_out(6)
-    # The split itself knows the samples that clients hold, and they are the same.
-    assert lists(FromManifest(path)(LABELS, 2, rng())) == manifest().clients
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FederationError, match=r"absent.json: cannot be read \(No such file"):
-        Manifest.read(tmp_path / "absent.json")
-    with pytest.raises(FederationError, match=r"cannot be read \(Is a directory"):
-        Manifest.read(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "text", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"1" * 10_000, b'{"format": NaN}', b"3"]
-)
-def test_what_is_no_manifest_is_refused(tmp_path, text):
-    (tmp_path / "m.json").write_bytes(text)
-    with pytest.raises(FederationError, match=r"m.json: (is not JSON|format must be)"):
-        Manifest.read(tmp_path / "m.json")
-
-
-anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(content=st.binary(max_size=40) | anything.map(lambda value: json.dumps(value).encode()))
-def test_no_file_raises_anything_but_a_federation_error(content):
-    with open("fuzz.json", "wb") as file:
-        file.write(content)
-    with pytest.raises(FederationError):
-        Manifest.read("fuzz.json")
-
-
-@settings(max_examples=120, deadline=None)
-@given(
-    name=st.sampled_from(sorted(partition._FIELDS)),
-    where=st.sampled_from([(), (0,), (0, 0), (1, -1), (0, "3")]),
-    value=anything,
-)
-def test_a_file_with_one_wild_value_is_refused_or_harmless(name, where, value):
-    original = manifest()
-    original.write("fuzz.json")
-    with open("fuzz.json", encoding="utf-8") as file:
-        content = json.load(file)
-    spot, key = content, name
-    for step in where:
-        if not isinstance(spot[key], dict if isinstance(step, str) else list):
-            break
-        spot, key = spot[key], step
-    spot[key] = value
-    with open("fuzz.json", "w", encoding="utf-8") as file:
-        json.dump(content, file)
-    try:
-        found = Manifest.read("fuzz.json")
-    except FederationError:
-        return
-    assert (found.clients, found.checksum) == (original.clients, original.checksum)
-
-
-@settings(max_examples=20, deadline=None)
-@given(cut=st.floats(0, 0.99))
-def test_half_a_file_is_refused(cut):
-    manifest().write("fuzz.json")
-    with open("fuzz.json", "r+", encoding="utf-8") as file:
-        text = file.read()
-        file.truncate(int(cut * len(text)))
-    with pytest.raises(FederationError, match="is not JSON"):
-        Manifest.read("fuzz.json")
-
-
-@pytest.mark.parametrize(
-    ("labels", "num_clients", "words"),
-    [
-        (LABELS, 3, r"for 2 clients, the run has 3: use the data and num_clients"),
-        (LABELS.repeat(2), 2, r"for 6 samples that clients hold, the run has 12"),
-        (LABELS.flip(0), 2, r"client 0 the classes \{3: 3\}, the data \{3: 2, 8: 1\}"),
-    ],
-)
-def test_a_manifest_of_other_data_is_refused(tmp_path, labels, num_clients, words):
-    manifest().write(tmp_path / "m.json")
-    with pytest.raises(FederationError, match=words):
-        FromManifest(tmp_path / "m.json")(labels, num_clients, rng())
-
-
-# --- Plot ----------------------------------------------------------------------------------------
-
-
-def picture(rule, num_clients, num_classes=10, **options):
-    labels = torch.arange(40 * num_clients) % num_classes
-    parts = rule(labels, num_clients, rng())
-    figure = plot(parts, labels, **options)
-    assert isinstance(figure, Figure)
-    assert figure.canvas.manager is None  # no window: pyplot does not know it
-    figure.savefig(io.BytesIO(), format="png")
-    return figure, counts(parts, labels)
-
-
-def test_few_clients_are_dots_whose_area_is_the_count():
-    figure, table = picture(Dirichlet(), 10)
-    dots = figure.axes[1].collections[0]
-    found = torch.zeros_like(table, dtype=torch.float)
-    for (client, klass), area in zip(dots.get_offsets().astype(int), dots.get_sizes(), strict=True):
-        found[client, klass] = area
-    expected = table / table.max() * found.max()
-    assert torch.allclose(found, expected, rtol=1e-4)
-    assert [bar.get_height() for bar in figure.axes[0].patches] == table.sum(1).tolist()
-
-
-def test_many_clients_are_a_heat_map_of_the_counts():
-    figure, table = picture(Dirichlet(0.3), 200)
-    assert figure.axes[1].images[0].get_array().T.tolist() == table.tolist()
-
-
-@pytest.mark.parametrize(("num_clients", "num_classes"), [(1, 1), (2, 3), (60, 100)])
-def test_any_shape_can_be_drawn(num_clients, num_classes):
-    picture(IID(), num_clients, num_classes)
-
-
-def test_classes_have_names():
-    figure, _ = picture(ByLabel(), 3, 3, class_names=["cat", "dog", "bird"])
-    assert [t.get_text() for t in figure.axes[1].get_yticklabels()] == ["cat", "dog", "bird"]
-
-
-def test_a_class_without_a_name_is_an_error():
-    with pytest.raises(FederationError, match=r"has 2 names, the labels go from 0 to 2"):
-        picture(ByLabel(), 3, 3, class_names=["cat", "dog"])
-
-
-def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(FederationError, match=r"pip install 'lightning_fl\[demo\]'"):
-        plot([torch.tensor([0])], torch.tensor([0]))

@@ -1,0 +1,20 @@
+"""Splits of a data set over clients, the manifest that records one, and its picture."""
+
+from lightning_fl.partition.base import Partition
+from lightning_fl.partition.manifest import FromManifest, Manifest, checksum
+from lightning_fl.partition.picture import plot
+from lightning_fl.partition.rules import IID, ByKey, ByLabel, Dirichlet, QuantitySkew, Shards
+
+__all__ = [
+    "IID",
+    "ByKey",
+    "ByLabel",
+    "Dirichlet",
+    "FromManifest",
+    "Manifest",
+    "Partition",
+    "QuantitySkew",
+    "Shards",
+    "checksum",
+    "plot",
+]

@@ -1,0 +1,147 @@
+"""What every rule is, and what the files beside this one share."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_fl.types import FederationError
+
+
+class Partition(ABC):
+    """A rule that splits the samples of a data set over clients.
+
+    A child writes `split`. Its constructor keeps every argument as an attribute of the same name:
+    they are what `parameters`, `repr` and the manifest show.
+
+    Example:
+        >>> class Halves(Partition):
+        ...     def split(self, labels, num_clients, generator):
+        ...         return list(torch.arange(len(labels)).tensor_split(num_clients))
+        >>> Halves()(torch.zeros(5), num_clients=2, generator=torch.Generator())
+        [tensor([0, 1, 2]), tensor([3, 4])]
+    """
+
+    splits_by: ClassVar[Literal["labels", "keys", "samples"]] = "labels"
+    """What the rule is given: classes, keys (speakers, writers...), or anything of that length."""
+
+    @abstractmethod
+    def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
+        """Assign every sample to one client; the input is already checked, order does not matter.
+
+        Args:
+            labels: Class (or key) of each sample, ``[N]``.
+            num_clients: At most ``N``.
+            generator: The only source of randomness.
+        """
+
+    def __call__(
+        self, labels: Tensor, num_clients: int, generator: torch.Generator
+    ) -> list[Tensor]:
+        """Split the samples: disjoint, complete, no client empty.
+
+        Args:
+            labels: Class (or key, see `splits_by`) of each sample, ``[N]``.
+            num_clients: From 1 to ``N``.
+            generator: A CPU generator; the same state gives the same clients.
+
+        Returns:
+            One int64 tensor of ascending sample numbers a client.
+
+        Raises:
+            FederationError: If the input or the rule's parameters do not allow such a split.
+        """
+        if not isinstance(labels, Tensor) or labels.ndim != 1:
+            got = f"shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels)
+            raise FederationError(
+                f"labels must be a tensor with one number a sample, [N], got {got}: "
+                "pass torch.as_tensor(targets), and argmax(1) of one-hot rows"
+            )
+        if not isinstance(generator, torch.Generator) or generator.device.type != "cpu":
+            raise FederationError(
+                f"generator must be a torch.Generator on the CPU, got {generator!r}: "
+                "pass torch.Generator().manual_seed(seed)"
+            )
+        at_least_one("num_clients", num_clients)
+        if num_clients > len(labels):
+            raise FederationError(
+                f"{num_clients} clients cannot share {len(labels)} samples, since each needs one: "
+                f"set num_clients to at most {len(labels)} or use more data"
+            )
+        parts = [part.sort().values for part in self.split(labels.cpu(), num_clients, generator)]
+        fault = fault_of(parts, len(labels), complete=True)
+        if len(parts) != num_clients:
+            fault = f"it makes {len(parts)} clients"
+        if fault:
+            raise FederationError(
+                f"{self!r} cannot split {len(labels)} samples over {num_clients} clients: {fault}; "
+                "use fewer clients, other parameters, or a rule with min_size (Dirichlet)"
+            )
+        return parts
+
+    def count_clients(self, labels: Tensor) -> int:
+        """Return the number of clients where the rule itself knows it.
+
+        Raises:
+            FederationError: If it does not, as most rules.
+        """
+        raise FederationError(
+            f"{type(self).__name__} splits over any number of clients: set num_clients"
+        )
+
+    def held_out(self, num_samples: int) -> Tensor | None:
+        """Return the samples that the rule keeps from all clients; None leaves it to the data."""
+        return None
+
+    def parameters(self) -> dict[str, Any]:
+        """The constructor's arguments by name."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.parameters().items())
+        return f"{type(self).__name__}({arguments})"
+
+
+def at_least_one(name: str, value: int) -> int:
+    """Return an argument that is a positive integer, refuse any other by its name."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise FederationError(f"{name} must be an integer of at least 1, got {value!r}: set {name}")
+    return value
+
+
+def classes_of(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return labels in ascending order [C], each sample's place among them [N], sizes [C]."""
+    if labels.is_floating_point() or labels.is_complex():
+        raise FederationError(
+            f"this rule groups samples by integers, got labels of {labels.dtype}: pass class "
+            "numbers (or keys), or use IID or QuantitySkew"
+        )
+    classes, codes, sizes = labels.unique(return_inverse=True, return_counts=True)
+    return classes, codes, sizes
+
+
+def fault_of(parts: Sequence[Tensor], num_samples: int, complete: bool = False) -> str | None:
+    """Return what keeps `parts` from being a split of the samples, if anything."""
+    sizes = [len(part) for part in parts]
+    if not sizes or 0 in sizes:
+        return f"client {sizes.index(0)} gets no sample" if sizes else "there are no clients"
+    samples, position = torch.cat(list(parts)).sort()
+    owner = torch.arange(len(parts)).repeat_interleave(torch.tensor(sizes))[position]
+    if (outside := (samples < 0) | (samples >= num_samples)).any():
+        return (
+            f"client {owner[outside][0]} gets sample {samples[outside][0]}, "
+            f"which is not among 0 to {num_samples - 1}"
+        )
+    if (twice := samples[1:] == samples[:-1]).any():
+        i = int(twice.nonzero()[0])
+        a, b = sorted(owner[i : i + 2].tolist())
+        return f"sample {samples[i]} goes to client {a} and to client {b}"
+    if complete and len(samples) < num_samples:
+        gap = (samples != torch.arange(len(samples))).nonzero()
+        return f"sample {int(gap[0]) if len(gap) else len(samples)} goes to no client"
+    return None

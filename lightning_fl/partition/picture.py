@@ -1,0 +1,94 @@
+"""The picture of a split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_fl.partition.base import classes_of
+from lightning_fl.types import FederationError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def plot(
+    parts: Sequence[Tensor], labels: Tensor, class_names: Sequence[str] | None = None
+) -> Figure:
+    """Draw which client holds how many samples of which class, and the clients' sizes above.
+
+    Up to 50 clients are columns of dots whose area is the count, more are columns of a heat map
+    whose colour follows the root of the count, as a dot's diameter does.
+
+    Args:
+        parts: Sample numbers of each client.
+        labels: Class of each sample, ``[N]``, integers.
+        class_names: Name of class ``i`` at place ``i``.
+
+    Returns:
+        A figure that belongs to no window: ``figure.savefig("split.png")``.
+
+    Raises:
+        FederationError: If matplotlib is missing or a class has no name.
+
+    Example:
+        >>> from lightning_fl.partition import ByLabel
+        >>> labels = torch.arange(10).repeat(6)
+        >>> parts = ByLabel()(labels, 10, torch.Generator())
+        >>> plot(parts, labels).axes[1].get_xlabel()
+        'client (largest dot: 6 samples)'
+    """
+    try:
+        from matplotlib.colors import PowerNorm
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError as error:
+        raise FederationError(
+            f"plot needs matplotlib ({error}): pip install 'lightning_fl[demo]'"
+        ) from error
+    classes, codes, _ = classes_of(labels)
+    names = [str(label) for label in classes.tolist()]
+    if class_names is not None:
+        if int(classes[0]) < 0 or int(classes[-1]) >= len(class_names):
+            raise FederationError(
+                f"class_names has {len(class_names)} names, the labels go from {classes[0]} to "
+                f"{classes[-1]}: give one name for each class, or None"
+            )
+        names = [class_names[label] for label in classes.tolist()]
+    num_clients, num_classes = len(parts), len(classes)
+    sizes = [len(part) for part in parts]
+    owner = torch.arange(num_clients).repeat_interleave(torch.tensor(sizes))
+    cells = codes[torch.cat(list(parts))] * num_clients + owner
+    counts = cells.bincount(minlength=num_classes * num_clients).view(num_classes, -1).numpy()
+
+    dots = num_clients <= 50 and num_classes <= 20
+    cell, height = min(0.34, 12 / num_clients), min(0.34 * num_classes, 6.8)
+    figure = Figure((max(3.5, 1.5 + cell * num_clients), 2.2 + height), layout="constrained")
+    top, grid = figure.subplots(2, 1, sharex=True, height_ratios=[1, height])
+    top.set_title(f"{num_clients} clients, {len(owner)} samples", loc="left", fontsize="medium")
+    top.bar(range(num_clients), sizes, width=0.8 if dots else 1, color="#3b75af")
+    top.set_ylabel("samples")
+    if dots:
+        row, column = counts.nonzero()
+        area = (0.92 * 72 * cell) ** 2 * counts[row, column] / counts.max()
+        grid.scatter(column, row, s=area, color="#3b75af", linewidths=0)
+        grid.set_axisbelow(True)
+        grid.grid(color="0.93")
+        grid.set_xlabel(f"client (largest dot: {counts.max()} samples)")
+    else:
+        shade = PowerNorm(0.5, vmin=0)
+        image = grid.imshow(counts, "Blues", shade, aspect="auto", interpolation="nearest")
+        figure.colorbar(image, ax=grid, label="samples", pad=0.01, aspect=30)
+        grid.set_xlabel("client")
+    grid.set_ylabel("class")
+    grid.set(xlim=(-0.6, num_clients - 0.4), ylim=(num_classes - 0.4, -0.6))
+    step = 1 + num_classes // 32
+    grid.set_yticks(range(0, num_classes, step), names[::step])
+    ticks = MaxNLocator(min(num_clients + 1, 24), steps=[1, 2, 5, 10], integer=True)
+    grid.xaxis.set_major_locator(ticks)
+    for axes in (top, grid):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure

@@ -1,0 +1,282 @@
+"""The rules that split a data set over clients."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fl.partition.base import Partition, at_least_one, classes_of
+from lightning_fl.types import FederationError
+
+
+class IID(Partition):
+    """Deal the samples at random; sizes differ by at most one (McMahan et al., 2017, section 3).
+
+    Example:
+        >>> parts = IID()(torch.zeros(7), 3, torch.Generator().manual_seed(0))
+        >>> [len(part) for part in parts]
+        [3, 2, 2]
+    """
+
+    splits_by = "samples"
+
+    def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
+        """See `Partition.split`."""
+        return list(torch.randperm(len(labels), generator=generator).tensor_split(num_clients))
+
+
+class ByLabel(Partition):
+    r"""Give each client `n` classes: client `i` holds classes :math:`(i n + j) \bmod C, j < n`.
+
+    Classes are ordered by label, which may be any integers. A class is divided as equally as
+    possible among the clients that hold it. One class a client is the extreme of label skew.
+
+    Args:
+        classes_per_client: The number `n`.
+
+    Raises:
+        FederationError: If `n` exceeds the number of classes, or some class would have no client.
+
+    Example:
+        >>> labels = torch.tensor([7, 9, 7, 9, 8, 8])
+        >>> ByLabel(classes_per_client=1)(labels, 3, torch.Generator())
+        [tensor([0, 2]), tensor([4, 5]), tensor([1, 3])]
+    """
+
+    def __init__(self, classes_per_client: int = 1) -> None:
+        self.classes_per_client = at_least_one("classes_per_client", classes_per_client)
+
+    def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
+        """See `Partition.split`."""
+        order, sizes = _by_class(labels, generator)
+        n, num_classes = self.classes_per_client, len(sizes)
+        if n > num_classes:
+            raise FederationError(
+                f"classes_per_client is {n}, but the labels have {num_classes} classes: "
+                f"set it to at most {num_classes}"
+            )
+        if num_clients * n < num_classes:
+            raise FederationError(
+                f"{num_clients} clients with classes_per_client={n} leave "
+                f"{num_classes - num_clients * n} of {num_classes} classes without a client: set "
+                f"classes_per_client to at least {math.ceil(num_classes / num_clients)} or "
+                f"num_clients to at least {math.ceil(num_classes / n)}"
+            )
+        # Slot s belongs to client s // n and holds class s % C, so class c has slots c, c + C, ...
+        klass = torch.arange(num_classes)
+        owners = (num_clients * n - 1 - klass) // num_classes + 1
+        rank = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        slot = klass.repeat_interleave(sizes)
+        slot = slot + num_classes * (rank % owners.repeat_interleave(sizes))
+        return _group(order, slot // n, num_clients)
+
+
+class Shards(Partition):
+    """Sort by label, cut into equal shards, deal them at random (McMahan et al., 2017, section 3).
+
+    With two shards "most clients will only have examples of two digits". Within a class the order
+    is random.
+
+    Args:
+        shards_per_client: Shards that each client gets.
+
+    Raises:
+        FederationError: If there are more shards than samples.
+
+    Example:
+        >>> labels = torch.arange(10).repeat(6)
+        >>> parts = Shards()(labels, 5, torch.Generator().manual_seed(0))
+        >>> [len(labels[part].unique()) for part in parts]
+        [2, 2, 2, 2, 2]
+    """
+
+    def __init__(self, shards_per_client: int = 2) -> None:
+        self.shards_per_client = at_least_one("shards_per_client", shards_per_client)
+
+    def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
+        """See `Partition.split`."""
+        num_shards = num_clients * self.shards_per_client
+        if num_shards > len(labels):
+            raise FederationError(
+                f"{num_clients} clients with shards_per_client={self.shards_per_client} need "
+                f"{num_shards} samples, got {len(labels)}: set shards_per_client to at most "
+                f"{len(labels) // num_clients} or use fewer clients"
+            )
+        order, _ = _by_class(labels, generator)
+        shards = order.tensor_split(num_shards)
+        deal = torch.randperm(num_shards, generator=generator).view(num_clients, -1)
+        return [torch.cat([shards[i] for i in hand]) for hand in deal.tolist()]
+
+
+class Dirichlet(Partition):
+    r"""Divide each class over the clients in proportions :math:`p_c \sim \mathrm{Dir}_K(\alpha)`.
+
+    This is the split of Yurochkin et al. (2019), without their retries; Hsu et al. (2019) draw the
+    classes of each client instead. Small `alpha` gives clients of few classes and of very different
+    sizes, large `alpha` equal ones. There is one draw: a client below `min_size` is topped up with
+    random samples of whichever client is then the largest.
+
+    Args:
+        alpha: Concentration, above 0.
+        min_size: Samples that every client has at least.
+
+    Raises:
+        FederationError: If the data are too few for `min_size`.
+
+    Example:
+        >>> labels = torch.arange(10).repeat(100)
+        >>> rule = Dirichlet(alpha=0.01, min_size=20)
+        >>> sizes = [len(part) for part in rule(labels, 30, torch.Generator().manual_seed(0))]
+        >>> sum(sizes), min(sizes)
+        (1000, 20)
+    """
+
+    def __init__(self, alpha: float = 0.5, min_size: int = 1) -> None:
+        self.alpha = _concentration(alpha)
+        self.min_size = at_least_one("min_size", min_size)
+
+    def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
+        """See `Partition.split`."""
+        return _dirichlet(labels, num_clients, self.alpha, self.min_size, generator)
+
+
+class QuantitySkew(Partition):
+    r"""Clients of the same classes but of sizes :math:`N p, p \sim \mathrm{Dir}_K(\alpha)`.
+
+    Li et al. (2022, "Federated learning on non-IID data silos", section 4.3).
+
+    Args:
+        alpha: Concentration, above 0; small values give few large clients and a long tail.
+        min_size: Samples that every client has at least.
+
+    Raises:
+        FederationError: If the data are too few for `min_size`.
+
+    Example:
+        >>> parts = QuantitySkew(alpha=0.5)(torch.zeros(900), 6, torch.Generator().manual_seed(0))
+        >>> len(parts), sum(len(part) for part in parts)
+        (6, 900)
+    """
+
+    splits_by = "samples"
+
+    def __init__(self, alpha: float = 1.0, min_size: int = 1) -> None:
+        self.alpha = _concentration(alpha)
+        self.min_size = at_least_one("min_size", min_size)
+
+    def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
+        """See `Partition.split`."""
+        # One class for all: what is left of the Dirichlet rule is the sizes.
+        one_class = torch.zeros(len(labels), dtype=torch.long)
+        return _dirichlet(one_class, num_clients, self.alpha, self.min_size, generator)
+
+
+class ByKey(Partition):
+    """Natural clients, one a key (speaker, writer, device), in ascending order of the keys.
+
+    With fewer clients than keys whole keys are dealt, the largest first, to the client that has
+    fewest samples so far (Graham, 1969). Nothing is random.
+
+    Raises:
+        FederationError: If there are more clients than keys.
+
+    Example:
+        >>> ByKey()(torch.tensor([31, 8, 8, 31, 5]), 3, torch.Generator())
+        [tensor([4]), tensor([1, 2]), tensor([0, 3])]
+    """
+
+    splits_by = "keys"
+
+    def count_clients(self, labels: Tensor) -> int:
+        """Return the number of keys."""
+        return len(labels.unique())
+
+    def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
+        """See `Partition.split`; here `labels` are the keys."""
+        keys, codes, sizes = classes_of(labels)
+        if num_clients > len(keys):
+            raise FederationError(
+                f"{num_clients} clients need as many keys, the data have {len(keys)}: "
+                f"set num_clients to {len(keys)} (one client a key) or fewer"
+            )
+        owner = torch.arange(len(keys))
+        if num_clients < len(keys):
+            clients = [(0, client) for client in range(num_clients)]
+            for key in sizes.argsort(descending=True, stable=True).tolist():
+                size, client = clients[0]
+                heapq.heapreplace(clients, (size + int(sizes[key]), client))
+                owner[key] = client
+        return _group(torch.arange(len(labels)), owner[codes], num_clients)
+
+
+def _concentration(alpha: float) -> float:
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        raise FederationError(
+            f"alpha must be a finite number above 0, got {alpha!r}: small values skew the clients "
+            "(0.1), large ones make them alike (100); use IID for equal clients"
+        )
+    return alpha
+
+
+def _by_class(labels: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Samples sorted by class and shuffled within [N], and the sizes of the classes [C]."""
+    _, codes, sizes = classes_of(labels)
+    order = torch.randperm(len(labels), generator=generator)
+    return order[codes[order].argsort(stable=True)], sizes
+
+
+def _group(samples: Tensor, owner: Tensor, num_clients: int) -> list[Tensor]:
+    """The samples of each client, where ``owner[i]`` is the client of ``samples[i]``."""
+    sizes = owner.bincount(minlength=num_clients)
+    return list(samples[owner.argsort(stable=True)].split(sizes.tolist()))
+
+
+def _dirichlet(
+    labels: Tensor, num_clients: int, alpha: float, min_size: int, generator: torch.Generator
+) -> list[Tensor]:
+    """Draw p_c ~ Dir(alpha) over clients for each class c, cut the classes, top up the clients."""
+    if num_clients * min_size > len(labels):
+        raise FederationError(
+            f"{num_clients} clients with min_size={min_size} need {num_clients * min_size} samples,"
+            f" the data have {len(labels)}: set min_size to at most {len(labels) // num_clients} or"
+            f" num_clients to at most {len(labels) // min_size}"
+        )
+    order, sizes = _by_class(labels, generator)
+    # torch has no gamma variates from a generator.
+    rng = np.random.default_rng(int(torch.randint(2**63 - 1, (), generator=generator)))
+    shape = (len(sizes), num_clients)
+    # Gamma(a) = Gamma(a + 1) U^(1/a), as logarithms relative to the row's largest U: for small
+    # alpha every plain variate is 0.
+    log_u = -rng.standard_exponential(shape)
+    with np.errstate(over="ignore"):
+        log_u = (log_u - log_u.max(1, keepdims=True)) / alpha
+    log_gamma = np.log(rng.standard_gamma(alpha + 1, shape)) + log_u
+    shares = np.exp(log_gamma - log_gamma.max(1, keepdims=True)).cumsum(1)
+    # One random offset a class makes the expected counts exactly p_c n_c, also where n_c < K.
+    total = sizes.numpy()[:, None]
+    cuts = np.floor(shares / shares[:, -1:] * total + rng.random((len(sizes), 1)))
+    counts = torch.from_numpy(np.diff(np.minimum(cuts, total), prepend=0, axis=1)).long()
+    owner = torch.arange(num_clients).repeat(len(sizes)).repeat_interleave(counts.flatten())
+    return _top_up(_group(order, owner, num_clients), min_size, generator)
+
+
+def _top_up(parts: list[Tensor], min_size: int, generator: torch.Generator) -> list[Tensor]:
+    """Move random samples from whichever client is the largest to those below `min_size`."""
+    short = [client for client, part in enumerate(parts) if len(part) < min_size]
+    if not short:
+        return parts
+    hands = [part[torch.randperm(len(part), generator=generator)].tolist() for part in parts]
+    largest = [(-len(hand), client) for client, hand in enumerate(hands)]
+    heapq.heapify(largest)
+    for client in short:
+        while len(hands[client]) < min_size:
+            # A client that still is short has an old entry, yet never the top one: as the samples
+            # suffice for all, some client has more than min_size.
+            size, donor = largest[0]
+            heapq.heapreplace(largest, (size + 1, donor))
+            hands[client].append(hands[donor].pop())
+    return [torch.tensor(hand) for hand in hands]

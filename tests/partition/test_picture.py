@@ -1,0 +1,67 @@
+"""The picture shows the counts."""
+
+import io
+import sys
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from lightning_fl.partition import IID, ByLabel, Dirichlet, plot
+from lightning_fl.types import FederationError
+
+
+def rng(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def counts(parts, labels):
+    """Samples of each class and client, [clients, classes]."""
+    return torch.stack([labels[part].bincount(minlength=int(labels.max()) + 1) for part in parts])
+
+
+def picture(rule, num_clients, num_classes=10, **options):
+    labels = torch.arange(40 * num_clients) % num_classes
+    parts = rule(labels, num_clients, rng())
+    figure = plot(parts, labels, **options)
+    assert isinstance(figure, Figure)
+    assert figure.canvas.manager is None  # no window: pyplot does not know it
+    figure.savefig(io.BytesIO(), format="png")
+    return figure, counts(parts, labels)
+
+
+def test_few_clients_are_dots_whose_area_is_the_count():
+    figure, table = picture(Dirichlet(), 10)
+    dots = figure.axes[1].collections[0]
+    found = torch.zeros_like(table, dtype=torch.float)
+    for (client, klass), area in zip(dots.get_offsets().astype(int), dots.get_sizes(), strict=True):
+        found[client, klass] = area
+    expected = table / table.max() * found.max()
+    assert torch.allclose(found, expected, rtol=1e-4)
+    assert [bar.get_height() for bar in figure.axes[0].patches] == table.sum(1).tolist()
+
+
+def test_many_clients_are_a_heat_map_of_the_counts():
+    figure, table = picture(Dirichlet(0.3), 200)
+    assert figure.axes[1].images[0].get_array().T.tolist() == table.tolist()
+
+
+@pytest.mark.parametrize(("num_clients", "num_classes"), [(1, 1), (2, 3), (60, 100)])
+def test_any_shape_can_be_drawn(num_clients, num_classes):
+    picture(IID(), num_clients, num_classes)
+
+
+def test_classes_have_names():
+    figure, _ = picture(ByLabel(), 3, 3, class_names=["cat", "dog", "bird"])
+    assert [t.get_text() for t in figure.axes[1].get_yticklabels()] == ["cat", "dog", "bird"]
+
+
+def test_a_class_without_a_name_is_an_error():
+    with pytest.raises(FederationError, match=r"has 2 names, the labels go from 0 to 2"):
+        picture(ByLabel(), 3, 3, class_names=["cat", "dog"])
+
+
+def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(FederationError, match=r"pip install 'lightning_fl\[demo\]'"):
+        plot([torch.tensor([0])], torch.tensor([0]))
