@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
@@ -168,16 +170,38 @@ class RoundBatches(Sampler[Batch]):
 
 
 class EpochBatches(Sampler[Batch]):
-    """The batches of an epoch, asked for anew each time that a loader begins one."""
+    """The batches of an epoch, asked for anew each time that a loader begins one.
 
-    def __init__(self, epoch: Callable[[], RoundBatches]) -> None:
+    Args:
+        epoch: Returns the epoch's batches, and how many of them a checkpoint has behind it.
+    """
+
+    def __init__(self, epoch: Callable[[], tuple[RoundBatches, int]]) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return len(self.epoch())
+        return len(self.epoch()[0])
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self.epoch())
+        batches, done = self.epoch()
+        return islice(batches, done, None)
+
+
+def _position(trainer: Trainer | None) -> tuple[int, int]:
+    """Return the epoch that a loader begins, and how many of its batches are done already."""
+    if trainer is None:
+        return 0, 0
+    loop: Any = trainer.fit_loop  # its counters are typed as their base class, with fewer fields
+    if not loop.is_resuming:
+        return trainer.current_epoch, 0
+    # The loader begins before the loop has put right what the checkpoint holds: of a checkpoint
+    # at the end of an epoch, or in its last batch, current_epoch still is that epoch.
+    epoch, batch = loop.epoch_progress.current, loop.epoch_loop.batch_progress
+    if epoch.started == epoch.processed:
+        return epoch.processed, 0
+    if batch.is_last_batch:
+        return epoch.processed + 1, 0
+    return epoch.processed, batch.current.processed
 
 
 def labels_of(data: Dataset[Any]) -> Tensor | None:
@@ -278,20 +302,20 @@ class FederatedDataModule(LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
-            if size is not None and size < 1:
-                raise FederationError(f"{name} must be at least 1, got {size}")
-        if not (0 <= val_size < 1 if isinstance(val_size, float) else val_size >= 0):
+        if partition is not None and not isinstance(partition, Partition):
             raise FederationError(
-                f"val_size must be a fraction in [0, 1) or a count of samples, got {val_size}"
+                f"partition must be a rule, as in partition=IID(), or None, got {partition!r}"
             )
         self.train, self.val, self.test = train, val, test
-        self.partition = partition or IID()
-        self.num_clients, self.batch_size = num_clients, batch_size
-        self.val_size, self.labels, self.keys = val_size, labels, keys
+        self.partition = IID() if partition is None else partition
+        self.num_clients = None if num_clients is None else _integer("num_clients", num_clients, 1)
+        self.batch_size = None if batch_size is None else _integer("batch_size", batch_size, 1)
+        self.val_size, self.labels, self.keys = _share(val_size), labels, keys
         self.replacement, self.drop_last = replacement, drop_last
-        self.eval_batch_size, self.num_workers = eval_batch_size, num_workers
-        self.collate_fn, self.seed = collate_fn or default_collate, seed
+        self.eval_batch_size = _integer("eval_batch_size", eval_batch_size, 1)
+        self.num_workers = _integer("num_workers", num_workers, 0)
+        self.collate_fn = collate_fn or default_collate
+        self.seed = None if seed is None else _integer("seed", seed, 0)
         self.plan: Callable[[], RoundPlan] | None = None
         self.parts: list[Tensor] = []
         #: Class of each training sample, ``[n]``, where it is known.
@@ -393,8 +417,24 @@ class FederatedDataModule(LightningDataModule):
         """Batches in one pass over each client's samples, ``[num_clients]``."""
         return self._num_batches(self.num_samples)
 
+    @property
+    def smallest_batch(self) -> Tensor:
+        """Samples in the smallest batch of one pass over each client's samples, ``[num_clients]``.
+
+        BatchNorm cannot train on a batch of one sample; ``drop_last`` leaves out the incomplete
+        batch, yet a client of one sample keeps its own.
+        """
+        n = self.num_samples
+        size = self._full_batch(n)
+        if self.drop_last or self.replacement:
+            return size
+        return (n - 1) % size + 1
+
+    def _full_batch(self, n: Tensor) -> Tensor:
+        return n if self.batch_size is None else n.clamp(max=self.batch_size)
+
     def _num_batches(self, n: Tensor) -> Tensor:
-        size = n if self.batch_size is None else n.clamp(max=self.batch_size)
+        size = self._full_batch(n)
         return n // size if self.drop_last else (n + size - 1) // size
 
     @property
@@ -426,13 +466,13 @@ class FederatedDataModule(LightningDataModule):
             drop_last=self.drop_last,
         )
 
-    def _epoch(self) -> RoundBatches:
-        """Return the epoch's batches of all clients: those of one client that holds everything."""
+    def _epoch(self) -> tuple[RoundBatches, int]:
+        """Return the epoch's batches, those of one client that holds everything; and those done."""
         pooled = torch.cat(self.parts).sort().values
-        epoch = self.trainer.current_epoch if self.trainer else 0
+        epoch, done = _position(self.trainer)
         steps = self._num_batches(torch.tensor([len(pooled)]))
         everyone = RoundPlan(run_seed(self.seed), epoch, torch.zeros_like(steps), steps)
-        return self._batches(everyone, [pooled])
+        return self._batches(everyone, [pooled]), done
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         """Return the server's validation samples in order."""
@@ -464,6 +504,24 @@ class FederatedDataModule(LightningDataModule):
             generator=torch.Generator(),
             **batches,
         )
+
+
+def _integer(name: str, value: Any, least: int, allowed: str = "") -> int:
+    """Return a whole number, of numpy too, as one of Python."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        allowed = allowed or f"an integer of at least {least}"
+        raise FederationError(f"{name} must be {allowed}, got {value!r}")
+    return number
+
+
+def _share(val_size: Any) -> int | float:
+    if isinstance(val_size, float | np.floating) and 0 <= val_size < 1:
+        return float(val_size)
+    return _integer("val_size", val_size, 0, "a fraction in [0, 1) or a count of samples")
 
 
 def _in_memory(data: Any, name: str) -> Any:

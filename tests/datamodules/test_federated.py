@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import (
     DataLoader,
@@ -210,8 +211,8 @@ def take(count, *args, **options):
 @given(n=st.integers(1, 30), size=st.integers(1, 40) | st.none(), drop_last=st.booleans())
 def test_each_pass_covers_all_samples_once(n, size, drop_last):
     part = torch.arange(n) * 10
-    data = SimpleNamespace(batch_size=size, drop_last=drop_last)
-    count = int(FederatedDataModule._num_batches(data, torch.tensor(n)))
+    data = federated(numbered(n), num_clients=1, batch_size=size, drop_last=drop_last)
+    count = int(data.batches_per_epoch)
     found = take(3 * count, part, size, rng(), drop_last=drop_last)
     for i in range(3):
         one_pass = torch.cat(found[i * count : (i + 1) * count]).tolist()
@@ -222,6 +223,24 @@ def test_each_pass_covers_all_samples_once(n, size, drop_last):
             assert n - len(one_pass) < min(size or n, n)
         else:
             assert len(one_pass) == n
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(3, 40),
+    size=st.integers(1, 16) | st.none(),
+    drop_last=st.booleans(),
+    replacement=st.booleans(),
+)
+def test_the_smallest_batch_is_that_of_a_pass(n, size, drop_last, replacement):
+    options = {"batch_size": size, "drop_last": drop_last, "replacement": replacement}
+    rule = QuantitySkew(alpha=0.5)
+    data = federated(numbered(n), partition=rule, num_clients=3, **options)
+    found = [
+        min(len(batch) for batch in take(count, part, generator=rng(), **options))
+        for part, count in zip(data.parts, data.batches_per_epoch.tolist(), strict=True)
+    ]
+    assert data.smallest_batch.tolist() == found
 
 
 def test_passes_differ_in_order():
@@ -648,8 +667,40 @@ def test_a_test_needs_test_samples():
 @pytest.mark.parametrize("name", ["batch_size", "eval_batch_size"])
 @pytest.mark.parametrize("size", [0, -3])
 def test_a_batch_has_a_sample_at_least(name, size):
-    with pytest.raises(FederationError, match=f"^{name} must be at least 1, got {size}"):
+    with pytest.raises(
+        FederationError, match=f"^{name} must be an integer of at least 1, got {size}"
+    ):
         FederatedDataModule(numbered(), **{name: size})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": 2.5}, "batch_size must be an integer of at least 1, got 2.5"),
+        ({"batch_size": True}, "batch_size must be an integer of at least 1, got True"),
+        ({"eval_batch_size": "x"}, "eval_batch_size must be an integer of at least 1, got 'x'"),
+        ({"eval_batch_size": None}, "eval_batch_size must be an integer of at least 1, got None"),
+        ({"num_workers": -1}, "num_workers must be an integer of at least 0, got -1"),
+        ({"num_clients": 2.5}, "num_clients must be an integer of at least 1, got 2.5"),
+        ({"num_clients": 0}, "num_clients must be an integer of at least 1, got 0"),
+        ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
+        ({"val_size": "a"}, r"a fraction in \[0, 1\) or a count of samples, got 'a'"),
+        ({"val_size": None}, r"a fraction in \[0, 1\) or a count of samples, got None"),
+        ({"partition": IID}, r"partition must be a rule, as in partition=IID\(\), .* got <class"),
+        ({"partition": "IID"}, "partition must be a rule, .* got 'IID'"),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_refused_by_name(options, words):
+    with pytest.raises(FederationError, match=words):
+        FederatedDataModule(numbered(), **options)
+
+
+def test_numbers_of_numpy_are_numbers():
+    names = ("num_clients", "batch_size", "eval_batch_size", "num_workers", "seed")
+    data = federated(val_size=np.int64(6), **{name: np.int64(2) for name in names})
+    assert [type(getattr(data, name)) for name in names] == [int] * 5
+    assert data.num_samples.tolist() == [27, 27]
+    assert len(held(federated(val_size=np.float32(0.25)))) == 15
 
 
 # --- without a loop, and around the training ------------------------------------------------------
@@ -741,6 +792,39 @@ def test_a_federation_works_without_validation_samples(fit, foreign, blobs):
     assert "val_loss" not in loop.rows[0]
 
 
+@pytest.mark.parametrize(
+    ("saves", "when", "workers"),
+    [
+        ({"save_on_train_epoch_end": True}, [3, 6], 0),
+        ({"save_on_train_epoch_end": True}, [3, 6], 1),
+        ({"save_on_train_epoch_end": False}, [3, 6], 0),
+        ({"every_n_train_steps": 1}, [1, 2, 3, 4, 5, 6], 0),
+    ],
+    ids=["after an epoch", "with a worker", "after validation", "after a batch"],
+)
+@pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint")
+def test_a_resumed_run_has_the_batches_of_an_uninterrupted_one(
+    trainer, tmp_path, saves, when, workers
+):
+    def batches(epochs, callbacks=(), ckpt_path=None):
+        module = Watch()
+        data = FederatedDataModule(
+            numbered(), numbered(3), num_clients=4, batch_size=20, num_workers=workers
+        )
+        options = {"enable_checkpointing": bool(callbacks), "log_every_n_steps": 1}
+        trainer(False, epochs, callbacks, **options).fit(
+            module, datamodule=data, ckpt_path=ckpt_path
+        )
+        return module.train_batches
+
+    whole = batches(3)
+    keep = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, **saves)
+    assert batches(2, [keep]) == whole[:6]
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == [f"step={i}.ckpt" for i in when]
+    for step in when:
+        assert batches(3, ckpt_path=tmp_path / f"step={step}.ckpt") == whole[step:]
+
+
 def test_test_and_prediction_go_through_all_test_samples_in_order(trainer):
     data = FederatedDataModule(numbered(), test=numbered(7), eval_batch_size=3)
     module = Watch()
@@ -764,7 +848,7 @@ def test_batches_are_pinned_for_a_gpu_alone():
     data = federated()
     for device, pinned in (("cpu", False), ("cuda", True)):
         strategy = SimpleNamespace(root_device=torch.device(device))
-        data.trainer = SimpleNamespace(strategy=strategy, current_epoch=0)
+        data.trainer = SimpleNamespace(strategy=strategy)
         assert data.train_dataloader().pin_memory is pinned
 
 
