@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_fl.types import FederationError
@@ -38,6 +39,19 @@ def check_module(module: LightningModule) -> None:
             raise FederationError(
                 f"{name}.{tensor_name} has no shape yet: run the module once on a sample before fit"
             )
+
+
+def check_smallest_batch(module: nn.Module, data: Any) -> None:
+    """Warn where BatchNorm would meet a batch of one sample, which it cannot train on."""
+    smallest = getattr(data, "smallest_batch", None)
+    if smallest is None or not (single := smallest == 1).any():
+        return
+    if any(isinstance(m, nn.BatchNorm1d | nn.SyncBatchNorm) for m in module.modules()):
+        rank_zero_warn(
+            f"client {int(single.nonzero()[0])} trains on batches of one sample, and BatchNorm"
+            " cannot: set drop_last=True to leave remainders out, and give every client two"
+            " samples or more (min_size of a partition)"
+        )
 
 
 def check_trainer(trainer: Trainer) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -22,10 +24,12 @@ from lightning_fl.aggregators import Aggregator, FedAvg
 from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO
 from lightning_fl.callbacks.checks import (
     check_module,
+    check_smallest_batch,
     check_trainer,
     has_running_statistics,
     one_optimizer,
 )
+from lightning_fl.callbacks.schedulers import Schedulers, ScheduleState
 from lightning_fl.callbacks.table import RoundTable
 from lightning_fl.functional.randomness import (
     Purpose,
@@ -47,6 +51,7 @@ from lightning_fl.types import (
     Feedback,
     RoundPlan,
     ServerState,
+    describe,
     full,
 )
 
@@ -69,7 +74,7 @@ class FederatedLoop(Callback):
         sampler: Draws the cohort; None is uniform.
         min_clients: With fewer usable updates the server keeps its model for the round.
         on_client_error: What to do with an update that is not finite: ``skip`` drops, counts and
-            names it, ``raise`` ends the run.
+            names it, ``raise`` ends the run. An exception in a client's step always ends it.
         optimizer_state: ``reset`` gives a client a fresh optimiser each round; ``keep`` lets each
             client keep its own (memory and checkpoint then grow with the number of clients).
         buffers: What becomes of a module's buffers after a client. ``average``: floating buffers
@@ -105,14 +110,25 @@ class FederatedLoop(Callback):
         table: str | None = "rounds.csv",
         seed: int | None = None,
     ) -> None:
-        valid = participation >= 1 if isinstance(participation, int) else 0 < participation <= 1
-        if isinstance(participation, bool) or not valid:
+        is_count = isinstance(participation, int | np.integer) and participation >= 1
+        is_fraction = isinstance(participation, float | np.floating) and 0 < participation <= 1
+        if isinstance(participation, bool) or not (is_count or is_fraction):
             raise FederationError(
                 "participation must be a fraction in (0, 1] or a whole number of clients from 1 up,"
                 f" got {participation!r}"
             )
-        if min_clients < 1:
-            raise FederationError(f"min_clients must be at least 1, got {min_clients}")
+        if not isinstance(min_clients, int | np.integer) or min_clients < 1:
+            raise FederationError(
+                f"min_clients must be a whole number from 1 up, got {min_clients!r}"
+            )
+        for name, rule, kind in (
+            ("aggregator", aggregator, Aggregator),
+            ("policy", policy, HyperParameterPolicy),
+            ("sampler", sampler, ClientSampler),
+        ):
+            if rule is not None and not isinstance(rule, kind):
+                hint = f": write {rule.__name__}()" if isinstance(rule, type) else ""
+                raise FederationError(f"{name} must be a {kind.__name__}, got {rule!r}{hint}")
         for name, value, allowed in (
             ("on_client_error", on_client_error, ("skip", "raise")),
             ("optimizer_state", optimizer_state, ("reset", "keep")),
@@ -120,7 +136,8 @@ class FederatedLoop(Callback):
         ):
             if value not in allowed:
                 raise FederationError(f"{name} must be one of {allowed}, got {value!r}")
-        self.participation, self.min_clients = participation, min_clients
+        self.participation: int | float = int(participation) if is_count else float(participation)
+        self.min_clients = int(min_clients)
         self.aggregator, self.policy = aggregator or FedAvg(), policy or Schedule()
         self.sampler = sampler or UniformSampler()
         self.on_client_error, self.optimizer_state = on_client_error, optimizer_state
@@ -135,9 +152,15 @@ class FederatedLoop(Callback):
         self._pending: dict[str, Any] = {}
         self._server_at_start: ServerState | None = None
         self._progress: dict[str, Any] = {}
+        self._monitored: dict[str, float] = {}
         self._seed = 0
         self._loaded: dict[str, Any] = {}
         self._undo = ExitStack()
+
+    @property
+    def state_key(self) -> str:
+        """Its place in checkpoints; a child class finds that of its parent."""
+        return FederatedLoop.__qualname__
 
     # --- before the first round -------------------------------------------------------------------
 
@@ -164,6 +187,7 @@ class FederatedLoop(Callback):
                 f"min_clients={self.min_clients}, but only {self._cohort_size()} clients take part"
                 f" in a round (participation={self.participation}): lower one or raise the other"
             )
+        check_smallest_batch(pl_module, data)
         if self.buffers is None and has_running_statistics(pl_module):
             rank_zero_warn(
                 "the module keeps running statistics (BatchNorm) and clients change them:"
@@ -194,6 +218,7 @@ class FederatedLoop(Callback):
             self.optimizer_state == "keep",
         )
         self._undo.callback(self.lane.close)
+        self.schedulers = Schedulers(trainer)
         server = self.lane.read().vector
         self.policy.to(server.device)
         self.aggregator.to(server.device).start(server)
@@ -208,6 +233,7 @@ class FederatedLoop(Callback):
             self._loaded = {}
             self.aggregator.load_state_dict(state["aggregator"])
             self.policy.load_state_dict(state["policy"])
+            self.lane.base_lr = state["base_lr"]
             if state["server"] is not None:
                 device = self.lane.vector.device
                 self._server_at_start = ServerState(*(t.to(device) for t in state["server"]))
@@ -228,8 +254,9 @@ class FederatedLoop(Callback):
         if self._server_at_start is not None:
             self.lane.write(self._server_at_start)
             self._server_at_start = None
-        self.lane.note_base_lr()  # Lightning has loaded a checkpoint's optimiser by now
+        self.schedulers.catch_up(self.round, self._monitored)
         self._progress = _progress(trainer)
+        self._undo.callback(set_rng_state, rng_state(pl_module.device))
 
     # --- the plan ---------------------------------------------------------------------------------
 
@@ -261,7 +288,7 @@ class FederatedLoop(Callback):
                 f" got {clients.tolist()}"
             )
         values = {
-            name: full(value.cpu(), clients)
+            name: full(torch.as_tensor(value).cpu(), clients)
             for name, value in self.policy.sample(self.round, clients).items()
         }
         steps = values.pop("num_steps", None)
@@ -289,7 +316,13 @@ class FederatedLoop(Callback):
                 f" run {trainer.num_training_batches} batches: the training loader is not the"
                 " FederatedDataModule's own"
             )
+        self.rounds.begin(trainer.callback_metrics)
+        self._monitored = self.schedulers.monitored(trainer.callback_metrics)
         self._round = _Round(plan, self.lane.read(), _clone(self.aggregator.state_dict()))
+        self._round.callbacks = _callback_states(trainer)
+        self._round.schedule = self._round.schedule_after = self.schedulers.read()
+        # What is drawn besides the clients' own streams depends on the round alone, too.
+        seed_rng(derive_seed(plan.seed, Purpose.ROUND, self.round), pl_module.device)
         self._round.rng = rng_state(pl_module.device)
         self.aggregator.start(self._round.server.vector)
         self._seed_client(pl_module)
@@ -315,6 +348,7 @@ class FederatedLoop(Callback):
         round.start = ServerState(start, round.server.counters)
         lr = self._lr(round.plan, round.position)
         self.lane.load(round.start, self.store.get(int(client)), lr)
+        self.schedulers.write(round.schedule)
         _call(pl_module, "on_client_start")
 
     def on_train_batch_end(
@@ -326,6 +360,8 @@ class FederatedLoop(Callback):
             return
         _call(pl_module, "on_client_end")
         self._collect(round)
+        if (steps := int(round.plan.num_steps[round.position])) > round.most_steps:
+            round.most_steps, round.schedule_after = steps, self.schedulers.read()
         round.position += 1
         self._seed_client(pl_module)
         if round.position == len(round.plan.clients):  # Lightning validates after this hook.
@@ -369,11 +405,12 @@ class FederatedLoop(Callback):
                 f"{self.min_clients}: the server keeps its model",
                 stacklevel=2,
             )
-        self._leave_clients(server)
+        self._leave_clients(server, round.schedule_after)
         round.aggregated = True
 
-    def _leave_clients(self, server: ServerState) -> None:
+    def _leave_clients(self, server: ServerState, schedule: ScheduleState) -> None:
         self.lane.write(server)
+        self.schedulers.write(schedule)
         set_rng_state(self._current.rng)
 
     @property
@@ -383,8 +420,8 @@ class FederatedLoop(Callback):
 
     def _abandon(self) -> None:
         """After a round that was cut short the server's model stays, never half a client."""
-        if self._round is not None and not self._round.aggregated:
-            self._leave_clients(self._round.server)
+        if (round := self._round) is not None and not round.aggregated:
+            self._leave_clients(round.server, round.schedule)
             self.store.discard()
 
     def on_exception(
@@ -400,16 +437,15 @@ class FederatedLoop(Callback):
         """Give validation a stream of its own, whatever was drawn before."""
         if self._round is not None and trainer.state.fn == TrainerFn.FITTING:
             self._abandon()
-            self.rounds.before_validation(trainer.callback_metrics)
             self._round.rng = rng_state(pl_module.device)
             key = (Purpose.VALIDATION, self.round)
             seed_rng(derive_seed(self._round.plan.seed, *key), pl_module.device)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the reward, and note which figures are fresh."""
+        """Go back to the round's stream."""
         if (round := self._round) is not None and trainer.state.fn == TrainerFn.FITTING:
             set_rng_state(round.rng)
-            self.rounds.after_validation(trainer.callback_metrics)
+            round.validated = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the round: the policy learns, the table gets its row."""
@@ -425,8 +461,7 @@ class FederatedLoop(Callback):
         self.store.commit()
         before = self.val_loss
         self._note_val_loss(trainer)
-        after = self.val_loss if self.monitor in self.rounds.validated else None
-        self.policy.update(Feedback(round.plan, before, after))
+        self.policy.update(Feedback(round.plan, before, self.val_loss))
         figures = self._figures(round)
         self.rounds.add(figures)
         self._round, self.round = None, self.round + 1
@@ -449,15 +484,16 @@ class FederatedLoop(Callback):
             self.rounds.write(path)
 
     def _note_val_loss(self, trainer: Trainer) -> None:
-        fresh = self._round is None or bool(self.rounds.validated)
-        if fresh and (loss := trainer.callback_metrics.get(self.monitor)) is not None:
-            self.val_loss = float(loss)
-        elif not fresh:
-            self.val_loss = None
+        """Note the validation loss of this round: not one that is left from an earlier round."""
+        self.val_loss, metrics = None, trainer.callback_metrics
+        if self._round is not None and not self._round.validated:
+            return
+        if self.rounds.is_fresh(self.monitor, metrics):
+            self.val_loss = float(metrics[self.monitor])
         elif self.policy.needs_val_loss:
             raise FederationError(
                 f"{type(self.policy).__name__} learns from {self.monitor!r}, which validation does"
-                f" not log (it logs {sorted(trainer.callback_metrics)}): set monitor"
+                f" not log (it logs {sorted(metrics)}): set monitor"
             )
 
     def _figures(self, round: _Round) -> dict[str, Any]:
@@ -494,29 +530,54 @@ class FederatedLoop(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs; between rounds, or as of the round's start."""
-        round = self._round
-        self.rounds.complete(self._trainer.callback_metrics)
+        round, metrics = self._round, self._trainer.callback_metrics
+        self.rounds.complete(metrics)
+        if round is None and self._progress:
+            self._monitored = self.schedulers.monitored(metrics)
         return {
+            **self._identity(),
             "round": self.round,
-            "seed": self._seed,
-            "num_clients": len(self._num_samples),
-            "checksum": self._checksum,
             "rows": copy.deepcopy(self.rows),
             "val_loss": self.val_loss,
-            "aggregator_class": type(self.aggregator).__name__,
+            "monitored": self._monitored,
+            "base_lr": self.lane.base_lr,
+            "options": self._options(),
             "aggregator": self.aggregator.state_dict() if round is None else round.aggregator,
-            "policy_class": type(self.policy).__name__,
             "policy": self.policy.state_dict(),
             "store": self.store.state_dict(),
             # The checkpoint's own parameters are those that were validated, already aggregated.
             "server": tuple(round.server) if round is not None and round.aggregated else None,
         }
 
+    def _identity(self) -> dict[str, Any]:
+        """What a resumed run has to have in common with the checkpoint's."""
+        return {
+            "seed": self._seed,
+            "num_clients": len(self._num_samples),
+            "checksum": self._checksum,
+            "aggregator_class": type(self.aggregator).__name__,
+            "policy_class": type(self.policy).__name__,
+            "buffers": self.buffers or "average",
+            "optimizer_state": self.optimizer_state,
+        }
+
+    def _options(self) -> dict[str, Any]:
+        """What makes another run of it, and yet can be resumed with another value."""
+        return {
+            "participation": self.participation,
+            "min_clients": self.min_clients,
+            "on_client_error": self.on_client_error,
+            "sampler": describe(self.sampler),
+            "aggregator": describe(self.aggregator),
+            "policy": describe(self.policy),
+            "batches in a local epoch": int(self._batches_per_epoch.sum()),
+        }
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a checkpoint's state, after :meth:`on_load_checkpoint` agreed to it."""
         self.round, self.rounds.rows = state_dict["round"], list(state_dict["rows"])
         self.val_loss, self.seed = state_dict["val_loss"], state_dict["seed"]
-        self._seed = state_dict["seed"]
+        self._seed, self._monitored = state_dict["seed"], state_dict["monitored"]
         self.store.load_state_dict(state_dict["store"])
         self._pending = state_dict
         self._plan = None
@@ -533,22 +594,32 @@ class FederatedLoop(Callback):
                 f"{trainer.ckpt_path} was not written by a federation, it cannot be resumed as one:"
                 " load its weights into the module and start a new fit without ckpt_path"
             )
-        for what, remedy in {
+        remedies = {
             "seed": "set seed_everything to the former",
-            "num_clients": "set num_clients to the former",
             "checksum": "go back to the former data, split options and seed",
             "aggregator_class": "go back to the former aggregator",
             "policy_class": "go back to the former policy",
-        }.items():
-            now = self.state_dict()[what]
+        }
+        for what, now in self._identity().items():
             if what == "seed" and self.seed is None and "PL_GLOBAL_SEED" not in os.environ:
                 continue
             if state[what] != now:
                 raise FederationError(
                     f"{trainer.ckpt_path} belongs to another federation: its {what} is"
-                    f" {state[what]}, here it is {now}. To resume, {remedy}; to start anew, leave"
-                    " out ckpt_path"
+                    f" {state[what]}, here it is {now}. To resume,"
+                    f" {remedies.get(what, f'set {what} to the former')}; to start anew, leave out"
+                    " ckpt_path"
                 )
+        changed = [
+            f"{name} is {value}, was {state['options'][name]}"
+            for name, value in self._options().items()
+            if state["options"].get(name) != value
+        ]
+        if changed:
+            rank_zero_warn(
+                f"resuming {trainer.ckpt_path} with other options: {'; '.join(changed)}. The run"
+                " goes on, but it is not the run that one config describes"
+            )
         self._loaded = checkpoint["state_dict"]
 
     def on_save_checkpoint(
@@ -559,7 +630,11 @@ class FederatedLoop(Callback):
         Half a client cannot be resumed, nor can the end of Lightning's last batch.
         """
         if (round := self._round) is None:
+            if self._progress:  # also after the fit, when ReduceLROnPlateau has stepped
+                for name in ("optimizer_states", "lr_schedulers"):
+                    checkpoint[name] = copy.deepcopy(self._progress[name])
             return
+        checkpoint["callbacks"].update(round.callbacks)
         if not round.aggregated:
             now, state = self.lane.read(), dict(self.lane.optimizer.state)
             self.lane.write(round.server)
@@ -589,8 +664,12 @@ class _Round:
         self.counters: Tensor = server.counters
         self.num_samples = 0
         self.skipped: list[int] = []
-        self.aggregated = False
+        self.aggregated = self.validated = False
         self.rng: Mapping[str, Any] = {}
+        self.callbacks: dict[str, Any] = {}
+        self.schedule: ScheduleState = ([], [])
+        self.schedule_after: ScheduleState = ([], [])  # of the client that made most steps
+        self.most_steps = 0
 
 
 def _call(module: nn.Module, name: str) -> None:
@@ -601,6 +680,16 @@ def _call(module: nn.Module, name: str) -> None:
 
 def _clone(state: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in state.items()}
+
+
+def _callback_states(trainer: Trainer) -> dict[str, Any]:
+    """States of callbacks that count rounds, as EarlyStopping; not of those that save files."""
+    others = (
+        c
+        for c in trainer.callbacks  # type: ignore[attr-defined]  # set by the connector
+        if not isinstance(c, FederatedLoop | Checkpoint)
+    )
+    return {c.state_key: copy.deepcopy(state) for c in others if (state := c.state_dict())}
 
 
 def _progress(trainer: Trainer) -> dict[str, Any]:

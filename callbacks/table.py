@@ -21,34 +21,27 @@ class RoundTable:
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
-        #: Figures that validation logged since the last row.
-        self.validated: set[str] = set()
         self._before: Mapping[str, Any] = {}
-        self._ever_validated: set[str] = set()
-        self._stale: set[str] = set()
         self._is_open = False
 
-    def before_validation(self, metrics: Mapping[str, Any]) -> None:
-        """Note what was logged before."""
+    def begin(self, metrics: Mapping[str, Any]) -> None:
+        """Note what earlier rounds logged: Lightning keeps it."""
         self._before = dict(metrics)
 
-    def after_validation(self, metrics: Mapping[str, Any]) -> None:
-        """Note which figures are new: Lightning keeps those of earlier validations."""
-        self.validated = {k for k, v in metrics.items() if v is not self._before.get(k)}
+    def is_fresh(self, name: str, metrics: Mapping[str, Any]) -> bool:
+        """Say whether a figure was logged since the round began: it is another tensor then."""
+        return name in metrics and metrics[name] is not self._before.get(name)
 
     def add(self, figures: dict[str, Any]) -> None:
         """Begin the row of a round that ended."""
         self.rows.append(figures)
-        self._ever_validated |= self.validated
-        self._stale = self._ever_validated - self.validated
-        self.validated = set()
         self._is_open = True
 
     def complete(self, metrics: Mapping[str, Any], close: bool = False) -> None:
         """Add what the module logged; late, as its own on_train_epoch_end runs after callbacks'."""
         if self._is_open:
-            names = sorted(n for n in metrics if n not in self._stale and "federation/" not in n)
-            self.rows[-1] |= {name: float(metrics[name]) for name in names}
+            names = (n for n in sorted(metrics) if self.is_fresh(n, metrics))
+            self.rows[-1] |= {n: float(metrics[n]) for n in names if "federation/" not in n}
             self._is_open = not close
 
     @rank_zero_only

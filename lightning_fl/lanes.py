@@ -82,7 +82,9 @@ class ModuleLane:
         params = list(module.parameters())
         floats = [b for b in self.named_buffers.values() if b.is_floating_point() or b.is_complex()]
         self._ratio, self._own_lr = 1.0, list[Any]()
-        self.note_base_lr()
+        #: The optimiser's own learning rate, which a client's is a ratio to. With a scheduler it is
+        #: the first value: the scheduler's factor stays in force.
+        self.base_lr = float(optimizer.param_groups[0].get("lr", 0.0))
         self._hooks = [
             optimizer.register_step_pre_hook(self._set_lr),
             optimizer.register_step_post_hook(self._restore_lr),
@@ -117,14 +119,6 @@ class ModuleLane:
         self.vector.write(state.vector)
         self.counters.write(state.counters)
         self.optimizer.state.clear()
-
-    def note_base_lr(self) -> None:
-        """Note the optimiser's own learning rate, which a client's is a ratio to.
-
-        With a scheduler it is the first value: the scheduler's factor stays in force.
-        """
-        group = self.optimizer.param_groups[0]
-        self.base_lr = float(group.get("initial_lr", group.get("lr", 0.0)))
 
     def close(self) -> None:
         """Let go of the optimiser."""

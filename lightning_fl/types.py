@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -177,3 +178,17 @@ def full(value: Tensor | float, clients: Tensor) -> Tensor:
     """One value for all, or one for each of the clients, as ``[k]``."""
     value = torch.as_tensor(value)
     return value.expand(len(clients)) if value.ndim == 0 else value
+
+
+def describe(rule: object) -> str:
+    """Name a rule and those of its constructor's arguments that it keeps and that are plain.
+
+    Example:
+        >>> from lightning_fl.partition import Dirichlet
+        >>> describe(Dirichlet(alpha=0.5))
+        'Dirichlet(alpha=0.5, min_size=1)'
+    """
+    kept = {name: getattr(rule, name, ...) for name in inspect.signature(type(rule)).parameters}
+    plain = (int, float, str, bool, list, tuple, type(None))
+    arguments = (f"{name}={value!r}" for name, value in kept.items() if isinstance(value, plain))
+    return f"{type(rule).__name__}({', '.join(arguments)})"

@@ -24,6 +24,7 @@ class Purpose(IntEnum):
     CLIENT = 5
     VALIDATION = 6
     EVALUATION_SAMPLES = 7
+    ROUND = 8
 
 
 def derive_seed(seed: int, *key: int) -> int:

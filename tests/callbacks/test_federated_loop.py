@@ -4,7 +4,12 @@ import math
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    LambdaCallback,
+    ModelCheckpoint,
+)
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -281,6 +286,79 @@ def test_the_policys_lr_is_a_ratio_inside_the_step_only(fit, foreign, data):
     assert rates.outside == [[0.2, 0.4], [0.1, 0.2]]
     expected = torch.tensor([[0.1, 0.2], [0.1 * 0.1 * 0.5, 0.2 * 0.1 * 0.5]])
     torch.testing.assert_close(torch.tensor(rates.inside), expected)
+
+
+@pytest.fixture
+def stepwise(foreign):
+    """A module whose scheduler counts steps, and which notes its rates."""
+
+    def make(frequency=1, epochs=False):
+        module = foreign(dropout=0.0, batchnorm=False)
+        module.rates = []
+
+        def configure():
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            halve = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+            config = {"scheduler": halve, "interval": "step", "frequency": frequency}
+            rest = [torch.optim.lr_scheduler.StepLR(optimizer, 1)] if epochs else []
+            return [optimizer], [config, *rest]
+
+        module.configure_optimizers = configure
+        module.on_before_optimizer_step = lambda optimizer: module.rates.append(
+            optimizer.param_groups[0]["lr"]
+        )
+        return module
+
+    return make
+
+
+def test_a_scheduler_of_steps_starts_every_client_where_the_round_starts(fit, stepwise):
+    """The next round goes on from the client that made most steps."""
+    module = stepwise()
+    fit(module, FederatedLoop(policy=PerClient(), buffers="average"), rounds=2)
+    expected = [
+        0.01 * (1 + client) * 0.5 ** ((done + i) // 2)
+        for done, steps in ((0, (1, 2, 3, 1)), (3, (2, 3, 4, 2)))
+        for client, n in enumerate(steps)
+        for i in range(n)
+    ]
+    assert module.rates == pytest.approx(expected)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_scheduler_of_steps_resumes_bit_equal(fit, stepwise, tmp_path):
+    def loop():
+        return FederatedLoop(policy=PerClient(), buffers="average")
+
+    whole, resumed = stepwise(), stepwise()
+    expected = fit(whole, loop(), rounds=4)
+    often = ModelCheckpoint(
+        str(tmp_path / "c"), "last", every_n_train_steps=1, enable_version_counter=False
+    )
+    keep = {"callbacks": [often, StopAt(10, ZeroDivisionError())], "enable_checkpointing": True}
+    with pytest.raises(ZeroDivisionError):
+        fit(stepwise(), loop(), rounds=4, **keep)
+    path = str(tmp_path / "c" / "last.ckpt")
+    again = fit(resumed, loop(), rounds=4, ckpt_path=path, **{**keep, "callbacks": [often]})
+    assert again.rows == expected.rows
+    assert same(whole.state_dict(), resumed.state_dict())
+
+
+@pytest.mark.parametrize("options", [{"frequency": 2}, {"epochs": True}])
+def test_schedulers_of_steps_that_would_depend_on_the_order_are_refused(fit, stepwise, options):
+    with pytest.raises(FederationError, match="frequency=1 and cannot stand beside"):
+        fit(stepwise(**options))
+
+
+def test_batchnorm_and_batches_of_one_sample_are_warned_of(fit, foreign, data, linear):
+    train = data().train
+    one_too_many = TensorDataset(*(t[:33] for t in train.tensors))  # clients of 9, 8, 8, 8
+    with (
+        pytest.warns(UserWarning, match="client 0 trains on batches of one sample"),
+        pytest.raises(ValueError, match="more than 1 value per channel"),
+    ):
+        fit(foreign(), datamodule=data(one_too_many))
+    fit(foreign(), datamodule=data(one_too_many, drop_last=True), rounds=1)
 
 
 def test_without_an_lr_the_decay_works_on_the_modules_own(fit, linear):
@@ -568,7 +646,7 @@ SETTINGS = {
 def whole_and_resumed(fit, foreign, data, tmp_path):
     """An uninterrupted run of 4 rounds beside one that died at a step and went on."""
 
-    def run(setting, step, checkpoint, **options):
+    def run(setting, step, checkpoint, foreign=foreign, **options):
         whole, resumed = foreign(), foreign()
         expected = fit(whole, FederatedLoop(**SETTINGS[setting]), rounds=4, **options)
         keep = {"callbacks": [checkpoint, StopAt(step, ZeroDivisionError())]}
@@ -620,6 +698,35 @@ def test_it_resumes_bit_equal_from_the_middle_of_a_round(
 
 def test_it_resumes_bit_equal_when_not_every_round_is_validated(whole_and_resumed, tmp_path):
     whole_and_resumed("reset", 40, RoundCheckpoint(str(tmp_path / "c")), check_val_every_n_epoch=2)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.parametrize("often", [False, True])
+def test_reduce_on_plateau_resumes_bit_equal(whole_and_resumed, foreign, tmp_path, often):
+    """Lightning steps it after checkpoints are written."""
+
+    def plateau(seed=0):
+        module = foreign(seed)
+
+        def configure():
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            halve = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                optimizer, mode="max", patience=0, factor=0.5
+            )
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": halve, "monitor": "val_loss"},
+            }
+
+        module.configure_optimizers = configure
+        return module
+
+    checkpoint = RoundCheckpoint(str(tmp_path / "c"))
+    if often:
+        checkpoint = ModelCheckpoint(
+            str(tmp_path / "c"), "last", every_n_train_steps=1, enable_version_counter=False
+        )
+    whole_and_resumed("reset", 53, checkpoint, plateau)
 
 
 class Momentum(FedAvg):
@@ -730,6 +837,94 @@ def test_a_checkpoint_of_another_federation_is_refused(
         )
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"buffers": "local"}, "its buffers is average, here it is local"),
+        ({"optimizer_state": "keep"}, "its optimizer_state is reset, here it is keep"),
+    ],
+)
+def test_state_that_the_checkpoint_does_not_have_is_not_resumed(
+    fit, foreign, tmp_path, changes, message
+):
+    keep = {"callbacks": [RoundCheckpoint(str(tmp_path / "c"))], "enable_checkpointing": True}
+    fit(foreign(), FederatedLoop(buffers="average"), rounds=1, **keep)
+    path = str(tmp_path / "c" / "last.ckpt")
+    with pytest.raises(FederationError, match=message):
+        fit(foreign(), FederatedLoop(**{"buffers": "average", **changes}), ckpt_path=path, **keep)
+
+
+def test_resuming_with_other_options_says_which(fit, foreign, data, tmp_path):
+    keep = {"callbacks": [RoundCheckpoint(str(tmp_path / "c"))], "enable_checkpointing": True}
+    fit(foreign(), FederatedLoop(buffers="average"), rounds=1, **keep)
+    path = str(tmp_path / "c" / "last.ckpt")
+    other = FederatedLoop(0.5, FedAvg("uniform"), Schedule(local_epochs=2), buffers="average")
+    with pytest.warns(UserWarning, match="with other options") as warned:
+        fit(foreign(), other, data(batch_size=4), rounds=2, ckpt_path=path, **keep)
+    (text,) = (str(w.message) for w in warned if "other options" in str(w.message))
+    for part in (
+        "participation is 0.5, was 1.0",
+        "aggregator is FedAvg(weighting='uniform'), was FedAvg(weighting='samples')",
+        "local_epochs=2, decay=1.0), was Schedule(",
+        "batches in a local epoch is 32, was 16",
+    ):
+        assert part in text
+    assert len(other.rows) == 2
+
+
+def test_a_child_class_resumes_its_parents_checkpoint(fit, foreign, tmp_path):
+    class Child(FederatedLoop):
+        pass
+
+    keep = {"callbacks": [RoundCheckpoint(str(tmp_path / "c"))], "enable_checkpointing": True}
+    fit(foreign(), FederatedLoop(buffers="average"), rounds=1, **keep)
+    path = str(tmp_path / "c" / "last.ckpt")
+    assert len(fit(foreign(), Child(buffers="average"), ckpt_path=path, **keep).rows) == 3
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_early_stopping_counts_no_round_twice(fit, foreign, tmp_path):
+    """A checkpoint at validation does its round again, and EarlyStopping had counted it."""
+    at_validation = ModelCheckpoint(
+        str(tmp_path / "c"), "last", enable_version_counter=False, save_on_train_epoch_end=False
+    )
+
+    def stop():
+        return EarlyStopping("val_loss", patience=4, mode="max")  # a falling loss: no improvement
+
+    whole = fit(foreign(), rounds=9, callbacks=[stop()])
+    assert 4 < len(whole.rows) < 9
+    with pytest.raises(ZeroDivisionError):
+        fit(
+            foreign(),
+            rounds=9,
+            callbacks=[stop(), at_validation, StopAt(40, ZeroDivisionError())],
+            enable_checkpointing=True,
+        )
+    path = str(tmp_path / "c" / "last.ckpt")
+    keep = {"callbacks": [stop(), at_validation], "enable_checkpointing": True}
+    resumed = fit(foreign(seed=9), rounds=9, ckpt_path=path, **keep)
+    assert resumed.rows == whole.rows
+
+
+def test_what_the_module_draws_between_clients_depends_on_the_round_alone(fit, foreign, tmp_path):
+    drawn = {}
+
+    def watched(run):
+        module, seen = foreign(), drawn.setdefault(run, [])
+        for hook in ("on_train_epoch_start", "on_train_epoch_end"):
+            setattr(module, hook, lambda: seen.append(torch.rand(()).item()))
+        return module
+
+    keep = {"callbacks": [RoundCheckpoint(str(tmp_path / "c"))], "enable_checkpointing": True}
+    fit(watched("whole"), rounds=4)
+    fit(watched("first"), rounds=2, **keep)
+    torch.rand(7)
+    fit(watched("rest"), rounds=4, ckpt_path=str(tmp_path / "c" / "last.ckpt"), **keep)
+    assert drawn["first"] + drawn["rest"] == drawn["whole"]
+    assert len(set(drawn["whole"])) == 8
+
+
 def test_without_a_seed_of_its_own_a_run_takes_over_the_checkpoints(fit, foreign, tmp_path):
     keep = {"callbacks": [RoundCheckpoint(str(tmp_path / "c"))], "enable_checkpointing": True}
     whole, again = foreign(), foreign(seed=9)
@@ -836,8 +1031,6 @@ def test_validation_draws_from_its_own_stream(fit, foreign):
 
 
 def test_early_stopping_and_the_best_checkpoint_work_as_ever(fit, foreign, tmp_path):
-    from lightning.pytorch.callbacks import EarlyStopping
-
     stop = EarlyStopping("val_loss", patience=0, mode="max")  # a falling loss is no improvement
     best = ModelCheckpoint(str(tmp_path / "c"), "best", monitor="val_loss")
     loop = fit(foreign(), rounds=9, callbacks=[stop, best], enable_checkpointing=True)
@@ -865,7 +1058,13 @@ def test_hooks_of_the_module_are_called_once_a_client(fit, foreign):
         ({"participation": 1.5}, r"got 1\.5"),
         ({"participation": -1}, "got -1"),
         ({"participation": True}, "got True"),
-        ({"min_clients": 0}, "min_clients must be at least 1"),
+        ({"participation": "2"}, "participation must be .* got '2'"),
+        ({"participation": math.nan}, "got nan"),
+        ({"min_clients": 0}, "min_clients must be a whole number from 1 up, got 0"),
+        ({"min_clients": 1.5}, r"min_clients must be a whole number from 1 up, got 1\.5"),
+        ({"aggregator": FedAvg}, r"aggregator must be a Aggregator, got .*: write FedAvg\(\)"),
+        ({"policy": {"lr": 0.1}}, "policy must be a HyperParameterPolicy, got {'lr'"),
+        ({"sampler": "uniform"}, "sampler must be a ClientSampler, got 'uniform'"),
         ({"buffers": "mean"}, "buffers must be one of"),
         ({"optimizer_state": "drop"}, "optimizer_state must be one of"),
         ({"on_client_error": "ignore"}, "on_client_error must be one of"),

@@ -18,11 +18,9 @@ def play():
     def run(*rounds):
         table, metrics = RoundTable(), {}
         for i, (trained, validated, late) in enumerate(rounds):
-            metrics |= {name: torch.tensor(value) for name, value in trained.items()}
-            if validated:
-                table.before_validation(metrics)
-                metrics |= {name: torch.tensor(value) for name, value in validated.items()}
-                table.after_validation(metrics)
+            table.begin(metrics)
+            for logged in (trained, validated):
+                metrics |= {name: torch.tensor(value) for name, value in logged.items()}
             table.add({"round": i + 1})
             metrics |= {name: torch.tensor(value) for name, value in late.items()}
             table.complete(metrics, close=True)
@@ -38,7 +36,7 @@ def test_a_row_has_the_federations_figures_then_what_the_module_logged(play):
     assert all(type(value) is float for name, value in table.rows[0].items() if name != "round")
 
 
-def test_figures_of_an_earlier_validation_are_left_out(play):
+def test_figures_of_an_earlier_round_are_left_out(play):
     table = play(
         ({"loss": 0.5}, {"val_loss": 0.25}, {}),
         ({"loss": 0.375}, {}, {}),
@@ -46,6 +44,7 @@ def test_figures_of_an_earlier_validation_are_left_out(play):
     )
     assert [row.get("val_loss") for row in table.rows] == [0.25, None, 0.25]
     assert [row["loss"] for row in table.rows] == [0.5, 0.375, 0.125]
+    assert "loss" not in play(({"loss": 0.5}, {}, {}), ({}, {}, {})).rows[1]
 
 
 def test_the_federations_own_figures_are_not_there_twice(play):
