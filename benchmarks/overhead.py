@@ -485,11 +485,15 @@ def peak_memory(clients: int) -> float:
 def memory(clients: Sequence[int], repeats: int) -> dict[str, Any]:
     """Measure peak memory for each number of clients, each time in a fresh process."""
     peaks: dict[int, list[float]] = {n: [] for n in clients}
+    # Freed tensors go back at once: else what glibc keeps of them varies by several models a run.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     for _ in range(repeats):
         for n in clients:
             print(f"peak memory of {n} clients", file=sys.stderr)
             command = [sys.executable, __file__, "--peak-memory-of", str(n)]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            done = subprocess.run(
+                command, check=True, stdout=subprocess.PIPE, text=True, env=environment
+            )
             peaks[n].append(float(done.stdout.splitlines()[-1]))
     parameters = sum(p.numel() for p in MLPClassifier(MEMORY_SIZES).parameters())
     model = parameters * 4 / 2**20
@@ -590,11 +594,16 @@ def markdown(outcome: dict[str, Any]) -> str:
     listed = ", ".join(f"{name} {difference:.1e}" for name, difference in differences.items())
     text.append(f"Largest difference of a final parameter to the bare loop's: {listed}.")
     if (mem := outcome["memory"]) is not None:
-        rows = [[f"{int(n):,}", f"{p:.1f}"] for n, p in mem["peak_mib"].items()]
+        rows = [
+            [f"{int(n):,}", f"{p:.1f}", f"{min(each):.1f} to {max(each):.1f}"]
+            for (n, p), each in zip(
+                mem["peak_mib"].items(), mem["all_peak_mib"].values(), strict=True
+            )
+        ]
         text += [
             f"Peak memory with a model of {mem['parameters']:,} parameters"
             f" ({mem['model_mib']:.1f} MiB), in fresh processes:",
-            _table(["clients", "peak, MiB"], rows),
+            _table(["clients", "peak, MiB", "lowest to highest"], rows),
             f"Growth: {mem['growth_mib']:.1f} MiB, {mem['growth_models']:.2f} models.",
         ]
     return "\n\n".join(text) + "\n"
@@ -640,7 +649,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         default=[10, 1000],
         help="peak memory of these; none to skip",
     )
-    parser.add_argument("--memory-repeats", type=int, default=2, help="processes for each of them")
+    parser.add_argument("--memory-repeats", type=int, default=3, help="processes for each of them")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--markdown", type=Path, help="write the tables here")
     parser.add_argument("--peak-memory-of", type=int, help=argparse.SUPPRESS)

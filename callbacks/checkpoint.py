@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import tempfile
 import warnings
@@ -20,11 +21,15 @@ from lightning_fl.types import FederationError
 def write_atomically(path: str | os.PathLike[str], write: Callable[[IO[bytes]], Any]) -> None:
     """Write a file beside its place, flush it to the disk, then put it there at once.
 
-    A reader, or a run that resumes after a kill, finds the old file or the new one, whole.
+    A reader, or a run that resumes after a kill, finds the old file or the new one, whole; what
+    the killed one left beside it is removed. A file has one writer.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    # mkstemp puts eight characters between: no pattern of one file fits another's.
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.{'?' * 8}.tmp"):
+        leftover.unlink(missing_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             write(file)
@@ -57,7 +62,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class RoundCheckpoint(ModelCheckpoint):
-    """One ``last.ckpt`` a run, replaced after every round (or every n-th).
+    """One ``last.ckpt`` a run, replaced after every round (or every n-th, and the last).
 
     ``ModelCheckpoint(save_last=True)`` follows ``save_top_k``, so its last is not the last round.
     For the best round add a :class:`ModelCheckpoint` of your own.
@@ -93,3 +98,9 @@ class RoundCheckpoint(ModelCheckpoint):
             # Its one file is replaced on purpose, and a resumed run goes on beside its own.
             warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the last round too, where it is not an n-th."""
+        super().on_train_end(trainer, pl_module)
+        if not self._should_skip_saving_checkpoint(trainer):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))

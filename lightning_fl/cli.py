@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import pickle
+import re
 import shutil
 import sys
 import warnings
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from pydoc import locate
+from typing import Any, NoReturn, get_type_hints
 from zipfile import is_zipfile
 
 import torch
@@ -32,6 +36,34 @@ from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.types import FederationError
 
 
+class Parser(LightningArgumentParser):
+    """Lightning's parser; where it does not know a class, it says which it knows."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the message, with the names that would work."""
+        names = known_names(message) if self.exit_on_error else []  # not for an option's own parser
+        super().error(message + f"\nKnown names: {', '.join(names)}" * bool(names), ex)
+
+
+def known_names(message: str) -> list[str]:
+    """Return the classes that an option takes, by jsonargparse's message that it found none."""
+    head, unknown, _ = message.partition("Expected a dot import path string")
+    owner, _, option = head.rpartition('Parser key "')
+    key, _, types = option.partition('"')
+    if unknown and "Subtypes" not in types:  # One type, which the message does not hold.
+        owner = owner.rpartition("class_path '")[2].partition("'")[0]
+        with suppress(NameError, TypeError):  # annotations that cannot be read
+            types = str(get_type_hints(getattr(locate(owner), "__init__", None)).get(key))
+    # Not what torch has: a network may be any of hundreds.
+    found = [locate(name) for name in re.findall(r"\blightning[\w.]+", types) if unknown]
+    classes = [c for c in found if isinstance(c, type)]
+    for c in classes:
+        classes += c.__subclasses__()
+    return sorted(
+        {c.__name__ for c in classes if not inspect.isabstract(c) and c.__name__[0] != "_"}
+    )
+
+
 class FederatedCLI(LightningCLI):
     """Lightning's CLI with a federation, its checkpoint and a folder for each run.
 
@@ -51,6 +83,14 @@ class FederatedCLI(LightningCLI):
             help="Threads of PyTorch on the CPU; null is PyTorch's choice, one a core. Small models"
             " are fastest with 1, and on a busy machine by far.",
         )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse, and refuse seeds that numpy would refuse later."""
+        super().parse_arguments(parser, args)
+        for key in ("seed_everything", "federation.seed", "data.init_args.seed"):
+            seed = self.config[self.config.subcommand].get(key)
+            if isinstance(seed, int) and not 0 <= seed < 2**32:
+                raise FederationError(f"{key} must be from 0 to {2**32 - 1}, got {seed}")
 
     def before_instantiate_classes(self) -> None:
         """Set the number of threads."""
@@ -98,8 +138,8 @@ class FederatedCLI(LightningCLI):
             self.run_folder = Path(config.ckpt_path).absolute().parent
         elif subcommand == "fit" and not config.trainer.fast_dev_run:
             self.run_folder = root / f"version_{int(runs[-1].name[8:]) + 1 if runs else 0}"
-        if config.ckpt_path is not None and not is_zipfile(config.ckpt_path):
-            raise FederationError(f"{config.ckpt_path} is damaged, or not a checkpoint")
+        if config.ckpt_path is not None:
+            _check_checkpoint(config.ckpt_path)
         super()._parse_ckpt_path()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -150,9 +190,28 @@ class FederatedCLI(LightningCLI):
         """Predict the test samples and write what the module returned, a tensor a batch."""
         predictions = self.trainer.predict(**kwargs)
         if not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            path = self.run_folder / "predictions.pt"
-            torch.save(predictions, path)
-            print(f"Written to {_short(path)}")
+            # A checkpoint from elsewhere does not belong to the newest run.
+            used = kwargs.get("ckpt_path")
+            folder = Path(used).absolute().parent if used else self.run_folder
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(predictions, folder / "predictions.pt")
+            print(f"Written to {_short(folder / 'predictions.pt')}")
+
+
+def _check_checkpoint(path: str) -> None:
+    """Refuse a file that Lightning would fail on."""
+    checkpoint = None
+    # RuntimeError is torch's word for a zip archive that is not its own.
+    with suppress(RuntimeError):
+        if is_zipfile(path):  # Mapped: of its tensors nothing is read.
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if checkpoint is None:
+        raise FederationError(f"{path} is damaged, or not a checkpoint")
+    if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
+        raise FederationError(
+            f"{path} is a file of torch, but no checkpoint of Lightning: give --ckpt_path what a"
+            " fit has written"
+        )
 
 
 def _short(path: Path) -> Path:
@@ -173,6 +232,7 @@ def main(args: ArgsType = None) -> None:
             subclass_mode_data=True,
             seed_everything_default=0,
             save_config_kwargs={"overwrite": True},
+            parser_class=Parser,
             # Modules bring their own optimiser; the CLI's flags would replace it.
             auto_configure_optimizers=False,
             parser_kwargs={"description": "A whole federation in one Lightning Trainer."},
@@ -186,11 +246,15 @@ def main(args: ArgsType = None) -> None:
         message = str(error)
         if "Union subtypes" not in message:  # jsonargparse's own words for what a class refused
             raise
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, FederationError):
+            cause = cause.__cause__
+        message = str(cause or error)
     except RuntimeError as error:
         message = str(error)
         if "loading state_dict" in message:
             message = f"the checkpoint is of another model, configure the model it is of. {message}"
-        else:
+        elif not message.startswith("Early stopping conditioned on metric"):
             raise
     else:
         return

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -199,6 +200,10 @@ def test_every_config_opens_with_its_command_and_its_result(config):
         (["--trainer.limit_train_batches=3"], "set num_steps instead"),
         (["--ckpt_path=nowhere.ckpt"], "there is no checkpoint nowhere.ckpt"),
         (["--data=MNIST", "--data.init_args.root=nowhere"], "download=true"),
+        (["--seed_everything=-1"], "seed_everything must be from 0 to 4294967295, got -1"),
+        (["--seed_everything=4294967296"], "seed_everything must be from 0 to 4294967295"),
+        (["--federation.seed=-1"], "federation.seed must be from 0 to 4294967295, got -1"),
+        (["--data.init_args.seed=-1"], "data.init_args.seed must be from 0 to 4294967295, got -1"),
     ],
 )
 def test_a_users_mistake_ends_with_a_message_and_leaves_nothing(cli, tmp_path, args, message):
@@ -206,6 +211,91 @@ def test_a_users_mistake_ends_with_a_message_and_leaves_nothing(cli, tmp_path, a
     assert message in out
     assert "Traceback" not in out
     assert not list(tmp_path.rglob("*.*"))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--federation.participation=7.5"], "participation must be"),
+        (["--federation.policy.init_args.lr=-1"], "lr must be"),
+        (["--model.init_args.net.init_args.sizes=[64]"], "sizes must be"),
+        (
+            [
+                "--model.init_args.terms+=Proximal",
+                "--model.init_args.terms.init_args.mu=-1",
+            ],
+            "mu must be",
+        ),
+        (
+            [
+                "--data.init_args.partition=Dirichlet",
+                "--data.init_args.partition.init_args.alpha=-1",
+            ],
+            "alpha must be",
+        ),
+    ],
+)
+def test_what_a_constructor_refuses_is_said_in_its_own_words(cli, args, message):
+    out = cli(*FIT, *args, expect=2)
+    assert out.startswith(f"lightning-fl: error: {message}")
+    assert len(out.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        (["--federation.aggregator=FedAvgg"], ["FedAvg"]),
+        (["--data.init_args.partition=Dirichlett"], ["ByLabel", "Dirichlet", "IID"]),
+        (["--data=Digitss"], ["CIFAR10", "Digits"]),
+        (["--model.init_args.terms+=Proxy"], ["Proximal"]),
+        (["--trainer.callbacks+=EarlyStop"], ["EarlyStopping", "Timer"]),
+    ],
+)
+def test_a_class_that_does_not_exist_is_answered_with_those_that_do(cli, args, names):
+    out = cli(*FIT, *args, expect=2)
+    assert out.count("Known names: ") == 1
+    known = out.splitlines()[-1].removeprefix("Known names: ").split(", ")
+    assert [name for name in known if name in names] == names
+    assert not {"Aggregator", "Partition", "ClientModule"} & set(known)
+
+
+def test_of_all_the_networks_of_torch_none_is_listed(cli):
+    assert "Known names" not in cli(*FIT, "--model.init_args.net=Foo", expect=2)
+
+
+def test_a_metric_that_nobody_logs_is_an_error(cli):
+    stop = ("--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=nope")
+    out = cli(*FIT, *stop, expect=2)
+    assert "lightning-fl: error: Early stopping conditioned on metric `nope`" in out
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda path: torch.save({"state_dict": {}}, path), "no checkpoint of Lightning"),
+        (lambda path: torch.save([1, 2], path), "no checkpoint of Lightning"),
+        (lambda path: torch.save(torch.ones(3), path), "no checkpoint of Lightning"),
+        (lambda path: torch.save(print, path), "holds more than data"),
+        (lambda path: path.write_text("hello"), "damaged, or not a checkpoint"),
+        (lambda path: ZipFile(path, "w").writestr("a", "b"), "damaged, or not a checkpoint"),
+    ],
+)
+def test_a_file_that_is_no_checkpoint_is_an_error(cli, tmp_path, write, message):
+    write(tmp_path / "x.ckpt")
+    for command in (FIT, ("test", "--config", DIGITS)):
+        assert message in cli(*command, "--ckpt_path=x.ckpt", expect=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.ckpt"]
+
+
+def test_predictions_lie_beside_the_checkpoint_that_made_them(cli, tmp_path):
+    cli(*FIT)
+    run, elsewhere = tmp_path / "runs" / "digits" / "version_0", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (run / "last.ckpt").rename(elsewhere / "x.ckpt")
+    out = cli("predict", "--config", DIGITS, "--ckpt_path=elsewhere/x.ckpt")
+    assert "Written to elsewhere/predictions.pt" in out
+    assert sum(map(len, torch.load(elsewhere / "predictions.pt"))) == 359
+    assert not (run / "predictions.pt").exists()
 
 
 def test_a_test_without_a_checkpoint_is_an_error(cli):

@@ -6,6 +6,7 @@ import stat
 import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_fl.callbacks import AtomicCheckpointIO, FederatedLoop, RoundCheckpoint
@@ -73,6 +74,18 @@ def test_what_is_put_in_place_is_on_the_disk_and_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", watched_replace)
     write_atomically(path, content("twelve bytes"))
     assert done == [("fsync", 12), ("replace", 12)]
+
+
+def test_what_a_kill_left_is_removed_by_the_next_write_and_nothing_else_is(tmp_path, monkeypatch):
+    others = [".last.ckpt.abcdefgh.tmp", ".[a].b.abcdefgh.tmp", ".[a].tmp", "[a].abcdefgh.tmp"]
+    for name in others:
+        (tmp_path / name).touch()
+    with monkeypatch.context() as killed:
+        killed.setattr(os, "replace", lambda *_: None)  # nor does it clean up
+        write_atomically(tmp_path / "[a]", content("lost"))
+    assert len(names(tmp_path)) == len(others) + 1
+    write_atomically(tmp_path / "[a]", content("kept"))
+    assert names(tmp_path) == sorted([*others, "[a]"])
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
@@ -148,11 +161,61 @@ def test_one_file_holds_the_last_round_and_a_second_run_is_quiet(fit, foreign, t
         assert saved["callbacks"]["FederatedLoop"]["round"] == rounds
 
 
-def test_the_file_may_have_another_name_and_be_written_less_often(fit, foreign, tmp_path):
-    keep = RoundCheckpoint(str(tmp_path / "c"), "often", every_n_rounds=2)
-    fit(foreign(), rounds=3, callbacks=[keep], enable_checkpointing=True)
+@pytest.mark.parametrize(
+    ("every", "saved"), [(1, [1, 2, 3, 4]), (2, [2, 4]), (3, [3, 4]), (9, [4])]
+)
+def test_the_file_may_have_another_name_and_be_written_less_often(
+    fit, foreign, tmp_path, monkeypatch, every, saved
+):
+    save, rounds = torch.save, []
+
+    def watched(checkpoint, file):
+        rounds.append(checkpoint["callbacks"]["FederatedLoop"]["round"])
+        save(checkpoint, file)
+
+    monkeypatch.setattr(torch, "save", watched)
+    keep = RoundCheckpoint(str(tmp_path / "c"), "often", every_n_rounds=every)
+    fit(foreign(), rounds=4, callbacks=[keep], enable_checkpointing=True)
     assert names(tmp_path / "c") == ["often.ckpt"]
-    assert torch.load(tmp_path / "c" / "often.ckpt", weights_only=True)["epoch"] == 1
+    assert rounds == saved
+
+
+class Stop(Callback):
+    """Stop at a batch of a round, as max_time does, or at the end of one, as EarlyStopping does."""
+
+    def __init__(self, round, batch=None):
+        self.round, self.batch = round, batch
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        trainer.should_stop |= (trainer.current_epoch, batch_idx) == (self.round, self.batch)
+
+    def on_train_epoch_end(self, trainer, module):
+        trainer.should_stop |= trainer.current_epoch == self.round and self.batch is None
+
+
+@pytest.mark.parametrize("every", [1, 3, 9])
+@pytest.mark.parametrize(
+    ("stop", "rounds"),
+    [([], 4), ([Stop(3)], 4), ([Stop(3, 5)], 3), ([Stop(4, 0)], 4), ([Stop(0, 2)], 0)],
+    ids=["end", "early", "amid", "third", "first"],
+)
+def test_a_run_that_stops_leaves_a_checkpoint_that_resumes(
+    fit, foreign, tmp_path, every, stop, rounds
+):
+    def keep():
+        return RoundCheckpoint(str(tmp_path), every_n_rounds=every)
+
+    whole, again = foreign(), foreign(seed=9)
+    expected = fit(whole, rounds=6)
+    first = 6 if stop else rounds
+    fit(foreign(), rounds=first, callbacks=[keep(), *stop], enable_checkpointing=True)
+    path = str(tmp_path / "last.ckpt")
+    saved = torch.load(path, weights_only=True)["callbacks"]["FederatedLoop"]
+    assert saved["round"] == rounds
+    loop = FederatedLoop(buffers="average")
+    fit(again, loop, rounds=6, callbacks=[keep()], enable_checkpointing=True, ckpt_path=path)
+    assert loop.rows == expected.rows
+    assert all(torch.equal(a, again.state_dict()[k]) for k, a in whole.state_dict().items())
 
 
 def test_a_crash_while_a_checkpoint_is_written_leaves_the_one_before(
@@ -165,11 +228,11 @@ def test_a_crash_while_a_checkpoint_is_written_leaves_the_one_before(
         if checkpoint["epoch"] == 2:
             raise OSError("no space left")
 
-    monkeypatch.setattr(torch, "save", crash)
     keep = {"callbacks": [RoundCheckpoint(str(tmp_path / "c"))], "enable_checkpointing": True}
-    with pytest.raises(OSError, match="no space left"):
-        fit(foreign(), rounds=4, **keep)
-    monkeypatch.undo()
+    with monkeypatch.context() as broken:
+        broken.setattr(torch, "save", crash)
+        with pytest.raises(OSError, match="no space left"):
+            fit(foreign(), rounds=4, **keep)
     assert names(tmp_path / "c") == ["last.ckpt"]
     assert torch.load(tmp_path / "c" / "last.ckpt", weights_only=True)["epoch"] == 1
     whole, again = foreign(), foreign(seed=9)
