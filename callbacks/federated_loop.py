@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -40,7 +41,7 @@ from lightning_fl.functional.randomness import (
     seed_rng,
     set_rng_state,
 )
-from lightning_fl.lanes import BufferPolicy, ModuleLane
+from lightning_fl.lanes import BufferPolicy, Lanes, lane_host
 from lightning_fl.policies import HyperParameterPolicy, Schedule
 from lightning_fl.samplers import ClientSampler, UniformSampler
 from lightning_fl.store import ClientStore
@@ -51,6 +52,7 @@ from lightning_fl.types import (
     Feedback,
     RoundPlan,
     ServerState,
+    Step,
     describe,
     full,
 )
@@ -171,7 +173,8 @@ class FederatedLoop(Callback):
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # not a user's own
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         check_trainer(trainer)
-        check_module(pl_module)
+        user = pl_module.module if isinstance(pl_module, Lanes) else pl_module
+        check_module(user)
         data = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
         if not isinstance(data, FederatedData):
             raise FederationError(
@@ -187,8 +190,8 @@ class FederatedLoop(Callback):
                 f"min_clients={self.min_clients}, but only {self._cohort_size()} clients take part"
                 f" in a round (participation={self.participation}): lower one or raise the other"
             )
-        check_smallest_batch(pl_module, data)
-        if self.buffers is None and has_running_statistics(pl_module):
+        check_smallest_batch(user, data)
+        if self.buffers is None and has_running_statistics(user):
             rank_zero_warn(
                 "the module keeps running statistics (BatchNorm) and clients change them:"
                 " FederatedLoop averages them. Choose buffers='average', 'server' or 'local' to say"
@@ -205,13 +208,16 @@ class FederatedLoop(Callback):
             trainer.num_sanity_val_steps = math.inf
         self._seed = run_seed(self.seed)
         self._plan, self._round = None, None
+        self._data = data
+        lanes = isinstance(pl_module, Lanes) and pl_module.reason is None
+        self._lanes = pl_module if isinstance(pl_module, Lanes) and lanes else None
         self._undo.enter_context(one_optimizer(pl_module))
         data.plan = self.plan
         self._undo.callback(setattr, data, "plan", None)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take hold of the module's tensors and of its optimiser."""
-        self.lane = ModuleLane(
+        self.lane = lane_host(
             pl_module,
             self.buffers or "average",
             trainer.optimizers[0],
@@ -302,7 +308,12 @@ class FederatedLoop(Callback):
             steps = torch.full_like(clients, int(batches) // len(clients))
             steps[0] += int(batches) - int(steps.sum())
         lr = values.pop("lr", None)
-        return RoundPlan(seed, self.round, clients, steps, lr, values)
+        plan = RoundPlan(seed, self.round, clients, steps, lr, values)
+        if self._lanes is None or batches:
+            return plan
+        samples = int(self._data.batch_sizes(clients, 0, 1).max())
+        lanes, count = self._lanes.layout(len(clients), samples, self._data.sample_bytes)
+        return replace(plan, lanes=lanes, steps_per_batch=count)
 
     # --- a round ----------------------------------------------------------------------------------
 
@@ -325,69 +336,88 @@ class FederatedLoop(Callback):
         seed_rng(derive_seed(plan.seed, Purpose.ROUND, self.round), pl_module.device)
         self._round.rng = rng_state(pl_module.device)
         self.aggregator.start(self._round.server.vector)
-        self._seed_client(pl_module)
+        self._seed_clients(pl_module, 0)
 
-    def _seed_client(self, pl_module: LightningModule) -> None:
-        """Seed the next client before its first batch: transforms on the device draw already."""
-        round = self._current
-        if round.position < len(round.plan.clients):
-            client = int(round.plan.clients[round.position])
+    def _seed_clients(self, pl_module: LightningModule, batch_idx: int) -> None:
+        """Seed the clients to come, before their first batch: transforms on the device draw."""
+        plan = self._current.plan
+        if batch_idx < len(plan.schedule):
+            client = int(plan.clients[plan.schedule[batch_idx].rows[0]])
             key = (Purpose.CLIENT, self.round, client)
-            seed_rng(derive_seed(round.plan.seed, *key), pl_module.device)
+            seed_rng(derive_seed(plan.seed, *key), pl_module.device)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Load the server's parameters at a client's first step."""
-        round = self._current
-        step = round.plan.schedule[batch_idx]
-        if not step.first:
-            return
-        client = round.plan.clients[round.position]
-        start = self.aggregator.server_for(client[None])[0]
+        """Load the server's parameters at the first step of clients."""
+        plan, step = self._current.plan, self._current.plan.schedule[batch_idx]
+        if step.first:
+            self._load(self._current, step)
+            _call(pl_module, "on_client_start")
+        if self._lanes is not None:
+            rows = list(step.rows)
+            at = torch.arange(step.start, step.start + step.steps)[:, None]
+            self.lane.sizes = self._data.batch_sizes(plan.clients[rows], step.start, step.steps)
+            self.lane.active = at < plan.num_steps[rows]
+
+    def _load(self, round: _Round, step: Step) -> None:
+        clients = round.plan.clients[list(step.rows)]
+        start = self.aggregator.server_for(clients)
         round.start = ServerState(start, round.server.counters)
-        lr = self._lr(round.plan, round.position)
-        self.lane.load(round.start, self.store.get(int(client)), lr)
+        kept = [self.store.get(client) for client in clients.tolist()]
+        self.lane.load(round.start, kept, [self._lr(round.plan, row) for row in step.rows])
         self.schedulers.write(round.schedule)
-        _call(pl_module, "on_client_start")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Collect a client after its last step; aggregate after the last client."""
+        """Collect clients after their last step; aggregate after the last of them."""
         round = self._current
-        if not round.plan.schedule[batch_idx].last:
+        step = round.plan.schedule[batch_idx]
+        if not step.last:
             return
         _call(pl_module, "on_client_end")
-        self._collect(round)
-        if (steps := int(round.plan.num_steps[round.position])) > round.most_steps:
+        self._collect(round, step)
+        if (steps := step.start + step.steps) > round.most_steps:
             round.most_steps, round.schedule_after = steps, self.schedulers.read()
-        round.position += 1
-        self._seed_client(pl_module)
+        round.position += len(step.rows)
+        self._seed_clients(pl_module, batch_idx + 1)
         if round.position == len(round.plan.clients):  # Lightning validates after this hook.
             self._aggregate(round)
 
-    def _collect(self, round: _Round) -> None:
-        client = round.plan.clients[round.position]
+    def _collect(self, round: _Round, step: Step) -> None:
+        clients = round.plan.clients[list(step.rows)]
         delta, counters = self.lane.collect(round.start)
+        finite = torch.ones(len(clients), dtype=torch.bool)
         # NaN or infinite if anything is; isfinite() of all would take six times as long.
         if not all(extreme.isfinite() for extreme in delta.aminmax()):
+            finite = delta.isfinite().all(1).cpu()
+        if not finite.all():
+            failed = clients[~finite].tolist()
             if self.on_client_error == "raise":
                 raise FederationError(
-                    f"client {client} returned an update that is not finite in round"
+                    f"client {failed[0]} returned an update that is not finite in round"
                     f" {self.round + 1}: lower the learning rate, clip gradients, or choose"
                     " on_client_error: skip"
                 )
-            round.skipped.append(int(client))
-            return
-        weight = self._num_samples[client][None]
-        self.aggregator.update(ClientUpdate(client[None], delta, weight))
-        self.store.put(int(client), self.lane.rows())
-        round.counters = torch.maximum(round.counters, counters)
-        round.num_samples += int(weight)
+            round.skipped += failed
+            if not finite.any():
+                return
+            clients = clients[finite]
+            delta, counters = delta[finite], counters[finite]
+        weights = self._num_samples[clients]
+        self.aggregator.update(ClientUpdate(clients, delta, weights))
+        rows = [
+            row for row, is_good in zip(self.lane.rows(), finite.tolist(), strict=True) if is_good
+        ]
+        for client, kept in zip(clients.tolist(), rows, strict=True):
+            self.store.put(client, kept)
+        round.counters = torch.maximum(round.counters, counters.amax(0))
+        round.num_samples += int(weights.sum())
 
     def _aggregate(self, round: _Round) -> None:
         server = round.server
+        round.skipped.sort()  # lanes come in the order of their work
         returned = len(round.plan.clients) - len(round.skipped)
         if round.skipped:
             named = ", ".join(map(str, round.skipped[:10])) + ", ..." * (len(round.skipped) > 10)

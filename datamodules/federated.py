@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -28,6 +29,7 @@ from lightning_fl.functional.randomness import (
     derive_seed,
     generator,
     run_seed,
+    seed_rng,
     seeded_rng,
 )
 from lightning_fl.partition import IID, Manifest, Partition, checksum
@@ -65,10 +67,13 @@ class InMemory(Dataset[Any]):
 
 @dataclass(frozen=True)
 class Batch:
-    """Which samples a batch holds, and the key of the randomness that their transforms may use."""
+    """Which samples a batch holds, and the keys of the randomness that their transforms may use.
+
+    With several lanes or local steps in it each has a key, for an equal share of the samples.
+    """
 
     index: Tensor
-    key: tuple[int, ...]
+    keys: Sequence[tuple[int, ...]]
 
 
 class Batches(Dataset[Any]):
@@ -86,14 +91,18 @@ class Batches(Dataset[Any]):
 
     def __getitems__(self, batch: Batch | list[int]) -> Any:
         if isinstance(batch, list):  # of torch's own sampler, in validation, test and prediction
-            batch = Batch(torch.tensor(batch), (self.seed, Purpose.EVALUATION_SAMPLES, batch[0]))
+            batch = Batch(torch.tensor(batch), [(self.seed, Purpose.EVALUATION_SAMPLES, batch[0])])
         if isinstance(self.data, InMemory) and self.collate is default_collate:
             return self.data.fetch(batch.index)
-        index = batch.index.tolist()
-        with seeded_rng(derive_seed(*batch.key)):
-            if hasattr(self.data, "__getitems__"):
-                return self.collate(self.data.__getitems__(index))
-            return self.collate([self.data[i] for i in index])
+        samples: list[Any] = []
+        with seeded_rng(0):
+            for key, index in zip(batch.keys, batch.index.chunk(len(batch.keys)), strict=True):
+                seed_rng(derive_seed(*key))
+                if hasattr(self.data, "__getitems__"):
+                    samples += self.data.__getitems__(index.tolist())
+                else:
+                    samples += [self.data[i] for i in index.tolist()]
+            return self.collate(samples)
 
 
 class RoundLoader(DataLoader[Any]):
@@ -143,7 +152,11 @@ def client_batches(
 
 
 class RoundBatches(Sampler[Batch]):
-    """The batches of a round, client after client; asking twice gives the same batches."""
+    """The batches of a round, client after client; asking twice gives the same batches.
+
+    With several lanes or local steps in a batch the samples are in the order ``[steps, lanes,
+    samples]``. A lane with fewer samples than another, or none left, is filled with its own first.
+    """
 
     def __init__(self, plan: RoundPlan, parts: Sequence[Tensor], **batches: Any) -> None:
         self.plan, self.parts, self.batches = plan, parts, batches
@@ -152,21 +165,31 @@ class RoundBatches(Sampler[Batch]):
         return len(self.plan.schedule)
 
     def __iter__(self) -> Iterator[Batch]:
-        plan = self.plan
-        streams: dict[int, Iterator[Batch]] = {}
+        plan, steps = self.plan, self.plan.num_steps.tolist()
+        streams: dict[int, Iterator[Tensor]] = {}
         for step in plan.schedule:
-            (row,) = step.rows
             if step.first:
-                streams = {row: self._client(int(plan.clients[row]))}
-            yield next(streams[row])
+                streams = {row: self._client(int(plan.clients[row])) for row in step.rows}
+            index, keys = [], []
+            for i in range(step.start, step.start + step.steps):
+                for row in step.rows:
+                    client = int(plan.clients[row])
+                    index.append(next(streams[row]) if i < steps[row] else self.parts[client][:1])
+                    keys.append((plan.seed, Purpose.SAMPLES, plan.round, client, i))
+            yield Batch(torch.cat(_filled(index)), keys)
 
-    def _client(self, client: int) -> Iterator[Batch]:
-        seed, round = self.plan.seed, self.plan.round
-        order = generator(seed, Purpose.BATCHES, round, client)
-        for i, index in enumerate(
-            client_batches(self.parts[client], generator=order, **self.batches)
-        ):
-            yield Batch(index, (seed, Purpose.SAMPLES, round, client, i))
+    def _client(self, client: int) -> Iterator[Tensor]:
+        order = generator(self.plan.seed, Purpose.BATCHES, self.plan.round, client)
+        return client_batches(self.parts[client], generator=order, **self.batches)
+
+
+def _filled(rows: list[Tensor]) -> list[Tensor]:
+    """Bring rows to one length with their own first elements."""
+    length = max(len(row) for row in rows)
+    return [
+        row if len(row) == length else torch.cat([row, row[:1].expand(length - len(row))])
+        for row in rows
+    ]
 
 
 class EpochBatches(Sampler[Batch]):
@@ -318,6 +341,7 @@ class FederatedDataModule(LightningDataModule):
         self.seed = None if seed is None else _integer("seed", seed, 0)
         self.plan: Callable[[], RoundPlan] | None = None
         self.parts: list[Tensor] = []
+        self._num_samples = torch.zeros(0, dtype=torch.int64)
         #: Class of each training sample, ``[n]``, where it is known.
         self.class_labels: Tensor | None = None
 
@@ -410,7 +434,9 @@ class FederatedDataModule(LightningDataModule):
     @property
     def num_samples(self) -> Tensor:
         """Training samples of each client, ``[num_clients]``."""
-        return torch.tensor([len(part) for part in self.parts])
+        if len(self._num_samples) != len(self.parts):
+            self._num_samples = torch.tensor([len(part) for part in self.parts])
+        return self._num_samples
 
     @property
     def batches_per_epoch(self) -> Tensor:
@@ -429,6 +455,31 @@ class FederatedDataModule(LightningDataModule):
         if self.drop_last or self.replacement:
             return size
         return (n - 1) % size + 1
+
+    def batch_sizes(self, clients: Tensor, start: int, count: int) -> Tensor:
+        """Return the samples in local steps ``start`` to ``start + count`` of clients.
+
+        Args:
+            clients: Ids, ``[k]``.
+            start: Steps before.
+            count: Steps.
+
+        Returns:
+            Sizes, ``[count, k]``.
+        """
+        n = self.num_samples[clients]
+        size = self._full_batch(n)
+        if self.drop_last or self.replacement:
+            return size.expand(count, -1)
+        batches = self._num_batches(n)
+        is_last = torch.arange(start, start + count)[:, None] % batches == batches - 1
+        return torch.where(is_last, n - (batches - 1) * size, size)
+
+    @property
+    def sample_bytes(self) -> int:
+        """Memory that a training sample takes on the device, its numbers as float32."""
+        sample = self.train[0]  # type: ignore[index]  # there after setup
+        return 4 * sum(t.numel() if isinstance(t, Tensor) else 1 for t in tree_leaves(sample))
 
     def _full_batch(self, n: Tensor) -> Tensor:
         return n if self.batch_size is None else n.clamp(max=self.batch_size)

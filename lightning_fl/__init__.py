@@ -2,7 +2,8 @@
 
 from importlib.metadata import version
 
+from lightning_fl.lanes import Lanes
 from lightning_fl.objectives import ClientModule
 
 __version__ = version("lightning_fl")
-__all__ = ["ClientModule", "__version__"]
+__all__ = ["ClientModule", "Lanes", "__version__"]

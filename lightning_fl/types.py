@@ -28,17 +28,24 @@ class FederationError(MisconfigurationException, ValueError):
 
 
 class Step(NamedTuple):
-    """What one training batch of a round is: a local step of the clients in the lanes.
+    """What one training batch of a round is: local steps of the clients in the lanes.
 
     Args:
         rows: Positions of the clients in the plan, one a lane.
-        first: Whether it is the clients' first step of the round.
-        last: Whether it is their last.
+        start: Local steps that these clients have made before.
+        steps: Local steps in this batch.
+        last: Whether the clients are done after it.
     """
 
     rows: tuple[int, ...]
-    first: bool
+    start: int
+    steps: int
     last: bool
+
+    @property
+    def first(self) -> bool:
+        """Whether the clients begin with it."""
+        return self.start == 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,8 @@ class RoundPlan:
         num_steps: Local steps of each, ``[k]``, at least 1.
         lr: Learning rate of each, ``[k]``, or None for the module's own.
         values: Further values by name, each ``[k]``. ``lr_factor`` multiplies the learning rate.
+        lanes: Clients that train at once.
+        steps_per_batch: Local steps in one training batch.
 
     Raises:
         FederationError: If the round is empty, or the shapes or numbers of steps do not fit.
@@ -60,7 +69,7 @@ class RoundPlan:
         >>> plan = RoundPlan(seed=0, round=0, clients=torch.tensor([4, 7]),
         ...                  num_steps=torch.tensor([1, 2]))
         >>> plan.schedule[1]
-        Step(rows=(1,), first=True, last=False)
+        Step(rows=(1,), start=0, steps=1, last=False)
     """
 
     seed: int
@@ -69,6 +78,8 @@ class RoundPlan:
     num_steps: Tensor
     lr: Tensor | None = None
     values: Mapping[str, Tensor] = field(default_factory=dict)
+    lanes: int = 1
+    steps_per_batch: int = 1
 
     def __post_init__(self) -> None:
         if not len(self.clients):
@@ -95,12 +106,26 @@ class RoundPlan:
 
     @cached_property
     def schedule(self) -> list[Step]:
-        """The round's steps in order, client after client."""
-        return [
-            Step((row,), i == 0, i == n - 1)
-            for row, n in enumerate(self.num_steps.tolist())
-            for i in range(n)
-        ]
+        """The round's steps in order, one group of clients after another.
+
+        Clients of like work share the lanes, and groups differ by at most one in size: no lane
+        waits long for another, and none is empty.
+        """
+        steps = self.num_steps.tolist()
+        rows = list(range(len(steps)))
+        if self.lanes > 1:
+            rows.sort(key=lambda row: -steps[row])
+        groups = -(-len(rows) // self.lanes)
+        size, larger = divmod(len(rows), groups)
+        schedule, at = [], 0
+        for i in range(groups):
+            group = tuple(rows[at : at + size + (i < larger)])
+            at += len(group)
+            most = max(steps[row] for row in group)
+            for start in range(0, most, self.steps_per_batch):
+                count = min(self.steps_per_batch, most - start)
+                schedule.append(Step(group, start, count, start + count == most))
+        return schedule
 
 
 class ServerState(NamedTuple):
@@ -172,6 +197,12 @@ class FederatedData(Protocol):
     num_samples: Tensor
     #: Batches in one pass over each client's samples, ``[num_clients]``.
     batches_per_epoch: Tensor
+
+    #: Memory that a sample takes.
+    sample_bytes: int
+
+    def batch_sizes(self, clients: Tensor, start: int, count: int) -> Tensor:
+        """Samples in some local steps of these clients, ``[count, k]``."""
 
 
 def full(value: Tensor | float, clients: Tensor) -> Tensor:

@@ -49,10 +49,14 @@ class ClientModule(LightningModule):
         self.train_loss = MeanMetric(nan_strategy="ignore")
         self.val_acc = MulticlassAccuracy(average="micro")
         self.test_acc = MulticlassAccuracy(average="micro")
-        # The model that the client started from: constant, so neither a buffer nor saved.
-        self._fixed: dict[str, Tensor] = {}
+        #: Parameters that the client started from, by name, for the terms; a ``FederatedLoop`` sets
+        #: them. Constant, so neither a buffer nor saved.
+        self.fixed: dict[str, Tensor] = {}
+        #: Weight of each sample in the mean, ``[batch]``, summing to 1; None is equal weights.
+        #: Lanes with fewer samples than others are filled up with samples of weight 0.
+        self.sample_weight: Tensor | None = None
         self._client_loss: list[Tensor] = []
-        self._client_samples = 0
+        self._client_samples: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits, ``[batch, classes]``."""
@@ -71,34 +75,43 @@ class ClientModule(LightningModule):
     def on_train_epoch_start(self) -> None:
         """Forget what a round that was cut short has left."""
         self.train_loss.reset()
-        self._client_loss, self._client_samples = [], 0
-
-    def on_client_start(self) -> None:
-        """Keep the parameters that the client starts from, for the terms."""
-        if len(self.terms):
-            self._fixed = {n: p.detach().clone() for n, p in self.net.named_parameters()}
+        self._client_loss, self._client_samples = [], []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss of a local step."""
         outputs = self(batch[0])
         losses = self.losses(batch, outputs)
-        loss = losses.mean()
+        weight = self.sample_weight
+        loss = losses.mean() if weight is None else losses @ weight
         if len(self.terms):
-            if not self._fixed:  # Outside of a federation the model stays near where it began.
-                self.on_client_start()
-            own, fixed = Side(dict(self.net.named_parameters()), outputs), Side(self._fixed)
+            params: dict[str, Tensor] = dict(self.net.named_parameters(prefix="net"))
+            if not self.fixed:  # Outside of a federation the model stays near where it began.
+                self.fixed = {n: p.detach().clone() for n, p in params.items()}
+            own, fixed = Side(params, outputs), Side({n: self.fixed[n] for n in params})
             loss = loss + sum(term(own, fixed, batch) for term in self.terms)
-        self._client_loss.append(loss.detach() * len(losses))
-        self._client_samples += len(losses)
+        self.record(loss, len(losses))
         return loss
 
+    def record(self, loss: Tensor, count: int | Tensor) -> None:
+        """Note the loss of a local step, of one client or of each in the lanes.
+
+        Args:
+            loss: Scalar, or ``[lanes]``.
+            count: Samples, of the same shape.
+        """
+        loss = loss.detach()
+        samples = torch.as_tensor(count, device=loss.device)
+        self._client_loss.append(loss * samples)
+        self._client_samples.append(samples)
+
     def on_client_end(self) -> None:
-        """Add the client's losses to the round's figure: once a client, not once a step."""
-        if self._client_samples:
-            loss = torch.stack(self._client_loss).sum() / self._client_samples
+        """Add the clients' losses to the round's figure: once a client, not once a step."""
+        if self._client_loss:
+            samples = torch.stack(self._client_samples).sum(0)
+            loss = torch.stack(self._client_loss).sum(0) / samples
             # The metric ignores NaN alone.
-            self.train_loss.update(loss.where(loss.isfinite(), torch.nan), self._client_samples)
-        self._client_loss, self._client_samples = [], 0
+            self.train_loss.update(loss.where(loss.isfinite(), torch.nan), samples)
+        self._client_loss, self._client_samples = [], []
 
     def on_train_epoch_end(self) -> None:
         """Log the round's training loss."""

@@ -1,0 +1,220 @@
+"""What a place where clients train offers to the loop."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_fl.types import FederationError, ServerState
+
+BufferPolicy = Literal["average", "server", "local"]
+Rows = Mapping[str, Tensor]
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All numbers of a tensor in one row; a complex number is two."""
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+
+
+def is_floating(tensor: Tensor) -> bool:
+    """Say whether a tensor holds numbers that can be averaged."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+class TensorList:
+    """Tensors read and written as one vector, in one dtype that holds them all."""
+
+    def __init__(self, tensors: Iterable[Tensor], empty: torch.dtype) -> None:
+        self.tensors = list(tensors)
+        views = [flat(t) for t in self.tensors]
+        self.sizes = [len(v) for v in views]
+        self.dtype = empty
+        for i, view in enumerate(views):
+            self.dtype = view.dtype if i == 0 else torch.promote_types(self.dtype, view.dtype)
+        self.device = views[0].device if views else torch.device("cpu")
+
+    def read(self) -> Tensor:
+        """Return a copy, ``[sum of sizes]``."""
+        if not self.tensors:
+            return torch.zeros(0, dtype=self.dtype, device=self.device)
+        return torch.cat([flat(t).to(self.device) for t in self.tensors]).to(self.dtype)
+
+    @torch.no_grad()
+    def write(self, vector: Tensor) -> None:
+        """Copy a vector into the tensors."""
+        if not self.tensors:
+            return
+        plain = [torch.view_as_real(t) if t.is_complex() else t for t in self.tensors]
+        rows = vector.split(self.sizes)
+        torch._foreach_copy_(plain, [r.view_as(t) for r, t in zip(rows, plain, strict=True)])
+
+
+class LaneHost(ABC):
+    """Where clients train: loaded with the server's state, collected after their last step.
+
+    Args:
+        module: The user's module; between rounds it holds the server's model.
+        buffers: What becomes of floating buffers after a client. ``average``: they are averaged
+            like parameters, integer buffers keep their maximum. ``server``: the server keeps its
+            own. ``local``: each client keeps its own, the server the average.
+        optimizer: The optimiser of local training.
+        keep_optimizer: Whether a client keeps its optimiser's state from round to round.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        buffers: BufferPolicy,
+        optimizer: torch.optim.Optimizer,
+        keep_optimizer: bool,
+    ) -> None:
+        self.module = module
+        self.buffers, self.optimizer, self.keep_optimizer = buffers, optimizer, keep_optimizer
+        for owner in module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and 0 in buffer.stride():  # expanded: cannot be written to
+                    owner._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
+        self._owned = [
+            (owner, name, buffer)
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+        self.named_parameters = dict(module.named_parameters())
+        self.named_buffers = dict(module.named_buffers())
+        floats = [b for b in self.named_buffers.values() if is_floating(b)]
+        self.vector = TensorList([*self.named_parameters.values(), *floats], torch.float32)
+        self.num_parameters = sum(flat(p).numel() for p in self.named_parameters.values())
+        self.counters = TensorList(
+            (b for b in self.named_buffers.values() if not is_floating(b)), torch.int64
+        )
+        #: The optimiser's own learning rate, which a client's is a ratio to. With a scheduler it is
+        #: the first value: the scheduler's factor stays in force.
+        group = optimizer.param_groups[0]
+        self.base_lr = float(group.get("initial_lr", group.get("lr", 0.0)))
+        #: Clients in training.
+        self.count = 1
+        #: Samples of each local step and lane of the batch, and who still trains, ``[steps, k]``.
+        self.sizes = self.active = torch.zeros(0, 1)
+        self._ratio, self._own_lr = 1.0, list[Any]()
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._set_lr),
+            optimizer.register_step_post_hook(self._restore_lr),
+        ]
+
+    # --- the server's model -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _adopt(self) -> None:
+        """Take back buffers that the module set anew (``self.seen = self.seen + 1``)."""
+        for owner, name, buffer in self._owned:
+            if (now := owner._buffers[name]) is not buffer and now is not None:
+                buffer.copy_(now)
+                owner._buffers[name] = buffer
+
+    def read(self) -> ServerState:
+        """Return a copy of the module's state."""
+        self._adopt()
+        return ServerState(self.vector.read(), self.counters.read())
+
+    def write(self, state: ServerState) -> None:
+        """Put a state into the module and forget the optimiser's."""
+        self._adopt()
+        self.vector.write(state.vector)
+        self.counters.write(state.counters)
+        self.optimizer.state.clear()
+
+    def close(self) -> None:
+        """Let go of the optimiser."""
+        for hook in self._hooks:
+            hook.remove()
+        self._restore_lr()  # an exception inside a step comes before the hook after it
+        self.set_fixed({})
+
+    def set_fixed(self, params: dict[str, Tensor]) -> None:
+        """Hand a module that asks for them the parameters that its client starts from."""
+        if hasattr(self.module, "fixed"):
+            vars(self.module)["fixed"] = params
+
+    # --- clients ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def load(self, state: ServerState, rows: Sequence[Rows], lr: Sequence[float]) -> None:
+        """Begin clients, one a lane, with the tensors that they kept for themselves.
+
+        Args:
+            state: What they start from: vectors ``[k, P]``, counters ``[C]``.
+            rows: What :meth:`rows` returned at the end of their last round.
+            lr: Learning rates of the first parameter group; the others keep their ratio to it.
+
+        Raises:
+            FederationError: If the optimiser has no learning rate to be a ratio to.
+        """
+
+    @abstractmethod
+    def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
+        """Return the clients' moves away from ``state``, ``[k, P]``, and counters, ``[k, C]``."""
+
+    @abstractmethod
+    def rows(self) -> list[dict[str, Tensor]]:
+        """Return the tensors that each client keeps for itself."""
+
+    def _moved(self, local: Tensor, state: ServerState) -> Tensor:
+        """How far local vectors, ``[k, P]``, which are used up, are from where they started."""
+        at = self.num_parameters
+        # A buffer may hold infinity for good, as attention masks do: what stayed has not moved.
+        kept = local[:, at:] == state.vector[:, at:]
+        delta = local.sub_(state.vector)
+        delta[:, at:].masked_fill_(kept, 0)
+        if self.buffers == "server":
+            delta[:, at:] = 0
+        return delta
+
+    # --- learning rates ---------------------------------------------------------------------------
+
+    def _ratios(self, lr: Sequence[float]) -> list[float]:
+        for rate in lr:
+            if rate != self.base_lr and not self.base_lr:
+                raise FederationError(
+                    f"the policy sets lr={rate} as a ratio to the optimiser's own learning rate,"
+                    " which is 0 or missing: give the optimiser a positive lr"
+                )
+        return [rate / self.base_lr if self.base_lr else 1.0 for rate in lr]
+
+    def _set_lr(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Only inside the step: in the groups it would corrupt the module's own schedulers."""
+        if self._ratio != 1:
+            self._own_lr = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * self._ratio
+
+    def _restore_lr(self, *_: Any) -> None:
+        if self._own_lr:
+            for group, lr in zip(self.optimizer.param_groups, self._own_lr, strict=True):
+                group["lr"] = lr
+            self._own_lr = []
+
+    # --- what a client keeps of the optimiser -----------------------------------------------------
+
+    def _optimizer_rows(self) -> dict[str, Tensor]:
+        rows = {}
+        for i, (param, _) in enumerate(self._optimized()):
+            for name, value in self.optimizer.state.get(param, {}).items():
+                if value is None:
+                    continue
+                if not isinstance(value, Tensor):
+                    raise FederationError(
+                        f"optimizer_state: keep cannot keep {name} of"
+                        f" {type(self.optimizer).__name__}: it is not a tensor. Choose reset"
+                    )
+                rows[f"optimizer.{i}.{name}"] = value
+        return rows
+
+    def _optimized(self) -> list[tuple[nn.Parameter, dict[str, object]]]:
+        return [(p, group) for group in self.optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,150 @@
+"""A module's training step as a pure function of its tensors, for one client or for many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+Tensors = dict[str, Tensor]
+
+
+class Outcome(NamedTuple):
+    """What a local step makes, of one client or stacked.
+
+    Args:
+        loss: The loss to minimise.
+        logs: What the module logged, by name.
+        recorded: The loss that a module with a method ``record`` notes; empty without one.
+        buffers: The module's buffers after the step.
+    """
+
+    loss: Tensor
+    logs: Tensors
+    recorded: Tensors
+    buffers: Tensors
+
+
+class LocalStep(nn.Module):
+    """A module's ``training_step`` without side effects.
+
+    Instead of what it starts with, the module sees its client's: parameters, buffers, and, where
+    it has such attributes, ``fixed`` (the parameters that the client started from, by name) and
+    ``sample_weight`` (``[batch]``, summing to 1, or None for equal weights).
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module: LightningModule = module
+        #: Options of what the module logged, by name.
+        self.log_options: dict[str, dict[str, Any]] = {}
+
+    def forward(self, batch: Any, batch_idx: int) -> Any:
+        """Run the module's own step: ``functional_call`` reaches it through here."""
+        return self.module.training_step(batch, batch_idx)
+
+    def one(
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        fixed: Tensors,
+        batch: Any,
+        weight: Tensor | None,
+        batch_idx: int,
+    ) -> Outcome:
+        """Make the step of one client."""
+        tensors = {f"module.{n}": t for n, t in params.items()}
+        tensors |= {f"module.{n}": t.clone() for n, t in buffers.items()}
+        logs: Tensors = {}
+        recorded: Tensors = {}
+
+        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+            if isinstance(value, nn.Module):
+                raise TypeError(f"training_step logs the metric {name}")
+            logs[name] = torch.as_tensor(value).detach()
+            self.log_options[name] = options
+
+        def record(loss: Tensor, count: Any) -> None:
+            recorded["loss"] = loss.detach()
+
+        given = {"record": record, "fixed": fixed, "sample_weight": weight}
+        known = {name: value for name, value in given.items() if hasattr(self.module, name)}
+        with _replaced(self.module, {"log": log, **known}):
+            out = functional_call(self, tensors, (batch, batch_idx))
+        loss = out["loss"] if isinstance(out, Mapping) else out
+        if loss is None:
+            raise TypeError("training_step returns no loss")
+        return Outcome(loss, logs, recorded, {n: tensors[f"module.{n}"] for n in buffers})
+
+    def many(
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        fixed: Tensors,
+        batch: Any,
+        weight: Tensor | None,
+        batch_idx: int,
+        *,
+        fixed_is_shared: bool,
+        at_once: bool,
+    ) -> Outcome:
+        """Make the step of many clients: every tensor has the lane in front.
+
+        Args:
+            params: Parameters, ``[k, ...]``.
+            buffers: Buffers, ``[k, ...]``.
+            fixed: What the clients started from, ``[k, ...]``, or ``[...]`` where it is shared.
+            batch: Samples, ``[k, B, ...]``.
+            weight: Sample weights, ``[k, B]``, or None.
+            batch_idx: Number of the batch.
+            fixed_is_shared: Whether all clients started from the same.
+            at_once: Whether to map the step over the lanes; else they run one after another.
+        """
+        shared: dict[str, Any] = {"fixed": fixed, "weight": weight}
+        own: dict[str, Any] = {"params": params, "buffers": buffers, "batch": batch}
+        if not fixed_is_shared:
+            own["fixed"] = shared.pop("fixed")
+        if weight is not None:
+            own["weight"] = shared.pop("weight")
+
+        def step(lane: dict[str, Any]) -> Outcome:
+            return self.one(batch_idx=batch_idx, **shared, **lane)
+
+        return (_mapped if at_once else _one_after_another)(step, own)
+
+
+def _mapped(step: Callable[[Any], Outcome], stacked: dict[str, Any]) -> Outcome:
+    in_dims = tree_map(lambda t: 0 if isinstance(t, Tensor) else None, stacked)
+    outcome: Outcome = vmap(step, in_dims=(in_dims,), randomness="different")(stacked)
+    return outcome
+
+
+def _one_after_another(step: Callable[[Any], Outcome], stacked: dict[str, Any]) -> Outcome:
+    leaves, tree = tree_flatten(stacked)
+    count = next(len(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    # unbind, not indexing: going back, it writes each lane's gradient once.
+    lanes = [t.unbind(0) if isinstance(t, Tensor) else (t,) * count for t in leaves]
+    each = [step(tree_unflatten([lane[i] for lane in lanes], tree)) for i in range(count)]
+    if count == 1:
+        return tree_map(lambda t: t.unsqueeze(0), each[0])  # type: ignore[no-any-return]
+    return tree_map(lambda *t: torch.stack(t), *each)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _replaced(module: nn.Module, attributes: dict[str, Any]) -> Iterator[None]:
+    """Set attributes of a module, past what nn.Module does with them, and put the old ones back."""
+    own = vars(module)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            own.pop(name, None)
+        own.update(before)

@@ -1,0 +1,301 @@
+"""``Lanes``: a LightningModule that trains many clients of another one at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lightning_fl.lanes.check import why_not_mapped
+from lightning_fl.lanes.host import BufferPolicy, LaneHost
+from lightning_fl.lanes.local_step import Outcome
+from lightning_fl.lanes.plain import ModuleLane
+from lightning_fl.lanes.stacked import StackedLanes
+from lightning_fl.types import FederationError
+
+#: What a module may say about each step of its training, which lanes do not ask it.
+STEP_HOOKS = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_client_start",
+    "backward",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+)
+_HOOKS = {
+    *(name for kind in (ModelHooks, DataHooks, CheckpointHooks) for name in vars(kind)),
+    *("validation_step", "test_step", "predict_step", "configure_callbacks"),
+    *("on_client_end", "on_client_start", *STEP_HOOKS),
+}
+
+
+class Lanes(LightningModule):
+    r"""Train many clients of a LightningModule at once; a ``FederatedLoop`` drives it.
+
+    The module's own ``training_step``, ``configure_optimizers`` and ``self.log`` run on stacked
+    parameters, ``[lanes, ...]``. The loss is the sum of the lanes' losses,
+    :math:`\sum_k L_k(w_k)`, so one step of an optimiser that treats every number alike is a step of
+    every client as if it were alone: lanes change results by rounding only (and random layers,
+    whose numbers come in another order). Everything else is the module's: validation, test,
+    prediction, checkpoints.
+
+    A module that cannot be mapped over lanes is trained one client after another, with a warning
+    that says why: the first step is compared with the module's own, in float64.
+
+    Args:
+        module: Any LightningModule with automatic optimisation.
+        lanes: Clients at once; ``auto`` chooses.
+        steps_per_batch: Local steps in one Lightning batch, which saves Lightning's own time a
+            step; ``auto`` chooses by memory.
+
+    Raises:
+        FederationError: If an option is out of range; at the start of a fit, if the optimiser looks
+            at several clients at once (LBFGS, LARS).
+
+    Example:
+        >>> from lightning_fl import ClientModule
+        >>> lanes = Lanes(ClientModule(nn.Linear(4, 3)), lanes=10)
+        >>> list(lanes.state_dict())
+        ['net.weight', 'net.bias']
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        lanes: int | Literal["auto"] = "auto",
+        steps_per_batch: int | Literal["auto"] = "auto",
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, LightningModule) or isinstance(module, Lanes):
+            raise FederationError(f"Lanes takes a LightningModule, got {module!r}")
+        for name, value in (("lanes", lanes), ("steps_per_batch", steps_per_batch)):
+            if value != "auto" and (not isinstance(value, int) or value < 1):
+                raise FederationError(f"{name} must be auto or at least 1, got {value!r}")
+        self.module = module
+        self._strict_loading = module._strict_loading
+        self.lanes, self.steps_per_batch = lanes, steps_per_batch
+        self.stack: dict[str, nn.Parameter] = {}
+        self.host: StackedLanes | None = None
+        overridden = [name for name in _HOOKS if _has_own(module, name)]
+        #: Why the module trains by itself, one client after another; None if it does not.
+        self.reason: str | None = None
+        if own := [name for name in STEP_HOOKS if name in overridden]:
+            self.reason = f"it has a hook for each step of a client: {', '.join(own)}"
+            rank_zero_warn(f"{type(module).__name__} is not trained in lanes: {self.reason}")
+            overridden += ["training_step", "configure_optimizers"]
+        for name in overridden:
+            vars(self)[name] = getattr(module, name)
+        self._step = 0
+        self._batch: Any = None
+        self._logged: dict[str, list[Tensor]] = {}
+        self._weights: list[Tensor] = []
+
+    # --- what is the module's ---------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the server's model."""
+        return self.module(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's own state: a checkpoint loads into the module without lanes."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the module's own state."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    @property
+    def hparams(self) -> Any:
+        """The module's hyper-parameters."""
+        return self.module.hparams
+
+    @property
+    def _current_fx_name(self) -> str | None:
+        return cast("str | None", vars(self).get("_hook"))
+
+    @_current_fx_name.setter
+    def _current_fx_name(self, name: str | None) -> None:
+        vars(self)["_hook"] = name  # The module's own self.log asks for it.
+        if "module" in self._modules:
+            self.module._current_fx_name = name
+
+    # --- training ---------------------------------------------------------------------------------
+
+    def layout(self, clients: int, samples: int, sample_bytes: int) -> tuple[int, int]:
+        """Return how many clients train at once, and local steps in a Lightning batch.
+
+        Args:
+            clients: In the round.
+            samples: In a client's batch.
+            sample_bytes: Of one sample.
+        """
+        lanes = DEFAULT_LANES if self.lanes == "auto" else self.lanes
+        lanes = min(lanes, clients)
+        if self.steps_per_batch != "auto":
+            return lanes, self.steps_per_batch
+        return lanes, max(1, BATCH_BYTES // (lanes * samples * sample_bytes))
+
+    def configure_optimizers(self) -> Any:
+        """Let the module make its optimiser, for stacked parameters under its own names."""
+        params = dict(self.module.named_parameters())
+        self.stack = {
+            name: nn.Parameter(param.detach()[None].clone(), requires_grad=param.requires_grad)
+            for name, param in params.items()
+        }
+        with _in_place_of({id(params[name]): stack for name, stack in self.stack.items()}, self):
+            return self.module.configure_optimizers()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the sum of the clients' losses in one local step."""
+        if self.host is None:
+            raise FederationError("Lanes is trained by a FederatedLoop: add one to the callbacks")
+        host, step = self.host, self._step
+        sizes, active = host.sizes, host.active
+        if step == 0:
+            self._batch = _unflatten(batch, len(sizes), host.count)
+            self._logged, self._weights = {}, []
+        samples = tree_map(lambda t: t[step], self._batch)
+        if host.count > 1 and not host.is_checked:
+            self._check(host, samples, sizes[step])
+        outcome = host.losses(samples, sizes[step], active[step], batch_idx)
+        self._note(outcome, (sizes[step] * active[step]).to(outcome.loss.device))
+        if step == len(sizes) - 1:
+            self._log()
+            self._batch = None
+        return outcome.loss.sum()
+
+    def _check(self, host: StackedLanes, samples: Any, sizes: Tensor) -> None:
+        host.is_checked = True
+        if why := why_not_mapped(self.module, host, samples, int(sizes[:2].min())):
+            host.at_once = False
+            rank_zero_warn(
+                f"{type(self.module).__name__} is trained one client after another, not in lanes at"
+                f" once: {why}"
+            )
+
+    def _note(self, outcome: Outcome, weight: Tensor) -> None:
+        """Keep what the module logged, and let it record the losses of those who still train."""
+        self._weights.append(weight)
+        for name, value in outcome.logs.items():
+            self._logged.setdefault(name, []).append(value)
+        if outcome.recorded:
+            loss = outcome.recorded["loss"].where(weight > 0, 0)
+            record: Any = self.module.record
+            record(loss, weight)
+
+    def _log(self) -> None:
+        """Log means over the samples of the batch's steps and lanes."""
+        assert self.host is not None
+        weight = torch.stack(self._weights).double()
+        total = weight.sum()
+        for name, values in self._logged.items():
+            mean = (torch.stack(values).double().where(weight > 0, 0) * weight).sum() / total
+            options = {**self.host.local.log_options[name], "batch_size": int(total)}
+            self.log(name, mean.float(), **options)
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: torch.optim.Optimizer | LightningOptimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Make the local steps of the batch, of all clients at once."""
+        assert self.host is not None
+        steps = self.host.active
+        for self._step, active in enumerate(steps):
+            before = self.host.before_step(active)
+            optimizer.step(closure=optimizer_closure)
+            self.host.after_step(before, active)
+            if self._step + 1 < len(steps):  # Lightning itself makes the last one.
+                for config in self.trainer.lr_scheduler_configs:
+                    if config.interval == "step":
+                        self.lr_scheduler_step(config.scheduler, None)
+        self._step = 0
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip each client's gradient by its own norm."""
+        if gradient_clip_val:
+            assert self.host is not None
+            self.host.clip(float(gradient_clip_val), gradient_clip_algorithm or "norm")
+
+
+#: Enough to fill a processor's vector units, few enough to stay in its cache.
+DEFAULT_LANES = 10
+#: Samples of one Lightning batch.
+BATCH_BYTES = 64 * 2**20
+
+
+def lane_host(
+    module: LightningModule,
+    buffers: BufferPolicy,
+    optimizer: torch.optim.Optimizer,
+    keep_optimizer: bool,
+) -> LaneHost:
+    """Return where the clients of a module train: in itself, or in its lanes."""
+    if not isinstance(module, Lanes):
+        return ModuleLane(module, buffers, optimizer, keep_optimizer)
+    if module.reason is not None:
+        return ModuleLane(module.module, buffers, optimizer, keep_optimizer)
+    module.host = StackedLanes(module, buffers, optimizer, keep_optimizer)
+    return module.host
+
+
+def _has_own(module: LightningModule, name: str) -> bool:
+    """Say whether a module does something of its own in a hook."""
+    inherited = getattr(LightningModule, name, None)
+    mine = vars(module).get(name) or getattr(type(module), name, None)
+    return callable(mine) and mine is not inherited
+
+
+@contextmanager
+def _in_place_of(stacks: dict[int, nn.Parameter], lanes: Lanes) -> Iterator[None]:
+    """Put other parameters into a module, under all of their names."""
+    places = [
+        (owner._parameters, name, param)
+        for owner in lanes.module.modules()
+        for name, param in owner._parameters.items()
+        if param is not None
+    ]
+    try:
+        for owned, name, param in places:
+            owned[name] = stacks[id(param)]
+        yield
+    finally:
+        for owned, name, param in places:
+            owned[name] = param
+
+
+def _unflatten(batch: Any, steps: int, lanes: int) -> Any:
+    """Bring ``[steps * lanes * B, ...]`` to ``[steps, lanes, B, ...]``."""
+
+    def leaf(value: Any) -> Tensor:
+        if not isinstance(value, Tensor) or value.ndim == 0 or len(value) % (steps * lanes):
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise FederationError(
+                "Lanes needs batches of tensors that have the samples in front, got"
+                f" {got} for {steps} steps of {lanes} clients: choose another collate_fn, or train"
+                " the module without Lanes"
+            )
+        return value.view(steps, lanes, len(value) // (steps * lanes), *value.shape[1:])
+
+    return tree_map(leaf, batch)

@@ -1,0 +1,54 @@
+"""One lane: the user's module itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_fl.lanes.host import LaneHost, Rows
+from lightning_fl.types import ServerState
+
+
+class ModuleLane(LaneHost):
+    """One lane: a LightningModule's own parameters, in place."""
+
+    def load(self, state: ServerState, rows: Sequence[Rows], lr: Sequence[float]) -> None:
+        """Begin a client; see :meth:`LaneHost.load`."""
+        (kept,), (self._ratio,) = rows, self._ratios(lr)
+        self.write(ServerState(state.vector[0], state.counters))
+        if hasattr(self.module, "fixed"):
+            self.set_fixed({n: p.detach().clone() for n, p in self.named_parameters.items()})
+        if not kept:
+            return
+        with torch.no_grad():
+            for name, buffer in self.named_buffers.items():
+                if (row := kept.get(f"buffer.{name}")) is not None:
+                    buffer.copy_(row)
+        for i, (param, group) in enumerate(self._optimized()):
+            prefix = f"optimizer.{i}."
+            on_device = group.get("capturable") or group.get("fused")
+            for name, row in kept.items():
+                if name.startswith(prefix):
+                    # As torch's own load: step counters stay on the CPU, unless the step is fused.
+                    device = param.device if row.ndim or on_device else row.device
+                    self.optimizer.state[param][name.removeprefix(prefix)] = row.to(
+                        device, copy=True
+                    )
+
+    def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
+        """Return the client's move and its counters; see :meth:`LaneHost.collect`."""
+        self._adopt()
+        delta = self._moved(self.vector.read()[None], state)
+        return delta, (state.counters if self.buffers == "server" else self.counters.read())[None]
+
+    def rows(self) -> list[dict[str, Tensor]]:
+        """Return the tensors that the client keeps for itself."""
+        self._adopt()
+        rows = {}
+        if self.buffers == "local":
+            rows = {f"buffer.{name}": buffer for name, buffer in self.named_buffers.items()}
+        if self.keep_optimizer:
+            rows |= self._optimizer_rows()
+        return [rows]

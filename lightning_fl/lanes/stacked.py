@@ -1,0 +1,294 @@
+"""Many lanes: the tensors of several clients, stacked."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
+
+from lightning_fl.lanes.host import BufferPolicy, LaneHost, Rows, is_floating
+from lightning_fl.lanes.local_step import LocalStep, Outcome, Tensors
+from lightning_fl.types import FederationError, ServerState
+
+if TYPE_CHECKING:
+    from lightning_fl.lanes.module import Lanes
+
+
+class StackedLanes(LaneHost):
+    """Clients in lanes: every tensor of the user's module stacked, ``[k, ...]``.
+
+    One step of the optimiser is a step of every client as if it were alone: the loss is the sum
+    over the lanes, and the optimiser does the same to every number.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        buffers: BufferPolicy,
+        optimizer: torch.optim.Optimizer,
+        keep_optimizer: bool,
+    ) -> None:
+        super().__init__(lanes.module, buffers, optimizer, keep_optimizer)
+        check_separable(optimizer, keep_optimizer)
+        self.params: dict[str, nn.Parameter] = lanes.stack
+        self.local = LocalStep(lanes.module)
+        #: Whether the step is mapped over the lanes; else they train one after another.
+        self.at_once = True
+        self.is_checked = False
+        self.weighted = hasattr(lanes.module, "sample_weight") and not any(
+            isinstance(m, _BatchNorm) for m in lanes.module.modules()
+        )
+        self.buffer_stack: Tensors = {}
+        self.fixed: Tensors = {}
+        self.fixed_is_shared = True
+        self._lane_ratios: Tensor | None = None
+        self._floating = [n for n, b in self.named_buffers.items() if is_floating(b)]
+        self._counting = [n for n, b in self.named_buffers.items() if not is_floating(b)]
+
+    # --- clients ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self, state: ServerState, rows: Sequence[Rows], lr: Sequence[float]) -> None:
+        """Begin clients; see :meth:`LaneHost.load`."""
+        self._adopt()
+        self.optimizer.state.clear()
+        self.count = k = len(rows)
+        ratios = self._ratios(lr)
+        self._ratio, self._lane_ratios = ratios[0], None
+        if any(ratio != ratios[0] for ratio in ratios):
+            self._ratio = 1.0
+            self._lane_ratios = torch.tensor(ratios, dtype=torch.float64).to(state.vector.device)
+        names = [*self.named_parameters, *self._floating]
+        pieces = dict(zip(names, state.vector.split(self.vector.sizes, dim=1), strict=True))
+        for name, param in self.params.items():
+            stacked = _unflatten(pieces[name], self.named_parameters[name])
+            if param.shape == stacked.shape:
+                param.copy_(stacked)
+            else:
+                param.data = stacked.clone(memory_format=torch.contiguous_format)
+            param.grad = None
+        counters = state.counters.expand(k, -1).split(self.counters.sizes, dim=1)
+        pieces |= dict(zip(self._counting, counters, strict=True))
+        self.buffer_stack = {
+            name: _unflatten(pieces[name], buffer).clone(memory_format=torch.contiguous_format)
+            for name, buffer in self.named_buffers.items()
+        }
+        self.fixed_is_shared = state.vector.stride(0) == 0
+        if hasattr(self.module, "fixed"):
+            self.fixed = {
+                name: (param.detach()[0] if self.fixed_is_shared else param.detach()).clone()
+                for name, param in self.params.items()
+            }
+        self._load_rows(rows)
+
+    def _load_rows(self, rows: Sequence[Rows]) -> None:
+        """Put back what clients kept; a client without anything starts from zero."""
+        stacks = {f"buffer.{name}": buffer for name, buffer in self.buffer_stack.items()}
+        for i, (param, _) in enumerate(self._optimized()):
+            prefix = f"optimizer.{i}."
+            for key in sorted({key for kept in rows for key in kept if key.startswith(prefix)}):
+                stacks[key] = torch.zeros_like(param)
+                self.optimizer.state[param][key.removeprefix(prefix)] = stacks[key]
+        for lane, kept in enumerate(rows):
+            for key, row in kept.items():
+                stacks[key][lane] = row
+
+    @torch.no_grad()
+    def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
+        """Return the clients' moves and counters; see :meth:`LaneHost.collect`."""
+        floating = [*self.params.values(), *(self.buffer_stack[n] for n in self._floating)]
+        local = torch.cat([_flatten(t) for t in floating], dim=1).to(self.vector.dtype)
+        delta = self._moved(local, state)
+        if self.buffers == "server" or not self._counting:
+            return delta, state.counters.expand(self.count, -1)
+        counters = torch.cat([_flatten(self.buffer_stack[n]) for n in self._counting], dim=1)
+        return delta, counters.to(self.counters.dtype)
+
+    def rows(self) -> list[dict[str, Tensor]]:
+        """Return the tensors that each client keeps for itself."""
+        kept: Tensors = {}
+        if self.buffers == "local":
+            kept = {f"buffer.{name}": buffer for name, buffer in self.buffer_stack.items()}
+        if self.keep_optimizer:
+            kept |= self._optimizer_rows()
+        return [{key: stack[lane] for key, stack in kept.items()} for lane in range(self.count)]
+
+    # --- a local step -----------------------------------------------------------------------------
+
+    def losses(self, batch: Any, sizes: Tensor, active: Tensor, batch_idx: int) -> Outcome:
+        """Make the forward pass of all clients, and keep the buffers of those who still train.
+
+        Lanes with fewer samples than others are weighted where the module knows weights, else they
+        are mapped by themselves: filling them up would change their means.
+
+        Args:
+            batch: Samples, ``[k, B, ...]``, of which a lane has the first ``sizes``.
+            sizes: ``[k]``.
+            active: Who still trains, ``[k]``.
+            batch_idx: Number of the batch.
+        """
+        if (sizes == sizes[0]).all():
+            outcome = self._group(slice(None), _first(batch, int(sizes[0])), None, batch_idx)
+        elif self.weighted:
+            most = int(sizes.max())
+            weight = (torch.arange(most) < sizes[:, None]).double() / sizes[:, None]
+            outcome = self._group(slice(None), _first(batch, most), weight, batch_idx)
+        else:
+            groups = [(sizes == size).nonzero()[:, 0] for size in sizes.unique()]
+            each = [
+                self._group(
+                    rows, _first(_select(batch, rows), int(sizes[rows[0]])), None, batch_idx
+                )
+                for rows in groups
+            ]
+            back = torch.cat(groups).argsort()
+            outcome = tree_map(lambda *t: torch.cat(t)[back.to(t[0].device)], *each)
+        for name, before in self.buffer_stack.items():
+            after = outcome.buffers[name].detach()
+            if not active.all():
+                after = torch.where(_beside(active, after), after, before)
+            self.buffer_stack[name] = after
+        return outcome
+
+    def _group(
+        self, rows: Tensor | slice, batch: Any, weight: Tensor | None, batch_idx: int
+    ) -> Outcome:
+        params: Tensors = dict(self.params)
+        buffers, fixed = self.buffer_stack, self.fixed
+        if isinstance(rows, Tensor):
+            params, buffers = _select(params, rows), _select(buffers, rows)
+            fixed = fixed if self.fixed_is_shared else _select(fixed, rows)
+        if weight is not None:
+            like = next(iter(self.params.values()))
+            weight = weight.to(like.device, like.dtype)
+        return self.local.many(
+            params,
+            buffers,
+            fixed,
+            batch,
+            weight,
+            batch_idx,
+            fixed_is_shared=self.fixed_is_shared,
+            at_once=self.at_once and self.count > 1,
+        )
+
+    @torch.no_grad()
+    def before_step(self, active: Tensor) -> list[Tensor]:
+        """Return what :meth:`after_step` needs of the time before the optimiser's step."""
+        if self._lane_ratios is None and active.all():
+            return []
+        return [tensor.clone() for tensor in self._stepped()]
+
+    @torch.no_grad()
+    def after_step(self, before: list[Tensor], active: Tensor) -> None:
+        r"""Give each lane its learning rate, and take the step back where a client was done.
+
+        For an optimiser that is linear in its rate, a step at :math:`\eta_k` is
+        :math:`w + \frac{\eta_k}{\eta} (w' - w)`, where :math:`w'` is the step at :math:`\eta`.
+        """
+        if not before:
+            return
+        for i, (now, old) in enumerate(zip(self._stepped(), before, strict=False)):
+            new = now
+            if self._lane_ratios is not None and i < len(self.params):
+                new = old.lerp(now, _beside(self._lane_ratios, now).to(now.dtype))
+            now.copy_(torch.where(_beside(active, now), new, old))
+
+    def _stepped(self) -> list[Tensor]:
+        """What a step changes: parameters, then the optimiser's state if somebody keeps it."""
+        params = [param.detach() for param in self.params.values()]
+        return params + (list(self._optimizer_rows().values()) if self.keep_optimizer else [])
+
+    @torch.no_grad()
+    def clip(self, value: float, algorithm: str) -> None:
+        """Clip gradients, each lane by its own norm as ``clip_grad_norm_`` does."""
+        grads = [param.grad for param in self.params.values() if param.grad is not None]
+        if algorithm == "value":
+            torch._foreach_clamp_max_(grads, value)
+            torch._foreach_clamp_min_(grads, -value)
+            return
+        norms = torch.stack([_flatten(grad).norm(dim=1) for grad in grads])
+        scale = (value / (norms.norm(dim=0) + 1e-6)).clamp(max=1)
+        for grad in grads:
+            grad.mul_(_beside(scale, grad))
+
+
+def _unflatten(rows: Tensor, like: Tensor) -> Tensor:
+    """Rows, ``[k, n]``, as a stack of tensors like another."""
+    shape = (len(rows), *like.shape)
+    if like.is_complex():
+        return torch.view_as_complex(rows.reshape(*shape, 2)).to(like.dtype)
+    return rows.reshape(shape).to(like.dtype)
+
+
+def _flatten(stack: Tensor) -> Tensor:
+    """A stack of tensors as rows, ``[k, n]``."""
+    stack = stack.detach()
+    return (torch.view_as_real(stack) if stack.is_complex() else stack).reshape(len(stack), -1)
+
+
+def _beside(lanes: Tensor, stack: Tensor) -> Tensor:
+    """One number a lane, in the shape that multiplies a stack."""
+    return lanes.to(stack.device).view(-1, *[1] * (stack.ndim - 1))
+
+
+def _select(stacks: Any, rows: Tensor) -> Any:
+    return tree_map(
+        lambda t: t.index_select(0, rows.to(t.device)) if isinstance(t, Tensor) else t, stacks
+    )
+
+
+def _first(batch: Any, count: int) -> Any:
+    """The first samples of each lane."""
+    return tree_map(lambda t: t[:, :count] if isinstance(t, Tensor) else t, batch)
+
+
+def check_separable(optimizer: torch.optim.Optimizer, keep: bool) -> None:
+    """Refuse an optimiser whose step for one client depends on the others in the lanes.
+
+    It trains two small tensors apart and stacked, with gradients of very different size.
+
+    Raises:
+        FederationError: If they differ, as with layer-wise norms (LARS) or line searches (LBFGS).
+    """
+    kind = type(optimizer)
+    known = inspect.signature(kind).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in known}
+    device = optimizer.param_groups[0]["params"][0].device
+    random = torch.Generator().manual_seed(0)
+    start, *grads = (torch.randn(2, 3, 4, generator=random, dtype=torch.float64) for _ in range(4))
+    scale = torch.tensor([1.0, 1e3], dtype=torch.float64).view(2, 1, 1)
+
+    def trained(rows: slice | int) -> tuple[Tensor, torch.optim.Optimizer]:
+        param = nn.Parameter(start[rows].to(device, copy=True))
+        made = kind([param], **options)
+        for grad in grads:
+            param.grad = (grad * scale)[rows].to(device)
+            made.step()
+        return param.detach(), made
+
+    refused = f"{kind.__name__} cannot train clients in lanes"
+    remedy = "train the module itself instead of Lanes(module)"
+    try:
+        (stacked, made), apart = trained(slice(0, 2)), [trained(i)[0] for i in (0, 1)]
+    except Exception as error:
+        raise FederationError(f"{refused} ({type(error).__name__}: {error}): {remedy}") from error
+    if not torch.allclose(stacked, torch.stack(apart), rtol=1e-10, atol=1e-12):
+        raise FederationError(
+            f"{refused}: its step for one client depends on the others (norms of whole tensors):"
+            f" {remedy}"
+        )
+    if not keep:
+        return
+    shared = [n for s in made.state.values() for n, v in s.items() if getattr(v, "ndim", 1) == 0]
+    if shared or options.get("dampening"):
+        what = shared[0] if shared else "the first step of its dampening"
+        raise FederationError(
+            f"optimizer_state: keep does not work in lanes with {kind.__name__}, whose {what} is"
+            f" one for all: choose reset, or {remedy}"
+        )
