@@ -240,6 +240,7 @@ class FederatedLoop(Callback):
             self.aggregator.load_state_dict(state["aggregator"])
             self.policy.load_state_dict(state["policy"])
             self.lane.base_lr = state["base_lr"]
+            self.lane.choose(state["lanes"])
             if state["server"] is not None:
                 device = self.lane.vector.device
                 self._server_at_start = ServerState(*(t.to(device) for t in state["server"]))
@@ -571,6 +572,7 @@ class FederatedLoop(Callback):
             "val_loss": self.val_loss,
             "monitored": self._monitored,
             "base_lr": self.lane.base_lr,
+            "lanes": self.lane.choices(),
             "options": self._options(),
             "aggregator": self.aggregator.state_dict() if round is None else round.aggregator,
             "policy": self.policy.state_dict(),

@@ -13,7 +13,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc import locate
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, Literal, NoReturn, get_type_hints
 from zipfile import is_zipfile
 
 import torch
@@ -33,6 +33,7 @@ import lightning_fl.policies
 import lightning_fl.samplers
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RoundProgress, RunReport
 from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.lanes import Lanes
 from lightning_fl.types import FederationError
 
 
@@ -77,12 +78,24 @@ class FederatedCLI(LightningCLI):
         parser.add_lightning_class_args(RoundCheckpoint, "checkpoint")
         parser.set_defaults({"trainer.default_root_dir": "runs"})
         parser.add_argument(
+            "--lanes",
+            type=PositiveInt | Literal["auto"] | None,
+            default=None,
+            help="Clients that train at once, in Lanes(model, lanes); null is one after another.",
+        )
+        parser.add_argument(
             "--threads",
             type=PositiveInt | None,
             default=None,
             help="Threads of PyTorch on the CPU; null is PyTorch's choice, one a core. Small models"
             " are fastest with 1, and on a busy machine by far.",
         )
+
+    def instantiate_classes(self) -> None:
+        """Put the model into lanes, where they are wanted."""
+        super().instantiate_classes()
+        if self.subcommand == "fit" and (lanes := self.config_init.fit.lanes) is not None:
+            self.model = Lanes(self.model, lanes)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and refuse seeds that numpy would refuse later."""

@@ -176,6 +176,13 @@ class LaneHost(ABC):
             delta[:, at:] = 0
         return delta
 
+    def choices(self) -> dict[str, bool]:
+        """Return what was chosen by timing: a resumed run must not choose again."""
+        return {}
+
+    def choose(self, choices: Mapping[str, bool]) -> None:  # noqa: B027  # one lane has none
+        """Take over what :meth:`choices` returned."""
+
     # --- learning rates ---------------------------------------------------------------------------
 
     def _ratios(self, lr: Sequence[float]) -> list[float]:

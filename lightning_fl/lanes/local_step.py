@@ -45,9 +45,12 @@ class LocalStep(nn.Module):
         #: Options of what the module logged, by name.
         self.log_options: dict[str, dict[str, Any]] = {}
 
-    def forward(self, batch: Any, batch_idx: int) -> Any:
-        """Run the module's own step: ``functional_call`` reaches it through here."""
-        return self.module.training_step(batch, batch_idx)
+    def forward(self, batch: Any) -> Any:
+        """Run the module's own step, as the first of all: lanes do not count alike.
+
+        ``functional_call`` reaches it through here.
+        """
+        return self.module.training_step(batch, 0)
 
     def one(
         self,
@@ -56,7 +59,6 @@ class LocalStep(nn.Module):
         fixed: Tensors,
         batch: Any,
         weight: Tensor | None,
-        batch_idx: int,
     ) -> Outcome:
         """Make the step of one client."""
         tensors = {f"module.{n}": t for n, t in params.items()}
@@ -76,7 +78,7 @@ class LocalStep(nn.Module):
         given = {"record": record, "fixed": fixed, "sample_weight": weight}
         known = {name: value for name, value in given.items() if hasattr(self.module, name)}
         with _replaced(self.module, {"log": log, **known}):
-            out = functional_call(self, tensors, (batch, batch_idx))
+            out = functional_call(self, tensors, (batch,))
         loss = out["loss"] if isinstance(out, Mapping) else out
         if loss is None:
             raise TypeError("training_step returns no loss")
@@ -89,7 +91,6 @@ class LocalStep(nn.Module):
         fixed: Tensors,
         batch: Any,
         weight: Tensor | None,
-        batch_idx: int,
         *,
         fixed_is_shared: bool,
         at_once: bool,
@@ -102,7 +103,6 @@ class LocalStep(nn.Module):
             fixed: What the clients started from, ``[k, ...]``, or ``[...]`` where it is shared.
             batch: Samples, ``[k, B, ...]``.
             weight: Sample weights, ``[k, B]``, or None.
-            batch_idx: Number of the batch.
             fixed_is_shared: Whether all clients started from the same.
             at_once: Whether to map the step over the lanes; else they run one after another.
         """
@@ -114,9 +114,20 @@ class LocalStep(nn.Module):
             own["weight"] = shared.pop("weight")
 
         def step(lane: dict[str, Any]) -> Outcome:
-            return self.one(batch_idx=batch_idx, **shared, **lane)
+            return self.one(**shared, **lane)
 
         return (_mapped if at_once else _one_after_another)(step, own)
+
+    def gradients(self, params: Tensors, *tensors: Any, **how: Any) -> tuple[Tensors, Outcome]:
+        """Return the gradients of the sum of losses and what the step made; see :meth:`many`."""
+        wanted = {name: param for name, param in params.items() if param.requires_grad}
+
+        def total(wanted: Tensors) -> tuple[Tensor, Outcome]:
+            outcome = self.many({**params, **wanted}, *tensors, **how)
+            return outcome.loss.sum(), outcome
+
+        grads, outcome = torch.func.grad(total, has_aux=True)(wanted)
+        return grads, outcome
 
 
 def _mapped(step: Callable[[Any], Outcome], stacked: dict[str, Any]) -> Outcome:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from time import perf_counter
 from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fl.lanes.check import why_not_mapped
 from lightning_fl.lanes.host import BufferPolicy, LaneHost
@@ -60,7 +62,10 @@ class Lanes(LightningModule):
         module: Any LightningModule with automatic optimisation.
         lanes: Clients at once; ``auto`` chooses.
         steps_per_batch: Local steps in one Lightning batch, which saves Lightning's own time a
-            step; ``auto`` chooses by memory.
+            step; ``auto`` chooses by memory. Hooks of callbacks see the last of them.
+        compile: Make forward and backward pass one compiled graph; ``auto`` does where the time
+            that is left pays for it.
+        fast_matmul: Let oneDNN multiply matrices on a CPU: ``auto`` if that is as exact.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the optimiser looks
@@ -78,16 +83,23 @@ class Lanes(LightningModule):
         module: LightningModule,
         lanes: int | Literal["auto"] = "auto",
         steps_per_batch: int | Literal["auto"] = "auto",
+        compile: bool | Literal["auto"] = "auto",
+        fast_matmul: bool | Literal["auto"] = "auto",
     ) -> None:
         super().__init__()
         if not isinstance(module, LightningModule) or isinstance(module, Lanes):
             raise FederationError(f"Lanes takes a LightningModule, got {module!r}")
         for name, value in (("lanes", lanes), ("steps_per_batch", steps_per_batch)):
-            if value != "auto" and (not isinstance(value, int) or value < 1):
-                raise FederationError(f"{name} must be auto or at least 1, got {value!r}")
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            if value != "auto" and not (is_number and value >= 1):
+                raise FederationError(f"{name} must be auto or a number from 1 up, got {value!r}")
+        for name, option in (("compile", compile), ("fast_matmul", fast_matmul)):
+            if option not in ("auto", True, False):
+                raise FederationError(f"{name} must be auto, true or false, got {option!r}")
         self.module = module
         self._strict_loading = module._strict_loading
         self.lanes, self.steps_per_batch = lanes, steps_per_batch
+        self.compiled, self.fast_matmul = compile, fast_matmul
         self.stack: dict[str, nn.Parameter] = {}
         self.host: StackedLanes | None = None
         overridden = [name for name in _HOOKS if _has_own(module, name)]
@@ -99,10 +111,6 @@ class Lanes(LightningModule):
             overridden += ["training_step", "configure_optimizers"]
         for name in overridden:
             vars(self)[name] = getattr(module, name)
-        self._step = 0
-        self._batch: Any = None
-        self._logged: dict[str, list[Tensor]] = {}
-        self._weights: list[Tensor] = []
 
     # --- what is the module's ---------------------------------------------------------------------
 
@@ -159,52 +167,73 @@ class Lanes(LightningModule):
         with _in_place_of({id(params[name]): stack for name, stack in self.stack.items()}, self):
             return self.module.configure_optimizers()
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Take the samples of the batch apart, by local step and client."""
+        if (host := self.host) is None:
+            raise FederationError("Lanes is trained by a FederatedLoop: add one to the callbacks")
+        host.batch = _unflatten(batch, len(host.sizes), host.count)
+        host.logged, host.weights = {}, []
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the sum of the clients' losses in one local step."""
-        if self.host is None:
-            raise FederationError("Lanes is trained by a FederatedLoop: add one to the callbacks")
-        host, step = self.host, self._step
-        sizes, active = host.sizes, host.active
-        if step == 0:
-            self._batch = _unflatten(batch, len(sizes), host.count)
-            self._logged, self._weights = {}, []
-        samples = tree_map(lambda t: t[step], self._batch)
-        if host.count > 1 and not host.is_checked:
-            self._check(host, samples, sizes[step])
-        outcome = host.losses(samples, sizes[step], active[step], batch_idx)
-        self._note(outcome, (sizes[step] * active[step]).to(outcome.loss.device))
-        if step == len(sizes) - 1:
-            self._log()
-            self._batch = None
-        return outcome.loss.sum()
+        assert self.host is not None
+        host, step = self.host, self.host.step
+        samples = tree_map(lambda t: t[step], host.batch)
+        if host.count > 1 and not host.is_ready:
+            self._choose(host, samples, host.sizes[step])
+        total, outcome = host.loss(samples, host.sizes[step], host.active[step])
+        weight = host.sizes[step] * host.active[step]
+        self._note(host, outcome, weight.to(total.device))
+        if step == len(host.sizes) - 1:
+            self._log(host)
+        return total
 
-    def _check(self, host: StackedLanes, samples: Any, sizes: Tensor) -> None:
-        host.is_checked = True
+    def _choose(self, host: StackedLanes, samples: Any, sizes: Tensor) -> None:
+        """Check that lanes do what the module does, and find out which way is the fastest."""
+        name, host.is_ready = type(self.module).__name__, True
         if why := why_not_mapped(self.module, host, samples, int(sizes[:2].min())):
             host.at_once = False
-            rank_zero_warn(
-                f"{type(self.module).__name__} is trained one client after another, not in lanes at"
-                f" once: {why}"
-            )
+            rank_zero_warn(f"{name} is trained one client after another, not at once: {why}")
+            return
+        if self.lanes == "auto":
+            each = [seconds(partial(host.trial, samples, at_once=way)) for way in (True, False)]
+            host.at_once = each[0] < each[1]
+        if self.compiled is True or (
+            self.compiled == "auto" and host.at_once and self._compiling_pays(host, samples)
+        ):
+            host.compile()
+        how = "at once" if host.at_once else "one after another, which is faster"
+        rank_zero_info(f"{name}: {host.count} clients {how}{', compiled' * bool(host.compiled)}")
 
-    def _note(self, outcome: Outcome, weight: Tensor) -> None:
+    def _compiling_pays(self, host: StackedLanes, samples: Any) -> bool:
+        """Say whether the run is long enough, by its work: not by time, which varies.
+
+        A step costs 6 operations a parameter and sample, at about 100 GFLOP/s, or Python's time.
+        """
+        trainer = self.trainer
+        count = tree_leaves(samples)[0].shape[:2].numel()
+        took = max(2e-3, 6 * host.num_parameters * count / 1e11)
+        rounds = (trainer.max_epochs or 0) - trainer.current_epoch
+        steps = rounds * trainer.num_training_batches * len(host.sizes)
+        return bool(steps * took * COMPILING_SAVES > COMPILING_TAKES)
+
+    def _note(self, host: StackedLanes, outcome: Outcome, weight: Tensor) -> None:
         """Keep what the module logged, and let it record the losses of those who still train."""
-        self._weights.append(weight)
+        host.weights.append(weight)
         for name, value in outcome.logs.items():
-            self._logged.setdefault(name, []).append(value)
+            host.logged.setdefault(name, []).append(value)
         if outcome.recorded:
             loss = outcome.recorded["loss"].where(weight > 0, 0)
             record: Any = self.module.record
             record(loss, weight)
 
-    def _log(self) -> None:
+    def _log(self, host: StackedLanes) -> None:
         """Log means over the samples of the batch's steps and lanes."""
-        assert self.host is not None
-        weight = torch.stack(self._weights).double()
+        weight = torch.stack(host.weights).double()
         total = weight.sum()
-        for name, values in self._logged.items():
+        for name, values in host.logged.items():
             mean = (torch.stack(values).double().where(weight > 0, 0) * weight).sum() / total
-            options = {**self.host.local.log_options[name], "batch_size": int(total)}
+            options = {**host.local.log_options[name], "batch_size": int(total)}
             self.log(name, mean.float(), **options)
 
     def optimizer_step(
@@ -216,16 +245,33 @@ class Lanes(LightningModule):
     ) -> None:
         """Make the local steps of the batch, of all clients at once."""
         assert self.host is not None
-        steps = self.host.active
-        for self._step, active in enumerate(steps):
-            before = self.host.before_step(active)
-            optimizer.step(closure=optimizer_closure)
-            self.host.after_step(before, active)
-            if self._step + 1 < len(steps):  # Lightning itself makes the last one.
-                for config in self.trainer.lr_scheduler_configs:
-                    if config.interval == "step":
-                        self.lr_scheduler_step(config.scheduler, None)
-        self._step = 0
+        host = self.host
+        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        for step, active in enumerate(host.active):
+            host.step = step
+            before = host.before_step(active)
+            if step + 1 < len(host.active) and not scaled:
+                self._light_step(optimizer)
+            else:
+                optimizer.step(closure=optimizer_closure)
+            host.after_step(before, active)
+        host.step = 0
+
+    def _light_step(self, optimizer: torch.optim.Optimizer | LightningOptimizer) -> None:
+        """Make a local step without Lightning's hooks, which take as long as a small model."""
+        trainer = self.trainer
+        bare: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        bare.zero_grad()
+        with trainer.precision_plugin.train_step_context():
+            loss = self.training_step(None, 0)
+        loss.backward()
+        self.configure_gradient_clipping(
+            bare, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        )
+        bare.step()
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "step":
+                self.lr_scheduler_step(config.scheduler, None)
 
     def configure_gradient_clipping(
         self,
@@ -242,7 +288,9 @@ class Lanes(LightningModule):
 #: Enough to fill a processor's vector units, few enough to stay in its cache.
 DEFAULT_LANES = 10
 #: Samples of one Lightning batch.
-BATCH_BYTES = 64 * 2**20
+BATCH_BYTES = 8 * 2**20
+#: Seconds that compiling takes, and the share of a step that it saves, on the safe side.
+COMPILING_TAKES, COMPILING_SAVES = 20, 0.3
 
 
 def lane_host(
@@ -258,6 +306,18 @@ def lane_host(
         return ModuleLane(module.module, buffers, optimizer, keep_optimizer)
     module.host = StackedLanes(module, buffers, optimizer, keep_optimizer)
     return module.host
+
+
+def seconds(step: Callable[[], None], repeats: int = 3) -> float:
+    """Return the shortest of several times, after one that is not counted."""
+    times = []
+    for _ in range(1 + repeats):
+        start = perf_counter()
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(perf_counter() - start)
+    return min(times[1:])
 
 
 def _has_own(module: LightningModule, name: str) -> bool:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.lanes.host import BufferPolicy, LaneHost, Rows, is_floating
 from lightning_fl.lanes.local_step import LocalStep, Outcome, Tensors
+from lightning_fl.lanes.matmul import allow_fast_matmul
 from lightning_fl.types import FederationError, ServerState
 
 if TYPE_CHECKING:
     from lightning_fl.lanes.module import Lanes
+
+
+#: Shapes of batches that are compiled.
+MOST_GRAPHS = 2
 
 
 class StackedLanes(LaneHost):
@@ -36,16 +45,31 @@ class StackedLanes(LaneHost):
         super().__init__(lanes.module, buffers, optimizer, keep_optimizer)
         check_separable(optimizer, keep_optimizer)
         self.params: dict[str, nn.Parameter] = lanes.stack
+        first = next(iter(self.params.values()))
+        matrices = (p.flatten(1) for p in self.named_parameters.values() if p.ndim > 1)
+        self.put_back_matmul = allow_fast_matmul(
+            lanes.fast_matmul, ((len(m), m.shape[1]) for m in matrices), first.device
+        )
         self.local = LocalStep(lanes.module)
         #: Whether the step is mapped over the lanes; else they train one after another.
         self.at_once = True
-        self.is_checked = False
+        #: Whether it is chosen how to train.
+        self.is_ready = False
         self.weighted = hasattr(lanes.module, "sample_weight") and not any(
             isinstance(m, _BatchNorm) for m in lanes.module.modules()
         )
+        #: The Lightning batch's samples, ``[steps, k, B, ...]``, and which local step is next.
+        self.batch: Any = None
+        self.step = 0
+        #: What the module logged in the batch, ``[k]`` each, and the samples behind it.
+        self.logged: dict[str, list[Tensor]] = {}
+        self.weights: list[Tensor] = []
         self.buffer_stack: Tensors = {}
         self.fixed: Tensors = {}
         self.fixed_is_shared = True
+        #: Forward and backward pass in one graph, or None.
+        self.compiled: Callable[..., tuple[Tensors, Outcome]] | None = None
+        self._shapes: set[tuple[torch.Size, ...]] = set()
         self._lane_ratios: Tensor | None = None
         self._floating = [n for n, b in self.named_buffers.items() if is_floating(b)]
         self._counting = [n for n, b in self.named_buffers.items() if not is_floating(b)]
@@ -118,9 +142,29 @@ class StackedLanes(LaneHost):
             kept |= self._optimizer_rows()
         return [{key: stack[lane] for key, stack in kept.items()} for lane in range(self.count)]
 
+    def choices(self) -> dict[str, bool]:
+        """Return what was chosen; see :meth:`LaneHost.choices`."""
+        return (
+            {"at_once": self.at_once, "compiled": self.compiled is not None}
+            if self.is_ready
+            else {}
+        )
+
+    def choose(self, choices: Mapping[str, bool]) -> None:
+        """Take over choices; see :meth:`LaneHost.choose`."""
+        if choices:
+            self.is_ready, self.at_once = True, choices["at_once"]
+            if choices["compiled"]:
+                self.compile()
+
+    def close(self) -> None:
+        """Let go of the optimiser, and of the setting of matrix products."""
+        super().close()
+        self.put_back_matmul()
+
     # --- a local step -----------------------------------------------------------------------------
 
-    def losses(self, batch: Any, sizes: Tensor, active: Tensor, batch_idx: int) -> Outcome:
+    def loss(self, batch: Any, sizes: Tensor, active: Tensor) -> tuple[Tensor, Outcome]:
         """Make the forward pass of all clients, and keep the buffers of those who still train.
 
         Lanes with fewer samples than others are weighted where the module knows weights, else they
@@ -130,52 +174,91 @@ class StackedLanes(LaneHost):
             batch: Samples, ``[k, B, ...]``, of which a lane has the first ``sizes``.
             sizes: ``[k]``.
             active: Who still trains, ``[k]``.
-            batch_idx: Number of the batch.
+
+        Returns:
+            The sum of losses, to go back from, and what else the step makes.
         """
         if (sizes == sizes[0]).all():
-            outcome = self._group(slice(None), _first(batch, int(sizes[0])), None, batch_idx)
+            total, outcome = self._all(_first(batch, int(sizes[0])), None)
         elif self.weighted:
-            most = int(sizes.max())
+            most = next(t.shape[1] for t in tree_leaves(batch))
             weight = (torch.arange(most) < sizes[:, None]).double() / sizes[:, None]
-            outcome = self._group(slice(None), _first(batch, most), weight, batch_idx)
+            like = next(iter(self.params.values()))
+            total, outcome = self._all(batch, weight.to(like.device, like.dtype))
         else:
             groups = [(sizes == size).nonzero()[:, 0] for size in sizes.unique()]
-            each = [
-                self._group(
-                    rows, _first(_select(batch, rows), int(sizes[rows[0]])), None, batch_idx
-                )
-                for rows in groups
-            ]
+            each = [self._some(rows, batch, int(sizes[rows[0]])) for rows in groups]
             back = torch.cat(groups).argsort()
             outcome = tree_map(lambda *t: torch.cat(t)[back.to(t[0].device)], *each)
+            total = outcome.loss.sum()
         for name, before in self.buffer_stack.items():
             after = outcome.buffers[name].detach()
             if not active.all():
                 after = torch.where(_beside(active, after), after, before)
             self.buffer_stack[name] = after
-        return outcome
+        return total, outcome
 
-    def _group(
-        self, rows: Tensor | slice, batch: Any, weight: Tensor | None, batch_idx: int
-    ) -> Outcome:
+    def _all(self, batch: Any, weight: Tensor | None) -> tuple[Tensor, Outcome]:
         params: Tensors = dict(self.params)
-        buffers, fixed = self.buffer_stack, self.fixed
-        if isinstance(rows, Tensor):
-            params, buffers = _select(params, rows), _select(buffers, rows)
-            fixed = fixed if self.fixed_is_shared else _select(fixed, rows)
-        if weight is not None:
-            like = next(iter(self.params.values()))
-            weight = weight.to(like.device, like.dtype)
+        tensors = (params, self.buffer_stack, self.fixed, batch, weight)
+        how: dict[str, Any] = {
+            "fixed_is_shared": self.fixed_is_shared,
+            "at_once": self.at_once and self.count > 1,
+        }
+        if self.compiled is not None and how["at_once"] and self._is_worth_a_graph(batch):
+            try:
+                with torch.no_grad():
+                    grads, outcome = self.compiled(*tensors, **how)
+                return _known_gradient(outcome.loss, self.params, grads), outcome
+            except Exception as error:  # torch.compile and the compilers below it fail in many ways
+                self.compiled = None
+                rank_zero_warn(f"lanes are not compiled ({type(error).__name__}: {error})")
+        outcome = self.local.many(*tensors, **how)
+        return outcome.loss.sum(), outcome
+
+    def trial(self, batch: Any, at_once: bool) -> None:
+        """Make a step forward and back, of which nothing remains."""
+        params = {n: p.detach().requires_grad_(p.requires_grad) for n, p in self.params.items()}
+        with torch.enable_grad(), seeded_rng(0):
+            outcome = self.local.many(
+                params,
+                self.buffer_stack,
+                self.fixed,
+                batch,
+                None,
+                fixed_is_shared=self.fixed_is_shared,
+                at_once=at_once,
+            )
+        wanted = [p for p in params.values() if p.requires_grad]
+        torch.autograd.grad(outcome.loss.sum(), wanted, allow_unused=True)
+
+    def _some(self, rows: Tensor, batch: Any, size: int) -> Outcome:
+        """Make the step of a few lanes that have as many samples as each other."""
+        params: Tensors = dict(self.params)
         return self.local.many(
-            params,
-            buffers,
-            fixed,
-            batch,
-            weight,
-            batch_idx,
+            _select(params, rows),
+            _select(self.buffer_stack, rows),
+            self.fixed if self.fixed_is_shared else _select(self.fixed, rows),
+            _first(_select(batch, rows), size),
+            None,
             fixed_is_shared=self.fixed_is_shared,
-            at_once=self.at_once and self.count > 1,
+            at_once=self.at_once and len(rows) > 1,
         )
+
+    def compile(self) -> None:
+        """Make forward and backward pass one compiled graph for each shape of batches."""
+        gradients = LocalStep.gradients
+        # A code object of its own: torch counts the graphs of each, and gives up at eight.
+        own = FunctionType(gradients.__code__.replace(), gradients.__globals__)
+        own.__kwdefaults__ = gradients.__kwdefaults__
+        self.compiled = partial(torch.compile(own, dynamic=False), self.local)
+
+    def _is_worth_a_graph(self, batch: Any) -> bool:
+        """Groups come in two sizes at most; a rest of a client's samples is not worth a graph."""
+        shape = tuple(t.shape for t in tree_leaves(batch))
+        if len(self._shapes) < MOST_GRAPHS:
+            self._shapes.add(shape)
+        return shape in self._shapes
 
     @torch.no_grad()
     def before_step(self, active: Tensor) -> list[Tensor]:
@@ -216,6 +299,36 @@ class StackedLanes(LaneHost):
         scale = (value / (norms.norm(dim=0) + 1e-6)).clamp(max=1)
         for grad in grads:
             grad.mul_(_beside(scale, grad))
+
+
+class _Known(torch.autograd.Function):
+    """A loss whose gradients are known already: its backward pass puts them in their place.
+
+    They are not handed to autograd, which would copy each.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, loss: Tensor, params: list[nn.Parameter], grads: list[Tensor]
+    ) -> Tensor:
+        ctx.params, ctx.grads = params, grads
+        return loss.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[None, ...]:
+        for param, grad in zip(ctx.params, ctx.grads, strict=True):
+            grad = grad if outer[0] == 1 else grad * outer[0]
+            param.grad = grad if param.grad is None else param.grad + grad
+        return (None,) * 4
+
+
+def _known_gradient(
+    loss: Tensor, params: Mapping[str, nn.Parameter], grads: Mapping[str, Tensor]
+) -> Tensor:
+    """Return the sum of losses, such that going back gives these gradients."""
+    wanted = [params[name] for name in grads]
+    total: Tensor = _Known.apply(wanted[0], loss, wanted, list(grads.values()))
+    return total
 
 
 def _unflatten(rows: Tensor, like: Tensor) -> Tensor:
