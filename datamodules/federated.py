@@ -6,6 +6,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -475,10 +476,11 @@ class FederatedDataModule(LightningDataModule):
         is_last = torch.arange(start, start + count)[:, None] % batches == batches - 1
         return torch.where(is_last, n - (batches - 1) * size, size)
 
-    @property
+    @cached_property
     def sample_bytes(self) -> int:
         """Memory that a training sample takes on the device, its numbers as float32."""
-        sample = self.train[0]  # type: ignore[index]  # there after setup
+        with seeded_rng(0):  # its transforms may draw
+            sample = self.train[0]  # type: ignore[index]  # there after setup
         return 4 * sum(t.numel() if isinstance(t, Tensor) else 1 for t in tree_leaves(sample))
 
     def _full_batch(self, n: Tensor) -> Tensor:

@@ -178,6 +178,8 @@ def flat():
     """All of a module's parameters and buffers as one vector."""
 
     def read(module):
-        return torch.cat([t.detach().double().reshape(-1) for t in module.state_dict().values()])
+        tensors = (t.detach() for t in module.state_dict().values())
+        real = (torch.view_as_real(t) if t.is_complex() else t for t in tensors)
+        return torch.cat([t.double().reshape(-1) for t in real])
 
     return read

@@ -150,6 +150,18 @@ def test_the_number_of_lines_and_files_does_not_depend_on_the_number_of_clients(
     assert seen[0] == seen[1]
 
 
+def test_lanes_are_an_option_and_change_rounding_only(cli, tmp_path):
+    cli(*FIT)
+    cli(*FIT, "--lanes=4")
+    plain, lanes = (rounds(tmp_path / "runs" / "digits" / f"version_{i}") for i in (0, 1))
+    for one, other in zip(plain, lanes, strict=True):
+        assert float(one["val_loss"]) == pytest.approx(float(other["val_loss"]), rel=1e-5)
+    again = cli("test", "--config", DIGITS)
+    assert "test_acc" in again
+    for wrong in ("0", "many"):
+        assert "lanes" in cli(*FIT, f"--lanes={wrong}", expect=2)
+
+
 def test_the_number_of_threads_is_an_option(cli, monkeypatch):
     seen = []
     monkeypatch.setattr(torch, "set_num_threads", seen.append)

@@ -24,11 +24,23 @@ def plan(clients=(4, 7), num_steps=(1, 2), **options):
 
 
 def test_a_schedule_goes_client_after_client():
-    assert plan(num_steps=(1, 3)).schedule == [
-        Step((0,), first=True, last=True),
-        Step((1,), first=True, last=False),
-        Step((1,), first=False, last=False),
-        Step((1,), first=False, last=True),
+    schedule = plan(num_steps=(1, 3)).schedule
+    assert schedule == [
+        Step((0,), start=0, steps=1, last=True),
+        Step((1,), start=0, steps=1, last=False),
+        Step((1,), start=1, steps=1, last=False),
+        Step((1,), start=2, steps=1, last=True),
+    ]
+    assert [step.first for step in schedule] == [True, True, False, False]
+
+
+def test_lanes_hold_clients_of_like_work_and_batches_several_steps():
+    found = plan((4, 7, 9, 11, 12), (1, 5, 2, 4, 5), lanes=3, steps_per_batch=2)
+    assert found.schedule == [
+        Step((1, 4, 3), start=0, steps=2, last=False),
+        Step((1, 4, 3), start=2, steps=2, last=False),
+        Step((1, 4, 3), start=4, steps=1, last=True),
+        Step((2, 0), start=0, steps=2, last=True),
     ]
 
 
@@ -44,6 +56,45 @@ def test_every_client_begins_once_ends_once_and_makes_its_steps(num_steps):
         assert [step.last for step in own] == [False] * (n - 1) + [True]
     assert [step.rows[0] for step in schedule] == sorted(step.rows[0] for step in schedule)
     assert found.schedule is schedule
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    num_steps=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    lanes=st.integers(1, 14),
+    steps_per_batch=st.integers(1, 10),
+)
+def test_in_lanes_every_local_step_of_every_client_comes_once(num_steps, lanes, steps_per_batch):
+    found = plan(range(len(num_steps)), num_steps, lanes=lanes, steps_per_batch=steps_per_batch)
+    schedule = found.schedule
+    groups = [step.rows for step in schedule if step.first]
+    # Everyone is in one group; groups are full but for one, and none waits for another's work.
+    assert sorted(row for rows in groups for row in rows) == list(range(len(num_steps)))
+    sizes = [len(rows) for rows in groups]
+    assert max(sizes) <= lanes
+    assert max(sizes) - min(sizes) <= 1
+    assert len(groups) == -(-len(num_steps) // lanes)
+    if lanes > 1:
+        work = [num_steps[row] for rows in groups for row in rows]
+        assert work == sorted(work, reverse=True)
+    else:
+        assert groups == [(row,) for row in range(len(num_steps))]
+    # A group's batches are one run of the schedule, from its first local step to its last.
+    at = 0
+    for rows in groups:
+        made = 0
+        while True:
+            step = schedule[at]
+            at += 1
+            assert (step.rows, step.start) == (rows, made)
+            assert step.first == (made == 0)
+            made += step.steps
+            assert step.last == (made == max(num_steps[row] for row in rows))
+            if step.last:
+                break
+            assert step.steps == steps_per_batch
+        assert 1 <= step.steps <= steps_per_batch
+    assert at == len(schedule)
 
 
 def test_a_changed_plan_has_a_schedule_of_its_own():

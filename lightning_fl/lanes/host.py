@@ -135,12 +135,13 @@ class LaneHost(ABC):
         for hook in self._hooks:
             hook.remove()
         self._restore_lr()  # an exception inside a step comes before the hook after it
-        self.set_fixed({})
+        if self.wants_fixed:
+            self.module.fixed = {}  # type: ignore[assignment]  # no child: a plain dictionary
 
-    def set_fixed(self, params: dict[str, Tensor]) -> None:
-        """Hand a module that asks for them the parameters that its client starts from."""
-        if hasattr(self.module, "fixed"):
-            vars(self.module)["fixed"] = params
+    @property
+    def wants_fixed(self) -> bool:
+        """Whether the module has a place for the parameters that its client starts from."""
+        return getattr(self.module, "fixed", None) is not None
 
     # --- clients ----------------------------------------------------------------------------------
 

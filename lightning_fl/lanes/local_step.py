@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torchmetrics import Metric
+
+from lightning_fl.types import FederationError
 
 Tensors = dict[str, Tensor]
 
@@ -31,6 +35,9 @@ class Outcome(NamedTuple):
     buffers: Tensors
 
 
+_LOG_OPTIONS = list(signature(LightningModule.log).parameters)[3:]
+
+
 class LocalStep(nn.Module):
     """A module's ``training_step`` without side effects.
 
@@ -42,15 +49,27 @@ class LocalStep(nn.Module):
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
         self.module: LightningModule = module
-        #: Options of what the module logged, by name.
+        #: Options of what the module logged, by name, and the metrics that it logged.
         self.log_options: dict[str, dict[str, Any]] = {}
+        self.metrics: dict[str, Metric] = {}
+        self._takes_batch_idx = "batch_idx" in signature(module.training_step).parameters
+        # A tensor has one name for us and every owner's name for torch.
+        names = {id(t): n for n, t in [*module.named_parameters(), *module.named_buffers()]}
+        self._places = [
+            (f"module.{prefix}{'.' * bool(prefix)}{leaf}", names[id(tensor)])
+            for prefix, owner in module.named_modules()
+            for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]
+            if tensor is not None
+        ]
+        self._first_place = {name: place for place, name in reversed(self._places)}
 
     def forward(self, batch: Any) -> Any:
         """Run the module's own step, as the first of all: lanes do not count alike.
 
         ``functional_call`` reaches it through here.
         """
-        return self.module.training_step(batch, 0)
+        step: Callable[..., Any] = self.module.training_step
+        return step(batch, 0) if self._takes_batch_idx else step(batch)
 
     def one(
         self,
@@ -61,28 +80,34 @@ class LocalStep(nn.Module):
         weight: Tensor | None,
     ) -> Outcome:
         """Make the step of one client."""
-        tensors = {f"module.{n}": t for n, t in params.items()}
-        tensors |= {f"module.{n}": t.clone() for n, t in buffers.items()}
+        own = {**params, **{name: buffer.clone() for name, buffer in buffers.items()}}
+        tensors = {place: own[name] for place, name in self._places}
         logs: Tensors = {}
         recorded: Tensors = {}
 
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-            if isinstance(value, nn.Module):
-                raise TypeError(f"training_step logs the metric {name}")
-            logs[name] = torch.as_tensor(value).detach()
-            self.log_options[name] = options
+            self.log_options[name] = dict(zip(_LOG_OPTIONS, args, strict=False)) | options
+            if isinstance(value, Metric):  # it keeps its own sums, where lanes come one by one
+                self.metrics[name] = value
+            else:
+                logs[name] = torch.as_tensor(value).detach()
 
         def record(loss: Tensor, count: Any) -> None:
             recorded["loss"] = loss.detach()
 
         given = {"record": record, "fixed": fixed, "sample_weight": weight}
-        known = {name: value for name, value in given.items() if hasattr(self.module, name)}
+        known = {n: v for n, v in given.items() if getattr(self.module, n, ...) is not ...}
+        if not fixed:
+            known.pop("fixed", None)
         with _replaced(self.module, {"log": log, **known}):
-            out = functional_call(self, tensors, (batch,))
+            out = functional_call(self, tensors, (batch,), tie_weights=False)
         loss = out["loss"] if isinstance(out, Mapping) else out
         if loss is None:
-            raise TypeError("training_step returns no loss")
-        return Outcome(loss, logs, recorded, {n: tensors[f"module.{n}"] for n in buffers})
+            raise FederationError(
+                "training_step returns no loss for a batch, which lanes cannot leave out: train the"
+                " module itself instead of Lanes(module)"
+            )
+        return Outcome(loss, logs, recorded, {n: tensors[self._first_place[n]] for n in buffers})
 
     def many(
         self,

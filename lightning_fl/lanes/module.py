@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal, cast
@@ -25,6 +25,9 @@ from lightning_fl.types import FederationError
 
 #: What a module may say about each step of its training, which lanes do not ask it.
 STEP_HOOKS = (
+    "on_before_batch_transfer",
+    "on_after_batch_transfer",
+    "transfer_batch_to_device",
     "on_train_batch_start",
     "on_train_batch_end",
     "on_before_zero_grad",
@@ -97,16 +100,17 @@ class Lanes(LightningModule):
             if option not in ("auto", True, False):
                 raise FederationError(f"{name} must be auto, true or false, got {option!r}")
         self.module = module
-        self._strict_loading = module._strict_loading
+        self.example_input_array = module.example_input_array
+        for name in ("_strict_loading", "_log_hyperparams", "_hparams_name"):
+            vars(self)[name] = vars(module).get(name)
         self.lanes, self.steps_per_batch = lanes, steps_per_batch
         self.compiled, self.fast_matmul = compile, fast_matmul
         self.stack: dict[str, nn.Parameter] = {}
         self.host: StackedLanes | None = None
         overridden = [name for name in _HOOKS if _has_own(module, name)]
         #: Why the module trains by itself, one client after another; None if it does not.
-        self.reason: str | None = None
-        if own := [name for name in STEP_HOOKS if name in overridden]:
-            self.reason = f"it has a hook for each step of a client: {', '.join(own)}"
+        self.reason = _why_alone(module, overridden)
+        if self.reason is not None:
             rank_zero_warn(f"{type(module).__name__} is not trained in lanes: {self.reason}")
             overridden += ["training_step", "configure_optimizers"]
         for name in overridden:
@@ -132,6 +136,11 @@ class Lanes(LightningModule):
         return self.module.hparams
 
     @property
+    def hparams_initial(self) -> Any:
+        """The module's hyper-parameters as it was given them."""
+        return self.module.hparams_initial
+
+    @property
     def _current_fx_name(self) -> str | None:
         return cast("str | None", vars(self).get("_hook"))
 
@@ -151,25 +160,49 @@ class Lanes(LightningModule):
             samples: In a client's batch.
             sample_bytes: Of one sample.
         """
-        lanes = DEFAULT_LANES if self.lanes == "auto" else self.lanes
+        most = self._memory() // (4 * self._bytes)  # parameters, gradients, optimiser, workspace
+        if self.lanes != "auto" and min(self.lanes, clients) > most:
+            raise FederationError(
+                f"{self.lanes} lanes of {self._bytes / 2**20:.0f} MiB each do not fit into memory"
+                f" with their gradients: set lanes to at most {most}, or to auto"
+            )
+        lanes = min(DEFAULT_LANES, max(most, 1)) if self.lanes == "auto" else self.lanes
         lanes = min(lanes, clients)
         if self.steps_per_batch != "auto":
             return lanes, self.steps_per_batch
         return lanes, max(1, BATCH_BYTES // (lanes * samples * sample_bytes))
 
+    @property
+    def _bytes(self) -> int:
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return sum(t.numel() * t.element_size() for t in tensors) or 1
+
+    def _memory(self) -> int:
+        """Bytes of the device, all of them: what is free just now differs from run to run."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_properties(self.device).total_memory
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
     def configure_optimizers(self) -> Any:
-        """Let the module make its optimiser, for stacked parameters under its own names."""
+        """Let the module make its optimiser, and give that the stacked parameters."""
+        made = self.module.configure_optimizers()
         params = dict(self.module.named_parameters())
         self.stack = {
             name: nn.Parameter(param.detach()[None].clone(), requires_grad=param.requires_grad)
             for name, param in params.items()
         }
-        with _in_place_of({id(params[name]): stack for name, stack in self.stack.items()}, self):
-            return self.module.configure_optimizers()
+        stacked = {id(param): self.stack[name] for name, param in params.items()}
+        for optimizer in _optimizers(made):
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                group["params"] = [stacked.get(id(param), param) for param in group["params"]]
+        return made
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Take the samples of the batch apart, by local step and client."""
         if (host := self.host) is None:
+            if self.reason is not None:
+                return
             raise FederationError("Lanes is trained by a FederatedLoop: add one to the callbacks")
         host.batch = _unflatten(batch, len(host.sizes), host.count)
         host.logged, host.weights = {}, []
@@ -228,13 +261,23 @@ class Lanes(LightningModule):
             record(loss, weight)
 
     def _log(self, host: StackedLanes) -> None:
-        """Log means over the samples of the batch's steps and lanes."""
-        weight = torch.stack(host.weights).double()
-        total = weight.sum()
+        """Log what the batch's steps and lanes logged, as one value."""
         for name, values in host.logged.items():
-            mean = (torch.stack(values).double().where(weight > 0, 0) * weight).sum() / total
-            options = {**host.local.log_options[name], "batch_size": int(total)}
-            self.log(name, mean.float(), **options)
+            options = dict(host.local.log_options[name])
+            weight = torch.stack(host.weights).double()
+            if (size := options.get("batch_size")) is not None:
+                weight = (weight > 0) * float(size)
+            each = torch.stack(values).double()
+            if options.get("reduce_fx", "mean") in ("mean", torch.mean):
+                options["batch_size"] = int(weight.sum())
+                value = (each.where(weight > 0, 0) * weight).sum() / weight.sum()
+            else:
+                reduce = options["reduce_fx"]
+                chosen = each[weight > 0]
+                value = getattr(chosen, reduce)() if isinstance(reduce, str) else reduce(chosen)
+            self.log(name, value.float(), **options)
+        for name, metric in host.local.metrics.items():
+            self.module.log(name, metric, **host.local.log_options[name])
 
     def optimizer_step(
         self,
@@ -244,8 +287,9 @@ class Lanes(LightningModule):
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
         """Make the local steps of the batch, of all clients at once."""
-        assert self.host is not None
-        host = self.host
+        if (host := self.host) is None:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+            return
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         for step, active in enumerate(host.active):
             host.step = step
@@ -280,8 +324,11 @@ class Lanes(LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip each client's gradient by its own norm."""
-        if gradient_clip_val:
-            assert self.host is not None
+        if self.host is None:
+            super().configure_gradient_clipping(
+                optimizer, gradient_clip_val, gradient_clip_algorithm
+            )
+        elif gradient_clip_val:
             self.host.clip(float(gradient_clip_val), gradient_clip_algorithm or "norm")
 
 
@@ -320,6 +367,15 @@ def seconds(step: Callable[[], None], repeats: int = 3) -> float:
     return min(times[1:])
 
 
+def _why_alone(module: LightningModule, overridden: list[str]) -> str | None:
+    """Say what keeps a module from lanes, whatever its step does."""
+    if own := [name for name in STEP_HOOKS if name in overridden]:
+        return f"it has a hook for each step or batch of a client: {', '.join(sorted(own))}"
+    if any(isinstance(m, nn.Embedding) and m.max_norm for m in module.modules()):
+        return "an Embedding with max_norm changes its own weights in the forward pass"
+    return None
+
+
 def _has_own(module: LightningModule, name: str) -> bool:
     """Say whether a module does something of its own in a hook."""
     inherited = getattr(LightningModule, name, None)
@@ -327,22 +383,15 @@ def _has_own(module: LightningModule, name: str) -> bool:
     return callable(mine) and mine is not inherited
 
 
-@contextmanager
-def _in_place_of(stacks: dict[int, nn.Parameter], lanes: Lanes) -> Iterator[None]:
-    """Put other parameters into a module, under all of their names."""
-    places = [
-        (owner._parameters, name, param)
-        for owner in lanes.module.modules()
-        for name, param in owner._parameters.items()
-        if param is not None
-    ]
-    try:
-        for owned, name, param in places:
-            owned[name] = stacks[id(param)]
-        yield
-    finally:
-        for owned, name, param in places:
-            owned[name] = param
+def _optimizers(made: Any) -> Iterator[torch.optim.Optimizer]:
+    """The optimisers in what ``configure_optimizers`` returns, whatever its form."""
+    if isinstance(made, torch.optim.Optimizer):
+        yield made
+    elif isinstance(made, dict):
+        yield from _optimizers(made.get("optimizer"))
+    elif isinstance(made, list | tuple):
+        for part in made:
+            yield from _optimizers(part)
 
 
 def _unflatten(batch: Any, steps: int, lanes: int) -> Any:

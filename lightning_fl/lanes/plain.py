@@ -18,8 +18,9 @@ class ModuleLane(LaneHost):
         """Begin a client; see :meth:`LaneHost.load`."""
         (kept,), (self._ratio,) = rows, self._ratios(lr)
         self.write(ServerState(state.vector[0], state.counters))
-        if hasattr(self.module, "fixed"):
-            self.set_fixed({n: p.detach().clone() for n, p in self.named_parameters.items()})
+        if self.wants_fixed:
+            at_start = {n: p.detach().clone() for n, p in self.named_parameters.items()}
+            self.module.fixed = at_start  # type: ignore[assignment]  # no child: a plain dictionary
         if not kept:
             return
         with torch.no_grad():

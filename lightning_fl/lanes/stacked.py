@@ -43,7 +43,8 @@ class StackedLanes(LaneHost):
         keep_optimizer: bool,
     ) -> None:
         super().__init__(lanes.module, buffers, optimizer, keep_optimizer)
-        check_separable(optimizer, keep_optimizer)
+        self.is_linear = check_separable(optimizer, keep_optimizer)
+        self.lanes = lanes
         self.params: dict[str, nn.Parameter] = lanes.stack
         first = next(iter(self.params.values()))
         matrices = (p.flatten(1) for p in self.named_parameters.values() if p.ndim > 1)
@@ -55,7 +56,7 @@ class StackedLanes(LaneHost):
         self.at_once = True
         #: Whether it is chosen how to train.
         self.is_ready = False
-        self.weighted = hasattr(lanes.module, "sample_weight") and not any(
+        self.weighted = getattr(lanes.module, "knows_weights", False) and not any(
             isinstance(m, _BatchNorm) for m in lanes.module.modules()
         )
         #: The Lightning batch's samples, ``[steps, k, B, ...]``, and which local step is next.
@@ -85,17 +86,21 @@ class StackedLanes(LaneHost):
         ratios = self._ratios(lr)
         self._ratio, self._lane_ratios = ratios[0], None
         if any(ratio != ratios[0] for ratio in ratios):
+            if not self.is_linear:
+                raise FederationError(
+                    f"clients in lanes cannot have learning rates of their own with"
+                    f" {type(self.optimizer).__name__}, whose step is not proportional to it: use"
+                    " one rate for all, or train the module itself instead of Lanes(module)"
+                )
             self._ratio = 1.0
             self._lane_ratios = torch.tensor(ratios, dtype=torch.float64).to(state.vector.device)
         names = [*self.named_parameters, *self._floating]
         pieces = dict(zip(names, state.vector.split(self.vector.sizes, dim=1), strict=True))
+        self._resize(k)
         for name, param in self.params.items():
-            stacked = _unflatten(pieces[name], self.named_parameters[name])
-            if param.shape == stacked.shape:
-                param.copy_(stacked)
-            else:
-                param.data = stacked.clone(memory_format=torch.contiguous_format)
+            param.copy_(_unflatten(pieces[name], self.named_parameters[name]))
             param.grad = None
+            param.requires_grad_(self.named_parameters[name].requires_grad)
         counters = state.counters.expand(k, -1).split(self.counters.sizes, dim=1)
         pieces |= dict(zip(self._counting, counters, strict=True))
         self.buffer_stack = {
@@ -103,12 +108,25 @@ class StackedLanes(LaneHost):
             for name, buffer in self.named_buffers.items()
         }
         self.fixed_is_shared = state.vector.stride(0) == 0
-        if hasattr(self.module, "fixed"):
+        if self.wants_fixed:
             self.fixed = {
                 name: (param.detach()[0] if self.fixed_is_shared else param.detach()).clone()
                 for name, param in self.params.items()
             }
         self._load_rows(rows)
+
+    def _resize(self, count: int) -> None:
+        """Make place for so many lanes."""
+        made = {
+            id(param): (name, nn.Parameter(param.new_empty(count, *param.shape[1:])))
+            for name, param in self.params.items()
+            if len(param) != count
+        }
+        if not made:
+            return
+        self.params.update(made.values())
+        for group in self.optimizer.param_groups:
+            group["params"] = [made[id(p)][1] if id(p) in made else p for p in group["params"]]
 
     def _load_rows(self, rows: Sequence[Rows]) -> None:
         """Put back what clients kept; a client without anything starts from zero."""
@@ -158,8 +176,9 @@ class StackedLanes(LaneHost):
                 self.compile()
 
     def close(self) -> None:
-        """Let go of the optimiser, and of the setting of matrix products."""
+        """Let go of the optimiser, of the lanes, and of the setting of matrix products."""
         super().close()
+        self.lanes.host = None
         self.put_back_matmul()
 
     # --- a local step -----------------------------------------------------------------------------
@@ -178,19 +197,22 @@ class StackedLanes(LaneHost):
         Returns:
             The sum of losses, to go back from, and what else the step makes.
         """
-        if (sizes == sizes[0]).all():
+        rows = torch.arange(len(sizes))
+        if not self.at_once:  # who is done rests: a module may count its steps
+            rows = active.nonzero()[:, 0]
+        groups = [rows[sizes[rows] == size] for size in sizes[rows].unique()]
+        if self.at_once and len(groups) == 1:
             total, outcome = self._all(_first(batch, int(sizes[0])), None)
-        elif self.weighted:
+        elif self.at_once and self.weighted:
             most = next(t.shape[1] for t in tree_leaves(batch))
             weight = (torch.arange(most) < sizes[:, None]).double() / sizes[:, None]
             like = next(iter(self.params.values()))
             total, outcome = self._all(batch, weight.to(like.device, like.dtype))
         else:
-            groups = [(sizes == size).nonzero()[:, 0] for size in sizes.unique()]
             each = [self._some(rows, batch, int(sizes[rows[0]])) for rows in groups]
-            back = torch.cat(groups).argsort()
-            outcome = tree_map(lambda *t: torch.cat(t)[back.to(t[0].device)], *each)
-            total = outcome.loss.sum()
+            total = torch.stack([outcome.loss.sum() for outcome in each]).sum()
+            at = torch.cat(groups)
+            outcome = tree_map(lambda *t: _scattered(torch.cat(t), at, len(sizes)), *each)
         for name, before in self.buffer_stack.items():
             after = outcome.buffers[name].detach()
             if not active.all():
@@ -290,7 +312,7 @@ class StackedLanes(LaneHost):
     @torch.no_grad()
     def clip(self, value: float, algorithm: str) -> None:
         """Clip gradients, each lane by its own norm as ``clip_grad_norm_`` does."""
-        grads = [param.grad for param in self.params.values() if param.grad is not None]
+        grads = [param.grad for param, _ in self._optimized() if param.grad is not None]
         if algorithm == "value":
             torch._foreach_clamp_max_(grads, value)
             torch._foreach_clamp_min_(grads, -value)
@@ -335,7 +357,8 @@ def _unflatten(rows: Tensor, like: Tensor) -> Tensor:
     """Rows, ``[k, n]``, as a stack of tensors like another."""
     shape = (len(rows), *like.shape)
     if like.is_complex():
-        return torch.view_as_complex(rows.reshape(*shape, 2)).to(like.dtype)
+        # A copy: numbers in the middle of a vector need not begin at an even place.
+        return torch.view_as_complex(rows.reshape(*shape, 2).clone()).to(like.dtype)
     return rows.reshape(shape).to(like.dtype)
 
 
@@ -356,15 +379,24 @@ def _select(stacks: Any, rows: Tensor) -> Any:
     )
 
 
+def _scattered(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Put the values of some lanes in their places, with zeros for the others."""
+    values = values.detach()
+    return values.new_zeros(count, *values.shape[1:]).index_copy_(0, rows.to(values.device), values)
+
+
 def _first(batch: Any, count: int) -> Any:
     """The first samples of each lane."""
     return tree_map(lambda t: t[:, :count] if isinstance(t, Tensor) else t, batch)
 
 
-def check_separable(optimizer: torch.optim.Optimizer, keep: bool) -> None:
+def check_separable(optimizer: torch.optim.Optimizer, keep: bool) -> bool:
     """Refuse an optimiser whose step for one client depends on the others in the lanes.
 
     It trains two small tensors apart and stacked, with gradients of very different size.
+
+    Returns:
+        Whether its step is proportional to its learning rate.
 
     Raises:
         FederationError: If they differ, as with layer-wise norms (LARS) or line searches (LBFGS).
@@ -377,18 +409,21 @@ def check_separable(optimizer: torch.optim.Optimizer, keep: bool) -> None:
     start, *grads = (torch.randn(2, 3, 4, generator=random, dtype=torch.float64) for _ in range(4))
     scale = torch.tensor([1.0, 1e3], dtype=torch.float64).view(2, 1, 1)
 
-    def trained(rows: slice | int) -> tuple[Tensor, torch.optim.Optimizer]:
+    def trained(rows: slice | int, ratio: float = 1, lr: float = 1) -> tuple[Tensor, Any]:
         param = nn.Parameter(start[rows].to(device, copy=True))
-        made = kind([param], **options)
+        rate = {"lr": options["lr"] * lr} if "lr" in options else {}
+        made = kind([param], **{**options, **rate})
         for grad in grads:
-            param.grad = (grad * scale)[rows].to(device)
+            before, param.grad = param.detach().clone(), (grad * scale)[rows].to(device)
             made.step()
+            param.data = before.lerp(param.detach(), ratio)
         return param.detach(), made
 
     refused = f"{kind.__name__} cannot train clients in lanes"
     remedy = "train the module itself instead of Lanes(module)"
     try:
         (stacked, made), apart = trained(slice(0, 2)), [trained(i)[0] for i in (0, 1)]
+        ratio, rate = trained(0, ratio=0.5)[0], trained(0, lr=0.5)[0]
     except Exception as error:
         raise FederationError(f"{refused} ({type(error).__name__}: {error}): {remedy}") from error
     if not torch.allclose(stacked, torch.stack(apart), rtol=1e-10, atol=1e-12):
@@ -396,12 +431,11 @@ def check_separable(optimizer: torch.optim.Optimizer, keep: bool) -> None:
             f"{refused}: its step for one client depends on the others (norms of whole tensors):"
             f" {remedy}"
         )
-    if not keep:
-        return
     shared = [n for s in made.state.values() for n, v in s.items() if getattr(v, "ndim", 1) == 0]
-    if shared or options.get("dampening"):
+    if keep and (shared or options.get("dampening")):
         what = shared[0] if shared else "the first step of its dampening"
         raise FederationError(
             f"optimizer_state: keep does not work in lanes with {kind.__name__}, whose {what} is"
             f" one for all: choose reset, or {remedy}"
         )
+    return torch.allclose(ratio, rate, rtol=1e-10, atol=1e-12)

@@ -50,11 +50,15 @@ class ClientModule(LightningModule):
         self.val_acc = MulticlassAccuracy(average="micro")
         self.test_acc = MulticlassAccuracy(average="micro")
         #: Parameters that the client started from, by name, for the terms; a ``FederatedLoop`` sets
-        #: them. Constant, so neither a buffer nor saved.
-        self.fixed: dict[str, Tensor] = {}
+        #: them where it is not None. Constant, so neither a buffer nor saved.
+        self.fixed: dict[str, Tensor] | None = {} if len(self.terms) else None
         #: Weight of each sample in the mean, ``[batch]``, summing to 1; None is equal weights.
         #: Lanes with fewer samples than others are filled up with samples of weight 0.
         self.sample_weight: Tensor | None = None
+        #: Whether the step heeds them: not that of a child, nor a term of the samples.
+        self.knows_weights = type(self).training_step is ClientModule.training_step and not any(
+            term.uses_batch for term in terms
+        )
         self._client_loss: list[Tensor] = []
         self._client_samples: list[Tensor] = []
 
@@ -83,12 +87,12 @@ class ClientModule(LightningModule):
         losses = self.losses(batch, outputs)
         weight = self.sample_weight
         loss = losses.mean() if weight is None else losses @ weight
-        if len(self.terms):
+        if self.fixed is not None:
             params: dict[str, Tensor] = dict(self.net.named_parameters(prefix="net"))
             if not self.fixed:  # Outside of a federation the model stays near where it began.
                 self.fixed = {n: p.detach().clone() for n, p in params.items()}
-            own, fixed = Side(params, outputs), Side({n: self.fixed[n] for n in params})
-            loss = loss + sum(term(own, fixed, batch) for term in self.terms)
+            own, fixed = Side(params, outputs), {n: self.fixed[n] for n in params}
+            loss = loss + sum(term(own, Side(fixed), batch) for term in self.terms)
         self.record(loss, len(losses))
         return loss
 

@@ -30,6 +30,8 @@ class Proximal(Term):
         tensor(0.2500)
     """
 
+    uses_batch = False
+
     def __init__(self, mu: float) -> None:
         super().__init__()
         if not 0 <= mu < float("inf"):

@@ -25,6 +25,9 @@ class Side:
 class Term(nn.Module, ABC):
     """A further term of a client's loss, listed under ``model.init_args.terms``."""
 
+    #: Whether it looks at the samples: then lanes are not filled up with samples of weight 0.
+    uses_batch = True
+
     @abstractmethod
     def forward(self, own: Side, fixed: Side, batch: Any) -> Tensor:
         """Return the term of a batch, a scalar.

@@ -324,12 +324,158 @@ def test_adding_a_client_changes_no_batch_of_the_others():
         found = RoundBatches(
             RoundPlan(1, 2, torch.tensor(clients), steps), parts[: max(clients) + 1], **options
         )
-        found = [(batch.index.tolist(), batch.key) for batch in found]
+        found = [(batch.index.tolist(), batch.keys) for batch in found]
         return {client: found[5 * i : 5 * i + 5] for i, client in enumerate(clients)}
 
     two, three = of([0, 1]), of([2, 1, 0])
     assert two == {client: three[client] for client in (0, 1)}
     assert two[0] != two[1]
+
+
+# --- several clients and local steps in a batch ---------------------------------------------------
+
+
+def work(data, num_steps, **layout):
+    clients = torch.arange(len(num_steps))
+    return RoundPlan(3, 1, clients, torch.tensor(num_steps), **layout)
+
+
+def read(data, plan):
+    """A round's batches, with the plan's steps beside them."""
+    data.plan = lambda: plan
+    loader = data.train_dataloader()
+    assert len(loader) == len(plan.schedule)
+    return list(zip(plan.schedule, loader, strict=True))
+
+
+def each_client(data, plan):
+    """What each client is trained on in each local step: ``{(client, step): samples}``.
+
+    Lanes are filled up with samples of their own client, which are left out here.
+    """
+    found = {}
+    for step, (x, _) in read(data, plan):
+        layout = step.steps, len(step.rows)
+        x = x.view(*layout, len(x) // (step.steps * len(step.rows)), -1)
+        sizes = data.batch_sizes(plan.clients[list(step.rows)], step.start, step.steps)
+        assert sizes.shape == layout
+        for i in range(step.steps):
+            for lane, row in enumerate(step.rows):
+                numbers = x[i, lane, :, 0].long()
+                assert set(numbers.tolist()) <= set(data.parts[row].tolist())
+                size = int(sizes[i, lane]) if step.start + i < plan.num_steps[row] else 0
+                assert (numbers[size:] == numbers[0]).all()
+                if size:
+                    found[row, step.start + i] = x[i, lane, :size].tolist()
+    return found
+
+
+LAYOUTS = [(1, 1), (1, 3), (2, 1), (3, 2), (5, 1), (5, 4), (9, 50)]
+OPTIONS = [
+    {},
+    {"batch_size": 5},
+    {"batch_size": 5, "drop_last": True},
+    {"batch_size": 5, "replacement": True},
+    {"batch_size": None},
+    {"batch_size": 1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("lanes", "steps_per_batch"), LAYOUTS)
+def test_in_lanes_a_client_has_the_samples_that_it_has_alone(lanes, steps_per_batch, options):
+    data = federated(numbered(70), partition=QuantitySkew(), num_clients=5, **options)
+    num_steps = [3, 8, 1, 4, 6]
+    alone = {
+        (step.rows[0], step.start): batch[0][:, None].tolist()
+        for step, batch in read(data, work(data, num_steps))
+    }
+    layout = {"lanes": lanes, "steps_per_batch": steps_per_batch}
+    assert each_client(data, work(data, num_steps, **layout)) == alone
+    assert len(alone) == sum(num_steps)
+
+
+class DrawsAlways(Dataset):
+    """Transforms that draw from all of the global generators."""
+
+    def __init__(self):
+        self.labels = (torch.arange(70) % 3).tolist()
+
+    def __len__(self):
+        return 70
+
+    def __getitem__(self, i):
+        noise = [random.random(), np.random.rand(), float(torch.rand(()))]
+        return torch.tensor([float(i), *noise]), self.labels[i]
+
+
+@pytest.mark.parametrize(("lanes", "steps_per_batch"), LAYOUTS)
+def test_in_lanes_random_transforms_draw_what_they_draw_alone(lanes, steps_per_batch):
+    data = federated(DrawsAlways(), partition=QuantitySkew(), num_clients=5, batch_size=4)
+    num_steps = [3, 8, 1, 4, 6]
+    alone = each_client(data, work(data, num_steps))
+    layout = {"lanes": lanes, "steps_per_batch": steps_per_batch}
+    assert each_client(data, work(data, num_steps, **layout)) == alone
+    draws = [tuple(sample) for batch in alone.values() for sample in batch]
+    assert len(set(draws)) == len(draws)
+
+
+def test_each_step_of_each_lane_has_a_key_of_its_own():
+    data = federated(numbered(40), num_clients=4, batch_size=4)
+    batches = data._batches(work(data, [2, 3, 1, 3], lanes=2, steps_per_batch=2), data.parts)
+    found = [(batch, step) for batch, step in zip(batches, batches.plan.schedule, strict=True)]
+    for batch, step in found:
+        assert len(batch.keys) == step.steps * len(step.rows)
+        assert len(batch.index) % len(batch.keys) == 0
+    keys = [key for batch, _ in found for key in batch.keys]
+    assert len(set(keys)) == len(keys)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    batch_size=st.none() | st.integers(1, 12),
+    drop_last=st.booleans(),
+    replacement=st.booleans(),
+    start=st.integers(0, 9),
+    count=st.integers(1, 9),
+)
+def test_the_sizes_of_batches_are_those_that_come(
+    n, batch_size, drop_last, replacement, start, count
+):
+    keys = [client for client, size in enumerate(n) for _ in range(size)]
+    data = federated(
+        numbered(sum(n)),
+        partition=ByKey(),
+        keys=keys,
+        num_clients=None,
+        batch_size=batch_size,
+        drop_last=drop_last,
+        replacement=replacement,
+    )
+    assert data.num_samples.tolist() == n
+    clients = list(reversed(range(len(n))))
+    found = data.batch_sizes(torch.tensor(clients), start, count)
+    assert found.shape == (count, len(n))
+    for lane, client in enumerate(clients):
+        batches = client_batches(data.parts[client], batch_size, rng(), replacement, drop_last)
+        sizes = [len(next(batches)) for _ in range(start + count)][start:]
+        assert found[:, lane].tolist() == sizes
+
+
+@pytest.mark.parametrize(
+    ("train", "size"),
+    [
+        (TensorDataset(torch.zeros(9, 2, 3), torch.zeros(9)), 4 * 7),
+        (TensorDataset(torch.zeros(9, 5, dtype=torch.uint8), torch.zeros(9)), 4 * 6),
+    ],
+)
+def test_a_sample_takes_the_memory_of_its_numbers(train, size):
+    assert federated(train, num_clients=2).sample_bytes == size
+
+
+def test_samples_of_any_shape_take_memory(blobs):
+    assert federated(Dicts(), num_clients=2).sample_bytes == 4 * 2
 
 
 # --- any map-style data set -----------------------------------------------------------------------

@@ -38,6 +38,7 @@ def test_a_seed_is_numpys_seed_sequence_on_every_machine():
         "CLIENT": 5,
         "VALIDATION": 6,
         "EVALUATION_SAMPLES": 7,
+        "ROUND": 8,
     }
 
 

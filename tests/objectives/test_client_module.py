@@ -69,7 +69,7 @@ def test_a_samples_loss_is_its_cross_entropy(module, blobs):
 def test_the_loss_of_a_step_is_the_mean_plus_the_terms(module, blobs):
     batch = blobs(7).tensors
     made = module(terms=[Proximal(mu=0.5), Proximal(mu=0.1)])
-    made.on_client_start()
+    made.fixed = {name: p.detach().clone() for name, p in made.named_parameters()}
     start = own(made)
     with torch.no_grad():
         made.net.weight += 0.2
@@ -194,12 +194,12 @@ def test_a_term_sees_both_models_the_outputs_and_the_batch(module, blobs):
     made = module(terms=[term])
     made.training_step(batch, 0)
     mine, fixed, seen = term.given[0]
-    assert mine.params["weight"] is made.net.weight
+    assert mine.params["net.weight"] is made.net.weight
     assert torch.equal(mine.outputs, made(batch[0]))
-    assert fixed.params.keys() == {"weight", "bias"}
+    assert fixed.params.keys() == mine.params.keys() == {"net.weight", "net.bias"}
     assert fixed.outputs is None
     assert not any(p.requires_grad for p in fixed.params.values())
-    assert fixed.params["weight"].data_ptr() != made.net.weight.data_ptr()
+    assert fixed.params["net.weight"].data_ptr() != made.net.weight.data_ptr()
     assert seen is batch
 
 
@@ -211,10 +211,44 @@ def test_a_terms_parameters_are_trained_and_averaged_and_saved(fit, module, data
     assert made.state_dict().keys() == {"net.weight", "net.bias", "terms.0.scale"}
 
 
-def test_without_terms_no_copy_of_the_server_is_kept(module):
+@pytest.mark.parametrize("terms", [[], [Proximal(mu=0.5)]])
+def test_no_copy_of_the_server_is_kept_after_a_federation(fit, module, terms):
+    made = module(terms=terms)
+    fit(made, rounds=1)
+    assert made.fixed == ({} if terms else None)
+
+
+@pytest.mark.parametrize("terms", [[], [Proximal(mu=0.5)]])
+def test_a_copy_of_the_beginning_is_kept_for_terms_only(fit, module, terms):
+    class Looks(ClientModule):
+        def training_step(self, batch, batch_idx):
+            assert bool(self.fixed) == bool(terms)
+            return super().training_step(batch, batch_idx)
+
+    fit(module(Looks, terms=terms), rounds=1)
+
+
+def test_weights_of_samples_make_a_weighted_mean(module, blobs):
+    x, y = blobs(7).tensors
     made = module()
-    made.on_client_start()
-    assert made._fixed == {}
+    made.sample_weight = torch.tensor([0.5, 0.25, 0.25, 0, 0, 0, 0]).double()
+    losses = cross_entropy(*own(made), x, y)[0]
+    expected = losses[0] / 2 + losses[1] / 4 + losses[2] / 4
+    torch.testing.assert_close(made.training_step((x, y), 0).detach(), expected)
+
+
+def test_losses_of_steps_are_recorded_for_one_client_or_several_at_once(module):
+    made = module()
+    steps = [([1.0, 5.0, 4.0], [2, 1, 3]), ([3.0, 1.0, 0.0], [2, 3, 0])]
+    for loss, count in steps:
+        made.record(torch.tensor(loss), torch.tensor(count))
+    made.on_client_end()
+    made.record(torch.tensor(7.0), 4)
+    made.on_client_end()
+    made.record(torch.tensor([torch.nan, 2.0]), torch.tensor([5, 1]))
+    made.on_client_end()
+    # (1 * 2 + 3 * 2) + (5 + 3) + 4 * 3 + 7 * 4 + 2, over 4 + 4 + 3 + 4 + 1 samples.
+    assert made.train_loss.compute().item() == pytest.approx((8 + 8 + 12 + 28 + 2) / 16)
 
 
 # --- what training leaves behind ------------------------------------------------------------------

@@ -1,0 +1,122 @@
+"""Federations of which some run in lanes and one in the module itself."""
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.lanes import Lanes
+from lightning_fl.partition import Dirichlet
+from lightning_fl.policies import HyperParameterPolicy
+
+
+class PerClient(HyperParameterPolicy):
+    """Another amount of work for each client and round, and another learning rate."""
+
+    def __init__(self, lr=True):
+        super().__init__()
+        self.lr = lr
+
+    def sample(self, round, clients):
+        steps = {"num_steps": 1 + clients % 3 + round % 2}
+        return steps | ({"lr": 0.01 * (1 + clients.double())} if self.lr else {})
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+class Tiny(L.LightningModule):
+    """A small net, an optimiser that is given, and a loss that is logged in every way."""
+
+    def __init__(self, optimizer=None, net=None):
+        super().__init__()
+        self.net = (net or two_layers)()
+        self.optimizer = optimizer or (lambda params: torch.optim.SGD(params, lr=0.1))
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+
+
+@pytest.fixture
+def tiny():
+    """A Tiny or a child of it in float64, always with the same parameters."""
+
+    def make(kind=Tiny, *args, **options):
+        torch.manual_seed(0)
+        return kind(*args, **options).double()
+
+    make.kind = Tiny
+    return make
+
+
+@pytest.fixture
+def ragged(data, blobs):
+    """Seven clients with 4 to 60 samples: batches differ in size between them."""
+
+    def make(train=None, **options):
+        options = {"partition": Dirichlet(0.4, min_size=4), "batch_size": 10, "seed": 1} | options
+        train = blobs(180) if train is None else train
+        return data(train, num_clients=7, **options)
+
+    return make
+
+
+@pytest.fixture
+def train(fit, ragged):
+    """Fit a module, in itself (``lanes=None``) or in lanes; returns the loop."""
+
+    def run(
+        module,
+        lanes=None,
+        steps_per_batch=1,
+        datamodule=None,
+        federation=None,
+        rounds=2,
+        compile=False,
+        **options,
+    ):
+        given = {"policy": PerClient(), "buffers": "average", "seed": 3} | (federation or {})
+        user = module if lanes is None else Lanes(module, lanes, steps_per_batch, compile=compile)
+        datamodule = ragged() if datamodule is None else datamodule
+        return fit(user, FederatedLoop(**given), datamodule, rounds=rounds, **options)
+
+    run.policy = PerClient
+    return run
+
+
+@pytest.fixture
+def agree(train, flat, ragged):
+    """Train a module in itself and in lanes: equal parameters, buffers and figures of rounds."""
+
+    def check(make, lanes=(1, 3, 7), steps_per_batch=1, datamodule=ragged, **options):
+        plain = make()
+        before = flat(plain)
+        expected = train(plain, datamodule=datamodule(), **options)
+        assert (flat(plain) - before).abs().max() > 1e-3, "nothing was trained"
+        for k in lanes:
+            module = make()
+            found = train(module, k, steps_per_batch, datamodule(), **options)
+            torch.testing.assert_close(
+                flat(module), flat(plain), atol=1e-12, rtol=0, equal_nan=True
+            )
+            assert len(found.rows) == len(expected.rows)
+            for row, wanted in zip(found.rows, expected.rows, strict=True):
+                # The last step of a round is one of several clients.
+                figures = {n: v for n, v in wanted.items() if not n.endswith("_step")}
+                names = figures.pop("skipped_clients")
+                assert {n: row[n] for n in figures} == pytest.approx(figures, rel=1e-6, nan_ok=True)
+                assert row["skipped_clients"] == names
+        return expected
+
+    return check

@@ -1,0 +1,1097 @@
+"""Lanes do not matter: a federation in lanes is the same federation, up to rounding."""
+
+import copy
+import functools
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_fl import ClientModule, Lanes
+from lightning_fl.aggregators import FedAvg
+from lightning_fl.callbacks import RoundCheckpoint
+from lightning_fl.objectives import Proximal, Term
+from lightning_fl.policies import HyperParameterPolicy, Schedule
+from lightning_fl.types import FederationError
+
+adam, adamw = (functools.partial(kind, lr=0.01) for kind in (torch.optim.Adam, torch.optim.AdamW))
+sgd = functools.partial(torch.optim.SGD, lr=0.1)
+momentum = functools.partial(sgd, momentum=0.9)
+OPTIMIZERS = {
+    "sgd": sgd,
+    "momentum": momentum,
+    "nesterov": functools.partial(momentum, nesterov=True, weight_decay=0.01),
+    "dampened": functools.partial(momentum, dampening=0.5, maximize=True),
+    "adam": adam,
+    "amsgrad": functools.partial(adam, amsgrad=True, weight_decay=0.01),
+    "adamw": functools.partial(adamw, weight_decay=0.1),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.01),
+}
+
+
+# --- lanes do not matter --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimisers(agree, tiny, optimizer):
+    agree(lambda: tiny(optimizer=OPTIMIZERS[optimizer]), rounds=3)
+
+
+def test_an_optimiser_that_is_not_linear_in_its_rate(agree, tiny):
+    def make():
+        return tiny(optimizer=functools.partial(torch.optim.ASGD, lr=0.1, lambd=0.1))
+
+    with pytest.raises(FederationError, match="rates of their own with ASGD"):
+        agree(make)
+    agree(make, federation={"policy": Schedule(num_steps=3)})
+
+
+@pytest.mark.parametrize("steps_per_batch", [1, 2, 3, "auto"])
+@pytest.mark.parametrize("batch_size", [4, 10, None])
+def test_steps_in_a_batch(agree, tiny, ragged, steps_per_batch, batch_size):
+    agree(
+        lambda: tiny(optimizer=momentum),
+        (3,),
+        steps_per_batch,
+        lambda: ragged(batch_size=batch_size),
+    )
+
+
+@pytest.mark.parametrize("lr", [False, True])
+@pytest.mark.parametrize("participation", [0.5, 3, 1])
+def test_cohorts(agree, train, tiny, participation, lr):
+    policy = train.policy(lr=lr)
+    agree(
+        lambda: tiny(optimizer=adam),
+        ("auto", 2),
+        federation={"participation": participation, "policy": policy},
+        rounds=4,
+    )
+
+
+@pytest.mark.parametrize("lr", [False, True])
+@pytest.mark.parametrize("lanes", [1, 3, 7])
+def test_a_client_keeps_its_momentum(agree, train, tiny, lanes, lr):
+    federation = {
+        "participation": 4,
+        "optimizer_state": "keep",
+        "policy": train.policy(lr=lr),
+    }
+    agree(lambda: tiny(optimizer=momentum), (lanes,), 2, rounds=4, federation=federation)
+
+
+@pytest.mark.parametrize(
+    "clipping",
+    [
+        {"gradient_clip_val": 0.3},
+        {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+        {"gradient_clip_val": 100},
+    ],
+)
+def test_clipping(agree, tiny, train, flat, clipping):
+    agree(tiny, steps_per_batch=2, **clipping)
+    ends = []
+    for options in (clipping, {}):
+        module = tiny()
+        train(module, 3, **options)
+        ends.append(flat(module))
+    assert torch.equal(*ends) == (clipping["gradient_clip_val"] == 100)
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("steps_per_batch", [1, 3])
+def test_schedulers(agree, tiny, steps_per_batch, interval):
+    class Scheduled(tiny.kind):
+        def configure_optimizers(self):
+            optimizer = momentum(self.parameters())
+            halve = torch.optim.lr_scheduler.StepLR(optimizer, 2 if interval == "step" else 1, 0.5)
+            return [optimizer], [{"scheduler": halve, "interval": interval}]
+
+    agree(lambda: tiny(Scheduled), steps_per_batch=steps_per_batch, rounds=3)
+
+
+# --- modules of all kinds -------------------------------------------------------------------------
+
+
+class Norm(nn.Sequential):
+    def __init__(self):
+        # In place, as many do: a stack must not be written to while its gradient needs it.
+        super().__init__(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(inplace=True), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("buffers", ["average", "server", "local"])
+def test_batchnorm(agree, tiny, ragged, buffers):
+    agree(
+        lambda: tiny(net=Norm),
+        steps_per_batch=2,
+        datamodule=lambda: ragged(drop_last=True),
+        federation={"buffers": buffers, "participation": 5},
+        rounds=3,
+    )
+
+
+def test_batchnorm_in_a_client_module_is_not_filled_up(agree, ragged):
+    def make():
+        torch.manual_seed(0)
+        return ClientModule(Norm(), [Proximal(0.1)], sgd).double()
+
+    agree(make, datamodule=lambda: ragged(drop_last=True, batch_size=25))
+
+
+class Tied(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+        self[2].weight = self[0].weight
+
+
+class Twice(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.all = nn.Sequential(self.inner, nn.Tanh(), nn.Linear(6, 3))
+
+    def forward(self, x):
+        return self.all(x)
+
+
+class Frozen(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        self[0].requires_grad_(False)
+
+
+class Complex(nn.Module):
+    """A complex weight, whose gradient is complex too."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 3, dtype=torch.complex128))
+
+    def forward(self, x):
+        return (x.to(self.weight.dtype) @ self.weight).abs()
+
+
+class OddComplex(Complex):
+    """Before it comes an odd number of other numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(3))
+        self.weight = nn.Parameter(self._parameters.pop("weight"))
+
+    def forward(self, x):
+        return super().forward(x) + self.bias
+
+
+class Counting(nn.Module):
+    """Its buffers are set anew, not written to: a mean, a count and a flag."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("mask", torch.full((3,), -torch.inf), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            # Neither most steps nor a client that fails makes the most.
+            self.count = self.count + (x[:, 0] > 0).sum() + 100 * x.isnan().any()
+        return self.net(x - self.mean) + self.mask.exp()
+
+
+class Parametrized(nn.Sequential):
+    """Its weight is made of another that is trained."""
+
+    def __init__(self):
+        linear = nn.Linear(6, 3)
+        nn.utils.parametrize.register_parametrization(linear, "weight", nn.Softplus())
+        super().__init__(linear)
+
+
+class Convolution(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.GroupNorm(2, 2), nn.Flatten(),
+            nn.Linear(8, 3),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        Tied,
+        pytest.param(Twice),
+        Frozen,
+        Complex,
+        pytest.param(OddComplex),
+        Counting,
+        Convolution,
+        Parametrized,
+    ],
+)
+def test_nets(agree, tiny, net):
+    agree(lambda: tiny(net=net, optimizer=momentum))
+
+
+def by_layer(module):
+    return torch.optim.SGD(
+        [
+            {"params": module.net[0].parameters(), "lr": 0.05, "momentum": 0.9},
+            {"params": module.net[2].parameters(), "weight_decay": 0.1},
+        ],
+        lr=0.2,
+    )
+
+
+def by_dimensions(module):
+    """As transformers are trained: no weight decay for biases."""
+    return torch.optim.SGD(
+        [{"params": [p for p in module.parameters() if p.ndim > 1], "weight_decay": 0.5},
+         {"params": [p for p in module.parameters() if p.ndim <= 1]}],
+        lr=0.1,
+    )  # fmt: skip
+
+
+def made_before(module):
+    return module.made
+
+
+@pytest.mark.parametrize(
+    ("configure", "options"),
+    [
+        (by_layer, {}),
+        pytest.param(by_dimensions, {}),
+        pytest.param(made_before, {}),
+        (lambda module: sgd(module.net[2].parameters()), {}),
+        pytest.param(lambda module: sgd(module.net[2].parameters()), {"gradient_clip_val": 0.1}),
+    ],
+)
+def test_optimisers_of_some_parameters(agree, tiny, configure, options):
+    class Own(tiny.kind):
+        def configure_optimizers(self):
+            return configure(self)
+
+    def make():
+        module = tiny(Own)
+        module.made = sgd(module.parameters())
+        return module
+
+    agree(make, (3,), **options)
+
+
+def test_a_layer_that_is_frozen_in_a_later_round(agree, tiny):
+    class Freezes(tiny.kind):
+        def on_train_epoch_start(self):
+            self.net[0].requires_grad_(self.current_epoch == 0)
+
+    agree(lambda: tiny(Freezes), (3,))
+
+
+class Pairs(Dataset):
+    """Dictionaries with noise of their own: not a data set that is in memory."""
+
+    def __init__(self, tensors):
+        self.x, self.y = tensors
+        self.labels = self.y.tolist()
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, i):
+        noise = 0.1 * torch.randn(6, dtype=torch.float64) + np.random.rand()
+        return {"x": self.x[i] + noise, "deep": [self.y[i]]}
+
+
+def test_batches_of_any_shape_and_random_transforms(agree, tiny, blobs, ragged):
+    class OfDicts(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            return {"loss": F.cross_entropy(self.net(batch["x"]), batch["deep"][0])}
+
+    agree(
+        lambda: tiny(OfDicts),
+        steps_per_batch=2,
+        datamodule=lambda: ragged(Pairs(blobs(180).tensors)),
+    )
+
+
+@pytest.mark.parametrize("value", ["a", None, 7])
+def test_batches_that_are_no_tensors_are_refused(train, tiny, blobs, ragged, value):
+    def collate(samples):
+        return torch.stack([x for x, _ in samples]), [value for _ in samples]
+
+    federated = ragged(blobs(180), collate_fn=collate)
+    with pytest.raises(FederationError, match=r"Lanes needs batches of tensors .* without Lanes"):
+        train(tiny(), 3, datamodule=federated)
+
+
+def test_what_the_trainer_knows_is_known_in_a_step(agree, tiny):
+    class Asks(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            assert self.device.type == "cpu"
+            assert self.trainer.optimizers[0] is self.optimizers().optimizer
+            return super().training_step(batch, batch_idx) * (1 + self.current_epoch)
+
+    agree(lambda: tiny(Asks))
+
+
+def test_a_step_may_take_the_batch_alone(agree, tiny):
+    class Short(tiny.kind):
+        def training_step(self, batch):
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    agree(lambda: tiny(Short), (1, 3))
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def log_alone(module, loss):
+    module.log("a", loss, on_step=False, on_epoch=True)
+    module.log("b", 2.5, on_epoch=True)
+
+
+def log_dict(module, loss):
+    module.log_dict({"a": loss, "b": 2 * loss, "n": 3}, on_step=True, on_epoch=True)
+
+
+def log_by_position(module, loss):
+    module.log("a", loss, False, False, False, True)  # not on a step, but on an epoch
+
+
+def log_with_a_size(module, loss):
+    module.log("a", loss, on_step=False, on_epoch=True, batch_size=1)
+
+
+def log_the_largest(module, loss):
+    module.log("a", loss, on_step=False, on_epoch=True, reduce_fx="max")
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        log_alone,
+        log_dict,
+        pytest.param(log_by_position),
+        pytest.param(log_with_a_size),
+        pytest.param(log_the_largest),
+    ],
+)
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_what_a_module_logs(agree, tiny, log, lanes):
+    class Logs(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            log(self, loss)
+            return loss
+
+    expected = agree(lambda: tiny(Logs), (lanes,), 2)
+    assert "a" in expected.rows[0]
+
+
+def test_a_value_that_is_logged_now_and_then(agree, tiny):
+    class Sometimes(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            if loss > 1:
+                self.log("large", loss, on_step=False, on_epoch=True)
+            return loss
+
+    with pytest.warns(match="one client after another"):
+        agree(lambda: tiny(Sometimes), (3,))
+
+
+def test_a_step_is_logged_as_the_mean_of_its_samples(train, tiny, ragged):
+    """The last step of a round with seven lanes is that of the clients with most steps."""
+
+    class Look(Callback):
+        steps = ()
+
+        def on_train_batch_end(self, trainer, module, *args):
+            self.steps += (float(trainer.callback_metrics["loss_step"]),)
+
+    plain, lanes = Look(), Look()
+    federation = {"policy": train.policy(lr=False)}
+    data = ragged()
+    train(tiny(), datamodule=data, rounds=1, callbacks=[plain], federation=federation)
+    train(tiny(), 7, datamodule=ragged(), rounds=1, callbacks=[lanes], federation=federation)
+    of = {}  # [client, step]
+    steps = iter(plain.steps)
+    for client in range(7):
+        for i in range(1 + client % 3):
+            of[client, i] = next(steps)
+    for i, found in enumerate(lanes.steps):
+        clients = torch.tensor([c for c in range(7) if (c, i) in of])
+        n = data.batch_sizes(clients, i, 1)[0]
+        losses = torch.tensor([of[int(c), i] for c in clients])
+        assert found == pytest.approx(float((losses * n).sum() / n.sum()), rel=1e-5)
+    assert len(lanes.steps) == 3
+
+
+# --- ClientModule ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def client():
+    def make(kind=ClientModule, terms=(), optimizer=momentum):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        return kind(net, [term() for term in terms], optimizer).double()
+
+    return make
+
+
+class OwnStarts(FedAvg):
+    """Every client starts somewhere else."""
+
+    def server_for(self, clients):
+        return self.server + 0.1 * (1 + clients[:, None])
+
+
+def prox():
+    return Proximal(0.5)
+
+
+class Scale(Term):
+    """A term with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, own, fixed, batch):
+        return self.scale.square() + 0.1 * (own.params["net.0.bias"] * self.scale).sum()
+
+
+class Confidence(Term):
+    """A term of the outputs, a mean over the batch."""
+
+    def forward(self, own, fixed, batch):
+        return own.outputs.square().mean()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw"])
+@pytest.mark.parametrize("terms", [(), (prox,), (prox, Scale)])
+def test_the_clients_own_module(agree, client, terms, optimizer):
+    agree(lambda: client(terms=terms, optimizer=OPTIMIZERS[optimizer]), (1, 3), 2)
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 7])
+@pytest.mark.parametrize("terms", [(), (prox,)])
+def test_clients_that_start_from_models_of_their_own(agree, client, terms, lanes):
+    rule = OwnStarts()
+    agree(lambda: client(terms=terms), (lanes,), federation={"aggregator": rule})
+
+
+def test_a_user_module_is_given_what_its_client_started_from(agree, tiny):
+    class Near(tiny.kind):
+        fixed = {}  # noqa: RUF012  # a module asks for it by having it
+
+        def training_step(self, batch, batch_idx):
+            drift = sum((p - self.fixed[n]).square().sum() for n, p in self.named_parameters())
+            return super().training_step(batch, batch_idx) + 3 * drift
+
+    agree(lambda: tiny(Near), federation={"aggregator": OwnStarts()})
+
+
+def test_a_term_of_the_data_does_not_see_samples_that_fill_lanes_up(agree, client):
+    agree(lambda: client(terms=(Confidence,)))
+
+
+def test_a_child_with_a_step_of_its_own(agree, client):
+    class Own(ClientModule):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self(batch[0]), batch[1])
+
+        def on_train_epoch_end(self):
+            pass
+
+    agree(lambda: client(Own))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("own", [False, True])
+def test_compiled_lanes_do_the_same(agree, client, own):
+    rule = OwnStarts() if own else FedAvg()
+    agree(lambda: client(terms=(prox,)), (7,), 2, federation={"aggregator": rule}, compile=True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_compiled_user_module_does_the_same(agree, tiny, ragged):
+    agree(
+        lambda: tiny(net=Norm),
+        (7,),
+        datamodule=lambda: ragged(drop_last=True),
+        gradient_clip_val=0.3,
+        compile=True,
+    )
+
+
+# --- clients that fail ----------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped 1 of 7 clients")
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.5}])
+@pytest.mark.parametrize("kind", ["tiny", "client", "keep"])
+def test_a_client_that_diverges_touches_nobody_else(agree, tiny, client, ragged, kind, options):
+    def broken():
+        made = ragged()
+        made.setup("fit")
+        made.train.tensors[0][made.parts[2]] = torch.nan
+        return made
+
+    make = {
+        "tiny": lambda: tiny(net=Counting, optimizer=adam),
+        "client": lambda: client(terms=(prox,)),
+        "keep": lambda: tiny(optimizer=momentum),
+    }[kind]
+    federation = {"optimizer_state": "keep" if kind == "keep" else "reset"}
+    loop = agree(make, datamodule=broken, rounds=3, federation=federation, **options)
+    assert [row["skipped_clients"] for row in loop.rows] == ["2"] * 3
+
+
+@pytest.mark.parametrize("kind", ["tiny", "client"])
+def test_a_sample_that_only_fills_a_lane_up_touches_nothing(agree, tiny, client, ragged, kind):
+    """A lane that is done is filled with its client's first sample, that it may never train on."""
+
+    def first_broken():
+        made = ragged(batch_size=2)
+        made.setup("fit")
+        for part in made.parts:
+            if len(part) > 30:
+                made.train.tensors[0][part[0]] = torch.inf
+        return made
+
+    class FewSteps(HyperParameterPolicy):
+        def sample(self, round, clients):
+            return {"num_steps": torch.where(first_broken().num_samples > 30, 1, 3)}
+
+    loop = agree(
+        tiny if kind == "tiny" else lambda: client(terms=(prox,)),
+        datamodule=first_broken,
+        federation={"policy": FewSteps()},
+    )
+    figure = "loss" if kind == "tiny" else "train_loss"
+    assert all(row["skipped"] == 0 and row[figure] < 9 for row in loop.rows)
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped 7 of 7 clients", "ignore:.*0 clients returned")
+def test_a_round_in_which_everyone_diverges_keeps_the_model(train, tiny, flat, ragged):
+    federated = ragged()
+    federated.setup("fit")
+    federated.train.tensors[0][:] = torch.nan
+    module = tiny()
+    before = flat(module)
+    loop = train(module, 3, datamodule=federated)
+    assert torch.equal(flat(module), before)
+    assert [row["skipped"] for row in loop.rows] == [7, 7]
+
+
+def test_on_client_error_raise_names_the_client(train, tiny, ragged):
+    federated = ragged()
+    federated.setup("fit")
+    federated.train.tensors[0][federated.parts[5]] = torch.nan
+    with pytest.raises(FederationError, match=r"client 5 returned an update that is not finite"):
+        train(tiny(), 3, datamodule=federated, federation={"on_client_error": "raise"})
+
+
+# --- random layers --------------------------------------------------------------------------------
+
+
+class Random(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Dropout(0.3), nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3))
+
+
+def test_one_lane_draws_what_the_module_draws(train, tiny):
+    plain, lane = tiny(net=Random), tiny(net=Random)
+    train(plain)
+    train(lane, 1)
+    for a, b in zip(plain.parameters(), lane.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_lanes_draw_the_same_for_the_same_seed_and_each_its_own(train, tiny, flat):
+    ends = []
+    for seed in (0, 0, 1):
+        module = tiny(net=Random)
+        train(module, 3, federation={"seed": seed})
+        ends.append(flat(module))
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+
+
+def test_lanes_draw_different_numbers(train, tiny):
+    class Noting(tiny.kind):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("noise", torch.zeros(8))
+
+        def training_step(self, batch, batch_idx):
+            self.noise.copy_(torch.rand(8, dtype=torch.float64))
+            return super().training_step(batch, batch_idx)
+
+    seen = []
+
+    class Keep(FedAvg):
+        def update(self, clients):
+            seen.extend(clients.delta[:, -8:])
+            super().update(clients)
+
+    train(tiny(Noting), 7, rounds=1, federation={"aggregator": Keep()})
+    assert len(seen) == 7
+    assert len(torch.stack(seen).unique()) == 56
+
+
+# --- resume and checkpoints -----------------------------------------------------------------------
+
+
+class StopAt(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step >= self.step:
+            raise ZeroDivisionError
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.parametrize("steps_per_batch", [1, 2])
+@pytest.mark.parametrize(
+    ("setting", "optimizer"),
+    [({}, adam), ({"optimizer_state": "keep", "buffers": "local"}, momentum)],
+)
+@pytest.mark.parametrize("kind", ["round", "middle"])
+def test_a_killed_run_resumes_bit_equal(
+    train, tiny, ragged, tmp_path, kind, setting, optimizer, steps_per_batch
+):
+    def net():
+        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Linear(5, 3))
+
+    def run(**options):
+        module = tiny(net=net, optimizer=optimizer)
+        federated = ragged(drop_last=True)
+        loop = train(module, 3, steps_per_batch, federated, setting, rounds=3, **options)
+        return module.state_dict(), loop.rows, loop.store.state_dict()
+
+    if kind == "round":
+        keep = RoundCheckpoint(str(tmp_path / "c"))
+    else:
+        keep = ModelCheckpoint(
+            str(tmp_path / "c"), "last", every_n_train_steps=1, enable_version_counter=False
+        )
+    expected, rows, kept = run()
+    path = tmp_path / "c" / "last.ckpt"
+    # Some 3 groups of 3 steps a round.
+    with pytest.raises(ZeroDivisionError):
+        run(callbacks=[keep, StopAt(14 // steps_per_batch)], enable_checkpointing=True)
+    assert torch.load(path, weights_only=True)["state_dict"].keys() == expected.keys()
+    found, again, stored = run(callbacks=[keep], enable_checkpointing=True, ckpt_path=str(path))
+    assert again == rows
+    assert stored.keys() == kept.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("lanes", [(None, 3), (3, None), (2, 7)])
+def test_a_checkpoint_goes_on_with_other_lanes_or_none(train, tiny, flat, tmp_path, lanes):
+    whole, begun, resumed = tiny(), tiny(), tiny()
+    expected = train(whole, rounds=4).rows
+    keep = RoundCheckpoint(str(tmp_path / "c"))
+    train(begun, lanes[0], rounds=2, callbacks=[keep], enable_checkpointing=True)
+    path = str(tmp_path / "c" / "last.ckpt")
+    loop = train(
+        resumed, lanes[1], rounds=4, callbacks=[keep], enable_checkpointing=True, ckpt_path=path
+    )
+    torch.testing.assert_close(flat(resumed), flat(whole), atol=1e-12, rtol=0)
+    assert [row["round"] for row in loop.rows] == [row["round"] for row in expected]
+
+
+def test_a_stop_in_mid_round_leaves_the_server_model(train, tiny, flat):
+    whole, stopped = tiny(), tiny()
+    train(whole, 3, rounds=1)
+    with pytest.raises(ZeroDivisionError):
+        train(stopped, 3, rounds=2, callbacks=[StopAt(11)])
+    assert torch.equal(flat(stopped), flat(whole))
+
+
+class Saved(L.LightningModule):
+    """It keeps its hyper-parameters."""
+
+    def __init__(self, width=4, lr=0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(6, width), nn.Linear(width, 3))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+@pytest.mark.filterwarnings("ignore:You passed.*val_dataloader|.*validation_step")
+def test_a_checkpoint_is_the_modules(train, tmp_path):
+    module = Saved(width=2).double()
+    lanes = Lanes(module)
+    assert lanes.hparams is module.hparams
+    keep = RoundCheckpoint(str(tmp_path / "c"))
+    train(module, 3, callbacks=[keep], enable_checkpointing=True)
+    path = tmp_path / "c" / "last.ckpt"
+    saved = torch.load(path, weights_only=True)
+    assert saved["state_dict"].keys() == module.state_dict().keys() == lanes.state_dict().keys()
+    assert saved["hyper_parameters"] == {"width": 2, "lr": 0.1}
+    plain = Saved.load_from_checkpoint(path)
+    torch.testing.assert_close(plain.net[0].weight, module.net[0].weight.float())
+    fresh = Lanes(Saved(width=2).double())
+    fresh.load_state_dict(saved["state_dict"])
+    assert torch.equal(fresh.module.net[0].weight, module.net[0].weight)
+
+
+@pytest.mark.filterwarnings("ignore:You passed.*val_dataloader|.*validation_step")
+def test_loggers_get_the_modules_hyper_parameters(train, tmp_path):
+    logger = L.pytorch.loggers.CSVLogger(tmp_path)
+    train(Saved(width=2).double(), 3, logger=logger)
+    assert logger.experiment.hparams == {"width": 2, "lr": 0.1}
+
+
+# --- after training -------------------------------------------------------------------------------
+
+
+def test_validation_test_and_prediction_are_the_modules(trainer, foreign, data, blobs):
+    class Whole(type(foreign())):
+        def test_step(self, batch, batch_idx):
+            self.log("test_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+        def predict_step(self, batch, batch_idx):
+            return self.net(batch[0])
+
+    module = Whole().double()
+    federated = data(test=blobs(30, seed=5))
+    for verb in ("validate", "test"):
+        found = [
+            getattr(trainer(False), verb)(user, datamodule=federated, verbose=False)
+            for user in (module, Lanes(module))
+        ]
+        assert found[0] == found[1]
+        assert found[0][0]
+    predicted = [trainer(False).predict(u, datamodule=federated) for u in (module, Lanes(module))]
+    assert torch.equal(predicted[0][0], predicted[1][0])
+
+
+def test_it_runs_and_prints_and_is_copied_as_the_module(tiny):
+    module = tiny()
+    module.forward = module.net.forward
+    lanes = Lanes(module)
+    x = torch.randn(2, 6, dtype=torch.float64)
+    assert torch.equal(lanes(x), module(x))
+    other = copy.deepcopy(lanes)
+    with torch.no_grad():
+        other.module.net[0].weight.zero_()
+    assert module.net[0].weight.abs().sum() > 0
+    other.load_state_dict(lanes.state_dict())
+    assert torch.equal(other.module.net[0].weight, module.net[0].weight)
+
+
+def test_hooks_of_the_module_are_called_as_ever(train, tiny):
+    class Hooked(tiny.kind):
+        def __init__(self):
+            super().__init__()
+            self.calls = []
+
+        def setup(self, stage):
+            self.calls.append("setup")
+
+        def on_train_epoch_start(self):
+            self.calls.append("start")
+
+        def on_client_end(self):
+            self.calls.append("client end")
+
+        def on_train_epoch_end(self):
+            self.log("own", 7.0)
+            self.calls.append("end")
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["mine"] = 1
+
+    module = tiny(Hooked)
+    loop = train(module, 3)
+    groups = ["client end"] * 3
+    assert module.calls == ["setup", *(["start", *groups, "end"] * 2)]
+    assert [row["own"] for row in loop.rows] == [7.0, 7.0]
+
+
+# --- trained one by one, and why ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        pytest.param(name)
+        for name in ("on_train_batch_start", "on_before_optimizer_step", "on_after_backward")
+    ],
+)
+def test_a_hook_for_each_step_is_a_reason_to_train_in_the_module(train, tiny, flat, hook):
+    calls = []
+    kind = type("Hooked", (tiny.kind,), {hook: lambda self, *args: calls.append(1)})
+    plain, module = tiny(), tiny(kind)
+    train(plain)
+    with pytest.warns(UserWarning, match=f"Hooked is not trained in lanes: .* {hook}"):
+        train(module, 3)
+    assert torch.equal(flat(module), flat(plain))
+    assert len(calls) > 7
+
+
+def stepwise(net):
+    """A sequence of three features a sample."""
+    return lambda x: net(x.unsqueeze(1).expand(-1, 3, -1))[0][:, -1]
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(6, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(stepwise(self.rnn)(x))
+
+
+@pytest.mark.parametrize(
+    "lanes",
+    [
+        pytest.param(3),
+        7,
+    ],
+)
+def test_what_cannot_be_mapped_is_trained_one_after_another(agree, tiny, lanes):
+    with pytest.warns(UserWarning, match=r"one client after another, .*: RuntimeError: .*lstm"):
+        agree(lambda: tiny(net=Recurrent), (lanes,))
+
+
+def test_a_step_that_asks_for_a_number_is_trained_one_after_another(agree, tiny):
+    class Asks(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("loss", loss.item(), on_step=False, on_epoch=True)
+            return loss * (2 if loss.item() > 1 else 1)
+
+    with pytest.warns(UserWarning, match=r"one client after another, .*: RuntimeError: .*item"):
+        agree(lambda: tiny(Asks))
+
+
+class Embedded(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.words, self.head = nn.Embedding(5, 4, **options), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.words(x).mean(1))
+
+
+@pytest.fixture
+def words(ragged, blobs):
+    """Sentences of four words; those of number 0 are at the end."""
+
+    def make(rare):
+        tokens = torch.randint(0, 5, (180, 4), generator=torch.Generator().manual_seed(0))
+        if rare:
+            tokens = tokens.clamp(min=1)
+            tokens[::37, 3] = 0
+        val = TensorDataset(tokens, blobs(180).tensors[1])
+        return ragged(val, val=val)
+
+    return make
+
+
+def test_an_embedding_that_vmap_gets_wrong_is_found_out(agree, tiny, words):
+    with pytest.warns(
+        UserWarning, match="one client after another, .*: an Embedding with padding_idx"
+    ):
+        agree(
+            lambda: tiny(net=functools.partial(Embedded, padding_idx=0)),
+            datamodule=lambda: words(False),
+        )
+
+
+@pytest.mark.filterwarnings("ignore:.*one client after another")
+def test_an_embedding_that_is_wrong_in_a_later_batch_only(agree, tiny, words):
+    agree(
+        lambda: tiny(net=functools.partial(Embedded, padding_idx=0)), datamodule=lambda: words(True)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*one client after another", "ignore:.*not trained in lanes")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scale_grad_by_freq": True},
+        {"max_norm": 0.5},
+    ],
+)
+def test_embeddings(agree, tiny, words, options):
+    agree(lambda: tiny(net=functools.partial(Embedded, **options)), datamodule=lambda: words(False))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("update"),
+        pytest.param("log"),
+        pytest.param("list"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*one client after another")
+def test_what_a_module_keeps_of_its_steps_is_right(agree, tiny, how):
+    class Keeps(tiny.kind):
+        def __init__(self):
+            super().__init__()
+            self.accuracy = MulticlassAccuracy(3, average="micro")
+            self.losses = []
+
+        def training_step(self, batch, batch_idx):
+            outputs = self.net(batch[0])
+            loss = F.cross_entropy(outputs, batch[1])
+            if how == "list":
+                self.losses.append(loss.detach())
+            else:
+                self.accuracy(outputs.detach(), batch[1])
+            if how == "log":
+                self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+            return loss
+
+        def on_train_epoch_end(self):
+            if how == "update":
+                self.log("accuracy", self.accuracy.compute())
+                self.accuracy.reset()
+            if how == "list":
+                self.log("accuracy", torch.stack(self.losses).mean())
+                self.losses = []
+
+    agree(lambda: tiny(Keeps), (3,))
+
+
+def test_a_metric_that_all_clients_update_alike_is_right(agree, tiny):
+    class Keeps(tiny.kind):
+        def __init__(self):
+            super().__init__()
+            self.accuracy = MulticlassAccuracy(3, average="micro")
+
+        def training_step(self, batch, batch_idx):
+            self.accuracy.update(self.net(batch[0]).detach(), batch[1])
+            return super().training_step(batch, batch_idx)
+
+        def on_train_epoch_end(self):
+            self.log("accuracy", self.accuracy.compute())
+            self.accuracy.reset()
+
+    with pytest.warns(UserWarning, match="Keeps is trained one client after another"):
+        agree(lambda: tiny(Keeps), (3,), federation={"policy": Schedule(num_steps=2)})
+
+
+@pytest.mark.filterwarnings("ignore:.*one client after another", "ignore:.*returned `None`")
+def test_a_step_may_have_no_loss(agree, tiny):
+    class Now(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return None if batch[1][0] == 0 else loss
+
+    with pytest.raises(FederationError, match="returns no loss"), pytest.warns(match="no loss"):
+        agree(lambda: tiny(Now), (3,))
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `on_after_batch_transfer`")
+def test_what_a_module_does_to_a_batch_is_done_to_a_clients_own(agree, tiny):
+    class Centres(tiny.kind):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch[0] - batch[0].mean(0), batch[1]
+
+    with pytest.warns(match="not trained in lanes: .* on_after_batch_transfer"):
+        agree(lambda: tiny(Centres), (3,))
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lanes", "steps_per_batch"])
+@pytest.mark.parametrize("value", [0, -1, 2.0, "many", None, True])
+def test_options_out_of_range_are_refused(tiny, name, value):
+    with pytest.raises(FederationError, match=f"{name} must be auto or .* 1.*, got {value!r}"):
+        Lanes(tiny(), **{name: value})
+
+
+def test_only_a_module_of_lightning_has_lanes(tiny):
+    with pytest.raises(FederationError, match="Lanes takes a LightningModule, got Linear"):
+        Lanes(nn.Linear(1, 1))
+    with pytest.raises(FederationError, match="Lanes takes a LightningModule, got Lanes"):
+        Lanes(Lanes(tiny()))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (functools.partial(torch.optim.LBFGS, lr=0.1), "LBFGS cannot train clients in lanes"),
+        (
+            functools.partial(torch.optim.Adafactor, lr=0.1),
+            r"Adafactor cannot train .*\(norms of .*\)",
+        ),
+    ],
+)
+def test_an_optimiser_that_looks_at_several_clients_is_refused(train, tiny, optimizer, words):
+    with pytest.raises(FederationError, match=f"{words}.* train the module itself"):
+        train(tiny(optimizer=optimizer), 3)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "what"), [(adam, "step"), (OPTIMIZERS["dampened"], "the first step")]
+)
+def test_state_that_lanes_share_cannot_be_kept(train, tiny, optimizer, what):
+    with pytest.raises(FederationError, match=f"keep does not work in lanes with .* whose {what}"):
+        train(tiny(optimizer=optimizer), 3, federation={"optimizer_state": "keep"})
+
+
+def test_manual_optimisation_is_refused(train, tiny):
+    module = tiny()
+    module.automatic_optimization = False
+    with pytest.raises(FederationError, match="Tiny optimises by hand"):
+        train(module, 3)
+
+
+@pytest.mark.parametrize("fitted", [False, pytest.param(True)])
+def test_lanes_without_a_federation_are_refused(trainer, tiny, data, fit, fitted):
+    lanes = Lanes(tiny())
+    if fitted:
+        fit(lanes)
+    with pytest.raises(FederationError, match="Lanes is trained by a FederatedLoop"):
+        trainer(False, log_every_n_steps=1).fit(lanes, datamodule=data())
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_fast_dev_run_is_one_tiny_round(train, tiny, lanes):
+    loop = train(tiny(), lanes, fast_dev_run=5)
+    assert [row["clients"] for row in loop.rows] == [5]
+
+
+@pytest.mark.parametrize(("lanes", "expected"), [(1, 1), (4, 4), (50, 7), ("auto", 7)])
+def test_a_round_has_at_most_as_many_lanes_as_clients(tiny, lanes, expected):
+    assert Lanes(tiny(), lanes).layout(clients=7, samples=10, sample_bytes=28)[0] == expected
+
+
+def test_steps_are_bundled_by_memory(tiny):
+    lanes = Lanes(tiny(), 4)
+    few, many = (lanes.layout(9, 32, size)[1] for size in (2**20, 2**10))
+    assert 1 <= few < many
+    assert lanes.layout(9, 32, 2**40)[1] == 1
+    assert Lanes(tiny(), 4, 5).layout(9, 32, 2**40) == (4, 5)
