@@ -58,7 +58,8 @@ class FedAvg(Aggregator):
         weights = clients.num_samples.to(self.total)
         if self.weighting == "uniform":
             weights = torch.ones_like(weights)
-        self.total += weights @ clients.delta.double()
+        for row, weight in zip(clients.delta, weights.tolist(), strict=True):
+            self.total.add_(row, alpha=weight)  # without a copy of all in float64
         self.weight += weights.sum()
 
     def compute(self) -> Tensor:

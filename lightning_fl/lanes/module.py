@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from time import perf_counter
@@ -181,6 +182,8 @@ class Lanes(LightningModule):
         """Bytes of the device, all of them: what is free just now differs from run to run."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_properties(self.device).total_memory
+        if not hasattr(os, "sysconf"):  # Windows
+            return sys.maxsize
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def configure_optimizers(self) -> Any:
@@ -236,7 +239,7 @@ class Lanes(LightningModule):
         ):
             host.compile()
         how = "at once" if host.at_once else "one after another, which is faster"
-        rank_zero_info(f"{name}: {host.count} clients {how}{', compiled' * bool(host.compiled)}")
+        rank_zero_info(f"{name}: {host.count} clients {how}{', compiled' * bool(host.graphs)}")
 
     def _compiling_pays(self, host: StackedLanes, samples: Any) -> bool:
         """Say whether the run is long enough, by its work: not by time, which varies.
@@ -291,6 +294,7 @@ class Lanes(LightningModule):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
             return
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        host.clips = scaled or bool(self.trainer.gradient_clip_val)
         for step, active in enumerate(host.active):
             host.step = step
             before = host.before_step(active)
@@ -334,8 +338,8 @@ class Lanes(LightningModule):
 
 #: Enough to fill a processor's vector units, few enough to stay in its cache.
 DEFAULT_LANES = 10
-#: Samples of one Lightning batch.
-BATCH_BYTES = 8 * 2**20
+#: Samples of one Lightning batch: more take longer, since their memory is new each time.
+BATCH_BYTES = 4 * 2**20
 #: Seconds that compiling takes, and the share of a step that it saves, on the safe side.
 COMPILING_TAKES, COMPILING_SAVES = 20, 0.3
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from types import FunctionType
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.lanes.graphs import Graphs
 from lightning_fl.lanes.host import BufferPolicy, LaneHost, Rows, is_floating
 from lightning_fl.lanes.local_step import LocalStep, Outcome, Tensors
 from lightning_fl.lanes.matmul import allow_fast_matmul
@@ -68,8 +67,10 @@ class StackedLanes(LaneHost):
         self.buffer_stack: Tensors = {}
         self.fixed: Tensors = {}
         self.fixed_is_shared = True
-        #: Forward and backward pass in one graph, or None.
-        self.compiled: Callable[..., tuple[Tensors, Outcome]] | None = None
+        #: Compiled forms of the step, or None.
+        self.graphs: Graphs | None = None
+        #: Whether gradients are clipped between backward pass and update.
+        self.clips = False
         self._shapes: set[tuple[torch.Size, ...]] = set()
         self._lane_ratios: Tensor | None = None
         self._floating = [n for n, b in self.named_buffers.items() if is_floating(b)]
@@ -163,9 +164,7 @@ class StackedLanes(LaneHost):
     def choices(self) -> dict[str, bool]:
         """Return what was chosen; see :meth:`LaneHost.choices`."""
         return (
-            {"at_once": self.at_once, "compiled": self.compiled is not None}
-            if self.is_ready
-            else {}
+            {"at_once": self.at_once, "compiled": self.graphs is not None} if self.is_ready else {}
         )
 
     def choose(self, choices: Mapping[str, bool]) -> None:
@@ -202,12 +201,14 @@ class StackedLanes(LaneHost):
             rows = active.nonzero()[:, 0]
         groups = [rows[sizes[rows] == size] for size in sizes[rows].unique()]
         if self.at_once and len(groups) == 1:
-            total, outcome = self._all(_first(batch, int(sizes[0])), None)
+            total, outcome = self._all(_first(batch, int(sizes[0])), None, bool(active.all()))
         elif self.at_once and self.weighted:
             most = next(t.shape[1] for t in tree_leaves(batch))
             weight = (torch.arange(most) < sizes[:, None]).double() / sizes[:, None]
             like = next(iter(self.params.values()))
-            total, outcome = self._all(batch, weight.to(like.device, like.dtype))
+            total, outcome = self._all(
+                batch, weight.to(like.device, like.dtype), bool(active.all())
+            )
         else:
             each = [self._some(rows, batch, int(sizes[rows[0]])) for rows in groups]
             total = torch.stack([outcome.loss.sum() for outcome in each]).sum()
@@ -220,23 +221,33 @@ class StackedLanes(LaneHost):
             self.buffer_stack[name] = after
         return total, outcome
 
-    def _all(self, batch: Any, weight: Tensor | None) -> tuple[Tensor, Outcome]:
+    def _all(self, batch: Any, weight: Tensor | None, is_whole: bool) -> tuple[Tensor, Outcome]:
         params: Tensors = dict(self.params)
         tensors = (params, self.buffer_stack, self.fixed, batch, weight)
         how: dict[str, Any] = {
             "fixed_is_shared": self.fixed_is_shared,
             "at_once": self.at_once and self.count > 1,
         }
-        if self.compiled is not None and how["at_once"] and self._is_worth_a_graph(batch):
+        if self.graphs is not None and how["at_once"] and self._is_worth_a_graph(batch):
             try:
-                with torch.no_grad():
-                    grads, outcome = self.compiled(*tensors, **how)
-                return _known_gradient(outcome.loss, self.params, grads), outcome
+                return self._compiled_step(self.graphs, is_whole, *tensors, **how)
             except Exception as error:  # torch.compile and the compilers below it fail in many ways
-                self.compiled = None
+                self.graphs = None
                 rank_zero_warn(f"lanes are not compiled ({type(error).__name__}: {error})")
         outcome = self.local.many(*tensors, **how)
         return outcome.loss.sum(), outcome
+
+    def _compiled_step(
+        self, graphs: Graphs, is_whole: bool, *tensors: Any, **how: Any
+    ) -> tuple[Tensor, Outcome]:
+        """Make a step by graphs: the optimiser finds gradients, or nothing left to do."""
+        grads: Tensors = {}
+        with torch.no_grad():
+            if is_whole and not self.clips and self._lane_ratios is None and graphs.can_update():
+                outcome = graphs.update(*tensors, ratio=self._ratio, **how)
+            else:
+                grads, outcome = graphs.gradients(self.local, *tensors, **how)
+        return _known_gradient(outcome.loss, self.params, grads), outcome
 
     def trial(self, batch: Any, at_once: bool) -> None:
         """Make a step forward and back, of which nothing remains."""
@@ -269,11 +280,7 @@ class StackedLanes(LaneHost):
 
     def compile(self) -> None:
         """Make forward and backward pass one compiled graph for each shape of batches."""
-        gradients = LocalStep.gradients
-        # A code object of its own: torch counts the graphs of each, and gives up at eight.
-        own = FunctionType(gradients.__code__.replace(), gradients.__globals__)
-        own.__kwdefaults__ = gradients.__kwdefaults__
-        self.compiled = partial(torch.compile(own, dynamic=False), self.local)
+        self.graphs = Graphs(self.local, self.optimizer)
 
     def _is_worth_a_graph(self, batch: Any) -> bool:
         """Groups come in two sizes at most; a rest of a client's samples is not worth a graph."""
@@ -313,6 +320,8 @@ class StackedLanes(LaneHost):
     def clip(self, value: float, algorithm: str) -> None:
         """Clip gradients, each lane by its own norm as ``clip_grad_norm_`` does."""
         grads = [param.grad for param, _ in self._optimized() if param.grad is not None]
+        if not grads:
+            return
         if algorithm == "value":
             torch._foreach_clamp_max_(grads, value)
             torch._foreach_clamp_min_(grads, -value)
@@ -348,8 +357,9 @@ def _known_gradient(
     loss: Tensor, params: Mapping[str, nn.Parameter], grads: Mapping[str, Tensor]
 ) -> Tensor:
     """Return the sum of losses, such that going back gives these gradients."""
+    anchor = next(param for param in params.values() if param.requires_grad)
     wanted = [params[name] for name in grads]
-    total: Tensor = _Known.apply(wanted[0], loss, wanted, list(grads.values()))
+    total: Tensor = _Known.apply(anchor, loss, wanted, list(grads.values()))
     return total
 
 
