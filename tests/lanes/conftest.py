@@ -48,6 +48,14 @@ class Tiny(L.LightningModule):
         return self.optimizer(self.parameters())
 
 
+@pytest.fixture(autouse=True)
+def _matmul_as_before():
+    """Lanes that a test never closes would leave their setting to the tests after it."""
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    yield
+    torch.backends.mkldnn.matmul.fp32_precision = before
+
+
 @pytest.fixture
 def tiny():
     """A Tiny or a child of it in float64, always with the same parameters."""

@@ -103,7 +103,7 @@ def test_compiled_it_is_the_same(ready, name):
         ([n for n, p in expected.items() if any(p is q for q in g["params"])], options(g))
         for g in expected_optimizer.param_groups
     ]
-    rates = [torch.tensor(g["lr"]) for g in expected_optimizer.param_groups]
+    rates = [torch.tensor(g["lr"], dtype=torch.float64) for g in expected_optimizer.param_groups]
     buffers = [
         [expected_optimizer.state[p].get("momentum_buffer") for p in g["params"]]
         for g in expected_optimizer.param_groups
