@@ -1,0 +1,56 @@
+"""The script runs and its contestants train the same clients; no time is judged."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def speed(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))  # it takes its yardsticks from overhead.py
+    spec = importlib.util.spec_from_file_location("lightning_fl_speed", FOLDER / "speed.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    tiny = module.Workload(4, 3, 2, 8, 4, (5,), lambda: nn.Linear(5, 10), 2)
+    monkeypatch.setitem(module.WORKLOADS, "W1", tiny)
+    yield module
+    sys.modules.pop("overhead", None)
+
+
+# What compiles takes too long here, and "auto" may.
+NAMES = ("bare loop, 1 thread", "library, one client at a time", "one lane", "10 lanes")
+
+
+def test_it_writes_a_table_and_figures(speed, tmp_path):
+    table, figures = tmp_path / "out.md", tmp_path / "out.json"
+    written = ("--json", str(figures), "--markdown", str(table))
+    speed.main(["--workloads", "W1", "--contestants", *NAMES, "--repeats", "2", *written])
+    seconds = json.loads(figures.read_text())["seconds"]["W1"]
+    assert list(seconds) == list(NAMES)
+    assert all(len(times) == 2 and min(times) > 0 for times in seconds.values())
+    rows = table.read_text().splitlines()
+    assert len(rows) == 2 + len(NAMES)
+    assert rows[2].endswith("(1.00) |")
+
+
+def test_the_library_trains_in_lanes_what_it_trains_without(speed):
+    problem = speed.Federation(speed.WORKLOADS["W1"])
+    plain, lanes = (
+        speed.library(problem, 2, **options).parameters for options in ({}, {"lanes": 3})
+    )
+    torch.testing.assert_close(plain, lanes, rtol=0, atol=1e-6)
+    assert not torch.equal(plain, torch.nn.utils.parameters_to_vector(problem.net.parameters()))
+
+
+def test_a_yardstick_is_needed(speed, capsys):
+    with pytest.raises(SystemExit):
+        speed.main(["--contestants", "one lane"])
+    assert "bare loop" in capsys.readouterr().err
