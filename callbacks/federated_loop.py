@@ -185,6 +185,7 @@ class FederatedLoop(Callback):
         # Once: the digest reads every index, and every checkpoint holds it.
         self._num_samples, self._batches_per_epoch = data.num_samples, data.batches_per_epoch
         self._checksum = data.checksum
+        self._options = self._describe_options()
         if self._cohort_size() < self.min_clients and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             raise FederationError(
                 f"min_clients={self.min_clients}, but only {self._cohort_size()} clients take part"
@@ -568,12 +569,12 @@ class FederatedLoop(Callback):
         return {
             **self._identity(),
             "round": self.round,
-            "rows": copy.deepcopy(self.rows),
+            "rows": [dict(row) for row in self.rows],
             "val_loss": self.val_loss,
             "monitored": self._monitored,
             "base_lr": self.lane.base_lr,
             "lanes": self.lane.choices(),
-            "options": self._options(),
+            "options": self._options,
             "aggregator": self.aggregator.state_dict() if round is None else round.aggregator,
             "policy": self.policy.state_dict(),
             "store": self.store.state_dict(),
@@ -593,7 +594,7 @@ class FederatedLoop(Callback):
             "optimizer_state": self.optimizer_state,
         }
 
-    def _options(self) -> dict[str, Any]:
+    def _describe_options(self) -> dict[str, Any]:
         """What makes another run of it, and yet can be resumed with another value."""
         return {
             "participation": self.participation,
@@ -644,7 +645,7 @@ class FederatedLoop(Callback):
                 )
         changed = [
             f"{name} is {value}, was {state['options'][name]}"
-            for name, value in self._options().items()
+            for name, value in self._options.items()
             if state["options"].get(name) != value
         ]
         if changed:
