@@ -322,7 +322,7 @@ class PlannedData(LightningDataModule):
             replacement=False,
             drop_last=False,
         )
-        return RoundLoader(self.data, batch_sampler=sampler, collate_fn=_as_it_is)
+        return RoundLoader(self.data, sampler=sampler, batch_size=None, collate_fn=_as_it_is)
 
 
 def lightning_alone(problem: Problem, rounds: int) -> Run:

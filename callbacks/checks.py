@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
@@ -56,10 +57,11 @@ def check_smallest_batch(module: nn.Module, data: Any) -> None:
 
 def check_trainer(trainer: Trainer) -> None:
     """Refuse options and callbacks of the Trainer that break rounds."""
-    if trainer.world_size != 1:
+    if trainer.world_size != 1 and not isinstance(trainer.strategy, DDPStrategy):
         raise FederationError(
-            f"FederatedLoop trains on one device, the Trainer has {trainer.world_size} processes:"
-            " set Trainer(devices=1)"
+            f"FederatedLoop cannot share clients out with {type(trainer.strategy).__name__}: choose"
+            " strategy='client_parallel' (each process trains clients of its own) or 'ddp' (all"
+            " train one client, on parts of its batches)"
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the connector
         if isinstance(

@@ -45,6 +45,7 @@ from lightning_fl.lanes import BufferPolicy, Lanes, lane_host
 from lightning_fl.policies import HyperParameterPolicy, Schedule
 from lightning_fl.samplers import ClientSampler, UniformSampler
 from lightning_fl.store import ClientStore
+from lightning_fl.strategies import ClientParallelStrategy, gathered, merge_logs
 from lightning_fl.types import (
     ClientUpdate,
     FederatedData,
@@ -212,6 +213,17 @@ class FederatedLoop(Callback):
         self._data = data
         lanes = isinstance(pl_module, Lanes) and pl_module.reason is None
         self._lanes = pl_module if isinstance(pl_module, Lanes) and lanes else None
+        parallel = trainer.strategy
+        #: Processes that share the clients of a round; with plain DDP they share their samples.
+        self._parallel = parallel if isinstance(parallel, ClientParallelStrategy) else None
+        self._shares_samples = trainer.world_size > 1 and self._parallel is None
+        if self._shares_samples and self._lanes is not None:
+            raise FederationError(
+                f"{type(parallel).__name__} shares the samples of one client over processes, Lanes"
+                " trains many clients in each: choose strategy='client_parallel', or leave Lanes"
+            )
+        # Each process has had the whole sum already.
+        self.aggregator.sync_on_compute = not self._shares_samples
         self._undo.enter_context(one_optimizer(pl_module))
         data.plan = self.plan
         self._undo.callback(setattr, data, "plan", None)
@@ -311,10 +323,15 @@ class FederatedLoop(Callback):
             steps[0] += int(batches) - int(steps.sum())
         lr = values.pop("lr", None)
         plan = RoundPlan(seed, self.round, clients, steps, lr, values)
+        world_size = 1
+        if self._parallel is not None:
+            world_size = self._trainer.world_size
+            plan = replace(plan, rank=self._trainer.global_rank, world_size=world_size)
         if self._lanes is None or batches:
             return plan
         samples = int(self._data.batch_sizes(clients, 0, 1).max())
-        lanes, count = self._lanes.layout(len(clients), samples, self._data.sample_bytes)
+        each = -(-len(clients) // world_size)
+        lanes, count = self._lanes.layout(each, samples, self._data.sample_bytes)
         return replace(plan, lanes=lanes, steps_per_batch=count)
 
     # --- a round ----------------------------------------------------------------------------------
@@ -343,9 +360,8 @@ class FederatedLoop(Callback):
     def _seed_clients(self, pl_module: LightningModule, batch_idx: int) -> None:
         """Seed the clients to come, before their first batch: transforms on the device draw."""
         plan = self._current.plan
-        if batch_idx < len(plan.schedule):
-            client = int(plan.clients[plan.schedule[batch_idx].rows[0]])
-            key = (Purpose.CLIENT, self.round, client)
+        if batch_idx < len(plan.schedule) and (rows := plan.schedule[batch_idx].rows):
+            key = (Purpose.CLIENT, self.round, int(plan.clients[rows[0]]))
             seed_rng(derive_seed(plan.seed, *key), pl_module.device)
 
     def on_train_batch_start(
@@ -353,11 +369,14 @@ class FederatedLoop(Callback):
     ) -> None:
         """Load the server's parameters at the first step of clients."""
         plan, step = self._current.plan, self._current.plan.schedule[batch_idx]
+        if self._parallel is not None:
+            self._parallel.is_idle = not step.rows
         if step.first:
             self._load(self._current, step)
             _call(pl_module, "on_client_start")
+        self._step = step
         if self._lanes is not None:
-            rows = list(step.rows)
+            rows = list(step.rows)  # none in an idle step
             at = torch.arange(step.start, step.start + step.steps)[:, None]
             self.lane.sizes = self._data.batch_sizes(plan.clients[rows], step.start, step.steps)
             self.lane.active = at < plan.num_steps[rows]
@@ -376,20 +395,38 @@ class FederatedLoop(Callback):
         """Collect clients after their last step; aggregate after the last of them."""
         round = self._current
         step = round.plan.schedule[batch_idx]
-        if not step.last:
-            return
-        _call(pl_module, "on_client_end")
-        self._collect(round, step)
-        if (steps := step.start + step.steps) > round.most_steps:
-            round.most_steps, round.schedule_after = steps, self.schedulers.read()
-        round.position += len(step.rows)
-        self._seed_clients(pl_module, batch_idx + 1)
-        if round.position == len(round.plan.clients):  # Lightning validates after this hook.
+        if step.last:
+            _call(pl_module, "on_client_end")
+            self._collect(round, step)
+            if (steps := step.start + step.steps) > round.most_steps:
+                round.most_steps, round.schedule_after = steps, self.schedulers.read()
+            round.position += len(step.rows)
+            self._seed_clients(pl_module, batch_idx + 1)
+        if batch_idx + 1 == len(round.plan.schedule):  # Lightning validates after this hook.
             self._aggregate(round)
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        r"""Weigh each process's mean loss by its samples, where processes share a batch.
+
+        DDP takes the mean over :math:`W` processes, so with :math:`n_r` of :math:`n` samples a
+        process's gradient counts :math:`W n_r / n` times.
+        """
+        if self._shares_samples:
+            plan, step = self._current.plan, self._step
+            clients = plan.clients[list(step.rows)]
+            n, world_size = int(self._data.batch_sizes(clients, step.start, 1)), trainer.world_size
+            own = len(range(trainer.global_rank, n, world_size))
+            if own * world_size != n:
+                loss.register_hook(lambda gradient: gradient * (world_size * own / n))
 
     def _collect(self, round: _Round, step: Step) -> None:
         clients = round.plan.clients[list(step.rows)]
         delta, counters = self.lane.collect(round.start)
+        if self._shares_samples:  # Running statistics are those of each process's own samples.
+            for tensor in (delta, counters := counters.contiguous()):
+                torch.distributed.broadcast(tensor, 0)
         finite = torch.ones(len(clients), dtype=torch.bool)
         # NaN or infinite if anything is; isfinite() of all would take six times as long.
         if not all(extreme.isfinite() for extreme in delta.aminmax()):
@@ -419,6 +456,8 @@ class FederatedLoop(Callback):
 
     def _aggregate(self, round: _Round) -> None:
         server = round.server
+        if self._parallel is not None:
+            self._merge(round)
         round.skipped.sort()  # lanes come in the order of their work
         returned = len(round.plan.clients) - len(round.skipped)
         if round.skipped:
@@ -439,6 +478,17 @@ class FederatedLoop(Callback):
             )
         self._leave_clients(server, round.schedule_after)
         round.aggregated = True
+
+    def _merge(self, round: _Round) -> None:
+        """Take in what the other processes know of their clients; updates the aggregator sums."""
+        own = (round.counters.cpu(), round.num_samples, round.skipped, self.store.new)
+        counters, num_samples, skipped, new = zip(*gathered(own), strict=True)
+        round.counters = torch.stack(counters).amax(0).to(round.counters)
+        round.num_samples = sum(num_samples)
+        round.skipped = [client for clients in skipped for client in clients]
+        self.store.new = {client: rows for each in new for client, rows in each.items()}
+        after = gathered((round.most_steps, round.schedule_after))
+        round.schedule_after = max(after, key=lambda found: found[0])[1]
 
     def _leave_clients(self, server: ServerState, schedule: ScheduleState) -> None:
         self.lane.write(server)
@@ -487,10 +537,12 @@ class FederatedLoop(Callback):
             if not trainer.should_stop:
                 raise FederationError(
                     f"round {self.round + 1} ended after {round.position} of"
-                    f" {len(round.plan.clients)} clients: on_train_batch_start must not return -1"
+                    f" {len(round.plan.rows)} clients: on_train_batch_start must not return -1"
                 )
             return
         self.store.commit()
+        if self._parallel is not None:
+            merge_logs(trainer)
         before = self.val_loss
         self._note_val_loss(trainer)
         self.policy.update(Feedback(round.plan, before, self.val_loss))
@@ -521,7 +573,8 @@ class FederatedLoop(Callback):
         if self._round is not None and not self._round.validated:
             return
         if self.rounds.is_fresh(self.monitor, metrics):
-            self.val_loss = float(metrics[self.monitor])
+            # One for all: a module may not have synchronised it, and policies must agree.
+            self.val_loss = trainer.strategy.broadcast(float(metrics[self.monitor]))
         elif self.policy.needs_val_loss:
             raise FederationError(
                 f"{type(self.policy).__name__} learns from {self.monitor!r}, which validation does"
@@ -554,9 +607,9 @@ class FederatedLoop(Callback):
 
     @property
     def clients_done(self) -> tuple[int, int]:
-        """How many clients of the round are done, of how many; (0, 0) between rounds."""
+        """How many of this process's clients are done, of how many; (0, 0) between rounds."""
         round = self._round
-        return (0, 0) if round is None else (round.position, len(round.plan.clients))
+        return (0, 0) if round is None else (round.position, len(round.plan.rows))
 
     # --- checkpoints ------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
-    Sampler,
     Subset,
     TensorDataset,
     default_collate,
@@ -90,9 +90,15 @@ class Batches(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.data)  # type: ignore[arg-type]  # torch's Dataset does not promise a length
 
-    def __getitems__(self, batch: Batch | list[int]) -> Any:
-        if isinstance(batch, list):  # of torch's own sampler, in validation, test and prediction
-            batch = Batch(torch.tensor(batch), [(self.seed, Purpose.EVALUATION_SAMPLES, batch[0])])
+    def __getitems__(self, index: list[int]) -> Any:
+        """Return a batch of torch's own sampler, in prediction."""
+        return self[self.evaluation(torch.tensor(index))]
+
+    def evaluation(self, index: Tensor) -> Batch:
+        """Return a batch of validation, test or prediction."""
+        return Batch(index, [(self.seed, Purpose.EVALUATION_SAMPLES, int(index[0]))])
+
+    def __getitem__(self, batch: Batch) -> Any:
         if isinstance(self.data, InMemory) and self.collate is default_collate:
             return self.data.fetch(batch.index)
         samples: list[Any] = []
@@ -152,15 +158,44 @@ def client_batches(
         yield from (order[: n - n % size] if drop_last else order).split(size)
 
 
-class RoundBatches(Sampler[Batch]):
+class OwnBatches(DistributedSampler[Batch]):
+    """Whole batches, for a loader with ``batch_size=None``.
+
+    A DistributedSampler in name alone: Lightning leaves it as it is on several processes, instead
+    of sharing the batches out once more.
+    """
+
+    def __init__(self) -> None:
+        """Take nothing of torch's, which shares samples out."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take nothing: the plan alone says what comes."""
+
+
+class RoundBatches(OwnBatches):
     """The batches of a round, client after client; asking twice gives the same batches.
 
     With several lanes or local steps in a batch the samples are in the order ``[steps, lanes,
     samples]``. A lane with fewer samples than another, or none left, is filled with its own first.
+
+    Args:
+        plan: The round's.
+        parts: Indices of each client's samples.
+        rank: Which share of every batch's samples to take,
+        world_size: of how many (DDP inside a client).
+        batches: Options of :func:`client_batches`.
     """
 
-    def __init__(self, plan: RoundPlan, parts: Sequence[Tensor], **batches: Any) -> None:
+    def __init__(
+        self,
+        plan: RoundPlan,
+        parts: Sequence[Tensor],
+        rank: int = 0,
+        world_size: int = 1,
+        **batches: Any,
+    ) -> None:
         self.plan, self.parts, self.batches = plan, parts, batches
+        self.rank, self.world_size = rank, world_size
 
     def __len__(self) -> int:
         return len(self.plan.schedule)
@@ -169,6 +204,9 @@ class RoundBatches(Sampler[Batch]):
         plan, steps = self.plan, self.plan.num_steps.tolist()
         streams: dict[int, Iterator[Tensor]] = {}
         for step in plan.schedule:
+            if not step.rows:  # a sample that nobody looks at
+                yield Batch(self.parts[int(plan.clients[0])][:1], [(plan.seed, Purpose.SAMPLES)])
+                continue
             if step.first:
                 streams = {row: self._client(int(plan.clients[row])) for row in step.rows}
             index, keys = [], []
@@ -177,7 +215,10 @@ class RoundBatches(Sampler[Batch]):
                     client = int(plan.clients[row])
                     index.append(next(streams[row]) if i < steps[row] else self.parts[client][:1])
                     keys.append((plan.seed, Purpose.SAMPLES, plan.round, client, i))
-            yield Batch(torch.cat(_filled(index)), keys)
+            samples = torch.cat(_filled(index))
+            # Who has none left takes one, which the loop gives no weight.
+            share = samples[self.rank :: self.world_size]
+            yield Batch(share if len(share) else samples[:1], keys)
 
     def _client(self, client: int) -> Iterator[Tensor]:
         order = generator(self.plan.seed, Purpose.BATCHES, self.plan.round, client)
@@ -193,7 +234,29 @@ def _filled(rows: list[Tensor]) -> list[Tensor]:
     ]
 
 
-class EpochBatches(Sampler[Batch]):
+class EvaluationBatches(OwnBatches):
+    """Samples in order, in batches of at most ``batch_size``, the same number on every process."""
+
+    def __init__(self, data: Batches, batch_size: int, rank: int, world_size: int) -> None:
+        n = len(data)
+        if n < world_size:
+            raise FederationError(
+                f"{n} samples cannot be evaluated by {world_size} processes, each needs one at"
+                " least: lower devices, or use more samples"
+            )
+        order, each = torch.arange(n), min(-(-n // (batch_size * world_size)), n // world_size)
+        batches = order.split(batch_size) if world_size == 1 else None
+        self.data = data
+        self.batches = (batches or order.tensor_split(each * world_size))[rank::world_size]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map(self.data.evaluation, self.batches)
+
+
+class EpochBatches(OwnBatches):
     """The batches of an epoch, asked for anew each time that a loader begins one.
 
     Args:
@@ -201,13 +264,13 @@ class EpochBatches(Sampler[Batch]):
     """
 
     def __init__(self, epoch: Callable[[], tuple[RoundBatches, int]]) -> None:
-        self.epoch = epoch
+        self.ask = epoch
 
     def __len__(self) -> int:
-        return len(self.epoch()[0])
+        return len(self.ask()[0])
 
     def __iter__(self) -> Iterator[Batch]:
-        batches, done = self.epoch()
+        batches, done = self.ask()
         return islice(batches, done, None)
 
 
@@ -505,15 +568,24 @@ class FederatedDataModule(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the round's batches, or shuffled batches of all clients without a loop."""
         if self.plan is not None:
-            batches: Sampler[Batch] = self._batches(self.plan(), self.parts)
+            batches: OwnBatches = self._batches(self.plan(), self.parts)
         else:
             batches = EpochBatches(self._epoch)
-        return self._loader(self.train, batch_sampler=batches)
+        return self._loader(self.train, lambda data: batches)
+
+    def _processes(self) -> tuple[int, int]:
+        """Return which process this is, of how many."""
+        trainer = self.trainer
+        return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
 
     def _batches(self, plan: RoundPlan, parts: Sequence[Tensor]) -> RoundBatches:
+        # Processes share the clients, or else the samples of each batch.
+        rank, world_size = self._processes() if plan.world_size == 1 else (0, 1)
         return RoundBatches(
             plan,
             parts,
+            rank,
+            world_size,
             batch_size=self.batch_size,
             replacement=self.replacement,
             drop_last=self.drop_last,
@@ -532,30 +604,43 @@ class FederatedDataModule(LightningDataModule):
         if self.val is None:
             warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
             return []
-        return self._loader(self.val, batch_size=self.eval_batch_size)
+        return self._evaluation(self.val)
 
     def test_dataloader(self) -> DataLoader[Any]:
         """Return the test samples in order."""
         if self.test is None:
             raise FederationError(f"{type(self).__name__} has no test samples: pass test=")
-        return self._loader(self.test, batch_size=self.eval_batch_size)
+        return self._evaluation(self.test)
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return the test samples in order."""
-        return self.test_dataloader()
+        if self.test is None:
+            raise FederationError(f"{type(self).__name__} has no test samples: pass test=")
+        return self._loader(self.test, batch_size=self.eval_batch_size)
 
-    def _loader(self, data: Any, **batches: Any) -> DataLoader[Any]:
+    def _evaluation(self, data: Any) -> DataLoader[Any]:
+        size, processes = self.eval_batch_size, self._processes()
+        return self._loader(data, lambda data: EvaluationBatches(data, size, *processes))
+
+    def _loader(
+        self,
+        data: Any,
+        sampler: Callable[[Batches], OwnBatches] | None = None,
+        batch_size: int | None = None,
+    ) -> DataLoader[Any]:
         if self.num_workers == 0 and isinstance(data, InMemory):
             warnings.filterwarnings("ignore", ".*does not have many workers.*")
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        batches = Batches(data, self.collate_fn, run_seed(self.seed))
         return RoundLoader(
-            Batches(data, self.collate_fn, run_seed(self.seed)),
+            batches,
+            sampler=None if sampler is None else sampler(batches),
+            batch_size=batch_size,
             collate_fn=_as_it_is,
             num_workers=self.num_workers,
             pin_memory=on_gpu,
             # A loader without one draws a seed from the global generator, a validation loader too.
             generator=torch.Generator(),
-            **batches,
         )
 
 

@@ -187,20 +187,26 @@ class FederatedCLI(LightningCLI):
         if self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.trainer.fit(**kwargs)
             return
-        if path := kwargs.get("ckpt_path"):
+        if (path := kwargs.get("ckpt_path")) and self.trainer.is_global_zero:
             print(f"Going on from {_short(Path(path))}")
+        # Not made here: other processes of the run are about to look which folder is the next.
         is_new = not self.run_folder.exists()
-        self.run_folder.mkdir(parents=True, exist_ok=True)
         try:
             self.trainer.fit(**kwargs)
         except Exception:
-            if is_new and self.trainer.global_step == 0:
-                shutil.rmtree(self.run_folder)
+            if is_new and self.trainer.global_step == 0 and self.trainer.is_global_zero:
+                shutil.rmtree(self.run_folder, ignore_errors=True)
             raise
-        print(f"Written to {_short(self.run_folder)}")
+        if self.trainer.is_global_zero:
+            print(f"Written to {_short(self.run_folder)}")
 
     def predict(self, **kwargs: Any) -> None:
         """Predict the test samples and write what the module returned, a tensor a batch."""
+        if self.trainer.world_size > 1:
+            raise FederationError(
+                f"predict writes one file, {self.trainer.world_size} processes would write parts of"
+                " it: set --trainer.devices=1"
+            )
         predictions = self.trainer.predict(**kwargs)
         if not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             # A checkpoint from elsewhere does not belong to the newest run.

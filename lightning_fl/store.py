@@ -26,7 +26,8 @@ class ClientStore:
 
     def __init__(self) -> None:
         self._rows: dict[int, dict[str, Tensor]] = {}
-        self._new: dict[int, dict[str, Tensor]] = {}
+        #: What clients left in the round that is not over yet.
+        self.new: dict[int, dict[str, Tensor]] = {}
 
     def get(self, client: int) -> dict[str, Tensor]:
         """Return what a client left in earlier rounds, on the CPU; empty if nothing."""
@@ -35,18 +36,18 @@ class ClientStore:
     def put(self, client: int, rows: dict[str, Tensor]) -> None:
         """Leave a copy of a client's tensors for its next round."""
         if rows:
-            self._new[client] = {
+            self.new[client] = {
                 name: torch.empty_like(row, device="cpu").copy_(row) for name, row in rows.items()
             }
 
     def commit(self) -> None:
         """End a round: what clients left in it counts from now on."""
-        self._rows = self._rows | self._new  # A new dictionary: a checkpoint may hold the old.
-        self._new = {}
+        self._rows = self._rows | self.new  # A new dictionary: a checkpoint may hold the old.
+        self.new = {}
 
     def discard(self) -> None:
         """Forget what clients left in a round that was cut short."""
-        self._new = {}
+        self.new = {}
 
     def state_dict(self) -> dict[int, Any]:
         """Return the rows by client."""
@@ -54,4 +55,4 @@ class ClientStore:
 
     def load_state_dict(self, state: dict[int, Any]) -> None:
         """Take over what :meth:`state_dict` returned."""
-        self._rows, self._new = dict(state), {}
+        self._rows, self.new = dict(state), {}

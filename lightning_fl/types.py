@@ -31,7 +31,8 @@ class Step(NamedTuple):
     """What one training batch of a round is: local steps of the clients in the lanes.
 
     Args:
-        rows: Positions of the clients in the plan, one a lane.
+        rows: Positions of the clients in the plan, one a lane; none in an idle step, in which a
+            process waits for the others.
         start: Local steps that these clients have made before.
         steps: Local steps in this batch.
         last: Whether the clients are done after it.
@@ -44,8 +45,12 @@ class Step(NamedTuple):
 
     @property
     def first(self) -> bool:
-        """Whether the clients begin with it."""
-        return self.start == 0
+        """Whether clients begin with it."""
+        return bool(self.rows) and self.start == 0
+
+
+#: A batch of a process that has no client left: all have equally many, as Lightning needs it.
+IDLE = Step((), 0, 0, False)
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ class RoundPlan:
         values: Further values by name, each ``[k]``. ``lr_factor`` multiplies the learning rate.
         lanes: Clients that train at once.
         steps_per_batch: Local steps in one training batch.
+        rank: Which of the processes this is. Only :attr:`schedule` and :attr:`rows` depend on it.
+        world_size: Processes that share the clients.
 
     Raises:
         FederationError: If the round is empty, or the shapes or numbers of steps do not fit.
@@ -80,6 +87,8 @@ class RoundPlan:
     values: Mapping[str, Tensor] = field(default_factory=dict)
     lanes: int = 1
     steps_per_batch: int = 1
+    rank: int = 0
+    world_size: int = 1
 
     def __post_init__(self) -> None:
         if not len(self.clients):
@@ -105,21 +114,40 @@ class RoundPlan:
             )
 
     @cached_property
+    def shares(self) -> list[list[int]]:
+        """Positions of each process's clients: those with most steps first, to who has least."""
+        steps = self.num_steps.tolist()
+        load, shares = [0] * self.world_size, [list[int]() for _ in range(self.world_size)]
+        for row in sorted(range(len(steps)), key=lambda row: -steps[row]):
+            rank = load.index(min(load))
+            shares[rank].append(row)
+            load[rank] += steps[row]
+        return [sorted(share) for share in shares]
+
+    @property
+    def rows(self) -> list[int]:
+        """Positions of this process's clients."""
+        return self.shares[self.rank]
+
+    @cached_property
     def schedule(self) -> list[Step]:
-        """The round's steps in order, one group of clients after another.
+        """This process's steps in order, one group of clients after another.
 
         Clients of like work share the lanes, and groups differ by at most one in size: no lane
-        waits long for another, and none is empty.
+        waits long for another, and none is empty. Every process has as many batches as the busiest.
         """
+        schedules = [self._schedule(share) for share in self.shares]
+        own = schedules[self.rank]
+        return own + [IDLE] * (max(map(len, schedules)) - len(own))
+
+    def _schedule(self, rows: list[int]) -> list[Step]:
         steps = self.num_steps.tolist()
-        rows = list(range(len(steps)))
         if self.lanes > 1:
-            rows.sort(key=lambda row: -steps[row])
+            rows = sorted(rows, key=lambda row: -steps[row])
         groups = -(-len(rows) // self.lanes)
-        size, larger = divmod(len(rows), groups)
         schedule, at = [], 0
         for i in range(groups):
-            group = tuple(rows[at : at + size + (i < larger)])
+            group = tuple(rows[at : at + len(rows) // groups + (i < len(rows) % groups)])
             at += len(group)
             most = max(steps[row] for row in group)
             for start in range(0, most, self.steps_per_batch):

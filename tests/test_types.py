@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_fl.types import (
+    IDLE,
     ClientUpdate,
     FederatedData,
     FederationError,
@@ -17,6 +18,43 @@ from lightning_fl.types import (
     Step,
     full,
 )
+
+
+@given(
+    steps=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    world_size=st.integers(1, 5),
+    lanes=st.integers(1, 4),
+    steps_per_batch=st.integers(1, 3),
+)
+def test_processes_share_the_clients(steps, world_size, lanes, steps_per_batch):
+    clients, options = tuple(range(10, 10 + len(steps))), {"lanes": lanes, "world_size": world_size}
+    plans = [
+        plan(clients, steps, rank=rank, steps_per_batch=steps_per_batch, **options)
+        for rank in range(world_size)
+    ]
+    # Each client trains once, somewhere.
+    assert sorted(row for one in plans for row in one.rows) == list(range(len(steps)))
+    for one in plans:
+        assert one.shares == plans[0].shares
+        firsts = [row for step in one.schedule if step.first for row in step.rows]
+        assert sorted(firsts) == one.rows
+        # Who waits does so at the end, and idle steps begin and end nothing.
+        idle = [step == IDLE for step in one.schedule]
+        assert idle == sorted(idle)
+        assert not IDLE.first
+        assert not IDLE.last
+    # As many batches everywhere, and no more than the busiest process needs.
+    assert len({len(one.schedule) for one in plans}) == 1
+    assert any(IDLE not in one.schedule for one in plans)
+    # Longest first, to who has least: at most 4/3 of the best, which has at least these.
+    load = max(sum(steps[row] for row in one.rows) for one in plans)
+    assert load <= 4 / 3 * max(sum(steps) / world_size, max(steps), _two_of(steps, world_size))
+
+
+def _two_of(steps, world_size):
+    """With more clients than processes somebody trains two of the longest of them."""
+    longest = sorted(steps, reverse=True)[: world_size + 1]
+    return sum(longest[-2:]) if len(longest) > world_size else 0
 
 
 def plan(clients=(4, 7), num_steps=(1, 2), **options):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -50,9 +51,15 @@ class Aggregator(Metric, ABC):
         """Return the server's new parameters, ``[P]``."""
 
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        # torchmetrics makes a scalar of one parameter, [1].
         value = super()._wrap_compute(compute)
-        return lambda: value().reshape(-1)
+
+        def wrapped() -> Tensor:
+            with warnings.catch_warnings():  # A process may have no client of its own.
+                warnings.filterwarnings("ignore", ".* was called before the ``update`` method")
+                server: Tensor = value()
+            return server.reshape(-1)  # torchmetrics makes a scalar of one parameter, [1].
+
+        return wrapped
 
     def server_for(self, clients: Tensor) -> Tensor:
         """Return what each client starts from, ``[k, P]``."""

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torchmetrics import Metric
 
 from lightning_fl.types import FederationError
@@ -82,11 +82,15 @@ class LocalStep(nn.Module):
         """Make the step of one client."""
         own = {**params, **{name: buffer.clone() for name, buffer in buffers.items()}}
         tensors = {place: own[name] for place, name in self._places}
+        samples = len(tree_leaves(batch)[0])
         logs: Tensors = {}
         recorded: Tensors = {}
 
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-            self.log_options[name] = dict(zip(_LOG_OPTIONS, args, strict=False)) | options
+            options |= dict(zip(_LOG_OPTIONS, args, strict=False))
+            if options.get("batch_size") == samples:  # which lanes know: each has its own number
+                del options["batch_size"]
+            self.log_options[name] = options
             if isinstance(value, Metric):  # it keeps its own sums, where lanes come one by one
                 self.metrics[name] = value
             else:

@@ -207,8 +207,9 @@ class Lanes(LightningModule):
             if self.reason is not None:
                 return
             raise FederationError("Lanes is trained by a FederatedLoop: add one to the callbacks")
-        host.batch = _unflatten(batch, len(host.sizes), host.count)
         host.logged, host.weights = {}, []
+        if len(host.active):  # else this process waits for others
+            host.batch = _unflatten(batch, len(host.sizes), host.count)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the sum of the clients' losses in one local step."""
@@ -290,7 +291,7 @@ class Lanes(LightningModule):
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
         """Make the local steps of the batch, of all clients at once."""
-        if (host := self.host) is None:
+        if (host := self.host) is None or not len(host.active):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
             return
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None

@@ -47,8 +47,9 @@ class ClientModule(LightningModule):
         # Not a hyper-parameter: a checkpoint with a callable in it cannot be loaded safely.
         self.make_optimizer = optimizer
         self.train_loss = MeanMetric(nan_strategy="ignore")
-        self.val_acc = MulticlassAccuracy(average="micro")
-        self.test_acc = MulticlassAccuracy(average="micro")
+        # Not scalars: over several processes Lightning would average those without their weights.
+        self.val_loss, self.test_loss = (MeanMetric(nan_strategy="disable") for _ in range(2))
+        self.val_acc, self.test_acc = (MulticlassAccuracy(average="micro") for _ in range(2))
         #: Parameters that the client started from, by name, for the terms; a ``FederatedLoop`` sets
         #: them where it is not None. Constant, so neither a buffer nor saved.
         self.fixed: dict[str, Tensor] | None = {} if len(self.terms) else None
@@ -124,18 +125,20 @@ class ClientModule(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log the validation loss and accuracy."""
-        self._evaluate(batch, "val", self.val_acc)
+        self._evaluate(batch, "val", self.val_loss, self.val_acc)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Log the test loss and accuracy."""
-        self._evaluate(batch, "test", self.test_acc)
+        self._evaluate(batch, "test", self.test_loss, self.test_acc)
 
-    def _evaluate(self, batch: Any, name: str, accuracy: MulticlassAccuracy) -> None:
+    def _evaluate(
+        self, batch: Any, name: str, loss: MeanMetric, accuracy: MulticlassAccuracy
+    ) -> None:
         outputs = self(batch[0])
-        losses = self.losses(batch, outputs)
-        accuracy(outputs, batch[1])
-        self.log(f"{name}_loss", losses.mean(), batch_size=len(losses))
-        self.log(f"{name}_acc", accuracy, batch_size=len(losses), prog_bar=True)
+        loss.update(self.losses(batch, outputs))
+        accuracy.update(outputs, batch[1])
+        self.log(f"{name}_loss", loss)
+        self.log(f"{name}_acc", accuracy, prog_bar=True)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the logits of a batch."""

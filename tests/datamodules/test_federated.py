@@ -25,6 +25,7 @@ from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.datamodules.federated import (
     Batches,
+    EvaluationBatches,
     RoundBatches,
     client_batches,
     hold_out,
@@ -1057,3 +1058,35 @@ def test_loaders_draw_nothing_from_the_global_generators(workers):
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (np.random.get_state()[1] == before[1]).all()
     assert random.getstate() == before[2]
+
+
+@given(n=st.integers(1, 40), size=st.integers(1, 12), world_size=st.integers(1, 4))
+def test_processes_share_evaluation(n, size, world_size):
+    data = Batches(TensorDataset(torch.arange(n)), default_collate)
+    if n < world_size:
+        with pytest.raises(FederationError, match=f"{n} samples cannot be evaluated by"):
+            EvaluationBatches(data, size, 0, world_size)
+        return
+    shares = [EvaluationBatches(data, size, rank, world_size) for rank in range(world_size)]
+    batches = [[batch.index.tolist() for batch in share] for share in shares]
+    # Each sample once; as many batches everywhere, since a module may wait in each; none empty.
+    assert sorted(i for share in batches for batch in share for i in batch) == list(range(n))
+    assert {len(share) for share in batches} == {len(shares[0])}
+    assert all(1 <= len(batch) <= max(size, 2) for share in batches for batch in share)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_processes_share_the_samples_of_a_batch(world_size):
+    plan = RoundPlan(0, 0, torch.tensor([0, 1]), torch.tensor([2, 1]))
+    parts = [torch.arange(7), torch.tensor([9])]
+    whole = [batch.index for batch in RoundBatches(plan, parts, batch_size=4)]
+    shares = [
+        [batch.index for batch in RoundBatches(plan, parts, rank, world_size, batch_size=4)]
+        for rank in range(world_size)
+    ]
+    for i, batch in enumerate(whole):
+        given = [share[i].tolist() for share in shares]
+        if len(batch) >= world_size:
+            assert sorted(i for share in given for i in share) == sorted(batch.tolist())
+        else:  # they take one that has no weight
+            assert given == [[9]] * world_size

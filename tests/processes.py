@@ -1,0 +1,248 @@
+"""Federations that run on any number of processes: a script, and what tests compare.
+
+python tests/processes.py DEVICES OUT [CASE ...]
+python tests/processes.py DEVICES OUT raise | kill | freeze | metric | resume CHECKPOINT
+"""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_fl import ClientModule, ClientParallelStrategy, Lanes
+from lightning_fl.aggregators import FedAvg
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.objectives import Proximal
+from lightning_fl.partition import Dirichlet
+from lightning_fl.policies import HyperParameterPolicy, Schedule
+
+FEATURES, CLASSES, CLIENTS = 6, 3, 7
+
+
+class Uneven(HyperParameterPolicy):
+    """Steps and rates that differ from client to client and round to round."""
+
+    def sample(self, round, clients):
+        return {"num_steps": 1 + (clients + round) % 4, "lr": 0.05 + 0.01 * clients}
+
+
+class Foreign(L.LightningModule):
+    """BatchNorm, dropout, Adam, a scheduler a step, a metric, logging; it knows no processes."""
+
+    def __init__(self, batchnorm=False, dropout=0.2, optimizer=torch.optim.Adam, metric=True):
+        super().__init__()
+        norm = nn.BatchNorm1d(8) if batchnorm else nn.Identity()
+        self.net = nn.Sequential(
+            nn.Linear(FEATURES, 8), norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, CLASSES)
+        )
+        self.optimizer = optimizer
+        self.train_accuracy = MulticlassAccuracy(CLASSES) if metric else None
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        scores = self.net(x)
+        loss = F.cross_entropy(scores, y)
+        # It even asks to wait for others that are busy with clients of their own.
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(x))
+        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        if self.train_accuracy is not None:
+            self.train_accuracy(scores, y)
+            self.log("train_accuracy", self.train_accuracy, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        scores = self.net(x)
+        self.accuracy(scores, y)
+        self.log("val_loss", F.cross_entropy(scores, y), batch_size=len(x))
+        self.log("accuracy", self.accuracy)
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        optimizer = self.optimizer(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def client_module(**options):
+    net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    return ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **options)
+
+
+def data(dtype, clients=CLIENTS, **options):
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(261, FEATURES, generator=random, dtype=dtype)
+    y = (x[:, :3].sum(1) > 0).long() + (x[:, 3] > 1).long()
+    held = TensorDataset(x[:61], y[:61])
+    options = {"partition": Dirichlet(0.5, min_size=3), "batch_size": 8, "seed": 1} | options
+    return FederatedDataModule(
+        TensorDataset(x[61:], y[61:]),
+        held,
+        held,
+        num_clients=clients,
+        eval_batch_size=16,
+        **options,
+    )
+
+
+def wide_lanes(module, **options):
+    return Lanes(module, **({"lanes": 2, "compile": False, "fast_matmul": False} | options))
+
+
+def sgd(params, lr):
+    return torch.optim.SGD(params, lr=lr, momentum=0.9)
+
+
+#: Name: the module, options of the loop, options of the data.
+CASES = {
+    "client module": lambda: (client_module(), {}, {}),
+    "participation": lambda: (client_module(), {"participation": 3}, {}),
+    "uneven": lambda: (client_module(terms=[Proximal(0.1)]), {"policy": Uneven()}, {}),
+    "fewer clients than processes": lambda: (Foreign(metric=False), {"participation": 1}, {}),
+    "foreign": lambda: (Foreign(), {"policy": Uneven()}, {}),
+    "batchnorm": lambda: (
+        Foreign(batchnorm=True, optimizer=sgd),
+        {"buffers": "average", "policy": Uneven()},
+        {"drop_last": True},
+    ),
+    "kept": lambda: (
+        Foreign(batchnorm=True, optimizer=sgd),
+        {"buffers": "local", "optimizer_state": "keep", "participation": 4},
+        {"drop_last": True},
+    ),
+    "uniform": lambda: (client_module(), {"aggregator": FedAvg("uniform")}, {}),
+    "lanes": lambda: (wide_lanes(client_module()), {"policy": Uneven()}, {}),
+    "lanes, kept": lambda: (
+        wide_lanes(Foreign(dropout=0.0, optimizer=sgd, metric=False), steps_per_batch=2),
+        {"optimizer_state": "keep", "participation": 5, "policy": Schedule(num_steps=3)},
+        {},
+    ),
+}
+#: The same for processes that share the samples of a client's batches.
+SHARED = {
+    "client module": CASES["client module"],
+    "uneven": CASES["uneven"],
+    "foreign": lambda: (Foreign(dropout=0.0), {"participation": 4}, {"batch_size": 5}),
+    "kept": lambda: (
+        Foreign(dropout=0.0, optimizer=sgd),
+        {"optimizer_state": "keep", "participation": 4},
+        {"batch_size": None},
+    ),
+}
+
+
+class Poison(L.Callback):
+    """Make one client's update infinite."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        loop = next(c for c in trainer.callbacks if isinstance(c, FederatedLoop))
+        step, plan = loop.plan().schedule[batch_idx], loop.plan()
+        if 4 in plan.clients[list(step.rows)].tolist() and not step.last:
+            next(pl_module.parameters()).data.fill_(torch.inf)
+
+
+class Fail(L.Callback):
+    """Let process 1 end in its second round, in one way or another."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == 1 and trainer.current_epoch == 1:
+            if self.how == "raise":
+                raise ValueError("a client failed")
+            if self.how == "freeze":
+                time.sleep(120)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit(
+    case, devices, folder, rounds=4, callbacks=(), ckpt_path=None, strategy=None, dtype="float64"
+):
+    """Train a case; return its parameters and its table."""
+    L.seed_everything(1, verbose=False)
+    module, loop_options, data_options = (SHARED if strategy == "ddp" else CASES)[case]()
+    kind = getattr(torch, dtype)
+    loop = FederatedLoop(seed=1, table=None, **loop_options)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy or "client_parallel",
+        max_epochs=rounds,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[loop, RoundCheckpoint(str(folder)), *callbacks],
+        num_sanity_val_steps=0,
+    )
+    federation = data(kind, **data_options)
+    trainer.fit(module.to(kind), datamodule=federation, ckpt_path=ckpt_path)
+    tested = trainer.test(module, datamodule=federation, verbose=False) if not callbacks else []
+    user = module.module if isinstance(module, Lanes) else module
+    return {
+        "state": {name: t.clone() for name, t in user.state_dict().items()},
+        "rows": loop.rows,
+        "store": dict(loop.store.state_dict()),
+        "test": tested,
+    }
+
+
+def quiet():
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # Several Trainers one after another in a process look like a mistake to Lightning.
+    torch.set_num_threads(1)
+
+
+def main(devices, out, *cases):
+    quiet()
+    devices, out = int(devices), Path(out)
+    found = {}
+    task = cases[0] if cases else ""
+    if task in ("raise", "kill", "freeze"):
+        strategy = ClientParallelStrategy(timeout=8 if task == "freeze" else 60)
+        fit("uneven", devices, out, callbacks=[Fail(task)], strategy=strategy)
+        return
+    if task == "metric":
+        CASES["one client"] = lambda: (Foreign(), {"participation": 1}, {})
+        fit("one client", devices, out)
+        return
+    if task == "resume":
+        torch.save(fit("kept", devices, out, ckpt_path=cases[1]), out / "resumed.pt")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases or CASES:
+            found[case] = fit(case, devices, folder)
+    if not cases:
+        place = out / f"resumed.{devices}"
+        fit("kept", devices, place, rounds=2, callbacks=[L.Callback()])
+        last = str(place / "last.ckpt")
+        with tempfile.TemporaryDirectory() as folder:
+            found["resumed"] = fit("kept", devices, folder, ckpt_path=last)
+            found["poison"] = fit("client module", devices, folder, callbacks=[Poison()])
+            found["float32"] = fit("uneven", devices, folder, dtype="float32")
+            for case in SHARED:
+                found[f"ddp, {case}"] = fit(case, devices, folder, strategy="ddp")
+    # A file for each process: what they know has to be the same.
+    rank = os.environ.get("LOCAL_RANK", "0")
+    torch.save(found, out / f"found.{devices}.{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

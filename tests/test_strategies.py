@@ -1,0 +1,264 @@
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lightning_fl import ClientModule, ClientParallelStrategy, Lanes
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.policies import Schedule
+from lightning_fl.types import FederationError
+
+SCRIPT = Path(__file__).with_name("processes.py")
+CASES = [
+    "client module",
+    "participation",
+    "uneven",
+    "fewer clients than processes",
+    "foreign",
+    "batchnorm",
+    "kept",
+    "uniform",
+    "lanes",
+    "lanes, kept",
+    "poison",
+]
+SHARED = ["ddp, client module", "ddp, uneven", "ddp, foreign", "ddp, kept"]
+
+
+def start(*arguments, launcher=()):
+    """Start the script, as a user starts theirs: without what a test before it left."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        [sys.executable, *launcher, str(SCRIPT), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=kept | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def finish(process, timeout=240):
+    try:
+        return process.communicate(timeout=timeout)[0]
+    finally:
+        process.kill()
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("processes")
+
+
+@pytest.fixture(scope="session")
+def found(place):
+    """What each process of 1, 2 and 3 found, in every case."""
+    runs = [start(count, place) for count in (1, 2, 3)]
+    for run in runs:
+        output = finish(run)
+        assert run.returncode == 0, output
+    return {
+        count: [torch.load(place / f"found.{count}.{rank}.pt") for rank in range(count)]
+        for count in (1, 2, 3)
+    }
+
+
+def difference(one, other):
+    assert one.keys() == other.keys()
+    return max(float((one[k].double() - other[k].double()).abs().max()) for k in one)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("case", CASES + SHARED)
+def test_processes_do_not_matter(found, case, count):
+    alone, together = found[1][0][case], found[count][0][case]
+    assert difference(alone["state"], together["state"]) < 1e-12
+    assert alone["store"].keys() == together["store"].keys()
+    if case not in SHARED:
+        for one, other in zip(alone["rows"], together["rows"], strict=True):
+            assert other == pytest.approx(one, abs=1e-6)
+        assert together["test"] == [pytest.approx(found, abs=1e-6) for found in alone["test"]]
+    for client, rows in alone["store"].items():
+        assert difference(rows, together["store"][client]) < 1e-12
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("case", [*CASES, "ddp, client module"])
+def test_every_process_knows_the_same(found, case, count):
+    first, *others = (each[case] for each in found[count])
+    for other in others:
+        assert difference(first["state"], other["state"]) == 0
+        assert first["rows"] == other["rows"]
+        assert first["store"].keys() == other["store"].keys()
+        for client, rows in first["store"].items():
+            assert difference(rows, other["store"][client]) == 0
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_with_float32_the_bits_are_the_same(found, count):
+    alone, together = found[1][0]["float32"], found[count][0]["float32"]
+    assert difference(alone["state"], together["state"]) == 0
+
+
+def test_the_cases_do_something(found):
+    cases = found[1][0]
+    states = [cases[case]["state"] for case in ("client module", "participation", "uniform")]
+    assert difference(states[0], states[1]) > 1e-4
+    assert difference(states[0], states[2]) > 1e-4
+    assert cases["kept"]["store"]
+    assert all(row["skipped_clients"] == "4" for row in cases["poison"]["rows"])
+    assert cases["foreign"]["rows"][-1]["largest"] > 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_run_resumes_bit_equal_on_as_many_processes(found, count):
+    for each in found[count]:
+        assert difference(each["kept"]["state"], each["resumed"]["state"]) == 0
+        assert each["kept"]["rows"] == each["resumed"]["rows"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
+def test_a_run_resumes_on_another_number_of_processes(found, place, tmp_path, before, after):
+    run = start(after, tmp_path, "resume", place / f"resumed.{before}" / "last.ckpt")
+    output = finish(run)
+    assert run.returncode == 0, output
+    resumed = torch.load(tmp_path / "resumed.pt")
+    assert difference(found[1][0]["kept"]["state"], resumed["state"]) < 1e-12
+    assert len(resumed["rows"]) == 4
+
+
+@pytest.mark.parametrize("how", ["raise", "kill", "freeze"])
+def test_a_process_that_fails_ends_the_run(found, tmp_path, how):
+    begin = time.monotonic()
+    run = start(2, tmp_path, how)
+    output = finish(run, timeout=90)
+    assert run.returncode != 0
+    assert time.monotonic() - begin < 80
+    if how == "raise":
+        assert "a client failed" in output
+    if how == "freeze":
+        assert "another process died or did not answer in time" in output
+    # The round before is safe, and goes on without the one that failed.
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert checkpoint["callbacks"]["FederatedLoop"]["round"] == 1
+
+
+def test_torchrun_starts_it_too(found, tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+    run = start(2, tmp_path, "client module", launcher=launcher)
+    output = finish(run)
+    assert run.returncode == 0, output
+    together = torch.load(tmp_path / "found.2.1.pt")["client module"]
+    assert difference(found[2][0]["client module"]["state"], together["state"]) == 0
+
+
+def test_a_metric_that_a_process_never_meets_is_refused(tmp_path):
+    run = start(2, tmp_path, "metric")
+    output = finish(run, timeout=90)
+    assert run.returncode != 0
+    assert "the metric training_step.train_accuracy was logged on some processes" in output
+    assert "[1]" in output
+
+
+# --- in this process ------------------------------------------------------------------------------
+
+
+def client_module():
+    return ClientModule(nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+
+
+def federation(**options):
+    x, y = torch.randn(60, 6), torch.arange(60) % 3
+    options = {"num_clients": 3, "val_size": 12, "batch_size": 8} | options
+    return FederatedDataModule(TensorDataset(x, y), **options)
+
+
+def trainer(tmp_path, strategy="client_parallel", callbacks=None, **options):
+    loop = FederatedLoop(policy=Schedule(num_steps=40), table=None)
+    callbacks = [loop] if callbacks is None else callbacks
+    return L.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        max_epochs=2,
+        default_root_dir=tmp_path,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"devices": 1} | options,
+    )
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A process group of this process, which does not outlive the test."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # remembered, to be put back
+        monkeypatch.delenv(name)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_one_process_is_a_federation_as_without_it(alone, tmp_path):
+    models = []
+    for strategy in ("auto", "client_parallel"):
+        L.seed_everything(3, verbose=False)
+        model = client_module()
+        fit = trainer(tmp_path, strategy)
+        fit.fit(model, datamodule=federation())
+        models.append(model.state_dict())
+    assert difference(*models) == 0
+    # Everything is as it was.
+    assert "log" not in vars(model)
+    assert "_broadcast_sigterm_tensor" not in vars(fit.fit_loop.epoch_loop)
+
+
+def test_ranks_are_not_asked_before_every_batch(alone, tmp_path, monkeypatch):
+    asked = []
+    kind = type(trainer(tmp_path).fit_loop.epoch_loop)
+    monkeypatch.setattr(
+        kind, "_broadcast_sigterm_tensor", lambda loop: asked.append(loop.batch_idx)
+    )
+
+    class Ask(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+
+    fit = trainer(tmp_path)
+    fit.callbacks.append(Ask())
+    fit.fit(client_module(), datamodule=federation())
+    assert asked == [0, 50, 100] * 2
+
+
+def test_without_a_federation_it_is_refused(alone, tmp_path):
+    with pytest.raises(FederationError, match="add a FederatedLoop to the callbacks"):
+        trainer(tmp_path, callbacks=[]).fit(client_module(), datamodule=federation())
+
+
+def test_a_strategy_that_is_not_known_is_refused(tmp_path, monkeypatch):
+    fit = trainer(tmp_path, "auto")
+    monkeypatch.setattr(L.Trainer, "world_size", 2)
+    with pytest.raises(FederationError, match="cannot share clients out with SingleDevice"):
+        fit.callbacks[0].setup(fit, client_module(), "fit")
+
+
+def test_lanes_with_ddp_are_refused(tmp_path, monkeypatch):
+    fit = trainer(tmp_path, "ddp")
+    monkeypatch.setattr(L.Trainer, "world_size", 2)
+    with pytest.raises(FederationError, match="choose strategy='client_parallel'"):
+        fit.fit(Lanes(client_module()), datamodule=federation())
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0])
+def test_timeout_is_positive(timeout):
+    with pytest.raises(FederationError, match=f"timeout must be positive, got {timeout}"):
+        ClientParallelStrategy(timeout=timeout)
