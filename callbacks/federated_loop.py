@@ -330,9 +330,11 @@ class FederatedLoop(Callback):
         if self._lanes is None or batches:
             return plan
         samples = int(self._data.batch_sizes(clients, 0, 1).max())
+        stepwise = self._data.can_fetch_steps
         each = -(-len(clients) // world_size)
-        lanes, count = self._lanes.layout(each, samples, self._data.sample_bytes)
-        return replace(plan, lanes=lanes, steps_per_batch=count)
+        sample_bytes = 0 if stepwise else self._data.sample_bytes
+        lanes, count = self._lanes.layout(each, samples * sample_bytes)
+        return replace(plan, lanes=lanes, steps_per_batch=count, stepwise=stepwise)
 
     # --- a round ----------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,6 +54,7 @@ class InMemory(Dataset[Any]):
                 f"tensors of a data set have one length, got {[len(t) for t in tensors]}"
             )
         self.tensors = tensors
+        self._places: dict[int, tuple[Tensor, ...]] = {}
 
     def __len__(self) -> int:
         return len(self.tensors[0])
@@ -60,10 +62,23 @@ class InMemory(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         return tuple(t[index] for t in self.tensors)
 
-    def fetch(self, index: Tensor) -> tuple[Tensor, ...]:
-        """Return the samples of a batch, stacked."""
+    def fetch(self, index: Tensor, reuse: bool = False) -> tuple[Tensor, ...]:
+        """Return the samples of a batch, stacked.
+
+        Args:
+            index: Which, ``[n]``.
+            reuse: Whether to write over what an earlier call of this kind has returned: new memory
+                takes several times as long as the copy.
+        """
         # index_select, not t[index]: several times faster for the batches of small clients.
-        return tuple(t.index_select(0, index) for t in self.tensors)
+        if not reuse:
+            return tuple(t.index_select(0, index) for t in self.tensors)
+        n = len(index)
+        if n not in self._places:
+            self._places[n] = tuple(t.new_empty(n, *t.shape[1:]) for t in self.tensors)
+        for tensor, place in zip(self.tensors, self._places[n], strict=True):
+            torch.index_select(tensor, 0, index, out=place)
+        return self._places[n]
 
 
 @dataclass(frozen=True)
@@ -75,6 +90,8 @@ class Batch:
 
     index: Tensor
     keys: Sequence[tuple[int, ...]]
+    #: Local steps, of equally many samples, of which only the first is fetched; 0 fetches all.
+    stepwise: int = 0
 
 
 class Batches(Dataset[Any]):
@@ -86,6 +103,8 @@ class Batches(Dataset[Any]):
 
     def __init__(self, data: Dataset[Any], collate: Collate, seed: int = 0) -> None:
         self.data, self.collate, self.seed = data, collate, seed
+        #: What is left to fetch of the batches that were handed out, ``[steps, n]`` each.
+        self.waiting: deque[Tensor] = deque()
 
     def __len__(self) -> int:
         return len(self.data)  # type: ignore[arg-type]  # torch's Dataset does not promise a length
@@ -100,7 +119,11 @@ class Batches(Dataset[Any]):
 
     def __getitem__(self, batch: Batch) -> Any:
         if isinstance(self.data, InMemory) and self.collate is default_collate:
-            return self.data.fetch(batch.index)
+            if not batch.stepwise:
+                return self.data.fetch(batch.index)
+            steps = batch.index.view(batch.stepwise, -1)
+            self.waiting.append(steps)
+            return self.data.fetch(steps[0])
         samples: list[Any] = []
         with seeded_rng(0):
             for key, index in zip(batch.keys, batch.index.chunk(len(batch.keys)), strict=True):
@@ -218,7 +241,8 @@ class RoundBatches(OwnBatches):
             samples = torch.cat(_filled(index))
             # Who has none left takes one, which the loop gives no weight.
             share = samples[self.rank :: self.world_size]
-            yield Batch(share if len(share) else samples[:1], keys)
+            stepwise = step.steps if plan.stepwise else 0
+            yield Batch(share if len(share) else samples[:1], keys, stepwise)
 
     def _client(self, client: int) -> Iterator[Tensor]:
         order = generator(self.plan.seed, Purpose.BATCHES, self.plan.round, client)
@@ -571,7 +595,22 @@ class FederatedDataModule(LightningDataModule):
             batches: OwnBatches = self._batches(self.plan(), self.parts)
         else:
             batches = EpochBatches(self._epoch)
-        return self._loader(self.train, lambda data: batches)
+        loader = self._loader(self.train, lambda data: batches)
+        assert isinstance(loader.dataset, Batches)
+        self._fetched = loader.dataset
+        return loader
+
+    @property
+    def can_fetch_steps(self) -> bool:
+        """Whether a round's batches can be fetched one local step at a time: only from memory."""
+        in_memory = isinstance(self.train, InMemory) and self.collate_fn is default_collate
+        return in_memory and self.num_workers == 0
+
+    def local_steps(self) -> Callable[[int, bool], Any]:
+        """Return how to fetch the local steps of the next batch of a plan that is ``stepwise``."""
+        data, steps = self._fetched.data, self._fetched.waiting.popleft()
+        assert isinstance(data, InMemory)
+        return lambda step, reuse: data.fetch(steps[step], reuse)
 
     def _processes(self) -> tuple[int, int]:
         """Return which process this is, of how many."""

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -66,6 +66,8 @@ class RoundPlan:
         values: Further values by name, each ``[k]``. ``lr_factor`` multiplies the learning rate.
         lanes: Clients that train at once.
         steps_per_batch: Local steps in one training batch.
+        stepwise: Whether the loader fetches a batch's first local step only, and who trains the
+            others, one at a time.
         rank: Which of the processes this is. Only :attr:`schedule` and :attr:`rows` depend on it.
         world_size: Processes that share the clients.
 
@@ -87,6 +89,7 @@ class RoundPlan:
     values: Mapping[str, Tensor] = field(default_factory=dict)
     lanes: int = 1
     steps_per_batch: int = 1
+    stepwise: bool = False
     rank: int = 0
     world_size: int = 1
 
@@ -228,6 +231,14 @@ class FederatedData(Protocol):
 
     #: Memory that a sample takes.
     sample_bytes: int
+    #: Whether it can fetch a batch's local steps one at a time.
+    can_fetch_steps: bool
+
+    def local_steps(self) -> Callable[[int, bool], Any]:
+        """Return how to fetch the local steps of the next batch of a plan that is ``stepwise``.
+
+        The function takes the step, and whether it may use memory again that it has returned.
+        """
 
     def batch_sizes(self, clients: Tensor, start: int, count: int) -> Tensor:
         """Samples in some local steps of these clients, ``[count, k]``."""

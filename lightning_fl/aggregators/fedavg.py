@@ -10,6 +10,9 @@ from torch import Tensor
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.types import ClientUpdate, FederationError
 
+#: Numbers that are added at once.
+PIECE = 2**16
+
 
 class FedAvg(Aggregator):
     r"""Move the server by the mean update of the clients that returned (McMahan et al., 2017).
@@ -59,7 +62,9 @@ class FedAvg(Aggregator):
         if self.weighting == "uniform":
             weights = torch.ones_like(weights)
         for row, weight in zip(clients.delta, weights.tolist(), strict=True):
-            self.total.add_(row, alpha=weight)  # without a copy of all in float64
+            # Piece by piece: torch copies to float64 first, which has to stay in the cache.
+            for total, piece in zip(self.total.split(PIECE), row.split(PIECE), strict=True):
+                total.add_(piece, alpha=weight)
         self.weight += weights.sum()
 
     def compute(self) -> Tensor:

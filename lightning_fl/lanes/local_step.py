@@ -168,11 +168,13 @@ def _mapped(step: Callable[[Any], Outcome], stacked: dict[str, Any]) -> Outcome:
 def _one_after_another(step: Callable[[Any], Outcome], stacked: dict[str, Any]) -> Outcome:
     leaves, tree = tree_flatten(stacked)
     count = next(len(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    if count == 1:  # views, whose gradients need no copy
+        only = [t.squeeze(0) if isinstance(t, Tensor) else t for t in leaves]
+        outcome = step(tree_unflatten(only, tree))
+        return tree_map(lambda t: t.unsqueeze(0), outcome)  # type: ignore[no-any-return]
     # unbind, not indexing: going back, it writes each lane's gradient once.
     lanes = [t.unbind(0) if isinstance(t, Tensor) else (t,) * count for t in leaves]
     each = [step(tree_unflatten([lane[i] for lane in lanes], tree)) for i in range(count)]
-    if count == 1:
-        return tree_map(lambda t: t.unsqueeze(0), each[0])  # type: ignore[no-any-return]
     return tree_map(lambda *t: torch.stack(t), *each)  # type: ignore[no-any-return]
 
 

@@ -13,6 +13,8 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -42,6 +44,7 @@ STEP_HOOKS = (
     "configure_gradient_clipping",
     "lr_scheduler_step",
 )
+TRANSFER_HOOKS = STEP_HOOKS[:3]
 _HOOKS = {
     *(name for kind in (ModelHooks, DataHooks, CheckpointHooks) for name in vars(kind)),
     *("validation_step", "test_step", "predict_step", "configure_callbacks"),
@@ -70,6 +73,8 @@ class Lanes(LightningModule):
         compile: Make forward and backward pass one compiled graph; ``auto`` does where the time
             that is left pays for it.
         fast_matmul: Let oneDNN multiply matrices on a CPU: ``auto`` if that is as exact.
+        channels_last: Keep images and filters of 2-d convolutions with their channels last in
+            memory; ``auto`` does on a CPU, where that is faster.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the optimiser looks
@@ -89,6 +94,7 @@ class Lanes(LightningModule):
         steps_per_batch: int | Literal["auto"] = "auto",
         compile: bool | Literal["auto"] = "auto",
         fast_matmul: bool | Literal["auto"] = "auto",
+        channels_last: bool | Literal["auto"] = "auto",
     ) -> None:
         super().__init__()
         if not isinstance(module, LightningModule) or isinstance(module, Lanes):
@@ -97,7 +103,11 @@ class Lanes(LightningModule):
             is_number = isinstance(value, int) and not isinstance(value, bool)
             if value != "auto" and not (is_number and value >= 1):
                 raise FederationError(f"{name} must be auto or a number from 1 up, got {value!r}")
-        for name, option in (("compile", compile), ("fast_matmul", fast_matmul)):
+        for name, option in (
+            ("compile", compile),
+            ("fast_matmul", fast_matmul),
+            ("channels_last", channels_last),
+        ):
             if option not in ("auto", True, False):
                 raise FederationError(f"{name} must be auto, true or false, got {option!r}")
         self.module = module
@@ -106,6 +116,7 @@ class Lanes(LightningModule):
             vars(self)[name] = vars(module).get(name)
         self.lanes, self.steps_per_batch = lanes, steps_per_batch
         self.compiled, self.fast_matmul = compile, fast_matmul
+        self.channels_last = channels_last
         self.stack: dict[str, nn.Parameter] = {}
         self.host: StackedLanes | None = None
         overridden = [name for name in _HOOKS if _has_own(module, name)]
@@ -153,13 +164,12 @@ class Lanes(LightningModule):
 
     # --- training ---------------------------------------------------------------------------------
 
-    def layout(self, clients: int, samples: int, sample_bytes: int) -> tuple[int, int]:
+    def layout(self, clients: int, batch_bytes: int) -> tuple[int, int]:
         """Return how many clients train at once, and local steps in a Lightning batch.
 
         Args:
             clients: In the round.
-            samples: In a client's batch.
-            sample_bytes: Of one sample.
+            batch_bytes: What a client's batch takes of the loader's memory.
         """
         most = self._memory() // (4 * self._bytes)  # parameters, gradients, optimiser, workspace
         if self.lanes != "auto" and min(self.lanes, clients) > most:
@@ -171,7 +181,14 @@ class Lanes(LightningModule):
         lanes = min(lanes, clients)
         if self.steps_per_batch != "auto":
             return lanes, self.steps_per_batch
-        return lanes, max(1, BATCH_BYTES // (lanes * samples * sample_bytes))
+        return lanes, min(MOST_STEPS, BATCH_BYTES // (lanes * batch_bytes or 1)) or 1
+
+    def wants_channels_last(self) -> bool:
+        """Say whether channels come last in memory."""
+        if self.channels_last == "auto":
+            convolutions = any(isinstance(m, nn.Conv2d) for m in self.module.modules())
+            return convolutions and self.device.type == "cpu"
+        return self.channels_last
 
     @property
     def _bytes(self) -> int:
@@ -191,7 +208,10 @@ class Lanes(LightningModule):
         made = self.module.configure_optimizers()
         params = dict(self.module.named_parameters())
         self.stack = {
-            name: nn.Parameter(param.detach()[None].clone(), requires_grad=param.requires_grad)
+            name: nn.Parameter(
+                param.detach()[None].clone(memory_format=torch.contiguous_format),
+                requires_grad=param.requires_grad,
+            )
             for name, param in params.items()
         }
         stacked = {id(param): self.stack[name] for name, param in params.items()}
@@ -208,14 +228,22 @@ class Lanes(LightningModule):
                 return
             raise FederationError("Lanes is trained by a FederatedLoop: add one to the callbacks")
         host.logged, host.weights = {}, []
-        if len(host.active):  # else this process waits for others
-            host.batch = _unflatten(batch, len(host.sizes), host.count)
+        if not len(host.active):  # this process waits for others
+            return
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set by the connector
+        host.fetch = None
+        if data.plan().stepwise:
+            host.fetch, host.transfers = data.local_steps(), self._transfers()
+        steps = len(host.sizes) if host.fetch is None else 1
+        host.batch = _unflatten(batch, steps, host.count)
+        full = host.sizes == tree_leaves(host.batch)[0].shape[2]
+        host.is_even = (full & host.active).all(1).tolist()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the sum of the clients' losses in one local step."""
         assert self.host is not None
         host, step = self.host, self.host.step
-        samples = tree_map(lambda t: t[step], host.batch)
+        samples = self._samples(host, step)
         if host.count > 1 and not host.is_ready:
             self._choose(host, samples, host.sizes[step])
         total, outcome = host.loss(samples, host.sizes[step], host.active[step])
@@ -225,16 +253,40 @@ class Lanes(LightningModule):
             self._log(host)
         return total
 
+    def _samples(self, host: StackedLanes, step: int) -> Any:
+        """Return the samples of a local step, ``[k, B, ...]``."""
+        if host.fetch is None:
+            return tree_map(lambda t: t[step], host.batch)
+        if step == 0:
+            return tree_map(lambda t: t[0], host.batch)
+        # Mapped over lanes no module can keep them: their memory can be used again.
+        batch = host.fetch(step, host.at_once and host.count > 1)
+        if host.transfers:
+            batch = self.trainer.precision_plugin.convert_input(batch)
+            batch = self._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = self.trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        return tree_map(lambda t: t.view(host.count, -1, *t.shape[1:]), batch)
+
+    def _transfers(self) -> bool:
+        """Say whether anything happens to samples on their way to the device."""
+        data, plugin = self.trainer.datamodule, self.trainer.precision_plugin  # type: ignore[attr-defined]
+        return (
+            self.device.type != "cpu"
+            or type(plugin).convert_input is not Precision.convert_input
+            or any(is_overridden(hook, data) for hook in TRANSFER_HOOKS)
+        )
+
     def _choose(self, host: StackedLanes, samples: Any, sizes: Tensor) -> None:
         """Check that lanes do what the module does, and find out which way is the fastest."""
         name, host.is_ready = type(self.module).__name__, True
         if why := why_not_mapped(self.module, host, samples, int(sizes[:2].min())):
-            host.at_once = False
+            host.train_one_by_one()
             rank_zero_warn(f"{name} is trained one client after another, not at once: {why}")
             return
         if self.lanes == "auto":
             each = [seconds(partial(host.trial, samples, at_once=way)) for way in (True, False)]
-            host.at_once = each[0] < each[1]
+            if each[1] < each[0]:
+                host.train_one_by_one()
         if self.compiled is True or (
             self.compiled == "auto" and host.at_once and self._compiling_pays(host, samples)
         ):
@@ -297,27 +349,31 @@ class Lanes(LightningModule):
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         host.clips = scaled or bool(self.trainer.gradient_clip_val)
         for step, active in enumerate(host.active):
-            host.step = step
+            host.step, host.is_light = step, step + 1 < len(host.active) and not scaled
             before = host.before_step(active)
-            if step + 1 < len(host.active) and not scaled:
-                self._light_step(optimizer)
+            if host.is_light:
+                self._light_step(host, optimizer)
             else:
                 optimizer.step(closure=optimizer_closure)
             host.after_step(before, active)
         host.step = 0
 
-    def _light_step(self, optimizer: torch.optim.Optimizer | LightningOptimizer) -> None:
+    def _light_step(
+        self, host: StackedLanes, optimizer: torch.optim.Optimizer | LightningOptimizer
+    ) -> None:
         """Make a local step without Lightning's hooks, which take as long as a small model."""
         trainer = self.trainer
         bare: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        bare.zero_grad()
+        for param in host.params.values():
+            param.grad = None
         with trainer.precision_plugin.train_step_context():
             loss = self.training_step(None, 0)
-        loss.backward()
-        self.configure_gradient_clipping(
-            bare, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        )
-        bare.step()
+        if not host.has_updated:
+            loss.backward()
+            self.configure_gradient_clipping(
+                bare, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+            )
+            bare.step()
         for config in trainer.lr_scheduler_configs:
             if config.interval == "step":
                 self.lr_scheduler_step(config.scheduler, None)
@@ -341,8 +397,12 @@ class Lanes(LightningModule):
 DEFAULT_LANES = 10
 #: Samples of one Lightning batch: more take longer, since their memory is new each time.
 BATCH_BYTES = 4 * 2**20
+#: Local steps of one Lightning batch: Lightning's own time is nothing beside them.
+MOST_STEPS = 50
 #: Seconds that compiling takes, and the share of a step that it saves, on the safe side.
-COMPILING_TAKES, COMPILING_SAVES = 20, 0.3
+COMPILING_TAKES, COMPILING_SAVES = 10, 0.5
+#: Seconds of trials, after which there is no other.
+LONG = 1.0
 
 
 def lane_host(
@@ -361,15 +421,15 @@ def lane_host(
 
 
 def seconds(step: Callable[[], None], repeats: int = 3) -> float:
-    """Return the shortest of several times, after one that is not counted."""
-    times = []
-    for _ in range(1 + repeats):
+    """Return the shortest of several times, after one that is not counted; of few, if long."""
+    times = list[float]()
+    while len(times) <= repeats and sum(times) < LONG:
         start = perf_counter()
         step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         times.append(perf_counter() - start)
-    return min(times[1:])
+    return min(times[1:] or times)
 
 
 def _why_alone(module: LightningModule, overridden: list[str]) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +50,7 @@ class StackedLanes(LaneHost):
         self.put_back_matmul = allow_fast_matmul(
             lanes.fast_matmul, ((len(m), m.shape[1]) for m in matrices), first.device
         )
+        self.wants_channels_last = lanes.wants_channels_last()
         self.local = LocalStep(lanes.module)
         #: Whether the step is mapped over the lanes; else they train one after another.
         self.at_once = True
@@ -60,7 +61,17 @@ class StackedLanes(LaneHost):
         )
         #: The Lightning batch's samples, ``[steps, k, B, ...]``, and which local step is next.
         self.batch: Any = None
+        #: How to fetch the steps after the first, where the batch holds that alone.
+        self.fetch: Callable[[int, bool], Any] | None = None
         self.step = 0
+        #: Of each local step, whether all clients train in it, on as many samples each.
+        self.is_even: list[bool] = []
+        #: Whether anything happens to samples on their way to the device.
+        self.transfers = True
+        #: Whether the step that was made has updated the parameters, too.
+        self.has_updated = False
+        #: Whether the step is made without Lightning, which would go back from its loss.
+        self.is_light = False
         #: What the module logged in the batch, ``[k]`` each, and the samples behind it.
         self.logged: dict[str, list[Tensor]] = {}
         self.weights: list[Tensor] = []
@@ -71,6 +82,7 @@ class StackedLanes(LaneHost):
         self.graphs: Graphs | None = None
         #: Whether gradients are clipped between backward pass and update.
         self.clips = False
+        self._gradients: Tensors = {}
         self._shapes: set[tuple[torch.Size, ...]] = set()
         self._lane_ratios: Tensor | None = None
         self._floating = [n for n, b in self.named_buffers.items() if is_floating(b)]
@@ -119,15 +131,44 @@ class StackedLanes(LaneHost):
     def _resize(self, count: int) -> None:
         """Make place for so many lanes."""
         made = {
-            id(param): (name, nn.Parameter(param.new_empty(count, *param.shape[1:])))
+            id(param): (
+                name,
+                nn.Parameter(self._laid_out(param.new_empty(count, *param.shape[1:]))),
+            )
             for name, param in self.params.items()
-            if len(param) != count
+            if len(param) != count or self._laid_out(param).stride() != param.stride()
         }
         if not made:
             return
         self.params.update(made.values())
         for group in self.optimizer.param_groups:
             group["params"] = [made[id(p)][1] if id(p) in made else p for p in group["params"]]
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether images and filters have their channels last in memory, lane by lane.
+
+        Not where lanes are mapped: with such filters two convolutions, one after the other, get
+        wrong gradients under vmap for a batch of one sample (torch 2.14), and say nothing.
+        """
+        return self.wants_channels_last and (self.count == 1 or not self.at_once)
+
+    def train_one_by_one(self) -> None:
+        """Do not map the step over the lanes."""
+        self.at_once = False
+        for param in self.params.values():
+            param.data = self._laid_out(param.data)
+
+    def _laid_out(self, stack: Tensor) -> Tensor:
+        """Return a stack of tensors, ``[k, ...]``, in the lanes' layout in memory."""
+        if not self.channels_last or stack.ndim != 5:
+            return stack
+        _, n, c, h, w = stack.shape
+        # By its strides: contiguous() takes one channel for first and last at once.
+        strides = (n * c * h * w, c * h * w, 1, c * w, c)
+        if stack.stride() == strides:
+            return stack
+        return stack.new_empty_strided(stack.shape, strides).copy_(stack)
 
     def _load_rows(self, rows: Sequence[Rows]) -> None:
         """Put back what clients kept; a client without anything starts from zero."""
@@ -170,7 +211,9 @@ class StackedLanes(LaneHost):
     def choose(self, choices: Mapping[str, bool]) -> None:
         """Take over choices; see :meth:`LaneHost.choose`."""
         if choices:
-            self.is_ready, self.at_once = True, choices["at_once"]
+            self.is_ready = True
+            if not choices["at_once"]:
+                self.train_one_by_one()
             if choices["compiled"]:
                 self.compile()
 
@@ -196,13 +239,20 @@ class StackedLanes(LaneHost):
         Returns:
             The sum of losses, to go back from, and what else the step makes.
         """
+        self.has_updated = False
+        if self.channels_last:
+            batch = tree_map(self._laid_out, batch)
+        if self.at_once and self.is_even[self.step]:
+            total, outcome = self._all(batch, None, True)
+            self.buffer_stack = {name: b.detach() for name, b in outcome.buffers.items()}
+            return total, outcome
         rows = torch.arange(len(sizes))
-        if not self.at_once:  # who is done rests: a module may count its steps
-            rows = active.nonzero()[:, 0]
-        groups = [rows[sizes[rows] == size] for size in sizes[rows].unique()]
-        if self.at_once and len(groups) == 1:
+        groups = [rows[sizes == size] for size in sizes.unique()]
+        if not self.at_once:
+            total, outcome = self._one_by_one(batch, sizes, active)
+        elif len(groups) == 1:
             total, outcome = self._all(_first(batch, int(sizes[0])), None, bool(active.all()))
-        elif self.at_once and self.weighted:
+        elif self.weighted:
             most = next(t.shape[1] for t in tree_leaves(batch))
             weight = (torch.arange(most) < sizes[:, None]).double() / sizes[:, None]
             like = next(iter(self.params.values()))
@@ -226,7 +276,7 @@ class StackedLanes(LaneHost):
         tensors = (params, self.buffer_stack, self.fixed, batch, weight)
         how: dict[str, Any] = {
             "fixed_is_shared": self.fixed_is_shared,
-            "at_once": self.at_once and self.count > 1,
+            "at_once": self.count > 1,
         }
         if self.graphs is not None and how["at_once"] and self._is_worth_a_graph(batch):
             try:
@@ -243,14 +293,61 @@ class StackedLanes(LaneHost):
         """Make a step by graphs: the optimiser finds gradients, or nothing left to do."""
         grads: Tensors = {}
         with torch.no_grad():
-            if is_whole and not self.clips and self._lane_ratios is None and graphs.can_update():
+            self.has_updated = (
+                is_whole and not self.clips and self._lane_ratios is None and graphs.can_update()
+            )
+            if self.has_updated:
                 outcome = graphs.update(*tensors, ratio=self._ratio, **how)
             else:
                 grads, outcome = graphs.gradients(self.local, *tensors, **how)
+        if self.has_updated and self.is_light:
+            return outcome.loss.sum(), outcome
         return _known_gradient(outcome.loss, self.params, grads), outcome
+
+    def _one_by_one(self, batch: Any, sizes: Tensor, active: Tensor) -> tuple[Tensor, Outcome]:
+        """Make the steps of clients one after another, each forward and back before the next.
+
+        Who is done rests: a module may count its steps.
+        """
+        rows, each = active.nonzero()[:, 0], []
+        wanted = {n: p for n, p in self.params.items() if p.requires_grad}
+        known: Tensors = {}
+        for row in rows.tolist():
+            own = {
+                n: p.detach()[row].requires_grad_(p.requires_grad) for n, p in self.params.items()
+            }
+            fixed = self.fixed
+            if not self.fixed_is_shared:
+                fixed = {n: t[row] for n, t in fixed.items()}
+            buffers = {n: b[row] for n, b in self.buffer_stack.items()}
+            samples = tree_map(lambda t, row=row: t[row, : sizes[row]], batch)
+            with torch.enable_grad():
+                outcome = self.local.one(own, buffers, fixed, samples, None)
+            grads = torch.autograd.grad(
+                outcome.loss, [own[name] for name in wanted], allow_unused=True
+            )
+            for (name, param), grad in zip(wanted.items(), grads, strict=True):
+                if grad is not None:
+                    if name not in known:
+                        known[name] = self._gradient_place(name, param).zero_()
+                    known[name][row] = grad
+            each.append(tree_map(lambda t: t.detach(), outcome))
+        stacked = tree_map(lambda *t: _scattered(torch.stack(t), rows, len(sizes)), *each)
+        return _known_gradient(stacked.loss, self.params, known), stacked
+
+    def _gradient_place(self, name: str, param: Tensor) -> Tensor:
+        """Return memory for a gradient, the same each step: new memory takes longer than a copy."""
+        if name not in self._gradients or self._gradients[name].shape != param.shape:
+            self._gradients[name] = torch.empty_like(param)
+        return self._gradients[name]
 
     def trial(self, batch: Any, at_once: bool) -> None:
         """Make a step forward and back, of which nothing remains."""
+        if not at_once:
+            k, size = tree_leaves(batch)[0].shape[:2]
+            with seeded_rng(0):
+                self._one_by_one(batch, torch.full((k,), size), torch.ones(k, dtype=torch.bool))
+            return
         params = {n: p.detach().requires_grad_(p.requires_grad) for n, p in self.params.items()}
         with torch.enable_grad(), seeded_rng(0):
             outcome = self.local.many(
@@ -275,7 +372,7 @@ class StackedLanes(LaneHost):
             _first(_select(batch, rows), size),
             None,
             fixed_is_shared=self.fixed_is_shared,
-            at_once=self.at_once and len(rows) > 1,
+            at_once=len(rows) > 1,
         )
 
     def compile(self) -> None:

@@ -1090,3 +1090,17 @@ def test_processes_share_the_samples_of_a_batch(world_size):
             assert sorted(i for share in given for i in share) == sorted(batch.tolist())
         else:  # they take one that has no weight
             assert given == [[9]] * world_size
+
+
+def test_memory_of_a_fetch_is_used_again_where_that_is_allowed():
+    data = InMemory(torch.arange(12.0).view(6, 2), torch.arange(6))
+    index = torch.tensor([4, 0, 5])
+    first = data.fetch(index, reuse=True)
+    kept = [t.clone() for t in first]
+    assert all(torch.equal(a, b) for a, b in zip(first, data.fetch(index), strict=True))
+    second = data.fetch(index.flip(0), reuse=True)
+    assert [t.data_ptr() for t in first] == [t.data_ptr() for t in second]
+    assert all(torch.equal(a, b.flip(0)) for a, b in zip(second, kept, strict=True))
+    fresh = data.fetch(index)
+    data.fetch(index.flip(0))
+    assert all(torch.equal(a, b) for a, b in zip(fresh, kept, strict=True))
