@@ -475,10 +475,14 @@ def peak_memory(clients: int) -> float:
     grows is what the library keeps of clients.
     """
     library(Problem(clients, 1, MEMORY_SAMPLES // clients, 4, MEMORY_SIZES), 2)
+    return peak()
+
+
+def peak() -> float:
+    """Return the peak memory of this process in MiB."""
     status = Path("/proc/self/status")
     if status.exists():  # ru_maxrss would include the parent's memory at the fork.
-        peak = status.read_text().partition("VmHWM:")[2].split()[0]
-        return int(peak) / 2**10
+        return int(status.read_text().partition("VmHWM:")[2].split()[0]) / 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # macOS counts bytes
 
 

@@ -4,9 +4,11 @@ Workloads: W1 and W2 are MLPs of 10 and 100 clients with 30 steps of 64 samples,
 clients of 60 samples with 5 steps, W3 and W5 are the convolutional networks for CIFAR-10 and for
 keywords, 10 clients with 10 and 5 steps. Samples are synthetic, in memory, plain SGD.
 
-Contestants take turns in one process, everything included: loader, callback, aggregation, table.
-The first rounds of a run warm up (and compile, which is reported apart) and are not counted; a
-repeat's figure is the median of its rounds, the result the median of the repeats.
+Contestants take turns, everything included: loader, callback, aggregation, table. A repeat's figure
+is the median of its rounds without the first (which compiles), the result the median of the repeats.
+The library's runs are the first rounds of a long federation: what ``auto`` chooses depends on it.
+
+With ``--growth`` it measures rounds of 100 clients in federations that grow, and their memory.
 
     python benchmarks/speed.py --workloads W1 W2 W4 --json out.json --markdown out.md
 """
@@ -16,6 +18,8 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,6 +29,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from overhead import (
     LR,
     SEED,
@@ -36,7 +42,7 @@ from overhead import (
     bare,
     fit_per_client,
     machine,
-    trainer,
+    peak,
 )
 from torch import nn
 
@@ -58,6 +64,10 @@ def keyword_cnn() -> nn.Module:
     return nn.Sequential(
         *layers, nn.Flatten(), nn.Linear(4096, 1024), nn.ReLU(), nn.Linear(1024, 10)
     )
+
+
+#: Rounds of the federation that the library believes in.
+LONG = 2000
 
 
 class Workload(NamedTuple):
@@ -124,17 +134,53 @@ class Federation(Problem):
         )
 
 
-def library(problem: Federation, rounds: int, **lanes: Any) -> Run:
+class Stop(Callback):
+    """Ends a long federation after a few rounds."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the fit after the last of the rounds."""
+        trainer.should_stop = trainer.current_epoch + 1 >= self.rounds
+
+
+def library(problem: Federation, rounds: int, processes: int = 1, **lanes: Any) -> Run:
     """Train with the library; in lanes, where options of theirs are given."""
     net = copy.deepcopy(problem.net)
     module: Any = ClientModule(net, optimizer=lambda params: torch.optim.SGD(params, lr=LR))
     with tempfile.TemporaryDirectory() as folder:
         clock = Clock()
         loop = FederatedLoop(problem.clients, policy=Schedule(num_steps=problem.steps), seed=SEED)
-        trainer(rounds, folder, loop, clock).fit(
-            Lanes(module, **lanes) if lanes else module, datamodule=problem.federated()
-        )
+        Trainer(
+            max_epochs=LONG,
+            accelerator="cpu",
+            devices=processes,
+            strategy="auto" if processes == 1 else "client_parallel",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            callbacks=[loop, clock, Stop(rounds)],
+        ).fit(Lanes(module, **lanes) if lanes else module, datamodule=problem.federated())
     return clock.run(net)
+
+
+def elsewhere(name: str, contestant: str, rounds: int) -> list[float]:
+    """Run a contestant of several processes as a script of its own; seconds of each round."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "seconds.json")
+        command = [sys.executable, __file__, "--alone", name, contestant, str(rounds), str(out)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return list(json.loads(out.read_text()))
+
+
+def alone(name: str, contestant: str, rounds: str, out: str) -> None:
+    """Be one of the processes of a contestant."""
+    found = CONTESTANTS[contestant].run(Federation(WORKLOADS[name]), int(rounds)).seconds
+    if rank_zero_only.rank == 0:
+        Path(out).write_text(json.dumps(found))
 
 
 @contextmanager
@@ -148,41 +194,99 @@ def threads(count: int) -> Any:
         torch.set_num_threads(before)
 
 
-def _lanes(**options: Any) -> Callable[[Federation, int], Run]:
-    return lambda problem, rounds: library(problem, rounds, **options)
+class Contestant(NamedTuple):
+    """How a workload is trained: torch's threads, the function, and how many processes it takes."""
+
+    threads: int
+    run: Callable[[Any, int], Run]
+    processes: int = 1
 
 
-#: Name: torch threads, and how it trains.
-CONTESTANTS: dict[str, tuple[int, Callable[[Any, int], Run]]] = {
-    "bare loop, 1 thread": (1, bare),
-    "bare loop, 2 threads": (2, bare),
-    "Trainer.fit per client": (2, fit_per_client),
-    "library, one client at a time": (2, library),
-    "one lane": (2, _lanes(lanes=1)),
-    "10 lanes": (2, _lanes(lanes=10, compile=False, fast_matmul=False)),
-    "10 lanes, compiled": (2, _lanes(lanes=10, compile=True, fast_matmul=False)),
-    "10 lanes, compiled, fast matmul": (2, _lanes(lanes=10, compile=True)),
-    "the same, 1 thread": (1, _lanes(lanes=10, compile=True)),
-    "auto": (2, _lanes(lanes="auto")),
+def _library(threads: int = 2, processes: int = 1, **lanes: Any) -> Contestant:
+    def run(problem: Federation, rounds: int) -> Run:
+        return library(problem, rounds, processes, **lanes)
+
+    return Contestant(threads, run, processes)
+
+
+#: By name. With two processes each has one thread.
+CONTESTANTS: dict[str, Contestant] = {
+    "bare loop, 1 thread": Contestant(1, bare),
+    "bare loop, 2 threads": Contestant(2, bare),
+    "Trainer.fit per client": Contestant(2, fit_per_client),
+    "library, one client at a time": _library(),
+    "1 lane": _library(lanes=1),
+    "10 lanes": _library(lanes=10, compile=False, fast_matmul=False),
+    "10 lanes, compiled": _library(lanes=10, compile=True, fast_matmul=False),
+    "10 lanes, compiled, fast matmul": _library(lanes=10, compile=True),
+    "the same, 1 thread": _library(threads=1, lanes=10, compile=True),
+    "100 lanes, compiled, fast matmul": _library(lanes=100, compile=True),
+    "2 processes, one client at a time": _library(processes=2),
+    "2 processes, 1 lane": _library(processes=2, lanes=1),
+    "2 processes, 10 lanes, compiled, fast matmul": _library(processes=2, lanes=10, compile=True),
+    "auto": _library(lanes="auto"),
 }
 
 
 def measure(
     names: Sequence[str], contestants: Sequence[str], repeats: int
-) -> dict[str, dict[str, list[float]]]:
-    """Let the contestants take turns; seconds a round, by workload and contestant."""
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
+    """Let the contestants take turns.
+
+    Returns:
+        Seconds a round, by workload and contestant; seconds of the longest first round.
+    """
     seconds: dict[str, dict[str, list[float]]] = {}
+    first: dict[str, dict[str, float]] = {}
     for name in names:
         problem = Federation(WORKLOADS[name])
-        seconds[name] = {c: [] for c in contestants}
+        seconds[name], first[name] = {c: [] for c in contestants}, dict.fromkeys(contestants, 0.0)
         for repeat in range(repeats):
             for contestant in contestants:
-                count, run = CONTESTANTS[contestant]
+                count, run, processes = CONTESTANTS[contestant]
                 with threads(count):
-                    found = run(problem, problem.workload.rounds).seconds
+                    if processes == 1:
+                        found = run(problem, problem.workload.rounds).seconds
+                    else:
+                        found = elsewhere(name, contestant, problem.workload.rounds)
                 seconds[name][contestant].append(median(found[1:]))
+                first[name][contestant] = max(first[name][contestant], found[0])
                 print(f"{name} {repeat + 1} {contestant}: {found[-1]:.4f}", file=sys.stderr)
-    return seconds
+    return seconds, first
+
+
+# --- federations that grow ------------------------------------------------------------------------
+
+GROWTH = Workload(100, 100, 5, 60, 60, (784,), mlp, 8)
+
+
+def grown(clients: int, rounds: int = GROWTH.rounds) -> dict[str, float]:
+    """Train rounds of 100 clients in this process, among so many.
+
+    Returns:
+        Seconds a round, and MiB at the peak beyond what the samples take.
+    """
+    problem = Federation(GROWTH._replace(clients=clients))
+    samples = sum(t.numel() * t.element_size() for t in problem.data.tensors) / 2**20
+    found = library(problem, rounds, lanes=10, compile=False).seconds
+    return {"seconds": median(found[1:]), "MiB": peak() - samples}
+
+
+def growth(numbers: Sequence[int], repeats: int) -> dict[int, dict[str, float]]:
+    """Measure federations of these sizes in turns, each time in a fresh process."""
+    found: dict[int, list[dict[str, float]]] = {n: [] for n in numbers}
+    for _ in range(repeats):
+        for n in numbers:
+            command = [sys.executable, __file__, "--grown", str(n)]
+            environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # as overhead.py does
+            done = subprocess.run(
+                command, check=True, stdout=subprocess.PIPE, text=True, env=environment
+            )
+            found[n].append(json.loads(done.stdout.splitlines()[-1]))
+    return {
+        n: {what: median(one[what] for one in each) for what in each[0]}
+        for n, each in found.items()
+    }
 
 
 def markdown(seconds: dict[str, dict[str, list[float]]]) -> str:
@@ -202,20 +306,39 @@ def markdown(seconds: dict[str, dict[str, list[float]]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the table, write the files that were asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--repeats", type=int, default=5, help="turns of each contestant")
+    parser.add_argument("--growth", nargs="+", type=int, default=[], help="numbers of clients")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--markdown", type=Path, help="write the table here")
+    parser.add_argument("--alone", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--grown", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if not any(c.startswith("bare") for c in args.contestants):
         parser.error("the bare loop is what the others are compared with: name it too")
     with _quiet(torch.get_num_threads()):
-        outcome = {
-            "machine": machine(),
-            "seconds": measure(args.workloads, args.contestants, args.repeats),
-        }
-    table = markdown(outcome["seconds"])
+        if args.alone:
+            alone(*args.alone)
+            return {}
+        if args.grown:
+            print(json.dumps(grown(args.grown)))
+            return {}
+        seconds, first = measure(args.workloads, args.contestants, args.repeats)
+        outcome = {"machine": machine(), "seconds": seconds, "first round": first}
+        if args.growth:
+            outcome["growth"] = growth(args.growth, args.repeats)
+    table = ""
+    if args.workloads:
+        table += markdown(seconds)
+    if args.growth:
+        rows = [
+            [f"{n:,}", f"{one['seconds']:.3f}", f"{one['MiB']:.0f}"]
+            for n, one in outcome["growth"].items()
+        ]
+        table += (
+            "\n" + _table(["clients", "seconds a round", "MiB beside the samples"], rows) + "\n"
+        )
     print(table)
     if args.json:
         args.json.write_text(json.dumps(outcome, indent=1) + "\n")

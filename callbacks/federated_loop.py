@@ -663,7 +663,7 @@ class FederatedLoop(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a checkpoint's state, after :meth:`on_load_checkpoint` agreed to it."""
-        self.round, self.rounds.rows = state_dict["round"], list(state_dict["rows"])
+        self.round, self.rounds = state_dict["round"], RoundTable(state_dict["rows"])
         self.val_loss, self.seed = state_dict["val_loss"], state_dict["seed"]
         self._seed, self._monitored = state_dict["seed"], state_dict["monitored"]
         self.store.load_state_dict(state_dict["store"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -19,8 +19,12 @@ class RoundTable:
     It is part of the checkpoint, so its file is a function of the run, however often it was killed.
     """
 
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
+    def __init__(self, rows: Iterable[dict[str, Any]] = ()) -> None:
+        self.rows = list(rows)
+        #: The rows that were written last, as they were written.
+        self._columns: list[str] = []
+        self._written = 0
+        self._text = ""
         self._before: Mapping[str, Any] = {}
         self._is_open = False
 
@@ -47,9 +51,17 @@ class RoundTable:
     @rank_zero_only
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write all rows as CSV."""
-        columns = list(dict.fromkeys(name for row in self.rows for name in row))
+        columns = list(dict.fromkeys([*self._columns, *(n for r in self._unwritten() for n in r)]))
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+        if columns != self._columns or self._written > len(self.rows):
+            self._columns, self._written, self._text = columns, 0, ""
+            writer.writeheader()
+        # Only what is new: a long run would spend its time on the rows of before.
+        writer.writerows(self._unwritten())
+        self._text, self._written = self._text + text.getvalue(), len(self.rows)
+        content = self._text.encode()
+        write_atomically(path, lambda file: file.write(content))
+
+    def _unwritten(self) -> list[dict[str, Any]]:
+        return self.rows[self._written :]

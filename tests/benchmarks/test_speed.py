@@ -26,7 +26,7 @@ def speed(monkeypatch):
 
 
 # What compiles takes too long here, and "auto" may.
-NAMES = ("bare loop, 1 thread", "library, one client at a time", "one lane", "10 lanes")
+NAMES = ("bare loop, 1 thread", "library, one client at a time", "1 lane", "10 lanes")
 
 
 def test_it_writes_a_table_and_figures(speed, tmp_path):
@@ -52,5 +52,19 @@ def test_the_library_trains_in_lanes_what_it_trains_without(speed):
 
 def test_a_yardstick_is_needed(speed, capsys):
     with pytest.raises(SystemExit):
-        speed.main(["--contestants", "one lane"])
+        speed.main(["--contestants", "1 lane"])
     assert "bare loop" in capsys.readouterr().err
+
+
+def test_two_processes_take_part(speed):
+    contestants = ["bare loop, 1 thread", "2 processes, one client at a time"]
+    found, first = speed.measure(["W4"], contestants, 1)
+    assert all(times[0] > 0 for times in found["W4"].values())
+    assert all(time > 0 for time in first["W4"].values())
+
+
+def test_a_federation_that_grows(speed, monkeypatch):
+    monkeypatch.setattr(speed, "GROWTH", speed.WORKLOADS["W1"])
+    found = speed.grown(6, rounds=2)
+    assert found["seconds"] > 0
+    assert found["MiB"] > 0

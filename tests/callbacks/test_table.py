@@ -88,3 +88,15 @@ def test_the_file_is_written_anew_as_a_whole(tmp_path):
         table.rows = [{"round": i + 1} for i in range(rounds)]
         table.write(path)
         assert len(path.read_text().splitlines()) == rounds + 1
+
+
+def test_a_table_that_grows_is_written_as_if_at_once(tmp_path):
+    rows = [{"round": 1}, {"round": 2, "loss": 0.5}, {"round": 3, "val": 1.0}, {"round": 4}]
+    table = RoundTable()
+    for row in rows:
+        table.rows.append(row)
+        table.write(tmp_path / "grown.csv")
+        RoundTable(table.rows).write(tmp_path / "at_once.csv")
+        assert (tmp_path / "grown.csv").read_bytes() == (tmp_path / "at_once.csv").read_bytes()
+    with open(tmp_path / "grown.csv", newline="") as file:
+        assert [row["val"] for row in csv.DictReader(file)] == ["", "", "1.0", ""]
