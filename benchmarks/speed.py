@@ -5,7 +5,7 @@ clients of 60 samples with 5 steps, W3 and W5 are the convolutional networks for
 keywords, 10 clients with 10 and 5 steps. Samples are synthetic, in memory, plain SGD.
 
 Contestants take turns, everything included: loader, callback, aggregation, table. A repeat's figure
-is the median of its rounds without the first (which compiles), the result the median of the repeats.
+is the median of its rounds without the first (which compiles), the result that of the repeats.
 The library's runs are the first rounds of a long federation: what ``auto`` chooses depends on it.
 
 With ``--growth`` it measures rounds of 100 clients in federations that grow, and their memory.

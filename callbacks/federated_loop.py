@@ -574,10 +574,11 @@ class FederatedLoop(Callback):
         self.val_loss, metrics = None, trainer.callback_metrics
         if self._round is not None and not self._round.validated:
             return
-        if self.rounds.is_fresh(self.monitor, metrics):
-            # One for all: a module may not have synchronised it, and policies must agree.
-            self.val_loss = trainer.strategy.broadcast(float(metrics[self.monitor]))
-        elif self.policy.needs_val_loss:
+        is_fresh = self.rounds.is_fresh(self.monitor, metrics)
+        val_loss = float(metrics[self.monitor]) if is_fresh else None
+        # One for all: a module may not have synchronised it, and policies must agree.
+        self.val_loss = trainer.strategy.broadcast(val_loss)
+        if self.val_loss is None and self.policy.needs_val_loss:
             raise FederationError(
                 f"{type(self.policy).__name__} learns from {self.monitor!r}, which validation does"
                 f" not log (it logs {sorted(metrics)}): set monitor"

@@ -55,12 +55,26 @@ class InMemory(Dataset[Any]):
             )
         self.tensors = tensors
         self._places: dict[int, tuple[Tensor, ...]] = {}
+        self._copy: InMemory | None = None
 
     def __len__(self) -> int:
         return len(self.tensors[0])
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         return tuple(t[index] for t in self.tensors)
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the samples take."""
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+    def on(self, device: torch.device) -> InMemory:
+        """Return the samples on a device: themselves, or a copy that is made once."""
+        if all(t.device == device for t in self.tensors):
+            return self
+        if self._copy is None or self._copy.tensors[0].device != device:
+            self._copy = InMemory(*(t.to(device) for t in self.tensors))
+        return self._copy
 
     def fetch(self, index: Tensor, reuse: bool = False) -> tuple[Tensor, ...]:
         """Return the samples of a batch, stacked.
@@ -70,6 +84,7 @@ class InMemory(Dataset[Any]):
             reuse: Whether to write over what an earlier call of this kind has returned: new memory
                 takes several times as long as the copy.
         """
+        index = index.to(self.tensors[0].device, non_blocking=True)
         # index_select, not t[index]: several times faster for the batches of small clients.
         if not reuse:
             return tuple(t.index_select(0, index) for t in self.tensors)
@@ -456,6 +471,12 @@ class FederatedDataModule(LightningDataModule):
         by = self._split_by(train, n)[kept]
         clients = rule.count_clients(by) if self.num_clients is None else self.num_clients
         split = rule(by, clients, generator(seed, Purpose.PARTITION))
+        held_out = len(held) if self.val is None else len(self.val)  # type: ignore[arg-type]
+        if 0 < held_out < (processes := self._processes()[1]):
+            raise FederationError(
+                f"{held_out} validation samples cannot be shared by {processes} processes, each"
+                " needs one at least: raise val_size, or lower devices"
+            )
         # From here on nothing fails: a second try would take held-out samples for given ones.
         if self.val is None and len(held):
             fast = isinstance(train, InMemory)
@@ -669,7 +690,9 @@ class FederatedDataModule(LightningDataModule):
     ) -> DataLoader[Any]:
         if self.num_workers == 0 and isinstance(data, InMemory):
             warnings.filterwarnings("ignore", ".*does not have many workers.*")
-        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
+        if self.num_workers == 0 and isinstance(data, InMemory) and _fits(data, device):
+            data = data.on(device)
         batches = Batches(data, self.collate_fn, run_seed(self.seed))
         return RoundLoader(
             batches,
@@ -677,10 +700,21 @@ class FederatedDataModule(LightningDataModule):
             batch_size=batch_size,
             collate_fn=_as_it_is,
             num_workers=self.num_workers,
-            pin_memory=on_gpu,
+            pin_memory=device.type == "cuda" and not _is_on(data, device),
             # A loader without one draws a seed from the global generator, a validation loader too.
             generator=torch.Generator(),
         )
+
+
+def _fits(data: InMemory, device: torch.device) -> bool:
+    """Say whether samples can stay on a GPU: they may take a quarter of its memory."""
+    if device.type != "cuda":
+        return False
+    return data.bytes <= torch.cuda.get_device_properties(device).total_memory / 4
+
+
+def _is_on(data: Any, device: torch.device) -> bool:
+    return isinstance(data, InMemory) and data.tensors[0].device == device
 
 
 def _integer(name: str, value: Any, least: int, allowed: str = "") -> int:

@@ -24,7 +24,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_fl.types import FederatedData, FederationError
+from lightning_fl.types import FederationError
 
 #: Lightning asks all processes before each batch whether one is to end; here before each n-th.
 BATCHES_PER_STOP_FLAG = 50
@@ -75,7 +75,7 @@ class ClientParallelStrategy(DDPStrategy):
         assert module is not None
         if trainer.state.fn == TrainerFn.FITTING:
             data = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
-            if not isinstance(data, FederatedData) or data.plan is None:
+            if getattr(data, "plan", None) is None:
                 raise FederationError(
                     "client_parallel trains clients, of which there are none: add a FederatedLoop"
                     " to the callbacks, or choose strategy='ddp'"

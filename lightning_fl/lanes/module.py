@@ -201,7 +201,9 @@ class Lanes(LightningModule):
             return torch.cuda.get_device_properties(self.device).total_memory
         if not hasattr(os, "sysconf"):  # Windows
             return sys.maxsize
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        processes = 1 if self._trainer is None else self._trainer.num_devices
+        return memory // processes
 
     def configure_optimizers(self) -> Any:
         """Let the module make its optimiser, and give that the stacked parameters."""

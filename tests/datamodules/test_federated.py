@@ -1,6 +1,7 @@
 """Any map-style data set as a federation: who holds what, in which batches, and what is refused."""
 
 import random
+import sys
 from itertools import chain
 from types import SimpleNamespace
 
@@ -991,9 +992,15 @@ def test_a_loader_has_no_state_of_its_own():
     assert numbers(loader) == before
 
 
-def test_batches_are_pinned_for_a_gpu_alone():
+def test_batches_are_pinned_for_a_gpu_alone_unless_the_samples_are_there(monkeypatch):
     data = federated()
-    for device, pinned in (("cpu", False), ("cuda", True)):
+    module = sys.modules[FederatedDataModule.__module__]
+    for device, fits, pinned in (
+        ("cpu", False, False),
+        ("cuda", False, True),
+        ("meta", True, False),
+    ):
+        monkeypatch.setattr(module, "_fits", lambda *_, fits=fits: fits)
         strategy = SimpleNamespace(root_device=torch.device(device))
         data.trainer = SimpleNamespace(strategy=strategy)
         assert data.train_dataloader().pin_memory is pinned
@@ -1104,3 +1111,22 @@ def test_memory_of_a_fetch_is_used_again_where_that_is_allowed():
     fresh = data.fetch(index)
     data.fetch(index.flip(0))
     assert all(torch.equal(a, b) for a, b in zip(fresh, kept, strict=True))
+
+
+def test_samples_may_stay_on_a_device():
+    data, device = InMemory(torch.arange(12.0).view(6, 2), torch.arange(6)), torch.device("meta")
+    there = data.on(device)
+    assert there is data.on(device)
+    assert there.on(device) is there
+    assert data.on(torch.device("cpu")) is data
+    x, y = there.fetch(torch.tensor([4, 0, 5]))
+    assert x.device == y.device == device
+    assert x.shape == (3, 2)
+    assert data.bytes == 12 * 4 + 6 * 8
+
+
+def test_too_few_validation_samples_for_the_processes_are_refused_at_the_start():
+    data = FederatedDataModule(numbered(), num_clients=4, val_size=2)
+    data._processes = lambda: (0, 3)
+    with pytest.raises(FederationError, match="2 validation samples cannot be shared by 3"):
+        data.setup("fit")
