@@ -1200,3 +1200,13 @@ def test_a_module_that_keeps_its_samples_keeps_them_as_they_were(tiny, ragged):
     trained(Lanes(module, 3), module, ragged())
     assert len(module.kept) > 20
     assert all(torch.equal(kept, copied) for kept, copied in module.kept)
+
+
+def test_loader_workers_feed_lanes_the_same_samples(tiny, ragged):
+    ends, fetched = [], []
+    for workers in (0, 2):
+        module, data = tiny(), ragged(num_workers=workers)
+        ends.append(trained(Lanes(module, 3), module, data))
+        fetched.append(data.can_fetch_steps)
+    assert torch.equal(*ends)
+    assert fetched == [True, False]
