@@ -205,18 +205,18 @@ class PlainModule(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=LR)
 
 
-def trainer(rounds: int, folder: str, *callbacks: Callback) -> Trainer:
+def trainer(rounds: int, folder: str, *callbacks: Callback, **options: Any) -> Trainer:
     """Return a Trainer that only trains."""
     return Trainer(
         max_epochs=rounds,
         accelerator="cpu",
-        devices=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
         callbacks=list(callbacks),
+        **{"devices": 1} | options,
     )
 
 
@@ -486,19 +486,22 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # macOS counts bytes
 
 
+def fresh(script: str, *arguments: str) -> str:
+    """Run a script in a process of its own, whose memory is measured; return its last line."""
+    # Freed tensors go back at once: else what glibc keeps of them varies by several models a run.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, script, *arguments]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return done.stdout.splitlines()[-1]
+
+
 def memory(clients: Sequence[int], repeats: int) -> dict[str, Any]:
     """Measure peak memory for each number of clients, each time in a fresh process."""
     peaks: dict[int, list[float]] = {n: [] for n in clients}
-    # Freed tensors go back at once: else what glibc keeps of them varies by several models a run.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     for _ in range(repeats):
         for n in clients:
             print(f"peak memory of {n} clients", file=sys.stderr)
-            command = [sys.executable, __file__, "--peak-memory-of", str(n)]
-            done = subprocess.run(
-                command, check=True, stdout=subprocess.PIPE, text=True, env=environment
-            )
-            peaks[n].append(float(done.stdout.splitlines()[-1]))
+            peaks[n].append(float(fresh(__file__, "--peak-memory-of", str(n))))
     parameters = sum(p.numel() for p in MLPClassifier(MEMORY_SIZES).parameters())
     model = parameters * 4 / 2**20
     growth = median(peaks[clients[-1]]) - median(peaks[clients[0]])
@@ -683,13 +686,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         }
         if args.memory_clients:
             outcome["memory"] = memory(args.memory_clients, args.memory_repeats)
-    tables = markdown(outcome)
+    publish(outcome, markdown(outcome), args)
+    return outcome
+
+
+def publish(outcome: dict[str, Any], tables: str, args: argparse.Namespace) -> None:
+    """Print the tables, and write the files that were asked for."""
     print(tables)
     if args.json:
         args.json.write_text(json.dumps(outcome, indent=1) + "\n")
     if args.markdown:
         args.markdown.write_text(tables)
-    return outcome
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -41,8 +40,11 @@ from overhead import (
     _table,
     bare,
     fit_per_client,
+    fresh,
     machine,
     peak,
+    publish,
+    trainer,
 )
 from torch import nn
 
@@ -152,18 +154,10 @@ def library(problem: Federation, rounds: int, processes: int = 1, **lanes: Any) 
     with tempfile.TemporaryDirectory() as folder:
         clock = Clock()
         loop = FederatedLoop(problem.clients, policy=Schedule(num_steps=problem.steps), seed=SEED)
-        Trainer(
-            max_epochs=LONG,
-            accelerator="cpu",
-            devices=processes,
-            strategy="auto" if processes == 1 else "client_parallel",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            callbacks=[loop, clock, Stop(rounds)],
-        ).fit(Lanes(module, **lanes) if lanes else module, datamodule=problem.federated())
+        strategy = "auto" if processes == 1 else "client_parallel"
+        trainer(LONG, folder, loop, clock, Stop(rounds), devices=processes, strategy=strategy).fit(
+            Lanes(module, **lanes) if lanes else module, datamodule=problem.federated()
+        )
     return clock.run(net)
 
 
@@ -267,9 +261,8 @@ def grown(clients: int, rounds: int = GROWTH.rounds) -> dict[str, float]:
         Seconds a round, and MiB at the peak beyond what the samples take.
     """
     problem = Federation(GROWTH._replace(clients=clients))
-    samples = sum(t.numel() * t.element_size() for t in problem.data.tensors) / 2**20
     found = library(problem, rounds, lanes=10, compile=False).seconds
-    return {"seconds": median(found[1:]), "MiB": peak() - samples}
+    return {"seconds": median(found[1:]), "MiB": peak() - problem.data.bytes / 2**20}
 
 
 def growth(numbers: Sequence[int], repeats: int) -> dict[int, dict[str, float]]:
@@ -277,12 +270,7 @@ def growth(numbers: Sequence[int], repeats: int) -> dict[int, dict[str, float]]:
     found: dict[int, list[dict[str, float]]] = {n: [] for n in numbers}
     for _ in range(repeats):
         for n in numbers:
-            command = [sys.executable, __file__, "--grown", str(n)]
-            environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # as overhead.py does
-            done = subprocess.run(
-                command, check=True, stdout=subprocess.PIPE, text=True, env=environment
-            )
-            found[n].append(json.loads(done.stdout.splitlines()[-1]))
+            found[n].append(json.loads(fresh(__file__, "--grown", str(n))))
     return {
         n: {what: median(one[what] for one in each) for what in each[0]}
         for n, each in found.items()
@@ -339,11 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         table += (
             "\n" + _table(["clients", "seconds a round", "MiB beside the samples"], rows) + "\n"
         )
-    print(table)
-    if args.json:
-        args.json.write_text(json.dumps(outcome, indent=1) + "\n")
-    if args.markdown:
-        args.markdown.write_text(table)
+    publish(outcome, table, args)
     return outcome
 
 

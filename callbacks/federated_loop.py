@@ -482,15 +482,15 @@ class FederatedLoop(Callback):
         round.aggregated = True
 
     def _merge(self, round: _Round) -> None:
-        """Take in what the other processes know of their clients; updates the aggregator sums."""
+        """Take in what the other processes know of their clients; the aggregator sums by itself."""
         own = (round.counters.cpu(), round.num_samples, round.skipped, self.store.new)
-        counters, num_samples, skipped, new = zip(*gathered(own), strict=True)
+        after = (round.most_steps, round.schedule_after)
+        counters, num_samples, skipped, new, schedules = zip(*gathered((*own, after)), strict=True)
         round.counters = torch.stack(counters).amax(0).to(round.counters)
         round.num_samples = sum(num_samples)
         round.skipped = [client for clients in skipped for client in clients]
         self.store.new = {client: rows for each in new for client, rows in each.items()}
-        after = gathered((round.most_steps, round.schedule_after))
-        round.schedule_after = max(after, key=lambda found: found[0])[1]
+        round.schedule_after = max(schedules, key=lambda found: found[0])[1]
 
     def _leave_clients(self, server: ServerState, schedule: ScheduleState) -> None:
         self.lane.write(server)

@@ -283,10 +283,12 @@ class EvaluationBatches(OwnBatches):
                 f"{n} samples cannot be evaluated by {world_size} processes, each needs one at"
                 " least: lower devices, or use more samples"
             )
-        order, each = torch.arange(n), min(-(-n // (batch_size * world_size)), n // world_size)
-        batches = order.split(batch_size) if world_size == 1 else None
-        self.data = data
-        self.batches = (batches or order.tensor_split(each * world_size))[rank::world_size]
+        if world_size == 1:
+            batches = torch.arange(n).split(batch_size)
+        else:
+            each = min(-(-n // (batch_size * world_size)), n // world_size)
+            batches = torch.arange(n).tensor_split(each * world_size)
+        self.data, self.batches = data, batches[rank::world_size]
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -668,15 +670,16 @@ class FederatedDataModule(LightningDataModule):
 
     def test_dataloader(self) -> DataLoader[Any]:
         """Return the test samples in order."""
-        if self.test is None:
-            raise FederationError(f"{type(self).__name__} has no test samples: pass test=")
-        return self._evaluation(self.test)
+        return self._evaluation(self._test_samples())
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return the test samples in order."""
+        return self._loader(self._test_samples(), batch_size=self.eval_batch_size)
+
+    def _test_samples(self) -> Dataset[Any]:
         if self.test is None:
             raise FederationError(f"{type(self).__name__} has no test samples: pass test=")
-        return self._loader(self.test, batch_size=self.eval_batch_size)
+        return self.test
 
     def _evaluation(self, data: Any) -> DataLoader[Any]:
         size, processes = self.eval_batch_size, self._processes()

@@ -257,10 +257,8 @@ class Lanes(LightningModule):
 
     def _samples(self, host: StackedLanes, step: int) -> Any:
         """Return the samples of a local step, ``[k, B, ...]``."""
-        if host.fetch is None:
+        if host.fetch is None or step == 0:
             return tree_map(lambda t: t[step], host.batch)
-        if step == 0:
-            return tree_map(lambda t: t[0], host.batch)
         # Mapped over lanes no module can keep them: their memory can be used again.
         batch = host.fetch(step, host.at_once and host.count > 1)
         if host.transfers:

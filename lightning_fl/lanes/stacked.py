@@ -246,8 +246,7 @@ class StackedLanes(LaneHost):
             total, outcome = self._all(batch, None, True)
             self.buffer_stack = {name: b.detach() for name, b in outcome.buffers.items()}
             return total, outcome
-        rows = torch.arange(len(sizes))
-        groups = [rows[sizes == size] for size in sizes.unique()]
+        groups = [(sizes == size).nonzero()[:, 0] for size in sizes.unique()]
         if not self.at_once:
             total, outcome = self._one_by_one(batch, sizes, active)
         elif len(groups) == 1:

@@ -1116,7 +1116,7 @@ def small_cnn():
 
 @pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("channels_last", ["auto", True, False])
-def test_channels_may_come_last(tiny, monkeypatch, channels_last, mapped):
+def test_channels_may_come_last(trained, tiny, monkeypatch, channels_last, mapped):
     if not mapped:
         monkeypatch.setattr("lightning_fl.lanes.module.why_not_mapped", lambda *_: "a test says so")
     seen = []
@@ -1142,25 +1142,22 @@ def test_channels_may_come_last(tiny, monkeypatch, channels_last, mapped):
     assert all(last == (wanted and (count == 1 or not mapped)) for count, last in seen)
 
 
-def trained(module, user, data, rounds=2):
-    loop = FederatedLoop(policy=Schedule(num_steps=3), table=None, seed=1)
-    trainer = L.Trainer(
-        max_epochs=rounds,
-        accelerator="cpu",
-        callbacks=[loop],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*is trained one client after another")
-        trainer.fit(module, datamodule=data)
-    return torch.nn.utils.parameters_to_vector(user.parameters()).detach()
+@pytest.fixture
+def trained(fit):
+    """Fit a module; returns the parameters of the one that is given as the user's."""
+
+    def run(module, user, data):
+        loop = FederatedLoop(policy=Schedule(num_steps=3), table=None, seed=1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*is trained one client after another")
+            fit(module, loop, data, rounds=2)
+        return torch.nn.utils.parameters_to_vector(user.parameters()).detach()
+
+    return run
 
 
 @pytest.mark.parametrize("batch_size", [10, None])
-def test_local_steps_are_fetched_one_at_a_time_or_together(tiny, ragged, batch_size):
+def test_local_steps_are_fetched_one_at_a_time_or_together(trained, tiny, ragged, batch_size):
     ends, fetched = [], []
     for collate in (None, lambda samples: torch.utils.data.default_collate(samples)):
         module, data = tiny(), ragged(batch_size=batch_size, collate_fn=collate)
@@ -1170,7 +1167,7 @@ def test_local_steps_are_fetched_one_at_a_time_or_together(tiny, ragged, batch_s
     assert fetched == [True, False]
 
 
-def test_what_a_data_module_does_on_the_device_it_does_for_each_local_step(tiny, blobs):
+def test_what_a_data_module_does_on_the_device_it_does_for_each_local_step(trained, tiny, blobs):
     class Doubled(FederatedDataModule):
         def on_after_batch_transfer(self, batch, dataloader_idx):
             return 2 * batch[0], batch[1]
@@ -1185,7 +1182,7 @@ def test_what_a_data_module_does_on_the_device_it_does_for_each_local_step(tiny,
     assert torch.equal(*ends)
 
 
-def test_a_module_that_keeps_its_samples_keeps_them_as_they_were(tiny, ragged):
+def test_a_module_that_keeps_its_samples_keeps_them_as_they_were(trained, tiny, ragged):
     class Keeps(tiny.kind):
         def __init__(self, **options):
             super().__init__(**options)
@@ -1202,7 +1199,7 @@ def test_a_module_that_keeps_its_samples_keeps_them_as_they_were(tiny, ragged):
     assert all(torch.equal(kept, copied) for kept, copied in module.kept)
 
 
-def test_loader_workers_feed_lanes_the_same_samples(tiny, ragged):
+def test_loader_workers_feed_lanes_the_same_samples(trained, tiny, ragged):
     ends, fetched = [], []
     for workers in (0, 2):
         module, data = tiny(), ragged(num_workers=workers)
