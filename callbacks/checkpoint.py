@@ -18,11 +18,19 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_fl.types import FederationError
 
 
-def write_atomically(path: str | os.PathLike[str], write: Callable[[IO[bytes]], Any]) -> None:
-    """Write a file beside its place, flush it to the disk, then put it there at once.
+def write_atomically(
+    path: str | os.PathLike[str], write: Callable[[IO[bytes]], Any], *, durable: bool = True
+) -> None:
+    """Write a file beside its place, then put it there at once.
 
     A reader, or a run that resumes after a kill, finds the old file or the new one, whole; what
     the killed one left beside it is removed. A file has one writer.
+
+    Args:
+        path: The place.
+        write: Writes the content.
+        durable: Whether to wait for the disk first: else that holds for a killed process, but not
+            for a machine without power.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +42,8 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[IO[bytes]], 
         with os.fdopen(handle, "wb") as file:
             write(file)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, path)
     except BaseException:

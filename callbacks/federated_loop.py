@@ -332,8 +332,7 @@ class FederatedLoop(Callback):
         samples = int(self._data.batch_sizes(clients, 0, 1).max())
         stepwise = self._data.can_fetch_steps
         each = -(-len(clients) // world_size)
-        sample_bytes = 0 if stepwise else self._data.sample_bytes
-        lanes, count = self._lanes.layout(each, samples * sample_bytes)
+        lanes, count = self._lanes.layout(each, samples * self._data.sample_bytes, stepwise)
         return replace(plan, lanes=lanes, steps_per_batch=count, stepwise=stepwise)
 
     # --- a round ----------------------------------------------------------------------------------
@@ -425,7 +424,7 @@ class FederatedLoop(Callback):
 
     def _collect(self, round: _Round, step: Step) -> None:
         clients = round.plan.clients[list(step.rows)]
-        delta, counters = self.lane.collect(round.start)
+        delta, counters = self.lane.collect(round.start, reuse=self.aggregator.forgets)
         if self._shares_samples:  # Running statistics are those of each process's own samples.
             for tensor in (delta, counters := counters.contiguous()):
                 torch.distributed.broadcast(tensor, 0)

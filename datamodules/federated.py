@@ -192,8 +192,9 @@ def client_batches(
         if replacement:
             yield part[torch.randint(n, (size,), generator=generator)]
             continue
-        order = part[torch.randperm(n, generator=generator)]
-        yield from (order[: n - n % size] if drop_last else order).split(size)
+        order = part.index_select(0, torch.randperm(n, generator=generator))
+        for at in range(0, n - n % size if drop_last else n, size):
+            yield order[at : at + size]
 
 
 class OwnBatches(DistributedSampler[Batch]):
@@ -239,18 +240,18 @@ class RoundBatches(OwnBatches):
         return len(self.plan.schedule)
 
     def __iter__(self) -> Iterator[Batch]:
-        plan, steps = self.plan, self.plan.num_steps.tolist()
+        plan, steps, clients = self.plan, self.plan.num_steps.tolist(), self.plan.clients.tolist()
         streams: dict[int, Iterator[Tensor]] = {}
         for step in plan.schedule:
             if not step.rows:  # a sample that nobody looks at
-                yield Batch(self.parts[int(plan.clients[0])][:1], [(plan.seed, Purpose.SAMPLES)])
+                yield Batch(self.parts[clients[0]][:1], [(plan.seed, Purpose.SAMPLES)])
                 continue
             if step.first:
-                streams = {row: self._client(int(plan.clients[row])) for row in step.rows}
+                streams = {row: self._client(clients[row]) for row in step.rows}
             index, keys = [], []
             for i in range(step.start, step.start + step.steps):
                 for row in step.rows:
-                    client = int(plan.clients[row])
+                    client = clients[row]
                     index.append(next(streams[row]) if i < steps[row] else self.parts[client][:1])
                     keys.append((plan.seed, Purpose.SAMPLES, plan.round, client, i))
             samples = torch.cat(_filled(index))

@@ -79,9 +79,10 @@ class FederatedCLI(LightningCLI):
         parser.set_defaults({"trainer.default_root_dir": "runs"})
         parser.add_argument(
             "--lanes",
-            type=PositiveInt | Literal["auto"] | None,
+            type=PositiveInt | Literal["auto"] | dict[str, int | bool | Literal["auto"]] | None,
             default=None,
-            help="Clients that train at once, in Lanes(model, lanes); null is one after another.",
+            help="Clients that train at once, in Lanes(model, lanes); null is one after another."
+            " Further options of Lanes as --lanes.compile=true, or {lanes: 10, compile: true}.",
         )
         parser.add_argument(
             "--threads",
@@ -95,7 +96,11 @@ class FederatedCLI(LightningCLI):
         """Put the model into lanes, where they are wanted."""
         super().instantiate_classes()
         if self.subcommand == "fit" and (lanes := self.config_init.fit.lanes) is not None:
-            self.model = Lanes(self.model, lanes)
+            options = lanes if isinstance(lanes, dict) else {"lanes": lanes}
+            known = [name for name in inspect.signature(Lanes).parameters if name != "module"]
+            if unknown := sorted(set(options) - set(known)):
+                raise FederationError(f"lanes has no option {unknown[0]!r}, it has {known}")
+            self.model = Lanes(self.model, **options)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and refuse seeds that numpy would refuse later."""

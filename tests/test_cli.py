@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import wraps
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from lightning_fl import Lanes
 from lightning_fl.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -160,6 +162,33 @@ def test_lanes_are_an_option_and_change_rounding_only(cli, tmp_path):
     assert "test_acc" in again
     for wrong in ("0", "many"):
         assert "lanes" in cli(*FIT, f"--lanes={wrong}", expect=2)
+
+
+def test_lanes_have_options(cli, tmp_path, monkeypatch):
+    seen, init = [], Lanes.__init__
+
+    @wraps(init)
+    def noted(self, module, **options):
+        seen.append(options)
+        init(self, module, **options)
+
+    monkeypatch.setattr(Lanes, "__init__", noted)
+    tiny = (*FIT, "--trainer.fast_dev_run=true")
+    cli(*tiny, "--lanes.lanes=3", "--lanes.compile=false", "--lanes.fast_matmul=auto")
+    config = tmp_path / "lanes.yaml"
+    config.write_text("lanes: {lanes: auto, channels_last: false}")
+    cli(*tiny, "--config", str(config))
+    assert seen == [
+        {"lanes": 3, "compile": False, "fast_matmul": "auto"},
+        {"lanes": "auto", "channels_last": False},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("option", "named"), [("lanes=0", "lanes"), ("width=3", "compile"), ("compile=maybe", "compile")]
+)
+def test_a_wrong_option_of_lanes_is_named(cli, option, named):
+    assert named in cli(*FIT, f"--lanes.{option}", expect=2)
 
 
 def test_the_number_of_threads_is_an_option(cli, monkeypatch):

@@ -23,6 +23,9 @@ class Aggregator(Metric, ABC):
     """
 
     full_state_update = False
+    #: Whether :meth:`update` keeps no reference to the updates that it is given. Then their memory
+    #: is used again for those of the next clients.
+    forgets = False
     server: Tensor
 
     def __init__(self) -> None:
@@ -44,7 +47,7 @@ class Aggregator(Metric, ABC):
 
     @abstractmethod
     def update(self, clients: ClientUpdate) -> None:
-        """Take in the updates of one or more clients, then forget them."""
+        """Take in the updates of one or more clients."""
 
     @abstractmethod
     def compute(self) -> Tensor:

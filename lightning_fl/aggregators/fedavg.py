@@ -38,6 +38,7 @@ class FedAvg(Aggregator):
         tensor([1., 2.])
     """
 
+    forgets = True
     total: Tensor
     weight: Tensor
 

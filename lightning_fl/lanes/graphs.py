@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Hashable, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.optim.sgd import sgd
+from torch.utils._pytree import tree_leaves
 
 from lightning_fl.lanes.local_step import LocalStep, Outcome, Tensors
 
@@ -29,8 +32,13 @@ class Graphs:
 
     def __init__(self, local: LocalStep, optimizer: torch.optim.Optimizer) -> None:
         self.local, self.optimizer = local, optimizer
-        self.gradients = _compiled(LocalStep.gradients)
-        self._sgd_step = _compiled(sgd_step)
+        self._gradients = Repeated(LocalStep.gradients, local.module)
+        self._sgd_step = Repeated(sgd_step, local.module)
+
+    def restart(self) -> None:
+        """Take nothing for granted: other code has run since the last step, or will."""
+        self._gradients.restart()
+        self._sgd_step.restart()
 
     def can_update(self) -> bool:
         """Say whether the optimiser is one whose update can be in the graph, and has begun."""
@@ -40,6 +48,13 @@ class Graphs:
             for group in groups
             for p in group["params"]
         )
+
+    def gradients(self, params: Tensors, *tensors: Any, **how: Any) -> tuple[Tensors, Outcome]:
+        """Return gradients and what the step made; see :meth:`LocalStep.gradients`."""
+        found: tuple[Tensors, Outcome] = self._gradients(
+            _kind(tensors, how), self.local, params, *tensors, **how
+        )
+        return found
 
     def update(self, params: Tensors, *tensors: Any, ratio: float, **how: Any) -> Outcome:
         """Make the step and the optimiser's update; see :meth:`LocalStep.many`.
@@ -61,8 +76,9 @@ class Graphs:
             buffers.append(
                 [state[p].get("momentum_buffer") if group["momentum"] else None for p in own]
             )
+        kind = (*_kind(tensors, how), *(tuple(options.values()) for _, options in groups))
         outcome: Outcome = self._sgd_step(
-            self.local, params, groups, rates, buffers, *tensors, **how
+            kind, self.local, params, groups, rates, buffers, *tensors, **how
         )
         return outcome
 
@@ -90,6 +106,69 @@ def sgd_step(
             **options,
         )
     return outcome
+
+
+class Repeated:
+    """A compiled function for calls that follow each other with nothing in between.
+
+    Before each call torch checks all that a graph was compiled for: its guards, which take as long
+    as a tenth of a small model's step. Here they are checked twice. When they hold for the second
+    call, which sees what the first has left, and that leaves the module as it was, they hold for
+    every later call of the same kind.
+
+    Args:
+        function: What to compile.
+        module: Whose attributes the function may read and write.
+    """
+
+    def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
+        self.function, self.module = _compiled(function), module
+        self._seen, self._settled = set[Hashable](), set[Hashable]()
+
+    def restart(self) -> None:
+        """Check the guards again."""
+        self._seen.clear()
+        self._settled.clear()
+
+    def __call__(self, kind: Hashable, *args: Any, **kwargs: Any) -> Any:
+        """Call the function; calls of one kind differ in the values of tensors only."""
+        if kind in self._settled:
+            with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                return self.function(*args, **kwargs)
+        before, compiled = _attributes(self.module), counters["frames"]["total"]
+        result = self.function(*args, **kwargs)
+        is_same = _are_same(before, _attributes(self.module))
+        if kind in self._seen and is_same and counters["frames"]["total"] == compiled:
+            self._settled.add(kind)
+        self._seen.add(kind)
+        return result
+
+
+def _kind(tensors: Sequence[Any], how: dict[str, Any]) -> tuple[Hashable, ...]:
+    """What a graph depends on that changes within a Lightning batch."""
+    _, _, batch, weight = tensors
+    shapes = tuple((t.shape, t.stride(), t.dtype) for t in tree_leaves(batch))
+    return (*shapes, weight is None, *how.values())
+
+
+def _attributes(module: nn.Module) -> list[Any]:
+    """Return all that a module and its children hold: objects, and what is in plain containers."""
+    return [
+        copy.copy(value) if type(value) in (list, dict, set) else value
+        for m in module.modules()
+        for value in vars(m).values()
+    ]
+
+
+def _are_same(before: list[Any], after: list[Any]) -> bool:
+    def same(a: Any, b: Any) -> bool:
+        if type(a) is dict and type(b) is dict:
+            return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
+        if type(a) is list and type(b) is list:
+            return len(a) == len(b) and all(map(same, a, b))
+        return a is b or (type(a) is set and a == b)
+
+    return same(before, after)
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:

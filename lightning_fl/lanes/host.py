@@ -159,8 +159,13 @@ class LaneHost(ABC):
         """
 
     @abstractmethod
-    def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
-        """Return the clients' moves away from ``state``, ``[k, P]``, and counters, ``[k, C]``."""
+    def collect(self, state: ServerState, reuse: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the clients' moves away from ``state``, ``[k, P]``, and counters, ``[k, C]``.
+
+        Args:
+            state: What they started from.
+            reuse: Whether to write over the moves that an earlier call of this kind has returned.
+        """
 
     @abstractmethod
     def rows(self) -> list[dict[str, Tensor]]:

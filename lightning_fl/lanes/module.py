@@ -164,12 +164,13 @@ class Lanes(LightningModule):
 
     # --- training ---------------------------------------------------------------------------------
 
-    def layout(self, clients: int, batch_bytes: int) -> tuple[int, int]:
+    def layout(self, clients: int, batch_bytes: int, stepwise: bool) -> tuple[int, int]:
         """Return how many clients train at once, and local steps in a Lightning batch.
 
         Args:
             clients: In the round.
-            batch_bytes: What a client's batch takes of the loader's memory.
+            batch_bytes: What a client's batch takes of memory.
+            stepwise: Whether the loader fetches one local step of them only.
         """
         most = self._memory() // (4 * self._bytes)  # parameters, gradients, optimiser, workspace
         if self.lanes != "auto" and min(self.lanes, clients) > most:
@@ -177,18 +178,32 @@ class Lanes(LightningModule):
                 f"{self.lanes} lanes of {self._bytes / 2**20:.0f} MiB each do not fit into memory"
                 f" with their gradients: set lanes to at most {most}, or to auto"
             )
-        lanes = min(DEFAULT_LANES, max(most, 1)) if self.lanes == "auto" else self.lanes
+        lanes = min(self._default_lanes(batch_bytes), max(most, 1)) if self.lanes == "auto" else self.lanes
         lanes = min(lanes, clients)
         if self.steps_per_batch != "auto":
             return lanes, self.steps_per_batch
+        if stepwise:
+            return lanes, MOST_STEPS
         return lanes, min(MOST_STEPS, BATCH_BYTES // (lanes * batch_bytes or 1)) or 1
+
+    def _default_lanes(self, batch_bytes: int) -> int:
+        """Return as many lanes as have parameters and samples in a processor's cache.
+
+        Few for convolutions, whose hidden layers take much more memory than that.
+        """
+        if self._has_convolutions:
+            return FEW_LANES
+        return max(FEW_LANES, CACHE // (self._bytes + batch_bytes))
 
     def wants_channels_last(self) -> bool:
         """Say whether channels come last in memory."""
         if self.channels_last == "auto":
-            convolutions = any(isinstance(m, nn.Conv2d) for m in self.module.modules())
-            return convolutions and self.device.type == "cpu"
+            return self._has_convolutions and self.device.type == "cpu"
         return self.channels_last
+
+    @property
+    def _has_convolutions(self) -> bool:
+        return any(isinstance(m, nn.Conv2d) for m in self.module.modules())
 
     @property
     def _bytes(self) -> int:
@@ -393,8 +408,10 @@ class Lanes(LightningModule):
             self.host.clip(float(gradient_clip_val), gradient_clip_algorithm or "norm")
 
 
-#: Enough to fill a processor's vector units, few enough to stay in its cache.
-DEFAULT_LANES = 10
+#: Enough to fill a processor's vector units.
+FEW_LANES = 10
+#: Bytes that stay in a processor's cache.
+CACHE = 2**25
 #: Samples of one Lightning batch: more take longer, since their memory is new each time.
 BATCH_BYTES = 4 * 2**20
 #: Local steps of one Lightning batch: Lightning's own time is nothing beside them.

@@ -38,7 +38,7 @@ class ModuleLane(LaneHost):
                         device, copy=True
                     )
 
-    def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
+    def collect(self, state: ServerState, reuse: bool = False) -> tuple[Tensor, Tensor]:
         """Return the client's move and its counters; see :meth:`LaneHost.collect`."""
         self._adopt()
         delta = self._moved(self.vector.read()[None], state)

@@ -17,6 +17,7 @@ from lightning_fl.lanes.graphs import Graphs
 from lightning_fl.lanes.host import BufferPolicy, LaneHost, Rows, is_floating
 from lightning_fl.lanes.local_step import LocalStep, Outcome, Tensors
 from lightning_fl.lanes.matmul import allow_fast_matmul
+from lightning_fl.lanes.memory import keep_freed_memory
 from lightning_fl.types import FederationError, ServerState
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class StackedLanes(LaneHost):
         self.put_back_matmul = allow_fast_matmul(
             lanes.fast_matmul, ((len(m), m.shape[1]) for m in matrices), first.device
         )
+        if first.device.type == "cpu":
+            keep_freed_memory()
         self.wants_channels_last = lanes.wants_channels_last()
         self.local = LocalStep(lanes.module)
         #: Whether the step is mapped over the lanes; else they train one after another.
@@ -83,6 +86,7 @@ class StackedLanes(LaneHost):
         #: Whether gradients are clipped between backward pass and update.
         self.clips = False
         self._gradients: Tensors = {}
+        self._moves = torch.empty(0)
         self._shapes: set[tuple[torch.Size, ...]] = set()
         self._lane_ratios: Tensor | None = None
         self._floating = [n for n, b in self.named_buffers.items() if is_floating(b)]
@@ -183,10 +187,12 @@ class StackedLanes(LaneHost):
                 stacks[key][lane] = row
 
     @torch.no_grad()
-    def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
+    def collect(self, state: ServerState, reuse: bool = False) -> tuple[Tensor, Tensor]:
         """Return the clients' moves and counters; see :meth:`LaneHost.collect`."""
         floating = [*self.params.values(), *(self.buffer_stack[n] for n in self._floating)]
-        local = torch.cat([_flatten(t) for t in floating], dim=1).to(self.vector.dtype)
+        if not reuse or self._moves.shape != (self.count, state.vector.shape[1]):
+            self._moves = state.vector.new_empty(self.count, state.vector.shape[1])
+        local = torch.cat([_flatten(t) for t in floating], dim=1, out=self._moves)
         delta = self._moved(local, state)
         if self.buffers == "server" or not self._counting:
             return delta, state.counters.expand(self.count, -1)
@@ -291,6 +297,8 @@ class StackedLanes(LaneHost):
     ) -> tuple[Tensor, Outcome]:
         """Make a step by graphs: the optimiser finds gradients, or nothing left to do."""
         grads: Tensors = {}
+        if not self.is_light or self.step == 0:
+            graphs.restart()
         with torch.no_grad():
             self.has_updated = (
                 is_whole and not self.clips and self._lane_ratios is None and graphs.can_update()
@@ -298,7 +306,7 @@ class StackedLanes(LaneHost):
             if self.has_updated:
                 outcome = graphs.update(*tensors, ratio=self._ratio, **how)
             else:
-                grads, outcome = graphs.gradients(self.local, *tensors, **how)
+                grads, outcome = graphs.gradients(*tensors, **how)
         if self.has_updated and self.is_light:
             return outcome.loss.sum(), outcome
         return _known_gradient(outcome.loss, self.params, grads), outcome

@@ -1,9 +1,11 @@
 """Compiled local steps: what they compute is what the module and its optimiser do."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from lightning_fl.lanes.graphs import Graphs, sgd_step
+from lightning_fl.lanes.graphs import Graphs, Repeated, _are_same, _attributes, sgd_step
 from lightning_fl.lanes.local_step import LocalStep
 
 SGD = {
@@ -117,3 +119,83 @@ def test_compiled_it_is_the_same(ready, name):
 def options(group):
     names = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
     return {name: group[name] for name in names}
+
+
+# --- guards ---------------------------------------------------------------------------------------
+
+
+class Scaled(torch.nn.Module):
+    """Its factor is a number, which a graph takes for a constant."""
+
+    def __init__(self, counts):
+        super().__init__()
+        self.factor, self.counts, self.notes = 1.0, counts, [0]
+
+    def times(self, x):
+        if self.counts:
+            self.notes[0] += 1
+        return x * self.factor
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The calls that did not check the guards; graphs without a compiler below them, for speed."""
+    stances = []
+    set_stance, compile = torch.compiler.set_stance, torch.compile
+    monkeypatch.setattr(torch, "compile", partial(compile, backend="eager"))
+
+    def noted(**options):
+        stances.append(options)
+        return set_stance(**options)
+
+    monkeypatch.setattr(torch.compiler, "set_stance", noted)
+    return stances
+
+
+def called(module, *changes):
+    """Call a compiled function once for each change before it; return what it gave."""
+    repeated = Repeated(Scaled.times, module)
+    results = []
+    for change in changes:
+        change(repeated)
+        results.append(float(repeated("one kind", module, torch.ones(()))))
+    return results
+
+
+def nothing(repeated):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_guards_are_checked_until_they_held_twice(graphs):
+    module = Scaled(counts=False)
+
+    def change(repeated):
+        repeated.restart()
+        module.factor = 2.0
+
+    steps = [nothing] * 4 + [change] + [nothing] * 3
+    assert called(module, *steps) == [1, 1, 1, 1, 2, 2, 2, 2]
+    assert graphs == [{"skip_guard_eval_unsafe": True}] * 4
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_step_that_changes_its_module_has_its_guards_checked(graphs):
+    module = Scaled(counts=True)
+    assert called(module, *[nothing] * 5) == [1] * 5
+    assert module.notes == [5]
+    assert not graphs
+
+
+def test_attributes_are_compared_by_what_they_hold():
+    module = torch.nn.Sequential(Scaled(counts=True))
+    before = _attributes(module)
+    assert _are_same(before, _attributes(module))
+    module[0].notes[0] += 1
+    assert not _are_same(before, _attributes(module))
+    before = _attributes(module)
+    module[0].factor = 3.0
+    assert not _are_same(before, _attributes(module))
+    before = _attributes(module)
+    module[0].extra = None
+    assert not _are_same(before, _attributes(module))
