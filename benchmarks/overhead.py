@@ -76,6 +76,8 @@ GRID = (1, 5, 20)
 class Problem:
     """A federation of equal clients with synthetic samples in memory.
 
+    It trains on :attr:`device`.
+
     Args:
         clients: Number of clients, all of which take part.
         steps: Local steps of each a round.
@@ -83,6 +85,8 @@ class Problem:
         batch_size: Samples a step.
         sizes: Widths of the network.
     """
+
+    device = torch.device("cpu")
 
     def __init__(
         self, clients: int, steps: int, samples: int, batch_size: int, sizes: Sequence[int]
@@ -140,13 +144,25 @@ class Run(NamedTuple):
     setup: float = 0.0
 
 
+def now() -> float:
+    """Return the time in seconds, when a GPU has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 class Average:
     """The mean of equal clients' parameters, summed in float64 as the library does."""
 
     def __init__(self, net: nn.Module) -> None:
-        self.params = [p.detach() for p in net.parameters()]
+        self.net = net
         self.server = [p.clone() for p in self.params]
         self.total = [torch.zeros_like(p, dtype=torch.float64) for p in self.params]
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The module's parameters, others when it has been on another device."""
+        return [p.detach() for p in self.net.parameters()]
 
     def load(self) -> None:
         """Give the module the server's parameters."""
@@ -167,24 +183,24 @@ class Average:
 def bare(problem: Problem, rounds: int, clients: int | None = None) -> Run:
     """Train with a PyTorch loop; only the first clients, where a number is given."""
     clients = clients or problem.clients
-    net = copy.deepcopy(problem.net)
+    net, data = copy.deepcopy(problem.net).to(problem.device), problem.data.on(problem.device)
     average = Average(net)
     seconds = []
     for round in range(rounds):
         order = problem.order(round, clients)
-        start = time.perf_counter()
+        start = now()
         for batches in order:
             average.load()
             optimizer = torch.optim.SGD(net.parameters(), lr=LR)
             for index in batches:
-                x, y = problem.data.fetch(index)
+                x, y = data.fetch(index)
                 loss = cross_entropy(net(x), y)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
             average.add()
         average.close(clients)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(now() - start)
     return Run(seconds, parameters_to_vector(net.parameters()).detach())
 
 
@@ -209,14 +225,13 @@ def trainer(rounds: int, folder: str, *callbacks: Callback, **options: Any) -> T
     """Return a Trainer that only trains."""
     return Trainer(
         max_epochs=rounds,
-        accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
         callbacks=list(callbacks),
-        **{"devices": 1} | options,
+        **{"accelerator": "cpu", "devices": 1} | options,
     )
 
 
@@ -240,20 +255,24 @@ def _as_it_is(batch: Any) -> Any:
 def fit_per_client(problem: Problem, rounds: int) -> Run:
     """Train with a new Trainer for each client and round, from a list of batches."""
     clients = min(problem.clients, MOST_FITS)
-    module = PlainModule(copy.deepcopy(problem.net))
+    module = PlainModule(copy.deepcopy(problem.net)).to(problem.device)
     average = Average(module)
-    seconds = []
+    samples, seconds = problem.data.on(problem.device), []
     with tempfile.TemporaryDirectory() as folder:
         for round in range(rounds):
             order = problem.order(round, clients)
-            start = time.perf_counter()
+            start = now()
             for batches in order:
                 average.load()
-                data = Ready([problem.data.fetch(index) for index in batches])
-                trainer(1, folder).fit(module, DataLoader(data, None, collate_fn=_as_it_is))
+                data = Ready([samples.fetch(index) for index in batches])
+                trainer(1, folder, accelerator=problem.device.type).fit(
+                    module, DataLoader(data, None, collate_fn=_as_it_is)
+                )
+                # Lightning takes a module off a GPU when it is done.
+                module.to(problem.device)
                 average.add()
             average.close(clients)
-            seconds.append((time.perf_counter() - start) * problem.clients / clients)
+            seconds.append((now() - start) * problem.clients / clients)
     return Run(seconds, parameters_to_vector(module.parameters()).detach())
 
 
@@ -261,15 +280,15 @@ class Clock(Callback):
     """Notes when rounds end: from one end to the next is a round with all that belongs to it."""
 
     def __init__(self) -> None:
-        self.built, self.ends = time.perf_counter(), list[float]()
+        self.built, self.ends = now(), list[float]()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note when the set-up is done."""
-        self.began = time.perf_counter()
+        self.began = now()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the end of a round."""
-        self.ends.append(time.perf_counter())
+        self.ends.append(now())
 
     def run(self, net: nn.Module) -> Run:
         """Return what was noted."""
@@ -523,7 +542,7 @@ def machine() -> dict[str, Any]:
     """Describe where this runs."""
     return {
         "cpus": os.cpu_count(),
-        "gpu": torch.cuda.is_available(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": lightning.__version__,

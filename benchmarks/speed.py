@@ -8,7 +8,10 @@ Contestants take turns, everything included: loader, callback, aggregation, tabl
 is the median of its rounds without the first (which compiles), the result that of the repeats.
 The library's runs are the first rounds of a long federation: what ``auto`` chooses depends on it.
 
-With ``--growth`` it measures rounds of 100 clients in federations that grow, and their memory.
+With ``--growth`` it measures rounds of 100 clients in federations that grow, and their memory; with
+``--switch`` what it takes to go from one client to the next; with ``--device cuda`` the same on a
+GPU; with ``--peer`` other libraries, each by a script in ``peers`` that says how to make the
+environment that it runs in.
 
     python benchmarks/speed.py --workloads W1 W2 W4 --json out.json --markdown out.md
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -31,14 +35,17 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from overhead import (
+    GRID,
     LR,
     SEED,
     Clock,
     Problem,
     Run,
+    _cost,
     _quiet,
     _table,
     bare,
+    fit_costs,
     fit_per_client,
     fresh,
     machine,
@@ -46,6 +53,7 @@ from overhead import (
     publish,
     trainer,
 )
+from overhead import measure as measure_costs
 from torch import nn
 
 from lightning_fl import ClientModule, Lanes
@@ -107,14 +115,19 @@ WORKLOADS = {
     "W4": Workload(1000, 100, 5, 60, 60, (784,), mlp, 8),
     "W3": Workload(10, 10, 10, 640, 64, (3, 32, 32), CifarCNN, 2),
     "W5": Workload(10, 10, 5, 320, 64, (1, 32, 32), keyword_cnn, 2),
+    # W1 with 1,000 clients, for a GPU: 2 GiB of samples.
+    "W1000": Workload(1000, 1000, 30, 640, 64, (784,), mlp, 3),
 }
+#: Those that are measured where none is named.
+USUAL = ("W1", "W2", "W4", "W3", "W5")
 
 
 class Federation(Problem):
     """A workload's samples and network."""
 
-    def __init__(self, workload: Workload) -> None:
-        self.workload = w = workload
+    def __init__(self, workload: Workload, device: str = "cpu") -> None:
+        self.workload, self.device = workload, torch.device(device)
+        w = workload
         # The bare loop and the Trainers take the first clients: which does not matter for time.
         self.clients, self.steps, self.batch_size = w.cohort, w.steps, w.batch_size
         random = torch.Generator().manual_seed(SEED)
@@ -155,9 +168,14 @@ def library(problem: Federation, rounds: int, processes: int = 1, **lanes: Any) 
         clock = Clock()
         loop = FederatedLoop(problem.clients, policy=Schedule(num_steps=problem.steps), seed=SEED)
         strategy = "auto" if processes == 1 else "client_parallel"
-        trainer(LONG, folder, loop, clock, Stop(rounds), devices=processes, strategy=strategy).fit(
-            Lanes(module, **lanes) if lanes else module, datamodule=problem.federated()
-        )
+        trainer(
+            LONG,
+            folder,
+            *(loop, clock, Stop(rounds)),
+            accelerator=problem.device.type,
+            devices=processes,
+            strategy=strategy,
+        ).fit(Lanes(module, **lanes) if lanes else module, datamodule=problem.federated())
     return clock.run(net)
 
 
@@ -220,10 +238,53 @@ CONTESTANTS: dict[str, Contestant] = {
     "2 processes, 10 lanes, compiled, fast matmul": _library(processes=2, lanes=10, compile=True),
     "auto": _library(lanes="auto"),
 }
+#: What there is for a GPU beside.
+ON_A_GPU: dict[str, Contestant] = {
+    "bare loop": Contestant(2, bare),
+    **{
+        name: CONTESTANTS[name]
+        for name in ("Trainer.fit per client", "library, one client at a time", "1 lane")
+    },
+    "10 lanes": _library(lanes=10, compile=False),
+    "10 lanes, compiled": _library(lanes=10, compile=True),
+    "100 lanes, compiled": _library(lanes=100, compile=True),
+    "1,000 lanes, compiled": _library(lanes=1000, compile=True),
+    "auto": CONTESTANTS["auto"],
+}
+
+# --- other libraries ------------------------------------------------------------------------------
+
+PEERS = ("flower", "fedjax", "pfl")
+
+
+def environment(peer: str) -> Path:
+    """Return the Python that a peer is installed in."""
+    folder = os.environ.get("LIGHTNING_FL_PEERS", Path(__file__).parents[1] / ".peers")
+    return Path(folder, peer, "bin", "python")
+
+
+def of_a_peer(peer: str) -> Contestant:
+    """Return a peer as a contestant: a script of its own, in an environment of its own."""
+
+    def run(problem: Federation, rounds: int) -> Run:
+        w = problem.workload
+        what = {k: v for k, v in w._asdict().items() if k != "net"}
+        what |= {"rounds": rounds, "lr": LR, "threads": torch.get_num_threads()}
+        script = Path(__file__).parent / "peers" / f"run_{peer}.py"
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder, "seconds.json")
+            command = [str(environment(peer)), str(script), json.dumps(what), str(out)]
+            subprocess.run(command, check=True, capture_output=True)
+            return Run(json.loads(out.read_text()), torch.zeros(0))
+
+    return Contestant(2, run)
 
 
 def measure(
-    names: Sequence[str], contestants: Sequence[str], repeats: int
+    names: Sequence[str],
+    contestants: dict[str, Contestant],
+    repeats: int,
+    device: str = "cpu",
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
     """Let the contestants take turns.
 
@@ -233,11 +294,10 @@ def measure(
     seconds: dict[str, dict[str, list[float]]] = {}
     first: dict[str, dict[str, float]] = {}
     for name in names:
-        problem = Federation(WORKLOADS[name])
+        problem = Federation(WORKLOADS[name], device)
         seconds[name], first[name] = {c: [] for c in contestants}, dict.fromkeys(contestants, 0.0)
         for repeat in range(repeats):
-            for contestant in contestants:
-                count, run, processes = CONTESTANTS[contestant]
+            for contestant, (count, run, processes) in contestants.items():
                 with threads(count):
                     if processes == 1:
                         found = run(problem, problem.workload.rounds).seconds
@@ -260,7 +320,8 @@ def grown(clients: int, rounds: int = GROWTH.rounds) -> dict[str, float]:
     Returns:
         Seconds a round, and MiB at the peak beyond what the samples take.
     """
-    problem = Federation(GROWTH._replace(clients=clients))
+    cohort = min(clients, GROWTH.cohort)
+    problem = Federation(GROWTH._replace(clients=clients, cohort=cohort))
     found = library(problem, rounds, lanes=10, compile=False).seconds
     return {"seconds": median(found[1:]), "MiB": peak() - problem.data.bytes / 2**20}
 
@@ -275,6 +336,13 @@ def growth(numbers: Sequence[int], repeats: int) -> dict[int, dict[str, float]]:
         n: {what: median(one[what] for one in each) for what in each[0]}
         for n, each in found.items()
     }
+
+
+def switch(repeats: int) -> dict[str, dict[str, list[float]]]:
+    """Measure what a step, a client and a round take, in microseconds, as ``overhead.py`` does."""
+    sizes = [784, 100, 100, 10]
+    grid = [Problem(clients, steps, 64, 32, sizes) for clients in GRID for steps in GRID]
+    return fit_costs(measure_costs(grid, repeats, rounds=3))
 
 
 def markdown(seconds: dict[str, dict[str, list[float]]]) -> str:
@@ -294,17 +362,40 @@ def markdown(seconds: dict[str, dict[str, list[float]]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the table, write the files that were asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, default=list(USUAL))
+    parser.add_argument("--contestants", nargs="+", metavar="NAME", help="default: all of them")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to train")
+    parser.add_argument("--peer", nargs="+", choices=PEERS, default=[], help="other libraries, too")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each contestant")
-    parser.add_argument("--growth", nargs="+", type=int, default=[], help="numbers of clients")
+    parser.add_argument(
+        "--growth",
+        nargs="*",
+        type=int,
+        help="clients of federations that grow; without: 10 to 10^4",
+    )
+    parser.add_argument("--switch", action="store_true", help="time from client to client, too")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     parser.add_argument("--alone", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--grown", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    if not any(c.startswith("bare") for c in args.contestants):
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA GPU here")
+    known = CONTESTANTS if args.device == "cpu" else ON_A_GPU
+    if unknown := [name for name in args.contestants or [] if name not in known]:
+        parser.error(f"no contestant {unknown[0]!r} on {args.device}, there are {list(known)}")
+    contestants = {name: known[name] for name in args.contestants or known}
+    if not any(c.startswith("bare") for c in contestants):
         parser.error("the bare loop is what the others are compared with: name it too")
+    for peer in args.peer:
+        if not environment(peer).exists():
+            parser.error(
+                f"{peer} is not installed in {environment(peer).parents[1]}: its script,"
+                f" benchmarks/peers/run_{peer}.py, says how to make that environment"
+            )
+        contestants[peer] = of_a_peer(peer)
+    if args.growth == []:
+        args.growth = [10, 100, 1000, 10_000]
     with _quiet(torch.get_num_threads()):
         if args.alone:
             alone(*args.alone)
@@ -312,10 +403,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         if args.grown:
             print(json.dumps(grown(args.grown)))
             return {}
-        seconds, first = measure(args.workloads, args.contestants, args.repeats)
+        seconds, first = measure(args.workloads, contestants, args.repeats, args.device)
         outcome = {"machine": machine(), "seconds": seconds, "first round": first}
         if args.growth:
             outcome["growth"] = growth(args.growth, args.repeats)
+        if args.switch:
+            outcome["costs"] = switch(args.repeats)
     table = ""
     if args.workloads:
         table += markdown(seconds)
@@ -327,6 +420,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         table += (
             "\n" + _table(["clients", "seconds a round", "MiB beside the samples"], rows) + "\n"
         )
+    if args.switch:
+        rows = [
+            [name, *(_cost(cost[what]) for what in ("step", "client", "round"))]
+            for name, cost in outcome["costs"].items()
+        ]
+        head = ["microseconds, beyond the bare loop", "a step", "a client switch", "a round"]
+        table += "\n" + _table(head, rows) + "\n"
     publish(outcome, table, args)
     return outcome
 

@@ -185,7 +185,8 @@ def test_lanes_have_options(cli, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("option", "named"), [("lanes=0", "lanes"), ("width=3", "compile"), ("compile=maybe", "compile")]
+    ("option", "named"),
+    [("lanes=0", "lanes"), ("width=3", "compile"), ("compile=maybe", "compile")],
 )
 def test_a_wrong_option_of_lanes_is_named(cli, option, named):
     assert named in cli(*FIT, f"--lanes.{option}", expect=2)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.optim.sgd import sgd
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fl.lanes.local_step import LocalStep, Outcome, Tensors
 
@@ -23,7 +23,8 @@ class Graphs:
     """Compiled forms of a module's local step in lanes.
 
     Gradients are one graph for any optimiser. With ``torch.optim.SGD`` its update is in the graph
-    too, which saves writing the gradients and reading them again.
+    too, which saves writing the gradients and reading them again. On a GPU they are CUDA graphs,
+    which launch all of a step at once.
 
     Args:
         local: The step.
@@ -32,8 +33,9 @@ class Graphs:
 
     def __init__(self, local: LocalStep, optimizer: torch.optim.Optimizer) -> None:
         self.local, self.optimizer = local, optimizer
-        self._gradients = Repeated(LocalStep.gradients, local.module)
-        self._sgd_step = Repeated(sgd_step, local.module)
+        on_a_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+        self._gradients = Repeated(LocalStep.gradients, local.module, on_a_gpu)
+        self._sgd_step = Repeated(sgd_step, local.module, on_a_gpu)
 
     def restart(self) -> None:
         """Take nothing for granted: other code has run since the last step, or will."""
@@ -65,6 +67,9 @@ class Graphs:
             ratio: Factor of the learning rates.
             how: Its options.
         """
+        for param in params.values():
+            if param.is_cuda:  # a CUDA graph writes to tensors that stay where they are
+                torch._dynamo.mark_static_address(param)
         names = {id(p): name for name, p in params.items()}
         groups, rates, buffers = [], [], []
         for group in self.optimizer.param_groups:
@@ -119,10 +124,14 @@ class Repeated:
     Args:
         function: What to compile.
         module: Whose attributes the function may read and write.
+        on_a_gpu: Whether to make CUDA graphs.
     """
 
-    def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
-        self.function, self.module = _compiled(function), module
+    def __init__(self, function: Callable[..., Any], module: nn.Module, on_a_gpu: bool) -> None:
+        compiled = _compiled(function, "reduce-overhead" if on_a_gpu else None)
+        # The next launch of a CUDA graph writes over what the last has returned.
+        self.function = _copied(compiled) if on_a_gpu else compiled
+        self.module = module
         self._seen, self._settled = set[Hashable](), set[Hashable]()
 
     def restart(self) -> None:
@@ -171,10 +180,14 @@ def _are_same(before: list[Any], after: list[Any]) -> bool:
     return same(before, after)
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _copied(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: tree_map(torch.clone, function(*args, **kwargs))
+
+
+def _compiled(function: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
     # A code object of its own: torch counts the graphs of each, and gives up at eight.
     assert isinstance(function, FunctionType)
     own = FunctionType(function.__code__.replace(), function.__globals__)
     own.__kwdefaults__ = function.__kwdefaults__
-    compiled: Callable[..., Any] = torch.compile(own, dynamic=False)
+    compiled: Callable[..., Any] = torch.compile(own, dynamic=False, mode=mode)
     return compiled

@@ -178,7 +178,11 @@ class Lanes(LightningModule):
                 f"{self.lanes} lanes of {self._bytes / 2**20:.0f} MiB each do not fit into memory"
                 f" with their gradients: set lanes to at most {most}, or to auto"
             )
-        lanes = min(self._default_lanes(batch_bytes), max(most, 1)) if self.lanes == "auto" else self.lanes
+        lanes = (
+            min(self._default_lanes(batch_bytes), max(most, 1))
+            if self.lanes == "auto"
+            else self.lanes
+        )
         lanes = min(lanes, clients)
         if self.steps_per_batch != "auto":
             return lanes, self.steps_per_batch

@@ -56,8 +56,54 @@ def test_a_yardstick_is_needed(speed, capsys):
     assert "bare loop" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--contestants", "11 lanes"], "no contestant '11 lanes'"),
+        (["--peer", "flower"], "run_flower.py, says how"),
+        pytest.param(
+            ["--device", "cuda"],
+            "no CUDA GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_what_is_not_there_is_said_at_the_start(
+    speed, capsys, monkeypatch, tmp_path, arguments, message
+):
+    monkeypatch.setenv("LIGHTNING_FL_PEERS", str(tmp_path))
+    with pytest.raises(SystemExit):
+        speed.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_peer_takes_part(speed, monkeypatch, tmp_path):
+    """Any program may be a peer: it gets the workload and writes seconds."""
+    python = tmp_path / "flower" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"""#!{sys.executable}
+import json, sys
+what = json.loads(sys.argv[2])
+assert what["cohort"] == 3 and what["shape"] == [5] and what["lr"] == 0.1
+open(sys.argv[3], "w").write(json.dumps([float(n) for n in range(what["rounds"])]))
+""")
+    python.chmod(0o755)
+    monkeypatch.setenv("LIGHTNING_FL_PEERS", str(tmp_path))
+    least = ("--workloads", "W1", "--contestants", "bare loop, 1 thread", "--repeats", "1")
+    outcome = speed.main([*least, "--peer", "flower"])
+    assert outcome["seconds"]["W1"]["flower"] == [1.0]
+
+
+def test_time_from_client_to_client(speed, monkeypatch):
+    monkeypatch.setattr(speed, "GRID", (1, 2))
+    least = ("--workloads", "W1", "--contestants", "bare loop, 1 thread", "--repeats", "1")
+    outcome = speed.main([*least, "--switch"])
+    assert {"step", "client", "round"} == set(outcome["costs"]["library"])
+
+
 def test_two_processes_take_part(speed):
-    contestants = ["bare loop, 1 thread", "2 processes, one client at a time"]
+    names = ["bare loop, 1 thread", "2 processes, one client at a time"]
+    contestants = {name: speed.CONTESTANTS[name] for name in names}
     found, first = speed.measure(["W4"], contestants, 1)
     assert all(times[0] > 0 for times in found["W4"].values())
     assert all(time > 0 for time in first["W4"].values())

@@ -154,7 +154,7 @@ def graphs(monkeypatch):
 
 def called(module, *changes):
     """Call a compiled function once for each change before it; return what it gave."""
-    repeated = Repeated(Scaled.times, module)
+    repeated = Repeated(Scaled.times, module, on_a_gpu=False)
     results = []
     for change in changes:
         change(repeated)
@@ -199,3 +199,43 @@ def test_attributes_are_compared_by_what_they_hold():
     before = _attributes(module)
     module[0].extra = None
     assert not _are_same(before, _attributes(module))
+
+
+def test_what_a_cuda_graph_returns_is_copied(monkeypatch):
+    """On a CPU, with a function that returns the same memory each time, as a CUDA graph does."""
+    place, modes = torch.zeros(()), []
+
+    def compile(function, mode, **_):
+        modes.append(mode)
+        return lambda module, x: place.copy_(function(module, x))
+
+    monkeypatch.setattr(torch, "compile", compile)
+    module = Scaled(counts=False)
+    repeated = Repeated(Scaled.times, module, on_a_gpu=True)
+    first, second = (repeated("one kind", module, torch.tensor(x)) for x in (1.0, 2.0))
+    assert (float(first), float(second)) == (1, 2)
+    assert modes == ["reduce-overhead"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
+@pytest.mark.parametrize("name", ["plain", "nesterov"])
+def test_on_a_gpu_it_is_the_same(ready, name):
+    local, params, optimizer, batch = ready(**SGD[name])
+    expected_local, expected, expected_optimizer, _ = ready(**SGD[name])
+    move = lambda t: t.cuda()  # noqa: E731
+    local.module.cuda(), expected_local.module.cuda()
+    for each, optimiser in ((params, optimizer), (expected, expected_optimizer)):
+        for param in each.values():
+            param.data, param.grad = move(param.data), None
+            for key, value in optimiser.state[param].items():
+                optimiser.state[param][key] = move(value) if value is not None else None
+    graphs, samples = Graphs(local, optimizer), tuple(map(move, batch))
+    for _ in range(4):
+        with torch.no_grad():
+            graphs.update(params, {}, {}, samples, None, ratio=1.0, **HOW)
+        outcome = expected_local.many(expected, {}, {}, samples, None, **HOW)
+        expected_optimizer.zero_grad()
+        outcome.loss.sum().backward()
+        expected_optimizer.step()
+    for key, param in params.items():
+        torch.testing.assert_close(param, expected[key], rtol=0, atol=1e-10)
