@@ -60,21 +60,8 @@ from lightning_fl import ClientModule, Lanes
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.datamodules.federated import InMemory
-from lightning_fl.models import CifarCNN, MLPClassifier
+from lightning_fl.models import CifarCNN, KeywordCNN, MLPClassifier
 from lightning_fl.policies import Schedule
-
-
-def keyword_cnn() -> nn.Module:
-    """Four 3x3 convolutions of 64 maps, pooling after each pair, a layer of 1024 (W5)."""
-    layers: list[nn.Module] = []
-    for i in range(4):
-        layers += [nn.Conv2d(64 if i else 1, 64, 3, padding=1)]
-        layers += [nn.MaxPool2d(2)] if i % 2 else []
-        layers += [nn.ReLU()]
-    return nn.Sequential(
-        *layers, nn.Flatten(), nn.Linear(4096, 1024), nn.ReLU(), nn.Linear(1024, 10)
-    )
-
 
 #: Rounds of the federation that the library believes in.
 LONG = 2000
@@ -114,7 +101,7 @@ WORKLOADS = {
     "W2": Workload(100, 100, 30, 640, 64, (784,), mlp, 3),
     "W4": Workload(1000, 100, 5, 60, 60, (784,), mlp, 8),
     "W3": Workload(10, 10, 10, 640, 64, (3, 32, 32), CifarCNN, 2),
-    "W5": Workload(10, 10, 5, 320, 64, (1, 32, 32), keyword_cnn, 2),
+    "W5": Workload(10, 10, 5, 320, 64, (1, 32, 32), KeywordCNN, 2),
     # W1 with 1,000 clients, for a GPU: 2 GiB of samples.
     "W1000": Workload(1000, 1000, 30, 640, 64, (784,), mlp, 3),
 }

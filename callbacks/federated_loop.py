@@ -548,11 +548,13 @@ class FederatedLoop(Callback):
         self._note_val_loss(trainer)
         self.policy.update(Feedback(round.plan, before, self.val_loss))
         figures = self._figures(round)
-        self.rounds.add(figures)
+        learnt = self.policy.figures()
+        self.rounds.add(figures | learnt)
         self._round, self.round = None, self.round + 1
         self._progress = _progress(trainer)
         if trainer.loggers:
-            pl_module.log_dict({f"federation/{k}": v for k, v in figures.items() if k in _LOGGED})
+            logged = {k: v for k, v in figures.items() if k in _LOGGED} | learnt
+            pl_module.log_dict({f"federation/{k}": v for k, v in logged.items()})
 
     @property
     def rows(self) -> list[dict[str, Any]]:

@@ -25,6 +25,8 @@ class Purpose(IntEnum):
     VALIDATION = 6
     EVALUATION_SAMPLES = 7
     ROUND = 8
+    POLICY = 9
+    MATCHING = 10
 
 
 def derive_seed(seed: int, *key: int) -> int:

@@ -9,12 +9,14 @@ from lightning_fl.types import FederationError
 
 
 class _ConvNet(nn.Sequential):
-    """Blocks of convolution, 2x2 pooling and ReLU, then fully connected layers."""
+    """Blocks of convolutions, 2x2 pooling and ReLU, then fully connected layers."""
 
-    def __init__(self, convs: list[nn.Module], shape: tuple[int, ...], head: list[int]) -> None:
+    def __init__(
+        self, blocks: list[list[nn.Module]], shape: tuple[int, ...], head: list[int]
+    ) -> None:
         layers: list[nn.Module] = []
-        for conv in convs:
-            layers += [conv, nn.MaxPool2d(2), nn.ReLU()]
+        for convs in blocks:
+            layers += [*convs, nn.MaxPool2d(2), nn.ReLU()]
         layers.append(nn.Flatten())
         with torch.no_grad():
             features = nn.Sequential(*layers)(torch.zeros(1, *shape)).shape[1]
@@ -55,11 +57,45 @@ class CifarCNN(_ConvNet):
         self, width: int = 32, hidden: int = 1024, num_classes: int = 10, in_channels: int = 3
     ) -> None:
         _check(width=width, hidden=hidden, num_classes=num_classes, in_channels=in_channels)
-        convs: list[nn.Module] = [
-            nn.Conv2d(in_channels, width, 5, padding=2),
-            nn.Conv2d(width, 2 * width, 5, padding=2),
+        blocks: list[list[nn.Module]] = [
+            [nn.Conv2d(in_channels, width, 5, padding=2)],
+            [nn.Conv2d(width, 2 * width, 5, padding=2)],
         ]
-        super().__init__(convs, (in_channels, 32, 32), [hidden, num_classes])
+        super().__init__(blocks, (in_channels, 32, 32), [hidden, num_classes])
+
+
+class KeywordCNN(_ConvNet):
+    """Four 3x3 convolutions of 64 maps, pooling after each pair (Mostafa, 2019, section 4).
+
+    A layer of 1024 units follows. Inputs are 32x32 log-mel spectrograms.
+
+    Args:
+        width: Maps of each convolution.
+        hidden: Units of the fully connected layer.
+        num_classes: Classes.
+        in_channels: Channels of the 32x32 inputs.
+
+    Raises:
+        FederationError: If a size is not positive.
+
+    Example:
+        >>> KeywordCNN(width=4, hidden=8)(torch.zeros(2, 1, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self, width: int = 64, hidden: int = 1024, num_classes: int = 10, in_channels: int = 1
+    ) -> None:
+        _check(width=width, hidden=hidden, num_classes=num_classes, in_channels=in_channels)
+        blocks: list[list[nn.Module]] = [
+            [
+                nn.Conv2d(channels, width, 3, padding=1),
+                nn.ReLU(),
+                nn.Conv2d(width, width, 3, padding=1),
+            ]
+            for channels in (in_channels, width)
+        ]
+        super().__init__(blocks, (in_channels, 32, 32), [hidden, num_classes])
 
 
 class FashionCNN(_ConvNet):
@@ -82,6 +118,9 @@ class FashionCNN(_ConvNet):
 
     def __init__(self, width: int = 32, hidden: int | None = None, num_classes: int = 10) -> None:
         _check(width=width, hidden=hidden, num_classes=num_classes)
-        convs: list[nn.Module] = [nn.Conv2d(1, width, 3), nn.Conv2d(width, 2 * width, 3)]
+        blocks: list[list[nn.Module]] = [
+            [nn.Conv2d(1, width, 3)],
+            [nn.Conv2d(width, 2 * width, 3)],
+        ]
         head = [num_classes] if hidden is None else [hidden, num_classes]
-        super().__init__(convs, (1, 28, 28), head)
+        super().__init__(blocks, (1, 28, 28), head)

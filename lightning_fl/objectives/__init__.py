@@ -1,7 +1,9 @@
 """What a client minimises."""
 
 from lightning_fl.objectives.client_module import ClientModule
+from lightning_fl.objectives.entropy import EntropyRegularizer
 from lightning_fl.objectives.proximal import Proximal
 from lightning_fl.objectives.terms import Side, Term
+from lightning_fl.objectives.weight_divergence import WeightDivergence
 
-__all__ = ["ClientModule", "Proximal", "Side", "Term"]
+__all__ = ["ClientModule", "EntropyRegularizer", "Proximal", "Side", "Term", "WeightDivergence"]

@@ -30,3 +30,7 @@ class HyperParameterPolicy(nn.Module, ABC):
 
     def update(self, feedback: Feedback) -> None:  # most policies do not learn
         """Learn from a round that ended."""
+
+    def figures(self) -> dict[str, float]:
+        """Return what is worth knowing after a round: it is logged, and put into the table."""
+        return {}

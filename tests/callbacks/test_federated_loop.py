@@ -18,7 +18,7 @@ from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional import Purpose, generator
 from lightning_fl.partition import IID, QuantitySkew
-from lightning_fl.policies import HyperParameterPolicy, Schedule
+from lightning_fl.policies import DiscreteGaussianReinforce, HyperParameterPolicy, Schedule
 from lightning_fl.samplers import RoundRobinSampler
 from lightning_fl.types import FederationError
 
@@ -1256,3 +1256,33 @@ def test_a_sampler_that_makes_no_sense_is_refused(fit, linear, answer):
     data = FederatedDataModule(regression(), regression(9), num_clients=4)
     with pytest.raises(FederationError, match="must return different clients from 0 to 3"):
         fit(linear(), FederatedLoop(2, sampler=Only(answer)), data)
+
+
+# --- a policy that learns -------------------------------------------------------------------------
+
+
+def test_a_policy_learns_and_its_figures_are_in_the_table(fit, linear, tmp_path):
+    def run(rounds, **options):
+        policy = DiscreteGaussianReinforce(
+            {"lr": [0.001, 0.01, 0.05], "num_steps": [1, 2, 3]}, hyper_lr=0.5, seed=4
+        )
+        data = FederatedDataModule(regression(), regression(9), num_clients=3, batch_size=8)
+        loop = FederatedLoop(policy=policy, seed=3)
+        module = linear()
+        checkpoint = RoundCheckpoint(dirpath=tmp_path / f"{rounds}")
+        options |= {"callbacks": [checkpoint], "enable_checkpointing": True}
+        fit(module, loop, data, rounds=rounds, **options)
+        return loop, module
+
+    whole, module = run(6)
+    assert len(whole.rows) == 6
+    losses = [row["val_loss"] for row in whole.rows]
+    for row, before, after in zip(whole.rows[1:], losses, losses[1:], strict=False):
+        assert row["reward"] == pytest.approx((before - after) / before)
+        assert min(abs(row["lr"] - lr) for lr in (0.001, 0.01, 0.05)) < 1e-9
+        assert {"mean_lr", "mean_num_steps", "precision_lr_num_steps"} <= row.keys()
+    assert whole.policy.mean.any()
+    run(3)
+    resumed, again = run(6, ckpt_path=tmp_path / "3" / "last.ckpt")
+    assert resumed.rows == whole.rows
+    assert torch.equal(again.net.weight, module.net.weight)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fl.models import CifarCNN, FashionCNN, MLPClassifier
+from lightning_fl.models import CifarCNN, FashionCNN, KeywordCNN, MLPClassifier
 from lightning_fl.types import FederationError
 
 
@@ -33,6 +33,14 @@ def test_mostafas_cnn_has_4259274_parameters():
     ]
 
 
+def test_the_keyword_cnn_pools_after_each_pair():
+    net = KeywordCNN()
+    convs = (9 * 64 + 64) + 3 * (64 * 64 * 9 + 64)
+    assert size(net) == convs + (64 * 8 * 8 * 1024 + 1024) + (1024 * 10 + 10) == 4_317_002
+    pair = ["Conv2d", "ReLU", "Conv2d", "MaxPool2d", "ReLU"]
+    assert kinds(net) == pair * 2 + ["Flatten", "Linear", "ReLU", "Linear"]
+
+
 def test_the_fashion_cnn_hands_1600_features_to_the_classes():
     net = FashionCNN()
     assert net[-1].in_features == 64 * 5 * 5 == 1600
@@ -47,6 +55,7 @@ def test_the_fashion_cnn_hands_1600_features_to_the_classes():
         (MLPClassifier([12, 5, 10]), (12,)),
         (CifarCNN(width=2, hidden=4), (3, 32, 32)),
         (CifarCNN(width=2, hidden=4, in_channels=1), (1, 32, 32)),
+        (KeywordCNN(width=2, hidden=4), (1, 32, 32)),
         (FashionCNN(width=2), (1, 28, 28)),
         (FashionCNN(width=2, hidden=6), (1, 28, 28)),
     ],

@@ -5,13 +5,18 @@ import copy
 import pytest
 import torch
 
-from lightning_fl.policies import Schedule
+from lightning_fl.policies import DiscreteGaussianReinforce, Schedule
 from lightning_fl.types import Feedback, RoundPlan, full
 
 POLICIES = {
     "Schedule()": Schedule,
     "Schedule(lr, steps)": lambda: Schedule(lr=0.1, num_steps=3, decay=0.9),
     "Schedule(decay)": lambda: Schedule(local_epochs=2.5, decay=0.9),
+    "Schedule(steps_decay)": lambda: Schedule(num_steps=9, steps_decay=0.5),
+    "DiscreteGaussianReinforce": DiscreteGaussianReinforce,
+    "DiscreteGaussianReinforce(adam)": lambda: DiscreteGaussianReinforce(
+        optimizer="adam", learn_precision=True
+    ),
 }
 every_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
 COHORTS = [torch.tensor([0]), torch.tensor([5, 2, 11])]
@@ -26,7 +31,10 @@ def learned(policy, rounds=3):
     for t in range(rounds):
         steps = torch.ones_like(COHORTS[1])
         plan = RoundPlan(0, t, COHORTS[1], steps)
-        policy.update(Feedback(plan, None if t == 0 else 1 / t, None if t == 1 else 1 / (t + 1)))
+        before, after = None if t == 0 else 1 / t, None if t == 1 else 1 / (t + 1)
+        if policy.needs_val_loss:
+            before, after = 1 / (t + 1), 1 / (t + 2)
+        policy.update(Feedback(plan, before, after))
     return policy
 
 

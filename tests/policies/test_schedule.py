@@ -62,3 +62,11 @@ def test_two_kinds_of_work_are_refused():
 def test_values_out_of_range_are_refused(options, words):
     with pytest.raises(FederationError, match=words):
         Schedule(**options)
+
+
+def test_steps_decay_to_one():
+    policy = Schedule(num_steps=10, steps_decay=0.5)
+    steps = [int(policy.sample(t, torch.tensor([0]))["num_steps"][0]) for t in range(6)]
+    assert steps == [10, 5, 3, 1, 1, 1]
+    with pytest.raises(FederationError, match="num_steps"):
+        Schedule(steps_decay=0.5)

@@ -1,0 +1,44 @@
+"""Entropy of predictions."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def entropy(logits: Tensor) -> Tensor:
+    r"""Entropy of softmax distributions in nats, :math:`H = -\sum_c p_c \log p_c`.
+
+    Args:
+        logits: ``[..., classes]``.
+
+    Returns:
+        ``[...]``, from 0 to ``log(classes)``.
+
+    Example:
+        >>> import torch
+        >>> entropy(torch.zeros(1, 4)).exp()
+        tensor([4.])
+    """
+    log_p = logits.log_softmax(-1)
+    # A class that is ruled out (-inf) counts 0, as p log p tends to 0.
+    return -(log_p.exp() * log_p.nan_to_num(neginf=0)).sum(-1)
+
+
+def entropy_hinge(logits: Tensor, h_min: float, of_mean: bool = False) -> Tensor:
+    r"""Penalise entropies below a bound, :math:`\max(0, H_{min} - H)` (Mostafa, 2019, eq. 8).
+
+    Args:
+        logits: ``[batch, classes]``.
+        h_min: The bound in nats.
+        of_mean: Compare the mean entropy of the batch with the bound, not each sample's.
+
+    Returns:
+        The penalty, the mean over the batch; a scalar.
+
+    Example:
+        >>> import torch
+        >>> entropy_hinge(torch.tensor([[100.0, 0.0], [0.0, 0.0]]), h_min=0.5)
+        tensor(0.2500)
+    """
+    found = entropy(logits)
+    return (h_min - (found.mean() if of_mean else found)).clamp(min=0).mean()

@@ -1,0 +1,47 @@
+"""Not too sure of oneself: entropy regularisation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_fl.functional.entropy import entropy_hinge
+from lightning_fl.objectives.terms import Side, Term
+from lightning_fl.types import FederationError
+
+
+class EntropyRegularizer(Term):
+    r"""Penalise confident predictions, :math:`c \max(0, H_{min} - H(\mathrm{softmax}(a_M)))`.
+
+    Mostafa (2019), eq. 8: the penalty sets in where the entropy of a sample's prediction falls
+    below :math:`H_{min}`. It matters where clients know few classes. The paper does not give its
+    :math:`H_{min}`; code that descends from it uses 2 nats (ten classes have at most 2.303) and
+    compares the mean entropy of the batch (``of_mean``).
+
+    Args:
+        h_min: The bound in nats, from 0 up; 0 is no penalty.
+        coefficient: Factor :math:`c`, from 0 up.
+        of_mean: Compare the mean entropy of the batch with the bound, not each sample's.
+
+    Raises:
+        FederationError: If a value is negative or not finite.
+
+    Example:
+        >>> import torch
+        >>> own = Side({}, outputs=torch.zeros(2, 10))
+        >>> EntropyRegularizer(h_min=2.0)(own, Side({}), None)
+        tensor(0.)
+    """
+
+    def __init__(self, h_min: float = 2.0, coefficient: float = 1.0, of_mean: bool = False) -> None:
+        super().__init__()
+        for name, value in (("h_min", h_min), ("coefficient", coefficient)):
+            if not 0 <= value < float("inf"):
+                raise FederationError(f"{name} must be finite and at least 0, got {value}")
+        self.h_min, self.coefficient, self.of_mean = h_min, coefficient, of_mean
+
+    def forward(self, own: Side, fixed: Side, batch: Any) -> Tensor:
+        """Return the penalty of the client's predictions."""
+        assert own.outputs is not None
+        return self.coefficient * entropy_hinge(own.outputs, self.h_min, self.of_mean)

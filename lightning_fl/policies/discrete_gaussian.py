@@ -1,0 +1,257 @@
+"""Hyper-parameters that learn from round to round (Mostafa, 2019)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from lightning_fl.functional.discrete_gaussian import (
+    causal_weights,
+    centred_weights,
+    log_probabilities,
+    normalised_axis,
+    score,
+)
+from lightning_fl.functional.randomness import Purpose, generator, run_seed
+from lightning_fl.policies.base import HyperParameterPolicy
+from lightning_fl.types import FederationError, Feedback
+
+#: Learning rates and local steps that the paper's tasks range over; it does not give its own.
+GRID: dict[str, Sequence[float]] = {
+    "lr": (0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.09, 0.1),
+    "num_steps": (2, 4, 6, 8, 10, 12, 14, 16, 18, 20),
+}
+
+
+class DiscreteGaussianReinforce(HyperParameterPolicy):
+    r"""Draw each round's hyper-parameters from a discrete Gaussian and raise its expected reward.
+
+    Mostafa (2019), section 3.2. In round :math:`t` all clients get a point :math:`h_t` of the grid,
+    drawn from :math:`P(h \mid \psi_t) \propto e^{-\frac12 (h - \mu)^T A (h - \mu)}`,
+    :math:`\psi = \{\mu, A\}`, where every axis of the grid is scaled to
+    :math:`[-\frac12, \frac12]`. The reward is the relative reduction of the server's validation loss,
+    :math:`r_t = (L_t - L_{t+1}) / L_t`, and online REINFORCE with a baseline moves (eq. 7)
+
+    .. math:: \psi_{t+1} = \psi_t + \eta_H \sum_{\tau = t - Z'}^{t} (r_\tau - \hat r_t)
+        \nabla_{\psi_\tau} \log P(h_\tau \mid \psi_\tau), \quad Z' = \min(Z, t - 1).
+
+    The paper prints a minus, which would lower the reward. The mean stays inside the grid, and
+    :math:`A = B B^T` positive definite. A round whose loss is not finite has the reward -1. Fixed values
+    that decay, its baseline, are a :class:`Schedule`.
+
+    Args:
+        grid: Allowed values by name: ``lr``, ``num_steps``, ``local_epochs``, or any that a module
+            looks up in the plan; None is ten learning rates from 0.01 to 0.1 and ten numbers of
+            steps from 2 to 20.
+        hyper_lr: :math:`\eta_H`.
+        window: :math:`Z`, rounds before this one that count.
+        mean: Where :math:`\mu` starts, by name, as values of the grid's range; others start at its
+            middle.
+        precision: :math:`A` at the start: a number for :math:`a I`, or a positive definite matrix.
+        learn_precision: Whether :math:`A` learns, too.
+        centred: Use eq. 6, whose baseline is centred on a round and known ``window`` rounds later.
+        optimizer: ``sgd`` is the equation, ``adam`` scales its step (betas 0.7, as descendants of
+            the paper's code have it).
+        seed: Of the draws; None is that of ``seed_everything``, else 0.
+
+    Raises:
+        FederationError: If an option is out of range; after a round that was not validated.
+
+    Example:
+        >>> policy = DiscreteGaussianReinforce({"lr": [0.1, 0.2], "num_steps": [5, 10]}, seed=1)
+        >>> policy.sample(0, torch.tensor([3, 8]))
+        {'lr': tensor([0.2000, 0.2000], dtype=torch.float64), 'num_steps': tensor([10, 10])}
+    """
+
+    needs_val_loss = True
+    mean: Tensor
+    root: Tensor
+    scores: Tensor
+    rewards: Tensor
+    drawn_from: Tensor
+    moments: Tensor
+    steps: Tensor
+
+    def __init__(
+        self,
+        grid: Mapping[str, Sequence[float]] | None = None,
+        hyper_lr: float = 0.1,
+        window: int = 5,
+        mean: Mapping[str, float] | None = None,
+        precision: float | Sequence[Sequence[float]] = 5.0,
+        learn_precision: bool = False,
+        centred: bool = False,
+        optimizer: Literal["sgd", "adam"] = "sgd",
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.grid = {k: list(v) for k, v in (GRID if grid is None else grid).items()}
+        _check_grid(self.grid)
+        if not 0 <= hyper_lr < math.inf:
+            raise FederationError(f"hyper_lr must be finite and at least 0, got {hyper_lr}")
+        if window < centred or int(window) != window:
+            least = int(centred)
+            raise FederationError(f"window must be a whole number from {least} up, got {window}")
+        if optimizer not in ("sgd", "adam"):
+            raise FederationError(f"optimizer must be sgd or adam, got {optimizer!r}")
+        self.hyper_lr, self.window, self.seed = hyper_lr, int(window), seed
+        self.learn_precision, self.centred, self.optimizer = learn_precision, centred, optimizer
+        axes = [normalised_axis(values) for values in self.grid.values()]
+        #: Points of the grid, ``[n, D]``, every axis from -0.5 to 0.5.
+        self.points = torch.cartesian_prod(*axes).view(-1, len(axes))
+        self.register_buffer("mean", self._start(mean or {}))
+        self.register_buffer("root", _root(precision, len(axes)))
+        size = self.mean.numel() + self.root.numel()
+        #: Scores and rewards of the last rounds, oldest first, ``[n, D + D^2]`` and ``[n]``.
+        self.register_buffer("scores", torch.zeros(0, size, dtype=torch.float64))
+        self.register_buffer("rewards", torch.zeros(0, dtype=torch.float64))
+        #: The seed that the draws belong to, once there was one; -1 before.
+        self.register_buffer("drawn_from", torch.tensor(-1))
+        #: Adam's averages of the moves and of their squares, ``[2, D + D^2]``, and its steps.
+        self.register_buffer("moments", torch.zeros(2, size, dtype=torch.float64))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def _start(self, mean: Mapping[str, float]) -> Tensor:
+        start = torch.zeros(len(self.grid), dtype=torch.float64)
+        for name, value in mean.items():
+            values = self.grid.get(name)
+            if values is None or not min(values) <= value <= max(values):
+                raise FederationError(
+                    f"mean must have values in the grid's range, {self.grid}, got {name}: {value}"
+                )
+            at = list(self.grid).index(name)
+            low, high = min(values), max(values)
+            start[at] = (value - (low + high) / 2) / (high - low if high > low else 1)
+        return start
+
+    @property
+    def precision(self) -> Tensor:
+        """The precision :math:`A`, ``[D, D]``."""
+        return self.root @ self.root.mT
+
+    def probabilities(self) -> Tensor:
+        """Return the probability of each point of the grid, ``[n]``."""
+        return log_probabilities(self.points, self.mean, self.precision).exp()
+
+    def _draw(self, round: int) -> int:
+        if self.drawn_from < 0:
+            self.drawn_from.fill_(run_seed(self.seed))
+        random = generator(int(self.drawn_from), Purpose.POLICY, round)
+        return int(torch.multinomial(self.probabilities(), 1, generator=random))
+
+    def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
+        """Return the round's point, the same for all clients."""
+        index, chosen = self._draw(round), {}
+        for name, values in reversed(self.grid.items()):
+            index, at = divmod(index, len(values))
+            value = torch.tensor(values[at], dtype=torch.float64)
+            chosen[name] = (value.long() if name == "num_steps" else value).expand(len(clients))
+        return {name: chosen[name] for name in self.grid}
+
+    def update(self, feedback: Feedback) -> None:
+        """Learn from the reward of a round."""
+        before, after = feedback.val_loss_before, feedback.val_loss
+        if before is None or after is None:
+            raise FederationError(
+                f"{type(self).__name__} learns from the validation loss after every round, and"
+                f" round {feedback.plan.round + 1} was not validated: set"
+                " trainer.check_val_every_n_epoch=1"
+            )
+        reward = (before - after) / before if before else 0.0
+        by_mean, by_root = score(self.points, self._draw(feedback.plan.round), self.mean, self.root)
+        now = torch.cat([by_mean, by_root.flatten()])[None]
+        most = 2 * self.window + 1 if self.centred else self.window + 1
+        self.scores = torch.cat([self.scores, now])[-most:]
+        last = self.rewards.new_tensor([reward if math.isfinite(reward) else -1.0])
+        self.rewards = torch.cat([self.rewards, last])[-most:]
+        if self.centred and len(self.rewards) < most:
+            return
+        weights = (centred_weights if self.centred else causal_weights)(self.rewards)
+        move = weights @ self.scores
+        if self.optimizer == "adam":
+            move = self._adam(move)
+        else:
+            move = self.hyper_lr * move
+        self.mean.add_(move[: len(self.mean)]).clamp_(-0.5, 0.5)
+        if self.learn_precision:
+            self.root.add_(move[len(self.mean) :].view_as(self.root))
+
+    def _adam(self, gradient: Tensor) -> Tensor:
+        """Return Adam's step up a gradient."""
+        move = torch.zeros_like(gradient)
+        adam(
+            [move],
+            [gradient],
+            [self.moments[0]],
+            [self.moments[1]],
+            [],
+            [self.steps],
+            amsgrad=False,
+            maximize=True,
+            lr=self.hyper_lr,
+            beta1=0.7,
+            beta2=0.7,
+            weight_decay=0.0,
+            eps=1e-8,
+        )
+        return move
+
+    def figures(self) -> dict[str, float]:
+        """Return the last reward, the mean in the units of the grid, and the precision."""
+        found = {"reward": float(self.rewards[-1])} if len(self.rewards) else {}
+        names = list(self.grid)
+        for at, (name, values) in enumerate(self.grid.items()):
+            low, high = min(values), max(values)
+            found[f"mean_{name}"] = float(self.mean[at]) * (high - low) + (low + high) / 2
+        for i, one in enumerate(names):
+            for j, other in enumerate(names[i:], i):
+                found[f"precision_{one}_{other}"] = float(self.precision[i, j])
+        return found
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Make place for as many rounds as a checkpoint has."""
+        for name in ("scores", "rewards"):
+            if (saved := state_dict.get(prefix + name)) is not None:
+                setattr(self, name, torch.zeros_like(saved, device=self.mean.device))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Stay on the CPU, in float64: it is a handful of numbers."""
+        return self
+
+
+def _check_grid(grid: Mapping[str, Sequence[float]]) -> None:
+    if not grid or not all(grid.values()):
+        raise FederationError(f"grid must have values for at least one name, got {grid}")
+    for name, values in grid.items():
+        least = 1 if name == "num_steps" else 0
+        if not all(math.isfinite(v) and v >= least for v in values) or len(set(values)) != len(
+            values
+        ):
+            raise FederationError(
+                f"grid must have different finite values, from {least} up, for {name}, got {values}"
+            )
+        if name == "num_steps" and any(int(v) != v for v in values):
+            raise FederationError(f"num_steps must be whole numbers, got {values}")
+
+
+def _root(precision: float | Sequence[Sequence[float]], size: int) -> Tensor:
+    """Return the Cholesky factor of a precision."""
+    given = torch.tensor(precision, dtype=torch.float64)
+    matrix = given * torch.eye(size, dtype=torch.float64) if given.ndim == 0 else given
+    root, failed = torch.linalg.cholesky_ex(matrix) if matrix.shape == (size, size) else (matrix, 1)
+    if failed or not torch.equal(matrix, matrix.mT):
+        raise FederationError(
+            f"precision must be a positive number or a positive definite {size}x{size} matrix, got"
+            f" {precision}"
+        )
+    return root

@@ -1,0 +1,56 @@
+"""Entropy regularisation and weight divergence, by hand."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_fl.functional import entropy, entropy_hinge
+from lightning_fl.objectives import EntropyRegularizer, Proximal, Side, WeightDivergence
+from lightning_fl.types import FederationError
+
+
+def test_entropies_by_hand():
+    p = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    found = entropy(p.log())
+    assert found.tolist() == pytest.approx([1.5 * math.log(2), 0])
+    assert entropy(torch.zeros(10)).item() == pytest.approx(math.log(10))
+
+
+def test_the_penalty_is_of_each_sample_or_of_their_mean():
+    logits = torch.tensor([[0.0, 0.0], [50.0, 0.0]], dtype=torch.float64)
+    # Entropies log 2 and 0: below 0.5 by 0 and 0.5; their mean 0.35 by 0.15.
+    assert entropy_hinge(logits, 0.5).item() == pytest.approx(0.25)
+    assert entropy_hinge(logits, 0.5, of_mean=True).item() == pytest.approx(0.5 - math.log(2) / 2)
+
+
+def test_gradients_are_those_of_differences():
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(5, 4, dtype=torch.float64)).requires_grad_()
+    term = EntropyRegularizer(h_min=1.0, coefficient=0.7)
+    assert 0 < (entropy(logits) < 1.0).sum() < 5
+    assert torch.autograd.gradcheck(lambda x: term(Side({}, outputs=x), Side({}), None), logits)
+
+
+def test_a_certain_class_has_finite_gradients():
+    logits = torch.tensor([[0.0, -torch.inf]], requires_grad=True)
+    entropy_hinge(logits, 0.5).backward()
+    assert logits.grad[0, 0].isfinite()
+
+
+def test_nothing_is_penalised_at_zero():
+    logits = torch.randn(3, 4)
+    assert EntropyRegularizer(h_min=0.0)(Side({}, logits), Side({}), None) == 0
+
+
+def test_weight_divergence_is_twice_the_proximal_term():
+    own, fixed = Side({"w": torch.tensor([1.0, 2.0])}), Side({"w": torch.tensor([0.0, 4.0])})
+    assert WeightDivergence()(own, fixed, None) == 5
+    assert WeightDivergence(0.3)(own, fixed, None) == Proximal(0.6)(own, fixed, None)
+
+
+@pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
+def test_values_out_of_range_are_refused(value):
+    for make in (EntropyRegularizer, WeightDivergence, lambda v: EntropyRegularizer(1.0, v)):
+        with pytest.raises(FederationError, match=f"finite and at least 0, got {value}"):
+            make(value)

@@ -1,0 +1,240 @@
+"""A discrete Gaussian that learns: probabilities, gradients and updates, and that it finds optima."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from lightning_fl.functional.discrete_gaussian import (
+    causal_weights,
+    centred_weights,
+    log_probabilities,
+    normalised_axis,
+    score,
+)
+from lightning_fl.policies import DiscreteGaussianReinforce
+from lightning_fl.types import FederationError, Feedback, RoundPlan
+
+GRID = {"lr": [0.1, 0.2, 0.4], "num_steps": [1, 5]}
+
+
+def feedback(round, before, after):
+    plan = RoundPlan(0, round, torch.tensor([0]), torch.tensor([1]))
+    return Feedback(plan, before, after)
+
+
+# --- the mathematics ------------------------------------------------------------------------------
+
+
+def test_probabilities_by_hand():
+    """Two axes, a precision with a correlation: the exponent is worked out for each point."""
+    grid = list(itertools.product([-0.5, 0.5], [-0.5, 0.0, 0.5]))
+    points, mean, a = (
+        torch.tensor(x, dtype=torch.float64) for x in (grid, [0.1, -0.2], [[2, 0.5], [0.5, 1]])
+    )
+    mass = []
+    for x, y in points.tolist():
+        u, v = x - 0.1, y + 0.2
+        mass.append(math.exp(-0.5 * (2 * u * u + 2 * 0.5 * u * v + v * v)))
+    expected = torch.tensor([m / sum(mass) for m in mass], dtype=torch.float64)
+    found = log_probabilities(points, mean, a).exp()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_scores_in_closed_form():
+    r"""By the mean :math:`A (h - E h)`; by B :math:`-(d d^T - E d d^T) B`, with :math:`d = h - mu`."""
+    torch.manual_seed(0)
+    points, mean = torch.rand(12, 3).double() - 0.5, torch.rand(3).double() - 0.5
+    root = torch.linalg.cholesky(torch.diag(torch.tensor([5.0, 3.0, 2.0]))).double()
+    root[1, 0] = 0.7
+    p = log_probabilities(points, mean, root @ root.T).exp()
+    away = points - mean
+    outer = away[:, :, None] * away[:, None]
+    by_mean, by_root = score(points, 4, mean, root)
+    torch.testing.assert_close(
+        by_mean, root @ root.T @ (points[4] - p @ points), atol=1e-12, rtol=0
+    )
+    expected = -(outer[4] - (p[:, None, None] * outer).sum(0)) @ root
+    torch.testing.assert_close(by_root, expected, atol=1e-12, rtol=0)
+
+
+def test_an_axis_is_scaled_to_its_middle():
+    assert normalised_axis([3]).tolist() == [0]
+    assert normalised_axis([10, 20, 60]).tolist() == pytest.approx([-0.5, -0.3, 0.5])
+
+
+def test_baselines():
+    assert causal_weights(torch.tensor([1.0, 2.0, 6.0])).tolist() == [-2, -1, 3]
+    # Weights 1, 2, 2, 1 of the neighbours, at distances 2, 1, 1, 2.
+    found = centred_weights(torch.tensor([1.0, 2.0, 9.0, 4.0, 5.0]))
+    assert found.tolist() == pytest.approx([0, 0, 9 - (1 + 4 + 8 + 5) / 6, 0, 0])
+
+
+# --- a policy -------------------------------------------------------------------------------------
+
+
+def test_a_draw_is_a_point_of_the_grid_and_the_same_for_all():
+    policy = DiscreteGaussianReinforce(GRID, seed=3)
+    seen = set()
+    for round in range(60):
+        drawn = policy.sample(round, torch.tensor([4, 9]))
+        assert list(drawn) == ["lr", "num_steps"]
+        assert drawn["num_steps"].dtype == torch.int64
+        assert all(value.shape == (2,) and len(value.unique()) == 1 for value in drawn.values())
+        seen.add((float(drawn["lr"][0]), int(drawn["num_steps"][0])))
+    assert seen == set(itertools.product(GRID["lr"], GRID["num_steps"]))
+    again = policy.sample(7, torch.tensor([1]))
+    assert again["lr"][0] == policy.sample(7, torch.tensor([1, 2]))["lr"][1]
+
+
+def test_draws_follow_the_probabilities():
+    policy = DiscreteGaussianReinforce(GRID, mean={"lr": 0.4}, precision=8.0, seed=0)
+    counts = torch.zeros(len(policy.points))
+    for round in range(4000):
+        counts[policy._draw(round)] += 1
+    expected = policy.probabilities() * 4000
+    chi2 = float(((counts - expected) ** 2 / expected).sum())
+    assert chi2 < 20.5  # 5 degrees of freedom, one in a thousand
+
+
+def test_updates_are_equation_7():
+    """Each round's score belongs to the psi it was drawn from; the baseline is the window's mean."""
+    policy = DiscreteGaussianReinforce(GRID, hyper_lr=0.3, window=2, learn_precision=True, seed=1)
+    mean, root = policy.mean.clone(), policy.root.clone()
+    losses, rewards, scores = [4.0, 3.0, 3.3, 1.0, 0.9], [], []
+    for t in range(4):
+        index = policy._draw(t)
+        torch.testing.assert_close(policy.mean, mean, atol=1e-12, rtol=0)
+        scores.append(score(policy.points, index, mean, root))
+        rewards.append((losses[t] - losses[t + 1]) / losses[t])
+        policy.update(feedback(t, losses[t], losses[t + 1]))
+        window = range(max(0, t - 2), t + 1)
+        average = sum(rewards[s] for s in window) / len(window)
+        mean = mean + 0.3 * sum((rewards[s] - average) * scores[s][0] for s in window)
+        mean = mean.clamp(-0.5, 0.5)
+        root = root + 0.3 * sum((rewards[s] - average) * scores[s][1] for s in window)
+    torch.testing.assert_close(policy.mean, mean, atol=1e-12, rtol=0)
+    torch.testing.assert_close(policy.root, root, atol=1e-12, rtol=0)
+    assert not torch.equal(policy.root, DiscreteGaussianReinforce(GRID).root)
+    assert policy.figures()["reward"] == pytest.approx(0.1)
+
+
+def test_updates_are_equation_6_where_that_is_asked_for():
+    policy = DiscreteGaussianReinforce(GRID, hyper_lr=0.3, window=1, centred=True, seed=1)
+    losses = [4.0, 3.0, 3.3, 1.0]
+    expected = score(policy.points, policy._draw(1), policy.mean, policy.root)[0] * 0.3
+    for t in range(2):
+        policy.update(feedback(t, losses[t], losses[t + 1]))
+        assert not policy.mean.any()
+    policy.update(feedback(2, losses[2], losses[3]))
+    r = [(a - b) / a for a, b in itertools.pairwise(losses)]
+    torch.testing.assert_close(policy.mean, expected * (r[1] - (r[0] + r[2]) / 2))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_the_mean_stays_inside_and_the_precision_positive(optimizer):
+    policy = DiscreteGaussianReinforce(
+        GRID, hyper_lr=5.0, learn_precision=True, optimizer=optimizer, seed=0
+    )
+    loss = 1.0
+    for t in range(50):
+        after = float("nan") if t == 20 else loss * (0.2 if t % 3 else 3.0)
+        policy.update(feedback(t, loss, after))
+        assert policy.mean.abs().max() <= 0.5
+        assert torch.linalg.eigvalsh(policy.precision).min() >= 0
+        assert policy.probabilities().isfinite().all()
+
+
+def bandit(seed, sign=1.0, rounds=600, **options):
+    """The probability, in the end, of the best of five settings, whose rewards are noisy."""
+    policy = DiscreteGaussianReinforce({"lr": [1, 2, 3, 4, 5]}, hyper_lr=0.5, seed=seed, **options)
+    policy.hyper_lr *= sign
+    noise = torch.Generator().manual_seed(seed)
+    for t in range(rounds):
+        lr = float(policy.sample(t, torch.tensor([0]))["lr"][0])
+        reward = 0.3 - 0.1 * abs(lr - 5) + 0.05 * float(torch.randn(1, generator=noise))
+        policy.update(feedback(t, 1.0, 1.0 - reward))
+    return float(policy.mean[0])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_adam_is_that_of_torch(optimizer):
+    policy = DiscreteGaussianReinforce(GRID, hyper_lr=0.01, optimizer=optimizer, seed=2)
+    mean = torch.nn.Parameter(policy.mean.clone())
+    kind, options = torch.optim.SGD, {}
+    if optimizer == "adam":
+        kind, options = torch.optim.Adam, {"betas": (0.7, 0.7)}
+    expected = kind([mean], lr=0.01, maximize=True, **options)
+    for t in range(6):
+        policy.update(feedback(t, 1.0, 0.5 + 0.1 * (t % 4)))
+        weights = causal_weights(policy.rewards)
+        mean.grad = (weights @ policy.scores)[: len(mean)]
+        expected.step()
+        torch.testing.assert_close(policy.mean, mean.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"centred": True}, {"window": 0}])
+def test_it_finds_the_best_arm(options):
+    """In each of eight runs; without a baseline's window nothing is learnt."""
+    means = [bandit(seed, **options) for seed in range(8)]
+    if options.get("window") == 0:
+        assert means == [0] * 8
+    else:
+        assert min(means) > 0.3
+
+
+def test_the_printed_sign_finds_the_worst():
+    assert max(bandit(seed, sign=-1.0) for seed in range(8)) < -0.3
+
+
+def test_a_resumed_policy_goes_on_as_if_nothing_had_been():
+    def made():
+        return DiscreteGaussianReinforce(
+            GRID, hyper_lr=0.2, window=3, learn_precision=True, optimizer="adam", seed=None
+        )
+
+    def run(policy, rounds):
+        for t in rounds:
+            drawn = policy.sample(t, torch.tensor([0]))
+            policy.update(feedback(t, 1.0, 1 - float(drawn["lr"][0])))
+
+    whole, first, second = made(), made(), made()
+    run(whole, range(9))
+    run(first, range(4))
+    second.load_state_dict({k: v for k, v in first.state_dict().items()})
+    run(second, range(4, 9))
+    for (name, a), b in zip(whole.named_buffers(), second.buffers(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"grid": {}}, "grid"),
+        ({"grid": {"lr": []}}, "grid"),
+        ({"grid": {"lr": [0.1, 0.1]}}, "different"),
+        ({"grid": {"lr": [-0.1, 0.1]}}, "lr"),
+        ({"grid": {"num_steps": [0, 1]}}, "num_steps"),
+        ({"grid": {"num_steps": [1.5]}}, "whole"),
+        ({"hyper_lr": -1.0}, "hyper_lr"),
+        ({"window": -1}, "window"),
+        ({"window": 0, "centred": True}, "window"),
+        ({"precision": 0.0}, "precision"),
+        ({"precision": [[1.0]]}, "2x2"),
+        ({"precision": [[1.0, 2.0], [2.0, 1.0]]}, "positive definite"),
+        ({"precision": [[1.0, 0.5], [0.0, 1.0]]}, "positive definite"),
+        ({"mean": {"lr": 1.0}}, "mean"),
+        ({"mean": {"momentum": 0.1}}, "mean"),
+        ({"optimizer": "rmsprop"}, "optimizer"),
+    ],
+)
+def test_wrong_options_are_refused(options, named):
+    with pytest.raises(FederationError, match=named):
+        DiscreteGaussianReinforce(**options)
+
+
+def test_a_round_without_validation_is_an_error():
+    policy = DiscreteGaussianReinforce(GRID)
+    with pytest.raises(FederationError, match="check_val_every_n_epoch=1"):
+        policy.update(feedback(0, 1.0, None))
