@@ -34,8 +34,8 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
     Mostafa (2019), section 3.2. In round :math:`t` all clients get a point :math:`h_t` of the grid,
     drawn from :math:`P(h \mid \psi_t) \propto e^{-\frac12 (h - \mu)^T A (h - \mu)}`,
     :math:`\psi = \{\mu, A\}`, where every axis of the grid is scaled to
-    :math:`[-\frac12, \frac12]`. The reward is the relative reduction of the server's validation loss,
-    :math:`r_t = (L_t - L_{t+1}) / L_t`, and online REINFORCE with a baseline moves (eq. 7)
+    :math:`[-\frac12, \frac12]`. The reward is the relative reduction of the server's validation
+    loss, :math:`r_t = (L_t - L_{t+1}) / L_t`, and online REINFORCE with a baseline moves (eq. 7)
 
     .. math:: \psi_{t+1} = \psi_t + \eta_H \sum_{\tau = t - Z'}^{t} (r_\tau - \hat r_t)
         \nabla_{\psi_\tau} \log P(h_\tau \mid \psi_\tau), \quad Z' = \min(Z, t - 1).

@@ -1262,19 +1262,19 @@ def test_a_sampler_that_makes_no_sense_is_refused(fit, linear, answer):
 
 
 def test_a_policy_learns_and_its_figures_are_in_the_table(fit, linear, tmp_path):
-    def run(rounds, **options):
+    def run(rounds, folder, **options):
         policy = DiscreteGaussianReinforce(
             {"lr": [0.001, 0.01, 0.05], "num_steps": [1, 2, 3]}, hyper_lr=0.5, seed=4
         )
         data = FederatedDataModule(regression(), regression(9), num_clients=3, batch_size=8)
         loop = FederatedLoop(policy=policy, seed=3)
         module = linear()
-        checkpoint = RoundCheckpoint(dirpath=tmp_path / f"{rounds}")
+        checkpoint = RoundCheckpoint(dirpath=tmp_path / folder)
         options |= {"callbacks": [checkpoint], "enable_checkpointing": True}
         fit(module, loop, data, rounds=rounds, **options)
         return loop, module
 
-    whole, module = run(6)
+    whole, module = run(6, "whole")
     assert len(whole.rows) == 6
     losses = [row["val_loss"] for row in whole.rows]
     for row, before, after in zip(whole.rows[1:], losses, losses[1:], strict=False):
@@ -1282,7 +1282,7 @@ def test_a_policy_learns_and_its_figures_are_in_the_table(fit, linear, tmp_path)
         assert min(abs(row["lr"] - lr) for lr in (0.001, 0.01, 0.05)) < 1e-9
         assert {"mean_lr", "mean_num_steps", "precision_lr_num_steps"} <= row.keys()
     assert whole.policy.mean.any()
-    run(3)
-    resumed, again = run(6, ckpt_path=tmp_path / "3" / "last.ckpt")
+    run(3, "half")
+    resumed, again = run(6, "half", ckpt_path=tmp_path / "half" / "last.ckpt")
     assert resumed.rows == whole.rows
     assert torch.equal(again.net.weight, module.net.weight)
