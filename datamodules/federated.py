@@ -594,6 +594,13 @@ class FederatedDataModule(LightningDataModule):
             sample = self.train[0]  # type: ignore[index]  # there after setup
         return 4 * sum(t.numel() if isinstance(t, Tensor) else 1 for t in tree_leaves(sample))
 
+    def example(self) -> Any:
+        """Return two training samples (of one, if there is no other) as the module gets them."""
+        with seeded_rng(0):  # their transforms may draw
+            samples = [self.train[i] for i in range(min(2, len(self.train)))]  # type: ignore[index,arg-type]
+            batch = self.on_before_batch_transfer(self.collate_fn(samples), 0)
+            return self.on_after_batch_transfer(batch, 0)
+
     def _full_batch(self, n: Tensor) -> Tensor:
         return n if self.batch_size is None else n.clamp(max=self.batch_size)
 

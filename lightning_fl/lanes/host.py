@@ -27,6 +27,27 @@ def is_floating(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def local_parameters(module: LightningModule) -> list[str]:
+    """Return the names of parameters that stay with each client.
+
+    Raises:
+        FederationError: If one is not a parameter, or if none is left to share.
+    """
+    names = list(getattr(module, "local_parameters", None) or ())
+    known = dict(module.named_parameters())
+    for name in names:
+        if name not in known:
+            raise FederationError(
+                f"{type(module).__name__}.local_parameters names {name!r}, which is no parameter"
+            )
+    if names and len(set(names)) == len(known):
+        raise FederationError(
+            f"all parameters of {type(module).__name__} stay with the clients (local_parameters):"
+            " there is nothing to train together"
+        )
+    return names
+
+
 class TensorList:
     """Tensors read and written as one vector, in one dtype that holds them all."""
 
@@ -58,6 +79,9 @@ class TensorList:
 class LaneHost(ABC):
     """Where clients train: loaded with the server's state, collected after their last step.
 
+    A module may name parameters that stay with each client (``local_parameters``): they are neither
+    averaged nor sent, a new client starts from the module's own, and a client finds its own again.
+
     Args:
         module: The user's module; between rounds it holds the server's model.
         buffers: What becomes of floating buffers after a client. ``average``: they are averaged
@@ -88,9 +112,14 @@ class LaneHost(ABC):
         ]
         self.named_parameters = dict(module.named_parameters())
         self.named_buffers = dict(module.named_buffers())
+        #: What a new client's own parameters are.
+        self.private = {
+            name: self.named_parameters[name].detach().clone() for name in local_parameters(module)
+        }
+        self.shared = {n: p for n, p in self.named_parameters.items() if n not in self.private}
         floats = [b for b in self.named_buffers.values() if is_floating(b)]
-        self.vector = TensorList([*self.named_parameters.values(), *floats], torch.float32)
-        self.num_parameters = sum(flat(p).numel() for p in self.named_parameters.values())
+        self.vector = TensorList([*self.shared.values(), *floats], torch.float32)
+        self.num_parameters = sum(flat(p).numel() for p in self.shared.values())
         self.counters = TensorList(
             (b for b in self.named_buffers.values() if not is_floating(b)), torch.int64
         )
@@ -128,6 +157,9 @@ class LaneHost(ABC):
         self._adopt()
         self.vector.write(state.vector)
         self.counters.write(state.counters)
+        with torch.no_grad():
+            for name, first in self.private.items():
+                self.named_parameters[name].copy_(first)
         self.optimizer.state.clear()
 
     def close(self) -> None:

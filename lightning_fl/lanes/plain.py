@@ -24,6 +24,9 @@ class ModuleLane(LaneHost):
         if not kept:
             return
         with torch.no_grad():
+            for name in self.private:
+                if (row := kept.get(f"parameter.{name}")) is not None:
+                    self.named_parameters[name].copy_(row)
             for name, buffer in self.named_buffers.items():
                 if (row := kept.get(f"buffer.{name}")) is not None:
                     buffer.copy_(row)
@@ -47,9 +50,9 @@ class ModuleLane(LaneHost):
     def rows(self) -> list[dict[str, Tensor]]:
         """Return the tensors that the client keeps for itself."""
         self._adopt()
-        rows = {}
+        rows = {f"parameter.{n}": self.named_parameters[n].detach() for n in self.private}
         if self.buffers == "local":
-            rows = {f"buffer.{name}": buffer for name, buffer in self.named_buffers.items()}
+            rows |= {f"buffer.{name}": buffer for name, buffer in self.named_buffers.items()}
         if self.keep_optimizer:
             rows |= self._optimizer_rows()
         return [rows]

@@ -111,11 +111,14 @@ class StackedLanes(LaneHost):
                 )
             self._ratio = 1.0
             self._lane_ratios = torch.tensor(ratios, dtype=torch.float64).to(state.vector.device)
-        names = [*self.named_parameters, *self._floating]
+        names = [*self.shared, *self._floating]
         pieces = dict(zip(names, state.vector.split(self.vector.sizes, dim=1), strict=True))
         self._resize(k)
         for name, param in self.params.items():
-            param.copy_(_unflatten(pieces[name], self.named_parameters[name]))
+            start = self.private.get(name)
+            if start is None:
+                start = _unflatten(pieces[name], self.named_parameters[name])
+            param.copy_(start)
             param.grad = None
             param.requires_grad_(self.named_parameters[name].requires_grad)
         counters = state.counters.expand(k, -1).split(self.counters.sizes, dim=1)
@@ -177,6 +180,7 @@ class StackedLanes(LaneHost):
     def _load_rows(self, rows: Sequence[Rows]) -> None:
         """Put back what clients kept; a client without anything starts from zero."""
         stacks = {f"buffer.{name}": buffer for name, buffer in self.buffer_stack.items()}
+        stacks |= {f"parameter.{name}": self.params[name].detach() for name in self.private}
         for i, (param, _) in enumerate(self._optimized()):
             prefix = f"optimizer.{i}."
             for key in sorted({key for kept in rows for key in kept if key.startswith(prefix)}):
@@ -189,7 +193,8 @@ class StackedLanes(LaneHost):
     @torch.no_grad()
     def collect(self, state: ServerState, reuse: bool = False) -> tuple[Tensor, Tensor]:
         """Return the clients' moves and counters; see :meth:`LaneHost.collect`."""
-        floating = [*self.params.values(), *(self.buffer_stack[n] for n in self._floating)]
+        shared = (self.params[name] for name in self.shared)
+        floating = [*shared, *(self.buffer_stack[n] for n in self._floating)]
         if not reuse or self._moves.shape != (self.count, state.vector.shape[1]):
             self._moves = state.vector.new_empty(self.count, state.vector.shape[1])
         local = torch.cat([_flatten(t) for t in floating], dim=1, out=self._moves)
@@ -201,9 +206,9 @@ class StackedLanes(LaneHost):
 
     def rows(self) -> list[dict[str, Tensor]]:
         """Return the tensors that each client keeps for itself."""
-        kept: Tensors = {}
+        kept: Tensors = {f"parameter.{name}": self.params[name].detach() for name in self.private}
         if self.buffers == "local":
-            kept = {f"buffer.{name}": buffer for name, buffer in self.buffer_stack.items()}
+            kept |= {f"buffer.{name}": buffer for name, buffer in self.buffer_stack.items()}
         if self.keep_optimizer:
             kept |= self._optimizer_rows()
         return [{key: stack[lane] for key, stack in kept.items()} for lane in range(self.count)]

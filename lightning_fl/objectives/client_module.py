@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.objectives.recorder import Recorder
 from lightning_fl.objectives.terms import Side, Term
+from lightning_fl.types import FederationError
 
 
 class ClientModule(LightningModule):
@@ -60,8 +63,65 @@ class ClientModule(LightningModule):
         self.knows_weights = type(self).training_step is ClientModule.training_step and not any(
             term.uses_batch for term in terms
         )
+        #: Looks inside the network, where a term wants that.
+        self.recorder: Recorder | None = None
         self._client_loss: list[Tensor] = []
         self._client_samples: list[Tensor] = []
+
+    @property
+    def local_parameters(self) -> list[str]:
+        """Names of the parameters that stay with each client: those of some terms."""
+        return [
+            f"terms.{i}.{name}"
+            for i, term in enumerate(self.terms)
+            if term.stays_local
+            for name, _ in term.named_parameters()
+        ]
+
+    def setup(self, stage: str) -> None:
+        """Let the terms make what depends on the shape of a sample."""
+        if stage == "fit" and self.recorder is None and any(t.wants_trace for t in self.terms):
+            self.build_terms(self._example())
+
+    def _example(self) -> Tensor:
+        """Return samples as the network gets them."""
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if self.example_input_array is None and hasattr(data, "example"):
+            return cast("Tensor", data.example()[0])
+        if not isinstance(self.example_input_array, Tensor):
+            raise FederationError(
+                f"{type(self).__name__} needs to know what a sample looks like: use a"
+                " FederatedDataModule, or set its example_input_array to a batch of inputs"
+            )
+        return self.example_input_array
+
+    def build_terms(self, x: Tensor) -> None:
+        """Let the terms make what depends on the shape of a sample.
+
+        Args:
+            x: Some samples, ``[batch, ...]``; their values do not matter.
+
+        Raises:
+            FederationError: If the network cannot be traced, or terms do not fit it.
+        """
+        if type(self).forward is not ClientModule.forward:
+            raise FederationError(
+                f"terms that look inside the network run it themselves, and"
+                f" {type(self).__name__}.forward would not be asked: put what it does into net"
+            )
+        wanted = [term for term in self.terms if term.wants_trace]
+        points = cast("Term", wanted[0]).points
+        if any(term.points != points for term in wanted):
+            raise FederationError("terms that look inside one network must name the same points")
+        recorder = Recorder(self.net, points)
+        params = dict(self.net.named_parameters(prefix="net"))
+        if x.is_floating_point() and params:  # a precision plugin has not converted either yet
+            x = x.to(next(iter(params.values())))
+        with seeded_rng(0, self.device):  # of dropout
+            trace = recorder.fixed(params, x)
+        for term in wanted:
+            cast("Term", term).build(recorder, trace)
+        self.recorder = recorder
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits, ``[batch, classes]``."""
@@ -84,7 +144,11 @@ class ClientModule(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss of a local step."""
-        outputs = self(batch[0])
+        trace = None
+        if self.recorder is None:
+            outputs = self(batch[0])
+        else:
+            outputs, trace = self.recorder(batch[0])
         losses = self.losses(batch, outputs)
         weight = self.sample_weight
         loss = losses.mean() if weight is None else losses @ weight
@@ -92,8 +156,11 @@ class ClientModule(LightningModule):
             params: dict[str, Tensor] = dict(self.net.named_parameters(prefix="net"))
             if not self.fixed:  # Outside of a federation the model stays near where it began.
                 self.fixed = {n: p.detach().clone() for n, p in params.items()}
-            own, fixed = Side(params, outputs), {n: self.fixed[n] for n in params}
-            loss = loss + sum(term(own, Side(fixed), batch) for term in self.terms)
+            fixed = {n: self.fixed[n] for n in params}
+            own, anchor = Side(params, outputs, trace), Side(fixed)
+            if self.recorder is not None:
+                anchor = Side(fixed, trace=self.recorder.fixed(fixed, batch[0]))
+            loss = loss + sum(term(own, anchor, batch) for term in self.terms)
         self.record(loss, len(losses))
         return loss
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_fl.objectives.recorder import Recorder, Trace
+
 
 @dataclass(frozen=True)
 class Side:
@@ -15,11 +17,13 @@ class Side:
 
     Args:
         params: Parameters by name.
-        outputs: What the network made of the batch; None for the fixed model, which did not run.
+        outputs: What the network made of the batch; None for the fixed model.
+        trace: What happened inside, where a term wants to know.
     """
 
     params: dict[str, Tensor]
     outputs: Tensor | None = None
+    trace: Trace | None = None
 
 
 class Term(nn.Module, ABC):
@@ -27,6 +31,21 @@ class Term(nn.Module, ABC):
 
     #: Whether it looks at the samples: then lanes are not filled up with samples of weight 0.
     uses_batch = True
+    #: Whether it looks inside the networks: then :meth:`build` is called before the first step.
+    wants_trace = False
+    #: Whether its parameters belong to each client: trained with the model, kept from round to
+    #: round, and neither sent nor averaged.
+    stays_local = False
+    #: Modules of the network whose outputs it looks at; None is every point-wise non-linearity.
+    points: list[str] | None = None
+
+    def build(self, recorder: Recorder, trace: Trace) -> None:
+        """Make what depends on the shapes of activations.
+
+        Args:
+            recorder: Knows the network's points.
+            trace: Of an example.
+        """
 
     @abstractmethod
     def forward(self, own: Side, fixed: Side, batch: Any) -> Tensor:

@@ -41,8 +41,8 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
         \nabla_{\psi_\tau} \log P(h_\tau \mid \psi_\tau), \quad Z' = \min(Z, t - 1).
 
     The paper prints a minus, which would lower the reward. The mean stays inside the grid, and
-    :math:`A = B B^T` positive definite. A round whose loss is not finite has the reward -1. Fixed values
-    that decay, its baseline, are a :class:`Schedule`.
+    :math:`A = B B^T` positive definite. A round whose loss is not finite has the reward -1. Its
+    baseline, fixed values that decay, is a :class:`Schedule`.
 
     Args:
         grid: Allowed values by name: ``lr``, ``num_steps``, ``local_epochs``, or any that a module
@@ -173,10 +173,7 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
             return
         weights = (centred_weights if self.centred else causal_weights)(self.rewards)
         move = weights @ self.scores
-        if self.optimizer == "adam":
-            move = self._adam(move)
-        else:
-            move = self.hyper_lr * move
+        move = self._adam(move) if self.optimizer == "adam" else self.hyper_lr * move
         self.mean.add_(move[: len(self.mean)]).clamp_(-0.5, 0.5)
         if self.learn_precision:
             self.root.add_(move[len(self.mean) :].view_as(self.root))

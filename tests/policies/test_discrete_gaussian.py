@@ -1,4 +1,4 @@
-"""A discrete Gaussian that learns: probabilities, gradients and updates, and that it finds optima."""
+"""A discrete Gaussian that learns: probabilities, gradients, updates, and that it finds optima."""
 
 import itertools
 import math
@@ -43,7 +43,7 @@ def test_probabilities_by_hand():
 
 
 def test_scores_in_closed_form():
-    r"""By the mean :math:`A (h - E h)`; by B :math:`-(d d^T - E d d^T) B`, with :math:`d = h - mu`."""
+    """By the mean A (h - E h); by B -(d d^T - E d d^T) B, with d = h - mu."""
     torch.manual_seed(0)
     points, mean = torch.rand(12, 3).double() - 0.5, torch.rand(3).double() - 0.5
     root = torch.linalg.cholesky(torch.diag(torch.tensor([5.0, 3.0, 2.0]))).double()
@@ -99,7 +99,7 @@ def test_draws_follow_the_probabilities():
 
 
 def test_updates_are_equation_7():
-    """Each round's score belongs to the psi it was drawn from; the baseline is the window's mean."""
+    """A round's score belongs to the psi it was drawn from; the baseline is the window's mean."""
     policy = DiscreteGaussianReinforce(GRID, hyper_lr=0.3, window=2, learn_precision=True, seed=1)
     mean, root = policy.mean.clone(), policy.root.clone()
     losses, rewards, scores = [4.0, 3.0, 3.3, 1.0, 0.9], [], []
@@ -202,7 +202,7 @@ def test_a_resumed_policy_goes_on_as_if_nothing_had_been():
     whole, first, second = made(), made(), made()
     run(whole, range(9))
     run(first, range(4))
-    second.load_state_dict({k: v for k, v in first.state_dict().items()})
+    second.load_state_dict(first.state_dict())
     run(second, range(4, 9))
     for (name, a), b in zip(whole.named_buffers(), second.buffers(), strict=True):
         assert torch.equal(a, b), name

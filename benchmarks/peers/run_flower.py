@@ -1,0 +1,114 @@
+"""Seconds per round of Flower: its simulation engine on Ray, one single-threaded client per actor.
+
+Its environment, then a run:
+
+    python -m venv .peers/flower
+    .peers/flower/bin/pip install "flwr[simulation]==1.41.0" ray==2.55.1 torch==2.14.1 numpy==2.4.6
+
+    .peers/flower/bin/python benchmarks/peers/run_flower.py '<json>' OUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from functools import cache
+from itertools import count, islice, pairwise
+from pathlib import Path
+
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from flwr.simulation import run_simulation
+from networks import network, synthetic
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+client_app = ClientApp()
+cached_samples = cache(synthetic)
+
+
+@cache
+def cached_network(shape: tuple[int, ...]) -> nn.Module:
+    """The network that the clients of one actor share; the first call sets the actor up."""
+    torch.set_num_threads(1)
+    return network(shape)
+
+
+def batches(samples: int, batch_size: int, steps: int) -> Iterator[Tensor]:
+    """Indices of each step's samples, shuffled anew for each pass."""
+    epochs = (torch.randperm(samples).split(batch_size) for _ in count())
+    return islice((batch for epoch in epochs for batch in epoch), steps)
+
+
+@client_app.train()
+def train(message: Message, context: Context) -> Message:
+    """Train the received model on the samples of one client."""
+    w = message.content["config"]
+    shape = tuple(w["shape"])
+    model = cached_network(shape)
+    x, y = cached_samples(w["clients"], w["samples"], shape)[context.node_config["partition-id"]]
+    model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=w["lr"])
+    for batch in batches(len(x), w["batch_size"], w["steps"]):
+        optimizer.zero_grad()
+        cross_entropy(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+    content = RecordDict(
+        {
+            "arrays": ArrayRecord(model.state_dict()),
+            "metrics": MetricRecord({"num-examples": len(x)}),
+        }
+    )
+    return Message(content=content, reply_to=message)
+
+
+def main() -> None:
+    """Train the workload and write the seconds of each round."""
+    w, out = json.loads(sys.argv[1]), Path(sys.argv[2])
+    clock: list[float] = []
+    server_app = ServerApp()
+
+    @server_app.main()
+    def serve(grid: Grid, context: Context) -> None:
+        strategy = FedAvg(
+            fraction_train=w["cohort"] / w["clients"],
+            fraction_evaluate=0.0,
+            min_train_nodes=w["cohort"],
+            min_available_nodes=w["clients"],
+        )
+        strategy.start(
+            grid=grid,
+            initial_arrays=ArrayRecord(network(tuple(w["shape"])).state_dict()),
+            num_rounds=w["rounds"],
+            train_config=ConfigRecord(w),
+            # Called before the first round and after each: it only reads the clock.
+            evaluate_fn=lambda server_round, arrays: clock.append(time.perf_counter()),
+        )
+
+    run_simulation(
+        server_app,
+        client_app,
+        num_supernodes=w["clients"],
+        backend_config={
+            "init_args": {"num_cpus": w["threads"], "num_gpus": 0},
+            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+        },
+    )
+    out.write_text(json.dumps([end - start for start, end in pairwise(clock)]))
+
+
+if __name__ == "__main__":
+    # Under its own name the module is imported once by each actor, which keeps its caches;
+    # functions of __main__ would travel with each message.
+    import run_flower
+
+    run_flower.main()

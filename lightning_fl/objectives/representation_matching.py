@@ -1,0 +1,152 @@
+"""Representations from which the server's can be made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fl.functional.randomness import Purpose, derive_seed, seeded_rng
+from lightning_fl.functional.representation import matching_error, pad_to, unpool
+from lightning_fl.objectives.recorder import Recorder, Trace
+from lightning_fl.objectives.terms import Side, Term
+from lightning_fl.types import FederationError
+
+CONVOLUTIONS: dict[int, Any] = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
+
+
+class RepresentationMatching(Term):
+    r"""Reconstruct each layer of the fixed model from the layer above of the model in training.
+
+    Mostafa (2019), eq. 1 and 2: with activations :math:`a_j` at the points of interest (the input,
+    every point-wise non-linearity, the top layer)
+
+    .. math:: c \sum_j \frac1{|b|} \sum_{x \in b}
+        \lVert f_j(a_{j+1}(x; w); \theta_j) - a_j(x; w^t) \rVert^2
+
+    A matching layer :math:`f_j` is linear where its source is flat, a 3x3 convolution where it is
+    spatial, followed by the target's non-linearity. Max pooling between the two points is reversed
+    with the switches of the model in training: before the matching layer where the pooling follows
+    a convolution, else after it. :math:`\theta` belongs to its client: it is trained with the
+    client's learning rate, kept from round to round, and never sent or averaged. It is not part of
+    the module's state either.
+
+    The sum grows with the number of features: input scaling, ``coefficient`` and ``reduction``
+    decide how much it weighs.
+
+    Args:
+        coefficient: Factor :math:`c`, from 0 up.
+        reduction: Squares of a layer's features are summed (the paper) or averaged.
+        points: Names of modules of the network whose outputs are the points; None finds them.
+        seed: Of the matching layers that a new client starts from.
+
+    Raises:
+        FederationError: If an option is out of range; at the start of a fit, if the network cannot
+            be traced or two neighbouring points do not fit.
+
+    Example:
+        >>> from lightning_fl import ClientModule
+        >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> module = ClientModule(net, terms=[RepresentationMatching()])
+        >>> module.build_terms(torch.zeros(1, 4))
+        >>> module.terms[0].layers
+        ModuleList(
+          (0): Linear(in_features=3, out_features=4, bias=True)
+          (1): Linear(in_features=2, out_features=3, bias=True)
+        )
+    """
+
+    wants_trace = True
+    stays_local = True
+
+    def __init__(
+        self,
+        coefficient: float = 1.0,
+        reduction: Literal["sum", "mean"] = "sum",
+        points: Sequence[str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if not 0 <= coefficient < float("inf"):
+            raise FederationError(f"coefficient must be finite and at least 0, got {coefficient}")
+        if reduction not in ("sum", "mean"):
+            raise FederationError(f"reduction must be sum or mean, got {reduction!r}")
+        self.coefficient, self.reduction, self.seed = coefficient, reduction, seed
+        self.points = None if points is None else list(points)
+        self.recorder: Recorder | None = None
+        #: Matching layers, from the input's up; there from the start of a fit on.
+        self.layers = nn.ModuleList()
+        hooks: Any = self  # untyped in torch
+        hooks.register_state_dict_post_hook(_forget_layers)
+        hooks.register_load_state_dict_pre_hook(_miss_no_layers)
+
+    def build(self, recorder: Recorder, trace: Trace) -> None:
+        """Make the matching layers, for activations of these shapes."""
+        self.recorder = recorder
+        pairs = list(zip(trace.activations, trace.activations[1:], strict=False))
+        layers = []
+        with seeded_rng(derive_seed(self.seed, Purpose.MATCHING)):
+            for j, (target, source) in enumerate(pairs):
+                if source.ndim == 2:
+                    layer: nn.Module = nn.Linear(source.shape[1], target[0].numel())
+                elif source.ndim == target.ndim and source.ndim in CONVOLUTIONS:
+                    convolution = CONVOLUTIONS[source.ndim]
+                    layer = convolution(source.shape[1], target.shape[1], 3, padding=1)
+                else:
+                    raise FederationError(
+                        f"representation matching cannot make activation {j}, of shape"
+                        f" {list(target.shape[1:])}, from the one above it,"
+                        f" {list(source.shape[1:])}: name other points"
+                    )
+                layers.append(layer.to(source.dtype))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, own: Side, fixed: Side, batch: Any) -> Tensor:
+        """Return the sum over layers."""
+        return self.coefficient * torch.stack(self.per_layer(own, fixed)).sum()
+
+    def per_layer(self, own: Side, fixed: Side) -> list[Tensor]:
+        """Return the error of each layer, from the input's up, without the coefficient."""
+        assert self.recorder is not None
+        assert own.trace is not None
+        assert fixed.trace is not None
+        errors = []
+        for j, layer in enumerate(self.layers):
+            source, target = own.trace.activations[j + 1], fixed.trace.activations[j]
+            if source.ndim == 2:
+                guess = layer(source)
+            else:
+                guess = self._spatial(layer, j, own.trace, target)
+            if (nonlinearity := self.recorder.points[j].nonlinearity) is not None:
+                guess = nonlinearity(guess)
+            errors.append(matching_error(guess.flatten(1), target.flatten(1), self.reduction))
+        return errors
+
+    def _spatial(self, layer: nn.Module, j: int, trace: Trace, target: Tensor) -> Tensor:
+        """Go from maps down to the maps below, against the poolings between them."""
+        assert self.recorder is not None
+        guess, size = trace.activations[j + 1], target.shape[2:]
+        flags = self.recorder.points[j + 1].unpool_first
+        pools = list(zip(trace.switches[j + 1], flags, strict=True))[::-1]
+        for (index, inside), comes_first in pools:
+            if comes_first:
+                guess = unpool(pad_to(guess, index.shape[2:]), index, inside)
+        later = [pool for pool, comes_first in pools if not comes_first]
+        guess = layer(pad_to(guess, later[0][0].shape[2:] if later else size))
+        for index, inside in later:
+            guess = unpool(pad_to(guess, index.shape[2:]), index, inside)
+        return pad_to(guess, size)
+
+
+def _forget_layers(term: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Leave a client's own layers out of the module's state."""
+    for name in [name for name in state if name.startswith(f"{prefix}layers.")]:
+        del state[name]
+
+
+def _miss_no_layers(term: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let a state without them be complete."""
+    for name, parameter in term.named_parameters():
+        state.setdefault(prefix + name, parameter.detach())
