@@ -24,7 +24,7 @@ from lightning_fl import ClientModule, ClientParallelStrategy, Lanes
 from lightning_fl.aggregators import FedAvg
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.objectives import Proximal
+from lightning_fl.objectives import Proximal, RepresentationMatching
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import HyperParameterPolicy, Schedule
 
@@ -125,6 +125,12 @@ CASES = {
         {"drop_last": True},
     ),
     "uniform": lambda: (client_module(), {"aggregator": FedAvg("uniform")}, {}),
+    "matching": lambda: (client_module(terms=[RepresentationMatching(0.1)]), {}, {}),
+    "lanes, matching": lambda: (
+        wide_lanes(client_module(terms=[RepresentationMatching(0.1)])),
+        {"participation": 5},
+        {},
+    ),
     "lanes": lambda: (wide_lanes(client_module()), {"policy": Uneven()}, {}),
     "lanes, kept": lambda: (
         wide_lanes(Foreign(dropout=0.0, optimizer=sgd, metric=False), steps_per_batch=2),
@@ -136,6 +142,7 @@ CASES = {
 SHARED = {
     "client module": CASES["client module"],
     "uneven": CASES["uneven"],
+    "matching": CASES["matching"],
     "foreign": lambda: (Foreign(dropout=0.0), {"participation": 4}, {"batch_size": 5}),
     "kept": lambda: (
         Foreign(dropout=0.0, optimizer=sgd),

@@ -28,9 +28,11 @@ CASES = [
     "uniform",
     "lanes",
     "lanes, kept",
+    "matching",
+    "lanes, matching",
     "poison",
 ]
-SHARED = ["ddp, client module", "ddp, uneven", "ddp, foreign", "ddp, kept"]
+SHARED = ["ddp, client module", "ddp, uneven", "ddp, matching", "ddp, foreign", "ddp, kept"]
 
 
 def start(*arguments, launcher=()):

@@ -1,0 +1,86 @@
+"""Speech Commands: one-second clips of single words (Warden, 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from torchaudio.datasets import SPEECHCOMMANDS
+
+from lightning_fl.datamodules.audio import AudioDataModule, Clip, missing
+from lightning_fl.types import FederationError
+
+#: Words of the ten-keyword task.
+KEYWORDS = ("down", "go", "left", "no", "off", "on", "right", "stop", "up", "yes")
+VERSION = "speech_commands_v0.02"
+
+
+class SpeechCommands(AudioDataModule):
+    """Ten keywords of Speech Commands v0.02, ``[1, 32, 32]`` log-mel spectrograms.
+
+    The lists of the data set say which clips are for validation (the server's) and which for the
+    test; the rest is training data. A speaker is in one part only, and ``ByKey`` makes training
+    speakers clients.
+
+    Args:
+        download: Fetch the files into ``root`` if they are not there.
+        keywords: The words, in the order of their labels.
+        options: Those of :class:`AudioDataModule`.
+
+    Raises:
+        FederationError: If the files are not there and ``download`` is off, or a keyword has none.
+    """
+
+    def __init__(
+        self,
+        root: str = "data",
+        download: bool = False,
+        keywords: Sequence[str] = KEYWORDS,
+        **options: Any,
+    ) -> None:
+        super().__init__(root, **options)
+        if not keywords or len(set(keywords)) != len(keywords):
+            raise FederationError(f"keywords must be different words, got {list(keywords)}")
+        self.download, self.keywords = download, list(keywords)
+
+    @property
+    def folder(self) -> Path:
+        """Where torchaudio puts the words' folders."""
+        return Path(self.root, "SpeechCommands", VERSION)
+
+    def prepare_data(self) -> None:
+        """Download, where that was asked for."""
+        if self.download and not self.folder.is_dir():
+            Path(self.root).mkdir(parents=True, exist_ok=True)
+            SPEECHCOMMANDS(self.root, VERSION, download=True)
+
+    def clips(self, part: Literal["train", "val", "test"]) -> list[Clip] | None:
+        """Return the clips of a part, by the lists of the data set."""
+        if not self.folder.is_dir():
+            raise missing(
+                type(self).__name__,
+                self.folder,
+                "fetch it with download=true (data.init_args.download)",
+            )
+        lists = {"val": "validation_list.txt", "test": "testing_list.txt"}
+        named = {name: self._listed(file) for name, file in lists.items()}
+        if part == "val" and not named["val"]:
+            return None
+        if part == "test" and not named["test"]:
+            raise FederationError(f"{self.folder / lists['test']} is missing or empty")
+        found = []
+        for label, word in enumerate(self.keywords):
+            paths = sorted(Path(self.folder, word).glob("*.wav"))
+            if not paths:
+                raise FederationError(f"there are no clips of {word!r} in {self.folder}")
+            for path in paths:
+                name = f"{word}/{path.name}"
+                listed = [p for p, names in named.items() if name in names]
+                if (listed or ["train"])[0] == part:
+                    found.append(Clip(path, label, path.name.partition("_nohash_")[0]))
+        return found
+
+    def _listed(self, file: str) -> set[str]:
+        path = self.folder / file
+        return set(path.read_text().split()) if path.is_file() else set()

@@ -1,0 +1,45 @@
+"""Free Spoken Digit Dataset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from lightning_fl.datamodules.audio import AudioDataModule, Clip, missing
+from lightning_fl.types import FederationError
+
+
+class SpokenDigits(AudioDataModule):
+    """Free Spoken Digit Dataset: six speakers, digits 0 to 9, 8 kHz, ``[1, 32, 32]`` spectrograms.
+
+    Clips 0 to 4 of each speaker and digit are the test set, as its authors have it. ``ByKey`` makes
+    speakers clients.
+    """
+
+    rate: ClassVar[int] = 8_000
+
+    @property
+    def folder(self) -> Path:
+        """Where the recordings are."""
+        return Path(self.root, "free-spoken-digit-dataset", "recordings")
+
+    def clips(self, part: Literal["train", "val", "test"]) -> list[Clip] | None:
+        """Return the clips of a part, ``<digit>_<speaker>_<index>.wav``."""
+        if not self.folder.is_dir():
+            raise missing(
+                type(self).__name__,
+                self.folder,
+                "clone https://github.com/Jakobovski/free-spoken-digit-dataset into it",
+            )
+        if part == "val":
+            return None
+        found = []
+        for path in sorted(self.folder.glob("*.wav")):
+            digit, *speaker, index = path.stem.split("_")
+            if not (digit.isdecimal() and int(digit) < 10 and index.isdecimal() and speaker):
+                raise FederationError(
+                    f"{path} is no clip of this data set: it has names as 7_theo_3.wav"
+                )
+            if (int(index) < 5) == (part == "test"):
+                found.append(Clip(path, int(digit), "_".join(speaker)))
+        return found

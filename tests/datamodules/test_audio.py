@@ -1,0 +1,271 @@
+"""Spoken words: files of every kind, spectrograms, augmentation, and the two data sets."""
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.io import wavfile
+
+from lightning_fl import ClientModule, Lanes
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.datamodules import Augment, LogMel, SpeechCommands, SpokenDigits
+from lightning_fl.datamodules.audio import read_wav
+from lightning_fl.models import KeywordCNN
+from lightning_fl.partition import ByKey, ByLabel
+from lightning_fl.policies import Schedule
+from lightning_fl.types import FederationError
+
+
+def tone(seconds=1.0, rate=8000, hertz=440.0):
+    t = np.arange(int(seconds * rate)) / rate
+    return 0.5 * np.sin(2 * math.pi * hertz * t)
+
+
+def write(path, wave, rate=8000, dtype=np.int16):
+    scale = {np.uint8: 127.5, np.int16: 2**15, np.int32: 2.0**31, np.float32: 1}[dtype]
+    data = wave * scale + (127.5 if dtype is np.uint8 else 0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    wavfile.write(path, rate, data.astype(dtype))
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.float32])
+def test_every_sample_format_is_read_alike(tmp_path, dtype):
+    write(tmp_path / "a.wav", tone(), dtype=dtype)
+    found = read_wav(tmp_path / "a.wav", 8000, 8000)
+    assert found.dtype == torch.int16
+    steps = 260 if dtype is np.uint8 else 2
+    assert (found - torch.from_numpy(tone()) * 2**15).abs().max() < steps
+
+
+def test_short_clips_are_padded_and_long_ones_cropped(tmp_path):
+    ramp = np.arange(100) / 200
+    write(tmp_path / "a.wav", ramp)
+    exact = read_wav(tmp_path / "a.wav", 8000, 100)
+    assert torch.equal(read_wav(tmp_path / "a.wav", 8000, 40), exact[30:70])
+    padded = read_wav(tmp_path / "a.wav", 8000, 150)
+    assert torch.equal(padded[:100], exact)
+    assert not padded[100:].any()
+
+
+def test_other_rates_are_resampled_and_channels_averaged(tmp_path):
+    write(tmp_path / "a.wav", tone(rate=44100), rate=44100)
+    found = read_wav(tmp_path / "a.wav", 8000, 8000).double() / 2**15
+    inner = slice(200, 7800)
+    assert (found[inner] - torch.from_numpy(tone())[inner]).abs().max() < 0.01
+    write(tmp_path / "b.wav", np.stack([tone(), -tone()], 1))
+    assert read_wav(tmp_path / "b.wav", 8000, 8000).abs().max() <= 1
+
+
+@pytest.mark.parametrize("content", [b"", b"RIFF", b"nothing of the kind" * 9])
+def test_a_damaged_file_is_named(tmp_path, content):
+    (tmp_path / "bad.wav").write_bytes(content)
+    with pytest.raises(ValueError, match=r"bad\.wav"):
+        read_wav(tmp_path / "bad.wav", 8000, 8000)
+
+
+# --- features -------------------------------------------------------------------------------------
+
+
+def test_a_tone_is_a_line_at_its_height():
+    features = LogMel(8000, 8000, normalise="none")
+    low, high = (
+        features(torch.from_numpy(tone(hertz=hertz)).float()[None])[0, 0] for hertz in (300, 2500)
+    )
+    assert low.shape == (32, 32)
+    assert low[:, 5:-5].argmax(0).unique().numel() == 1
+    assert low[:, 16].argmax() < high[:, 16].argmax()
+
+
+def test_each_clip_is_standardised():
+    clips = torch.from_numpy(np.stack([tone(), 0.01 * tone(hertz=900)])).float()
+    clips = clips + 0.001 * torch.randn_like(clips)
+    x = LogMel(8000, 8000)(clips)
+    torch.testing.assert_close(x.mean((1, 2, 3)), torch.zeros(2), atol=1e-4, rtol=0)
+    torch.testing.assert_close(x.std((1, 2, 3), correction=0), torch.ones(2), atol=1e-3, rtol=0)
+    assert LogMel(8000, 8000)(torch.zeros(1, 8000)).isfinite().all()  # silence
+
+
+def test_integers_and_numbers_from_minus_one_to_one_are_the_same():
+    clip = (torch.from_numpy(tone()) * 2**15).to(torch.int16)[None]
+    features = LogMel(8000, 8000)
+    torch.testing.assert_close(features(clip), features(clip.float() / 2**15))
+
+
+def test_clips_are_shifted_each_by_its_own():
+    torch.manual_seed(0)
+    clips = torch.arange(1, 101).repeat(50, 1).to(torch.int16)
+    shifted = Augment(time_shift=0.2, noise=0, mask=0).clips(clips) * 2**15
+    first = []
+    for row in shifted.round().int().tolist():
+        inside = [v for v in row if v]
+        assert inside == list(range(inside[0], inside[-1] + 1))
+        first.append(inside[0] - row.index(inside[0]) - 1)
+    assert len(set(first)) > 10
+    assert max(map(abs, first)) <= 20
+
+
+def test_noise_and_masks_change_what_they_should():
+    torch.manual_seed(0)
+    silent = torch.zeros(4, 8000, dtype=torch.int16)
+    noisy = Augment(time_shift=0, noise=0.01, mask=0).clips(silent)
+    assert 0 < noisy.std(1).max() <= 0.011
+    x = torch.randn(40, 1, 32, 32)
+    masked = Augment(mask=6).spectrograms(x.clone())
+    changed = masked != x
+    assert changed.any((1, 2, 3)).float().mean() > 0.5
+    assert not changed.all((1, 2, 3)).any()
+    assert torch.equal(Augment(mask=0).spectrograms(x), x)
+    with pytest.raises(FederationError, match="time_shift"):
+        Augment(time_shift=2.0)
+    with pytest.raises(FederationError, match="mask"):
+        Augment(mask=-1)
+
+
+# --- data sets ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def digits(tmp_path):
+    """Ten digits of two speakers, as tones of their own."""
+    folder = tmp_path / "free-spoken-digit-dataset" / "recordings"
+    for digit in range(10):
+        for speaker in ("anna", "ben_2"):
+            for index in range(4, 8):
+                wave = tone(0.3 + 0.05 * index, hertz=200 + 300 * digit)
+                write(folder / f"{digit}_{speaker}_{index}.wav", wave)
+    return tmp_path
+
+
+@pytest.fixture
+def commands(tmp_path):
+    folder = tmp_path / "SpeechCommands" / "speech_commands_v0.02"
+    for i, word in enumerate(("yes", "no")):
+        for speaker in "abcd":
+            write(folder / word / f"{speaker}_nohash_0.wav", tone(1, 16000, 300 + i), 16000)
+    (folder / "validation_list.txt").write_text("yes/a_nohash_0.wav\nno/a_nohash_0.wav\n")
+    (folder / "testing_list.txt").write_text("yes/b_nohash_0.wav\nno/b_nohash_0.wav\n")
+    return tmp_path
+
+
+def test_spoken_digits_are_split_as_their_authors_have_it(digits):
+    data = SpokenDigits(str(digits), partition=ByKey(), num_clients=None, val_size=0)
+    data.setup()
+    assert (len(data.train), len(data.test)) == (60, 20)
+    assert data.num_samples.tolist() == [30, 30]
+    assert set(data.train.keys) == {"anna", "ben_2"}
+    x, y = data.example()
+    assert (x.shape, y.dtype) == ((2, 1, 32, 32), torch.int64)
+
+
+def test_speech_commands_are_split_by_their_lists(commands):
+    data = SpeechCommands(
+        str(commands), keywords=["yes", "no"], partition=ByKey(), num_clients=None
+    )
+    data.setup()
+    assert [len(part) for part in (data.train, data.val, data.test)] == [4, 2, 2]
+    assert data.train.tensors[0].shape == (4, 16000)
+    assert data.train.keys == ["c", "d", "c", "d"]
+    assert data.train.tensors[1].tolist() == [0, 0, 1, 1]
+    assert data.num_samples.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("lanes", [None, 4])
+@pytest.mark.parametrize("options", [{}, {"cache_features": True}, {"augment": Augment()}])
+def test_a_federation_of_speakers_trains(fit, digits, lanes, options):
+    data = SpokenDigits(
+        str(digits), partition=ByLabel(), num_clients=10, batch_size=4, val_size=0, **options
+    )
+    torch.manual_seed(0)
+    module = ClientModule(KeywordCNN(width=2, hidden=8))
+    before = module.net[0].weight.detach().clone()
+    user = module if lanes is None else Lanes(module, lanes, compile=False)
+    fit(user, FederatedLoop(policy=Schedule(lr=0.05, num_steps=2), seed=1), data, rounds=1)
+    assert not torch.equal(before, module.net[0].weight)
+    assert module.net[0].weight.isfinite().all()
+
+
+def test_kept_features_are_those_of_the_device(digits):
+    kept, made = (
+        SpokenDigits(str(digits), cache_features=cache, val_size=0) for cache in (True, False)
+    )
+    for data in (kept, made):
+        data.setup("fit")
+    x, y = made.on_after_batch_transfer(made.train.fetch(torch.arange(8)), 0)
+    again, labels = kept.on_after_batch_transfer(kept.train.fetch(torch.arange(8)), 0)
+    torch.testing.assert_close(x, again)
+    assert torch.equal(y, labels)
+
+
+def test_damaged_clips_end_the_run_or_are_left_out(digits):
+    bad = next((digits / "free-spoken-digit-dataset" / "recordings").glob("3_anna_6*"))
+    bad.write_bytes(b"RIFF")
+    with pytest.raises(FederationError, match=rf"1 of 60 clips are damaged: .*{bad.name}"):
+        SpokenDigits(str(digits)).setup("fit")
+    data = SpokenDigits(str(digits), skip_damaged=True, val_size=0)
+    with pytest.warns(UserWarning, match="left out"):
+        data.setup("fit")
+    assert len(data.train) == 59
+
+
+def test_what_is_missing_is_named_with_the_remedy(tmp_path, digits, commands):
+    with pytest.raises(FederationError, match="download=true"):
+        SpeechCommands(str(tmp_path / "none")).setup()
+    with pytest.raises(FederationError, match="clone https"):
+        SpokenDigits(str(tmp_path / "none")).setup()
+    with pytest.raises(FederationError, match="no clips of 'down'"):
+        SpeechCommands(str(commands)).setup()
+    (digits / "free-spoken-digit-dataset" / "recordings" / "what.wav").write_bytes(b"")
+    with pytest.raises(FederationError, match=r"what\.wav is no clip"):
+        SpokenDigits(str(digits)).setup()
+    (commands / "SpeechCommands" / "speech_commands_v0.02" / "testing_list.txt").unlink()
+    with pytest.raises(FederationError, match=r"testing_list\.txt is missing"):
+        SpeechCommands(str(commands), keywords=["yes", "no"]).setup("test")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"seconds": 0}, "seconds"),
+        ({"image_size": 0}, "image_size"),
+        ({"normalise": "all"}, "normalise"),
+        ({"cache_features": True, "augment": Augment()}, "cache_features"),
+    ],
+)
+def test_wrong_options_are_refused(options, named):
+    with pytest.raises(FederationError, match=named):
+        SpokenDigits(**options)
+    with pytest.raises(FederationError, match="keywords"):
+        SpeechCommands(keywords=["yes", "yes"])
+
+
+# --- real clips -----------------------------------------------------------------------------------
+
+
+def real(name):
+    root = os.environ.get("LIGHTNING_FL_DATA")
+    if not root or not Path(root, name).is_dir():
+        pytest.skip(f"real clips: set LIGHTNING_FL_DATA to a folder that holds {name}")
+    return root
+
+
+def test_the_ten_keywords(tmp_path):
+    data = SpeechCommands(real("SpeechCommands"), partition=ByLabel())
+    data.setup()
+    assert [len(part) for part in (data.train, data.val, data.test)] == [2889, 357, 828]
+    x, _ = data.on_after_batch_transfer(data.train.fetch(torch.arange(64)), 0)
+    assert x.isfinite().all()
+    assert x.mean().abs() < 0.01
+
+
+def test_the_spoken_digits():
+    data = SpokenDigits(real("free-spoken-digit-dataset"), partition=ByKey(), num_clients=None)
+    data.setup()
+    assert data.num_clients == 6
+    assert len(data.train) == 2700
+    assert len(data.test) == 300

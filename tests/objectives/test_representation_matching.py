@@ -1,0 +1,434 @@
+"""Representation matching: against other derivations, in lanes, resumed, and what is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lightning_fl import ClientModule, Lanes
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.functional.representation import matching_error, pad_to, unpool
+from lightning_fl.objectives import (
+    EntropyRegularizer,
+    Proximal,
+    Recorder,
+    RepresentationMatching,
+    Side,
+)
+from lightning_fl.policies import Schedule
+from lightning_fl.types import FederationError
+
+
+def mlp():
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)
+    )
+
+
+def conv_pool_relu():
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Conv2d(3, 4, 3),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+        nn.Sigmoid(),
+        nn.Linear(5, 3),
+    )
+
+
+def conv_relu_pool():
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(3, 4, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64, 3),
+    )
+
+
+def images(n=6, size=12):
+    return torch.randn(n, 2, size, size, dtype=torch.float64)
+
+
+def matched(net, x, **options):
+    """A module with matching layers, its loss, and the sides of a batch."""
+    torch.manual_seed(0)
+    module = ClientModule(net(), terms=[RepresentationMatching(**options)]).double()
+    module.build_terms(x[:1])
+    fixed = {f"net.{n}": p.detach() + 0.1 * torch.randn_like(p) for n, p in _named(module)}
+    return module, fixed
+
+
+def _named(module):
+    return list(module.net.named_parameters())
+
+
+def found(module, fixed, x):
+    """The term of a batch, and its gradients by the network's and its own parameters."""
+    term = module.terms[0]
+    loss = term(
+        Side({}, trace=module.recorder(x)[1]),
+        Side({}, trace=module.recorder.fixed(fixed, x)),
+        (x, None),
+    )
+    params = [*module.net.parameters(), *term.parameters()]
+    return loss, torch.autograd.grad(loss, params, allow_unused=True)
+
+
+# --- against other derivations --------------------------------------------------------------------
+
+
+def test_an_mlp_by_matrices():
+    """Sums over layers of squared norms, with matrices alone; the top layer's gradients by hand."""
+    torch.manual_seed(1)
+    x = torch.randn(7, 6, dtype=torch.float64)
+    module, fixed = matched(mlp, x, coefficient=0.3)
+
+    def run(p):
+        a1 = (x @ p["net.1.weight"].T + p["net.1.bias"]).clamp(min=0)
+        a2 = torch.tanh(a1 @ p["net.3.weight"].T + p["net.3.bias"])
+        return [x, a1, a2, a2 @ p["net.5.weight"].T + p["net.5.bias"]]
+
+    own = run({f"net.{n}": p.detach() for n, p in _named(module)})
+    target = run(fixed)
+    theta = [(layer.weight.detach(), layer.bias.detach()) for layer in module.terms[0].layers]
+    acts = [lambda z: z, lambda z: z.clamp(min=0), torch.tanh]
+    guesses = [
+        act(source @ w.T + b) for act, source, (w, b) in zip(acts, own[1:], theta, strict=True)
+    ]
+    expected = sum(((g - t) ** 2).sum() / len(x) for g, t in zip(guesses, target, strict=False))
+    loss, grads = found(module, fixed, x)
+    assert loss.item() == pytest.approx(0.3 * expected.item(), rel=1e-12)
+    # Of the top matching layer: 2 c / n (g - t) g' by its bias, times the source by its weight.
+    error = 0.3 * 2 / len(x) * (guesses[2] - target[2]) * (1 - guesses[2] ** 2)
+    torch.testing.assert_close(grads[-1], error.sum(0), atol=1e-12, rtol=0)
+    torch.testing.assert_close(grads[-2], error.T @ own[3], atol=1e-12, rtol=0)
+    # By the top layer's bias: through the logits.
+    torch.testing.assert_close(grads[5], (error @ theta[2][0]).sum(0), atol=1e-12, rtol=0)
+
+
+def _conv(x, layer):
+    return F.conv2d(x, layer.weight, layer.bias, padding=1)
+
+
+def test_pooling_is_reversed_before_the_layer_where_it_follows_a_convolution():
+    """conv - pool - ReLU, with torch's own max_unpool2d."""
+    torch.manual_seed(1)
+    x = images()
+    module, fixed = matched(conv_pool_relu, x)
+
+    def run(p):
+        h1, i1 = F.max_pool2d(
+            F.conv2d(x, p["0.weight"], p["0.bias"], padding=1), 2, return_indices=True
+        )
+        a1 = h1.relu()
+        h2, i2 = F.max_pool2d(F.conv2d(a1, p["3.weight"], p["3.bias"]), 2, return_indices=True)
+        a2 = h2.relu()
+        a3 = torch.sigmoid(a2.flatten(1) @ p["7.weight"].T + p["7.bias"])
+        return [x, a1, a2, a3, a3 @ p["9.weight"].T + p["9.bias"]], i1, i2
+
+    own, i1, i2 = run(dict(_named(module)))
+    target = run({n.removeprefix("net."): p for n, p in fixed.items()})[0]
+    layers = module.terms[0].layers
+    guesses = [
+        _conv(F.max_unpool2d(own[1], i1, 2), layers[0]),
+        # A convolution without padding: 4x4 maps of the pooling's input, zeros around them.
+        _conv(F.pad(F.max_unpool2d(own[2], i2, 2), (1, 1, 1, 1)), layers[1]).relu(),
+        (own[3] @ layers[2].weight.T + layers[2].bias).relu(),
+        torch.sigmoid(own[4] @ layers[3].weight.T + layers[3].bias),
+    ]
+    _agree(module, fixed, x, guesses, target)
+
+
+def test_pooling_is_reversed_after_the_layer_where_it_follows_the_nonlinearity():
+    """conv - ReLU - pool: the switches have the target's channels."""
+    torch.manual_seed(1)
+    x = images()
+    module, fixed = matched(conv_relu_pool, x)
+
+    def run(p):
+        a1 = F.conv2d(x, p["0.weight"], p["0.bias"], padding=1).relu()
+        h1, i1 = F.max_pool2d(a1, 2, return_indices=True)
+        a2 = F.conv2d(h1, p["3.weight"], p["3.bias"]).relu()
+        return [x, a1, a2, a2.flatten(1) @ p["6.weight"].T + p["6.bias"]], i1
+
+    own, i1 = run(dict(_named(module)))
+    target = run({n.removeprefix("net."): p for n, p in fixed.items()})[0]
+    layers = module.terms[0].layers
+    guesses = [
+        _conv(own[1], layers[0]),
+        F.max_unpool2d(_conv(F.pad(own[2], (1, 1, 1, 1)), layers[1]), i1, 2).relu(),
+        (own[3] @ layers[2].weight.T + layers[2].bias).relu(),
+    ]
+    _agree(module, fixed, x, guesses, target)
+
+
+def _agree(module, fixed, x, guesses, target):
+    pairs = list(zip(guesses, target, strict=False))
+    expected = sum(((g.flatten(1) - t.flatten(1)) ** 2).sum() / len(x) for g, t in pairs)
+    params = [*module.net.parameters(), *module.terms[0].parameters()]
+    wanted = torch.autograd.grad(expected, params, allow_unused=True)
+    loss, grads = found(module, fixed, x)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    for one, other in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
+    mean = matching_error(guesses[0], target[0], "mean")
+    assert mean.item() == pytest.approx(((guesses[0] - target[0]) ** 2).mean().item())
+
+
+def test_unpooling_is_torchs_own_where_windows_do_not_overlap():
+    x = images()
+    pooled, index = F.max_pool2d(x, 3, return_indices=True)
+    assert torch.equal(unpool(pooled, index, (12, 12)), F.max_unpool2d(pooled, index, 3))
+    # Overlapping windows: every winner gets its own value back.
+    pooled, index = F.max_pool2d(x, 3, stride=1, return_indices=True)
+    back = unpool(pooled, index, (12, 12))
+    winners = back != 0
+    torch.testing.assert_close(back[winners], x[winners])
+
+
+def test_maps_are_padded_or_cut_half_on_either_side():
+    x = torch.arange(1.0, 4).view(1, 1, 3)
+    assert pad_to(x, (6,)).tolist() == [[[0, 1, 2, 3, 0, 0]]]
+    assert pad_to(x, (3,)) is x
+    assert pad_to(x, (1,)).tolist() == [[[2]]]
+
+
+# --- networks -------------------------------------------------------------------------------------
+
+
+class Functional(nn.Module):
+    """Writes its non-linearities and its pooling as functions, and has a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(2, 3, 5), nn.Linear(48, 3)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        x = torch.sigmoid(F.max_pool2d(self.conv(x * self.scale), 2))
+        return self.head(F.leaky_relu(x, 0.3).flatten(1))
+
+
+def test_functions_and_parameters_of_the_net_itself_are_seen():
+    x = images()
+    module, fixed = matched(Functional, x)
+    outputs, trace = module.recorder(x)
+    torch.testing.assert_close(outputs, module.net(x))
+    assert [tuple(a.shape[1:]) for a in trace.activations] == [
+        (2, 12, 12),
+        (3, 4, 4),
+        (3, 4, 4),
+        (3,),
+    ]
+    slope = module.recorder.points[2].nonlinearity(torch.tensor(-1.0))
+    assert slope.item() == pytest.approx(-0.3)
+    other = module.recorder.fixed({**fixed, "net.scale": torch.full((1,), 2.0).double()}, x)
+    assert not torch.allclose(other.activations[1], module.recorder.fixed(fixed, x).activations[1])
+    assert module.net.scale.item() == 1
+
+
+def test_the_fixed_model_leaves_statistics_and_parameters_alone():
+    net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)).double()
+    recorder = Recorder(net)
+    before = {n: t.clone() for n, t in net.state_dict().items()}
+    zeros = {f"net.{n}": torch.zeros_like(p) for n, p in net.named_parameters()}
+    trace = recorder.fixed(zeros, torch.randn(5, 6).double())
+    assert not trace.activations[-1].any()
+    assert not trace.activations[-1].requires_grad
+    assert all(torch.equal(before[n], t) for n, t in net.state_dict().items())
+
+
+def test_points_may_be_named():
+    recorder = Recorder(mlp(), points=["3"])
+    _, trace = recorder(torch.randn(2, 6))
+    assert [a.shape[1] for a in trace.activations] == [6, 4, 3]
+    assert [point.nonlinearity for point in recorder.points] == [None] * 3
+
+
+class Untraceable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.layer(x) if x.sum() > 0 else x[:, :3]
+
+
+@pytest.mark.parametrize(
+    ("net", "options", "named"),
+    [
+        (Untraceable, {}, "cannot be traced"),
+        (mlp, {"points": ["relu"]}, "names 'relu'"),
+        (
+            lambda: (
+                nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Unflatten(1, (2, 4)))
+                .append(nn.Conv1d(2, 3, 3))
+                .append(nn.ReLU())
+            ),
+            {},
+            "name other points",
+        ),
+    ],
+)
+def test_networks_that_do_not_fit_are_refused(net, options, named):
+    module = ClientModule(net(), terms=[RepresentationMatching(**options)])
+    with pytest.raises(FederationError, match=named):
+        module.build_terms(torch.randn(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"coefficient": -1}, "coefficient"),
+        ({"coefficient": float("nan")}, "coefficient"),
+        ({"reduction": "max"}, "reduction"),
+    ],
+)
+def test_wrong_options_are_refused(options, named):
+    with pytest.raises(FederationError, match=named):
+        RepresentationMatching(**options)
+
+
+def test_a_forward_of_the_users_own_and_other_points_are_refused():
+    class Mine(ClientModule):
+        def forward(self, x):
+            return self.net(x) * 2
+
+    with pytest.raises(FederationError, match="would not be asked"):
+        Mine(mlp(), terms=[RepresentationMatching()]).build_terms(torch.randn(2, 6))
+    both = [RepresentationMatching(), RepresentationMatching(points=["3"])]
+    with pytest.raises(FederationError, match="same points"):
+        ClientModule(mlp(), terms=both).build_terms(torch.randn(2, 6))
+
+
+def test_without_a_data_module_an_example_is_asked_for(trainer, blobs):
+    loader = torch.utils.data.DataLoader(blobs(), batch_size=8)
+    module = ClientModule(mlp(), terms=[RepresentationMatching()]).double()
+    with pytest.raises(FederationError, match="example_input_array"):
+        trainer(False, log_every_n_steps=1).fit(module, loader)
+    module.example_input_array = torch.zeros(1, 6)
+    trainer(False, log_every_n_steps=1, rounds=1).fit(module, loader)
+    assert len(module.terms[0].layers) == 3
+
+
+# --- in a federation ------------------------------------------------------------------------------
+
+TERMS = {"mlp": mlp, "conv-pool-relu": conv_pool_relu, "conv-relu-pool": conv_relu_pool}
+
+
+@pytest.fixture
+def federation(fit, blobs):
+    """Train a network with matching; returns the module and the loop."""
+
+    def run(net=mlp, lanes=None, rounds=2, participation=1.0, terms=(), compile=False, **options):
+        torch.manual_seed(0)
+        every = [RepresentationMatching(coefficient=0.01), *terms]
+        module = ClientModule(net(), terms=every).double()
+        samples = blobs(96)
+        if net is not mlp:
+            x = torch.randn(96, 2, 12, 12, generator=torch.Generator().manual_seed(2)).double()
+            samples = TensorDataset(x, torch.arange(96) % 3)
+        datamodule = FederatedDataModule(samples, num_clients=4, batch_size=10, seed=1)
+        loop = FederatedLoop(
+            participation, policy=Schedule(lr=0.05, num_steps=3), buffers="average", seed=3
+        )
+        user = module if lanes is None else Lanes(module, lanes, compile=compile)
+        fit(user, loop, datamodule, rounds=rounds, **options)
+        return module, loop
+
+    return run
+
+
+def same(one, other, atol=1e-12):
+    for client in range(4):
+        a, b = one.store.get(client), other.store.get(client)
+        assert a.keys() == b.keys()
+        for name in a:
+            torch.testing.assert_close(a[name], b[name], atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("net", TERMS)
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_lanes_change_nothing(federation, flat, net, lanes):
+    terms = [EntropyRegularizer(0.9), Proximal(0.1)]
+    plain, expected = federation(TERMS[net], terms=terms)
+    module, loop = federation(TERMS[net], lanes, terms=terms)
+    torch.testing.assert_close(flat(module), flat(plain), atol=1e-12, rtol=0)
+    same(loop, expected)
+
+
+def test_theta_belongs_to_the_client(federation):
+    module, loop = federation(participation=2, rounds=1)
+    took_part = [client for client in range(4) if loop.store.get(client)]
+    assert len(took_part) == 2
+    first = {n: p for n, p in module.named_parameters() if n.startswith("terms.")}
+    assert len(first) == 6
+    one, other = (loop.store.get(client) for client in took_part)
+    assert one.keys() == other.keys() == {f"parameter.{n}" for n in first}
+    for name, start in first.items():
+        key = f"parameter.{name}"
+        assert not torch.equal(one[key], other[key])
+        assert not torch.equal(one[key], start)
+    assert not any("terms" in name for name in module.state_dict())
+    # Neither sent nor averaged: the vector that clients send is the network's.
+    assert loop.lane.num_parameters == sum(p.numel() for p in module.net.parameters())
+
+
+def test_a_client_finds_its_theta_again(federation):
+    """Two rounds are the second round from where the first has left the client."""
+    _, once = federation(rounds=1)
+    _, twice = federation(rounds=2)
+    key = next(iter(once.store.get(0)))
+    moved = (twice.store.get(0)[key] - once.store.get(0)[key]).abs().max()
+    first = dict(federation(rounds=1)[0].named_parameters())[key.removeprefix("parameter.")]
+    assert moved > 0
+    restarted = (twice.store.get(0)[key] - first).abs().max()
+    assert restarted > moved
+
+
+@pytest.mark.parametrize("lanes", [None, 2])
+def test_a_resumed_run_is_bit_equal(federation, flat, tmp_path, lanes):
+    def run(rounds, folder, **options):
+        checkpoint = RoundCheckpoint(dirpath=tmp_path / folder)
+        options |= {"callbacks": [checkpoint], "enable_checkpointing": True}
+        return federation(lanes=lanes, rounds=rounds, participation=2, **options)
+
+    whole, expected = run(4, "whole")
+    run(2, "half")
+    resumed, loop = run(4, "half", ckpt_path=tmp_path / "half" / "last.ckpt")
+    assert torch.equal(flat(resumed), flat(whole))
+    for client in range(4):
+        a, b = expected.store.get(client), loop.store.get(client)
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    assert loop.rows == expected.rows
+
+
+def test_without_weight_it_is_fedavg(fit, blobs, flat):
+    def run(terms):
+        torch.manual_seed(0)
+        module = ClientModule(mlp(), terms=terms).double()
+        data = FederatedDataModule(blobs(96), num_clients=4, batch_size=10, seed=1)
+        fit(module, FederatedLoop(policy=Schedule(lr=0.1, num_steps=3), seed=3), data, rounds=2)
+        return flat(module.net)
+
+    plain = run([])
+    torch.testing.assert_close(run([RepresentationMatching(0.0)]), plain, atol=1e-14, rtol=0)
+    assert not torch.allclose(run([RepresentationMatching(0.1)]), plain)
+
+
+def test_names_of_own_parameters_must_fit(fit, linear):
+    module = linear()
+    for names, message in ((["net.bias"], "no parameter"), (["net.weight"], "nothing to train")):
+        module.local_parameters = names
+        with pytest.raises(FederationError, match=message):
+            fit(module, FederatedLoop(seed=1))
