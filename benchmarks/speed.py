@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import subprocess
 import sys
@@ -261,8 +262,11 @@ def of_a_peer(peer: str) -> Contestant:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder, "seconds.json")
             command = [str(environment(peer)), str(script), json.dumps(what), str(out)]
-            subprocess.run(command, check=True, capture_output=True)
-            return Run(json.loads(out.read_text()), torch.zeros(0))
+            done = subprocess.run(command, capture_output=True, text=True)
+            if out.exists():  # some fail as they end
+                return Run(json.loads(out.read_text()), torch.zeros(0))
+        print(f"{peer} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
+        return Run([math.nan] * rounds, torch.zeros(0))
 
     return Contestant(2, run)
 
@@ -332,6 +336,11 @@ def switch(repeats: int) -> dict[str, dict[str, list[float]]]:
     return fit_costs(measure_costs(grid, repeats, rounds=3))
 
 
+def _median(times: Sequence[float]) -> float:
+    """The median of the turns that did not fail."""
+    return median([time for time in times if not math.isnan(time)] or [math.nan])
+
+
 def markdown(seconds: dict[str, dict[str, list[float]]]) -> str:
     """Show seconds a round, and how many times faster than the better bare loop, as a table."""
     names = list(seconds)
@@ -339,7 +348,7 @@ def markdown(seconds: dict[str, dict[str, list[float]]]) -> str:
     for contestant in seconds[names[0]]:
         row = [contestant]
         for name in names:
-            each = {c: median(times) for c, times in seconds[name].items()}
+            each = {c: _median(times) for c, times in seconds[name].items()}
             best = min(t for c, t in each.items() if c.startswith("bare"))
             row.append(f"{each[contestant]:.3f} ({best / each[contestant]:.2f})")
         rows.append(row)

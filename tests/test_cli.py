@@ -433,3 +433,32 @@ def test_a_run_that_was_killed_ten_times_resumes_bit_equal(tmp_path):
     length = time.monotonic() - began
     moments = (torch.rand(10, generator=random) * length).tolist()
     killed_and_resumed_equals_whole(tmp_path, moments)
+
+
+# --- configs that merge ---------------------------------------------------------------------------
+
+MOSTAFA = ROOT / "configs" / "mostafa2019"
+METHODS = {
+    "fa": ([], "Schedule"),
+    "fa_wd": (["WeightDivergence"], "Schedule"),
+    "fa_rm": (["RepresentationMatching"], "Schedule"),
+    "fa_ah": ([], "DiscreteGaussianReinforce"),
+    "fa_rm_ah": (["RepresentationMatching"], "DiscreteGaussianReinforce"),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("split", ["iid", "noniid"])
+@pytest.mark.parametrize("task", ["mnist", "cifar10", "kws"])
+def test_task_split_and_method_merge(cli, task, split, method):
+    files = [MOSTAFA / f"{name}.yaml" for name in (task, split, method)]
+    options = [option for file in files for option in ("--config", file)]
+    out = cli("fit", *options, "--federation.participation=0.5", "--print_config")
+    config = yaml.safe_load(out)
+    terms = [term["class_path"].split(".")[-1] for term in config["model"]["init_args"]["terms"]]
+    further, policy = METHODS[method]
+    assert terms == ["EntropyRegularizer", *further]
+    assert config["federation"]["policy"]["class_path"].endswith(policy)
+    partition = config["data"]["init_args"]["partition"]["class_path"].split(".")[-1]
+    assert partition == {"iid": "IID", "noniid": "ByLabel"}[split]
+    assert config["federation"]["participation"] == 0.5
