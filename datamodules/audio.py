@@ -115,7 +115,8 @@ class LogMel(nn.Module):
             flat = x.flatten(1)
             mean, std = flat.mean(1), flat.std(1, correction=0)
             x = (x - mean[:, None, None]) / (std[:, None, None] + 1e-5)
-        return x[:, None]
+        found: Tensor = x[:, None]
+        return found
 
 
 class Augment(nn.Module):

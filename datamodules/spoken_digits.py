@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from lightning_fl.datamodules.audio import AudioDataModule, Clip, missing
 from lightning_fl.types import FederationError
+
+NAME = re.compile(r"(?P<digit>[0-9])_(?P<speaker>.+)_(?P<index>[0-9]+)\.wav")
 
 
 class SpokenDigits(AudioDataModule):
@@ -35,11 +38,10 @@ class SpokenDigits(AudioDataModule):
             return None
         found = []
         for path in sorted(self.folder.glob("*.wav")):
-            digit, *speaker, index = path.stem.split("_")
-            if not (digit.isdecimal() and int(digit) < 10 and index.isdecimal() and speaker):
+            if (name := NAME.fullmatch(path.name)) is None:
                 raise FederationError(
                     f"{path} is no clip of this data set: it has names as 7_theo_3.wav"
                 )
-            if (int(index) < 5) == (part == "test"):
-                found.append(Clip(path, int(digit), "_".join(speaker)))
+            if (int(name["index"]) < 5) == (part == "test"):
+                found.append(Clip(path, int(name["digit"]), name["speaker"]))
         return found

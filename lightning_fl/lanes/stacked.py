@@ -309,7 +309,9 @@ class StackedLanes(LaneHost):
                 is_whole and not self.clips and self._lane_ratios is None and graphs.can_update()
             )
             if self.has_updated:
-                outcome = graphs.update(*tensors, ratio=self._ratio, **how)
+                # Inside the optimiser's own step its groups have the client's rate already.
+                ratio = 1.0 if self._own_lr else self._ratio
+                outcome = graphs.update(*tensors, ratio=ratio, **how)
             else:
                 grads, outcome = graphs.gradients(*tensors, **how)
         if self.has_updated and self.is_light:

@@ -1222,3 +1222,21 @@ def test_loader_workers_feed_lanes_the_same_samples(trained, tiny, ragged):
         fetched.append(data.can_fetch_steps)
     assert torch.equal(*ends)
     assert fetched == [True, False]
+
+
+@pytest.mark.parametrize("steps_per_batch", [1, 3])
+@pytest.mark.parametrize("lr", [0.02, 0.1, 0.5])
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "nesterov": True}])
+def test_a_graph_has_the_clients_rate_in_every_step(
+    agree, tiny, data, monkeypatch, steps_per_batch, lr, options
+):
+    """Also in the last one, which is made inside the optimiser's own; not compiled, for speed."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    agree(
+        lambda: tiny(tiny.kind, lambda params: torch.optim.SGD(params, lr=0.1, **options)),
+        lanes=(4,),
+        steps_per_batch=steps_per_batch,
+        datamodule=data,
+        compile=True,
+        federation={"policy": Schedule(lr=lr, num_steps=3)},
+    )

@@ -314,9 +314,9 @@ def test_without_a_data_module_an_example_is_asked_for(trainer, blobs):
     loader = torch.utils.data.DataLoader(blobs(), batch_size=8)
     module = ClientModule(mlp(), terms=[RepresentationMatching()]).double()
     with pytest.raises(FederationError, match="example_input_array"):
-        trainer(False, log_every_n_steps=1).fit(module, loader)
+        trainer(False, log_every_n_steps=1).fit(module, loader, loader)
     module.example_input_array = torch.zeros(1, 6)
-    trainer(False, log_every_n_steps=1, rounds=1).fit(module, loader)
+    trainer(False, log_every_n_steps=1, rounds=1).fit(module, loader, loader)
     assert len(module.terms[0].layers) == 3
 
 
@@ -432,3 +432,15 @@ def test_names_of_own_parameters_must_fit(fit, linear):
         module.local_parameters = names
         with pytest.raises(FederationError, match=message):
             fit(module, FederatedLoop(seed=1))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("net", TERMS)
+def test_compiled_lanes_change_nothing(federation, flat, recwarn, net):
+    terms = [EntropyRegularizer(0.9), Proximal(0.1)]
+    plain, expected = federation(TERMS[net], terms=terms)
+    module, loop = federation(TERMS[net], 3, terms=terms, compile=True)
+    assert not [w for w in recwarn if "not compiled" in str(w.message)]
+    torch.testing.assert_close(flat(module), flat(plain), atol=1e-12, rtol=0)
+    same(loop, expected)
