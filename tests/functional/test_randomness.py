@@ -39,6 +39,8 @@ def test_a_seed_is_numpys_seed_sequence_on_every_machine():
         "VALIDATION": 6,
         "EVALUATION_SAMPLES": 7,
         "ROUND": 8,
+        "POLICY": 9,
+        "MATCHING": 10,
     }
 
 
