@@ -97,6 +97,41 @@ def why_not_mapped(
     return None if _close(alone, mapped, exactness) else "mapped over lanes it gives other results"
 
 
+def mixes_samples(module: LightningModule, host: StackedLanes, batch: Any) -> bool:
+    """Say whether samples of weight 0 change a client's loss: something takes their mean.
+
+    Args:
+        module: The user's module, which knows weights.
+        host: The lanes, whose first client is looked at.
+        batch: Samples, ``[k, B, ...]``.
+    """
+    size = tree_leaves(batch)[0].shape[1]
+    half = (size + 1) // 2
+    first = next(iter(host.params.values()))
+
+    def loss(count: int) -> Tensor:
+        one = {name: t.detach()[:1] for name, t in host.params.items()}
+        buffers = {name: t[:1].clone() for name, t in host.buffer_stack.items()}
+        fixed = host.fixed
+        if not host.fixed_is_shared:
+            fixed = {name: t[:1] for name, t in fixed.items()}
+        weight = (torch.arange(count) < half)[None].to(first) / half
+        with seeded_rng(0, module.device), torch.no_grad():
+            return local.many(
+                one,
+                buffers,
+                fixed,
+                tree_map(lambda t: t[:1, :count], batch),
+                weight,
+                fixed_is_shared=host.fixed_is_shared,
+                at_once=False,
+            ).loss
+
+    with _without_dropout(module), _left_alone(module):
+        local = LocalStep(module)
+        return not torch.allclose(loss(half), loss(size), rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
 def _close(one: Result, other: Result, exactness: float) -> bool:
     pairs = zip(_numbers(one), _numbers(other), strict=True)
     return all(

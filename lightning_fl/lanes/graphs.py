@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Sequence
 from types import FunctionType
 from typing import Any
@@ -44,8 +43,12 @@ class Graphs:
 
     def can_update(self) -> bool:
         """Say whether the optimiser is one whose update can be in the graph, and has begun."""
-        groups = self.optimizer.param_groups
-        return type(self.optimizer) is torch.optim.SGD and all(
+        groups, made = self.optimizer.param_groups, self.optimizer
+        # Ours set the client's rate; those of others see the update itself.
+        hooks = (made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks)
+        if any(len(each) > 1 for each in hooks):
+            return False
+        return type(made) is torch.optim.SGD and all(
             not group["momentum"] or self.optimizer.state[p].get("momentum_buffer") is not None
             for group in groups
             for p in group["params"]
@@ -119,7 +122,8 @@ class Repeated:
     Before each call torch checks all that a graph was compiled for: its guards, which take as long
     as a tenth of a small model's step. Here they are checked twice. When they hold for the second
     call, which sees what the first has left, and that leaves the module as it was, they hold for
-    every later call of the same kind.
+    every later call of the same kind. Where a module has objects whose inside is not known, they
+    are checked always.
 
     Args:
         function: What to compile.
@@ -146,7 +150,7 @@ class Repeated:
                 return self.function(*args, **kwargs)
         before, compiled = _attributes(self.module), counters["frames"]["total"]
         result = self.function(*args, **kwargs)
-        is_same = _are_same(before, _attributes(self.module))
+        is_same = before is not None and _are_same(before, _attributes(self.module))
         if kind in self._seen and is_same and counters["frames"]["total"] == compiled:
             self._settled.add(kind)
         self._seen.add(kind)
@@ -160,24 +164,41 @@ def _kind(tensors: Sequence[Any], how: dict[str, Any]) -> tuple[Hashable, ...]:
     return (*shapes, weight is None, *how.values())
 
 
-def _attributes(module: nn.Module) -> list[Any]:
-    """Return all that a module and its children hold: objects, and what is in plain containers."""
-    return [
-        copy.copy(value) if type(value) in (list, dict, set) else value
-        for m in module.modules()
-        for value in vars(m).values()
-    ]
+class _OpaqueError(Exception):
+    """An object whose inside is not known."""
 
 
-def _are_same(before: list[Any], after: list[Any]) -> bool:
-    def same(a: Any, b: Any) -> bool:
-        if type(a) is dict and type(b) is dict:
-            return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
-        if type(a) is list and type(b) is list:
-            return len(a) == len(b) and all(map(same, a, b))
-        return a is b or (type(a) is set and a == b)
+#: Whose objects are taken to stay as they are, or to have no part in a step.
+_KNOWN = {
+    *("torch", "torchmetrics", "lightning", "lightning_fl", "lightning_utilities"),
+    *("functools", "jsonargparse", "numpy", "builtins"),
+}
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type)
 
-    return same(before, after)
+
+def _attributes(module: nn.Module) -> list[Any] | None:
+    """Return all that a module and its children hold, containers by content; None if unknown."""
+    try:
+        return [_content(value) for m in module.modules() for value in vars(m).values()]
+    except _OpaqueError:
+        return None
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, dict):
+        return [*value.keys(), *map(_content, value.values())]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_content(part) for part in value]
+    is_known = type(value).__module__.partition(".")[0] in _KNOWN
+    if isinstance(value, _PLAIN) or callable(value) or is_known:
+        return value
+    raise _OpaqueError
+
+
+def _are_same(before: Any, after: Any) -> bool:
+    if type(before) is list and type(after) is list:
+        return len(before) == len(after) and all(map(_are_same, before, after))
+    return before is after or (isinstance(before, _PLAIN) and before == after)
 
 
 def _copied(function: Callable[..., Any]) -> Callable[..., Any]:

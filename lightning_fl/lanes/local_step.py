@@ -43,7 +43,8 @@ class LocalStep(nn.Module):
 
     Instead of what it starts with, the module sees its client's: parameters, buffers, and, where
     it has such attributes, ``fixed`` (the parameters that the client started from, by name) and
-    ``sample_weight`` (``[batch]``, summing to 1, or None for equal weights).
+    ``sample_weight`` (``[batch]``, summing to 1, or None for equal weights). With the latter, which
+    is None at first, its method ``record`` is called once for all lanes.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -52,7 +53,8 @@ class LocalStep(nn.Module):
         #: Options of what the module logged, by name, and the metrics that it logged.
         self.log_options: dict[str, dict[str, Any]] = {}
         self.metrics: dict[str, Metric] = {}
-        self._takes_batch_idx = "batch_idx" in signature(module.training_step).parameters
+        # Whatever its name is, as Lightning has it.
+        self._takes_batch_idx = len(signature(module.training_step).parameters) > 1
         # A tensor has one name for us and every owner's name for torch.
         names = {id(t): n for n, t in [*module.named_parameters(), *module.named_buffers()]}
         self._places = [
@@ -99,10 +101,13 @@ class LocalStep(nn.Module):
         def record(loss: Tensor, count: Any) -> None:
             recorded["loss"] = loss.detach()
 
-        given = {"record": record, "fixed": fixed, "sample_weight": weight}
-        known = {n: v for n, v in given.items() if getattr(self.module, n, ...) is not ...}
-        if not fixed:
-            known.pop("fixed", None)
+        known: dict[str, Any] = {}
+        if getattr(self.module, "sample_weight", ...) is None:  # else a name of its own
+            known["sample_weight"] = weight
+            if hasattr(self.module, "record"):
+                known["record"] = record
+        if fixed and getattr(self.module, "fixed", ...) is not ...:
+            known["fixed"] = fixed
         with _replaced(self.module, {"log": log, **known}):
             out = functional_call(self, tensors, (batch,), tie_weights=False)
         loss = out["loss"] if isinstance(out, Mapping) else out

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any, Literal, cast
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_fl.lanes.check import why_not_mapped
+from lightning_fl.lanes.check import mixes_samples, why_not_mapped
 from lightning_fl.lanes.host import BufferPolicy, LaneHost
 from lightning_fl.lanes.local_step import Outcome
 from lightning_fl.lanes.plain import ModuleLane
@@ -45,6 +45,13 @@ STEP_HOOKS = (
     "lr_scheduler_step",
 )
 TRANSFER_HOOKS = STEP_HOOKS[:3]
+#: What a callback may say about gradients.
+GRADIENT_HOOKS = (
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+)
 _HOOKS = {
     *(name for kind in (ModelHooks, DataHooks, CheckpointHooks) for name in vars(kind)),
     *("validation_step", "test_step", "predict_step", "configure_callbacks"),
@@ -302,6 +309,8 @@ class Lanes(LightningModule):
             host.train_one_by_one()
             rank_zero_warn(f"{name} is trained one client after another, not at once: {why}")
             return
+        if host.weighted and mixes_samples(self.module, host, samples):
+            host.weighted = False
         if self.lanes == "auto":
             each = [seconds(partial(host.trial, samples, at_once=way)) for way in (True, False)]
             if each[1] < each[0]:
@@ -309,9 +318,22 @@ class Lanes(LightningModule):
         if self.compiled is True or (
             self.compiled == "auto" and host.at_once and self._compiling_pays(host, samples)
         ):
-            host.compile()
+            self._compile(host, samples)
         how = "at once" if host.at_once else "one after another, which is faster"
         rank_zero_info(f"{name}: {host.count} clients {how}{', compiled' * bool(host.graphs)}")
+
+    def _compile(self, host: StackedLanes, samples: Any) -> None:
+        """Compile the step, unless it leaves parameters without a gradient.
+
+        A graph has zeros for those: momentum and weight decay would move them.
+        """
+        if unused := host.unused(samples):
+            rank_zero_warn(
+                f"lanes are not compiled: the first step does not use {unused[0]}. Freeze it with"
+                " requires_grad_(False), or leave it out, to have them compiled"
+            )
+            return
+        host.compile()
 
     def _compiling_pays(self, host: StackedLanes, samples: Any) -> bool:
         """Say whether the run is long enough, by its work: not by time, which varies.
@@ -366,9 +388,11 @@ class Lanes(LightningModule):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
             return
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        host.clips = scaled or bool(self.trainer.gradient_clip_val)
+        watched = self._has_watchers()
+        host.clips = scaled or watched or bool(self.trainer.gradient_clip_val)
         for step, active in enumerate(host.active):
-            host.step, host.is_light = step, step + 1 < len(host.active) and not scaled
+            host.step = step
+            host.is_light = step + 1 < len(host.active) and not scaled and not watched
             before = host.before_step(active)
             if host.is_light:
                 self._light_step(host, optimizer)
@@ -376,6 +400,15 @@ class Lanes(LightningModule):
                 optimizer.step(closure=optimizer_closure)
             host.after_step(before, active)
         host.step = 0
+
+    def _has_watchers(self) -> bool:
+        """Say whether a callback looks at gradients, or changes them, in every step."""
+        return any(
+            is_overridden(hook, callback, Callback)
+            for callback in self.trainer.callbacks  # type: ignore[attr-defined]  # a connector's
+            if not callback.__module__.startswith("lightning_fl.")
+            for hook in GRADIENT_HOOKS
+        )
 
     def _light_step(
         self, host: StackedLanes, optimizer: torch.optim.Optimizer | LightningOptimizer
@@ -396,6 +429,8 @@ class Lanes(LightningModule):
         for config in trainer.lr_scheduler_configs:
             if config.interval == "step":
                 self.lr_scheduler_step(config.scheduler, None)
+                if host.graphs is not None:
+                    host.graphs.restart()
 
     def configure_gradient_clipping(
         self,
@@ -459,6 +494,8 @@ def _why_alone(module: LightningModule, overridden: list[str]) -> str | None:
         return f"it has a hook for each step or batch of a client: {', '.join(sorted(own))}"
     if any(isinstance(m, nn.Embedding) and m.max_norm for m in module.modules()):
         return "an Embedding with max_norm changes its own weights in the forward pass"
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters()):
+        return "its parameters have hooks of their own"
     return None
 
 

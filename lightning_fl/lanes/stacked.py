@@ -99,6 +99,12 @@ class StackedLanes(LaneHost):
         """Begin clients; see :meth:`LaneHost.load`."""
         self._adopt()
         self.optimizer.state.clear()
+        known = {id(param) for param in self.params.values()}
+        if any(id(param) not in known for param, _ in self._optimized()):
+            raise FederationError(
+                "the optimiser has parameters that are not in the lanes, given to it after the"
+                " start or not the module's own: train the module itself instead of Lanes(module)"
+            )
         self.count = k = len(rows)
         ratios = self._ratios(lr)
         self._ratio, self._lane_ratios = ratios[0], None
@@ -215,14 +221,16 @@ class StackedLanes(LaneHost):
 
     def choices(self) -> dict[str, bool]:
         """Return what was chosen; see :meth:`LaneHost.choices`."""
-        return (
-            {"at_once": self.at_once, "compiled": self.graphs is not None} if self.is_ready else {}
-        )
+        if not self.is_ready:
+            return {}
+        compiled = self.graphs is not None
+        return {"at_once": self.at_once, "compiled": compiled, "weighted": self.weighted}
 
     def choose(self, choices: Mapping[str, bool]) -> None:
         """Take over choices; see :meth:`LaneHost.choose`."""
         if choices:
             self.is_ready = True
+            self.weighted = choices.get("weighted", self.weighted)
             if not choices["at_once"]:
                 self.train_one_by_one()
             if choices["compiled"]:
@@ -355,6 +363,12 @@ class StackedLanes(LaneHost):
             self._gradients[name] = torch.empty_like(param)
         return self._gradients[name]
 
+    def unused(self, batch: Any) -> list[str]:
+        """Return the parameters that a step gives no gradient."""
+        grads = self._trial_gradients(batch, at_once=self.at_once)
+        wanted = [name for name, p in self.params.items() if p.requires_grad]
+        return [name for name, grad in zip(wanted, grads, strict=True) if grad is None]
+
     def trial(self, batch: Any, at_once: bool) -> None:
         """Make a step forward and back, of which nothing remains."""
         if not at_once:
@@ -362,6 +376,9 @@ class StackedLanes(LaneHost):
             with seeded_rng(0):
                 self._one_by_one(batch, torch.full((k,), size), torch.ones(k, dtype=torch.bool))
             return
+        self._trial_gradients(batch, at_once)
+
+    def _trial_gradients(self, batch: Any, at_once: bool) -> tuple[Tensor | None, ...]:
         params = {n: p.detach().requires_grad_(p.requires_grad) for n, p in self.params.items()}
         with torch.enable_grad(), seeded_rng(0):
             outcome = self.local.many(
@@ -374,13 +391,13 @@ class StackedLanes(LaneHost):
                 at_once=at_once,
             )
         wanted = [p for p in params.values() if p.requires_grad]
-        torch.autograd.grad(outcome.loss.sum(), wanted, allow_unused=True)
+        return torch.autograd.grad(outcome.loss.sum(), wanted, allow_unused=True)
 
     def _some(self, rows: Tensor, batch: Any, size: int) -> Outcome:
         """Make the step of a few lanes that have as many samples as each other."""
-        params: Tensors = dict(self.params)
-        return self.local.many(
-            _select(params, rows),
+        params: Tensors = _select(dict(self.params), rows)
+        outcome = self.local.many(
+            params,
             _select(self.buffer_stack, rows),
             self.fixed if self.fixed_is_shared else _select(self.fixed, rows),
             _first(_select(batch, rows), size),
@@ -388,6 +405,11 @@ class StackedLanes(LaneHost):
             fixed_is_shared=self.fixed_is_shared,
             at_once=len(rows) > 1,
         )
+        with torch.no_grad():  # what the step itself has written: a frozen teacher's average
+            for name, param in self.params.items():
+                if not param.requires_grad:
+                    param[rows] = params[name]
+        return outcome
 
     def compile(self) -> None:
         """Make forward and backward pass one compiled graph for each shape of batches."""
@@ -416,9 +438,11 @@ class StackedLanes(LaneHost):
         """
         if not before:
             return
+        # Not what the module itself has written into frozen parameters, nor the optimiser's state.
+        steps = [param.requires_grad for param in self.params.values()]
         for i, (now, old) in enumerate(zip(self._stepped(), before, strict=False)):
             new = now
-            if self._lane_ratios is not None and i < len(self.params):
+            if self._lane_ratios is not None and i < len(steps) and steps[i]:
                 new = old.lerp(now, _beside(self._lane_ratios, now).to(now.dtype))
             now.copy_(torch.where(_beside(active, now), new, old))
 

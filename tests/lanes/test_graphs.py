@@ -239,3 +239,22 @@ def test_on_a_gpu_it_is_the_same(ready, name):
         expected_optimizer.step()
     for key, param in params.items():
         torch.testing.assert_close(param, expected[key], rtol=0, atol=1e-10)
+
+
+class Box:
+    """An object whose inside torch may look at, and the library does not know."""
+
+
+def test_unknown_objects_and_what_is_nested_keep_the_guards(graphs):
+    module = Scaled(counts=False)
+    assert _attributes(module) is not None
+    before = _attributes(module)
+    module.notes.append({"a": {"n": [1]}})
+    between = _attributes(module)
+    assert not _are_same(before, between)
+    module.notes[-1]["a"]["n"][0] = 2
+    assert not _are_same(between, _attributes(module))
+    module.box = Box()
+    assert _attributes(module) is None
+    assert called(module, *[nothing] * 5) == [1] * 5
+    assert not graphs

@@ -1240,3 +1240,167 @@ def test_a_graph_has_the_clients_rate_in_every_step(
         compile=True,
         federation={"policy": Schedule(lr=lr, num_steps=3)},
     )
+
+
+# --- modules that do unusual things ---------------------------------------------------------------
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Graphs that are not compiled, for speed: what they compute is the same."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+class Odd(L.LightningModule):
+    def validation_step(self, batch, batch_idx):
+        """Say nothing."""
+
+
+class Unused(Odd):
+    """Has a layer that its step does not use."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.net, self.extra = nn.Linear(6, 3), nn.Linear(4, 3)
+        self.kind, self.options = kind, options
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return self.kind(self.parameters(), lr=0.1, weight_decay=0.1, **self.options)
+
+
+@pytest.mark.filterwarnings("ignore:lanes are not compiled")
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_what_has_no_gradient_does_not_decay_in_a_graph(agree, tiny, data, uncompiled, kind):
+    federation = {"policy": Schedule(num_steps=3)}
+    agree(
+        lambda: tiny(Unused, kind),
+        lanes=(4,),
+        datamodule=data,
+        compile=True,
+        federation=federation,
+    )
+
+
+def test_hooks_of_the_optimiser_see_updates_that_a_graph_would_make(agree, tiny, data, uncompiled):
+    def optimizer(params):
+        made = torch.optim.SGD(params, lr=0.1)
+
+        def clamp(optimizer, args, kwargs):
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.data.clamp_(-0.3, 0.3)
+
+        made.register_step_post_hook(clamp)
+        return made
+
+    agree(
+        lambda: tiny(tiny.kind, optimizer),
+        lanes=(4,),
+        steps_per_batch="auto",
+        datamodule=data,
+        compile=True,
+        federation={"policy": Schedule(lr=0.05, num_steps=4)},
+    )
+
+
+class Damp(Callback):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(0.1)
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_callbacks_that_change_gradients_do_so_in_every_step(
+    agree, tiny, data, uncompiled, compile
+):
+    agree(
+        tiny,
+        lanes=(4,),
+        steps_per_batch="auto",
+        datamodule=data,
+        compile=compile,
+        callbacks=[Damp()],
+        federation={"policy": Schedule(num_steps=4)},
+    )
+
+
+class OwnNames(Odd):
+    """Class weights and a method with names that ClientModule uses otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+        self.register_buffer("sample_weight", torch.tensor([1.0, 5.0, 0.2]))
+
+    def record(self, loss, factor):
+        return loss * factor
+
+    def training_step(self, batch, _):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1], weight=self.sample_weight)
+        return self.record(loss, 0.5)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_modules_own_names_are_its_own(agree, tiny, data):
+    agree(lambda: tiny(OwnNames), lanes=(4,), datamodule=data)
+
+
+class Teacher(Odd):
+    """Keeps an average of itself in frozen parameters, which its step writes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.teacher = nn.Linear(6, 3), nn.Linear(6, 3).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.5).add_(self.net.weight, alpha=0.5)
+        near = (self.net(batch[0]) - self.teacher(batch[0])).square().mean()
+        return F.cross_entropy(self.net(batch[0]), batch[1]) + near
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+def test_frozen_parameters_that_a_step_writes_to_are_kept_in_ragged_batches(agree, tiny):
+    agree(lambda: tiny(Teacher), lanes=(7,))
+
+
+def test_parameters_with_hooks_are_trained_by_themselves(tiny):
+    module = tiny()
+    module.net[0].weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.warns(UserWarning, match="hooks of their own"):
+        assert Lanes(module).reason
+
+
+class Unfreezes(Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def test_parameters_that_come_later_are_refused(train, tiny, data):
+    with pytest.raises(FederationError, match="after the start"):
+        train(tiny(), 2, datamodule=data(), callbacks=[Unfreezes()])
+
+
+class Centred(nn.Module):
+    """Takes the mean over the samples of a batch, and is no BatchNorm."""
+
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+def test_a_net_that_mixes_samples_is_not_filled_up(agree):
+    def make():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 5), Centred(), nn.Linear(5, 3))
+        return ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
+
+    agree(make, lanes=(3, 7))
