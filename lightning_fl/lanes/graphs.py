@@ -171,7 +171,7 @@ class _OpaqueError(Exception):
 #: Whose objects are taken to stay as they are, or to have no part in a step.
 _KNOWN = {
     *("torch", "torchmetrics", "lightning", "lightning_fl", "lightning_utilities"),
-    *("functools", "jsonargparse", "numpy", "builtins"),
+    *("jsonargparse", "numpy", "builtins", "functools", "inspect", "pathlib", "re", "weakref"),
 }
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type)
 

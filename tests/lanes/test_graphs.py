@@ -7,6 +7,7 @@ import torch
 
 from lightning_fl.lanes.graphs import Graphs, Repeated, _are_same, _attributes, sgd_step
 from lightning_fl.lanes.local_step import LocalStep
+from lightning_fl.objectives import ClientModule, RepresentationMatching
 
 SGD = {
     "plain": {},
@@ -258,3 +259,11 @@ def test_unknown_objects_and_what_is_nested_keep_the_guards(graphs):
     assert _attributes(module) is None
     assert called(module, *[nothing] * 5) == [1] * 5
     assert not graphs
+
+
+def test_the_inside_of_our_own_module_is_known():
+    module = ClientModule(torch.nn.Linear(4, 3), terms=[RepresentationMatching()])
+    module.build_terms(torch.zeros(1, 4))
+    before = _attributes(module)
+    assert before is not None
+    assert _are_same(before, _attributes(module))
