@@ -17,6 +17,7 @@ from torchmetrics import Metric
 
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.lanes.local_step import LocalStep, Outcome
+from lightning_fl.types import FederationError
 
 if TYPE_CHECKING:
     from lightning_fl.lanes.stacked import StackedLanes
@@ -38,6 +39,10 @@ def why_not_mapped(
     Returns:
         What is wrong: an exception, other losses, gradients or buffers, or a torchmetrics metric
         that the step updates, which fails silently in lanes. None if all is well.
+
+    Raises:
+        FederationError: If the step, run on tensors that it is given, is not what the module itself
+            does with its own: it reaches its parameters on other ways than by its attributes.
     """
     for m in module.modules():
         if isinstance(m, nn.Embedding) and m.padding_idx is not None:
@@ -49,19 +54,38 @@ def why_not_mapped(
             return tensor
         return tensor.detach()[:2].to(wide.get(tensor.dtype, tensor.dtype), copy=True)
 
-    def step(at_once: bool, seed: int = 0) -> Result:
+    def leaf_params() -> dict[str, Tensor]:
         leaves = {n: two(p) for n, p in host.params.items()}
         for name, leaf in leaves.items():
             leaf[1] *= 1 + 2**-6  # clients start alike: a little apart, a mix-up of lanes shows
             leaf.requires_grad_(host.params[name].requires_grad)
-        fixed = host.fixed
+        return leaves
+
+    def fixed_params() -> dict[str, Tensor]:
         if host.fixed_is_shared:
-            fixed = {n: t.to(wide.get(t.dtype, t.dtype)) for n, t in fixed.items()}
+            return {n: t.to(wide.get(t.dtype, t.dtype)) for n, t in host.fixed.items()}
+        return {n: two(t) for n, t in host.fixed.items()}
+
+    def own_step() -> Result:
+        """Make the first lane's step by the module itself, with its own tensors."""
+        fixed = {n: t if host.fixed_is_shared else t[0] for n, t in fixed_params().items()}
+        tensors = {n: p.detach()[0] for n, p in leaf_params().items()}
+        tensors |= {n: two(b)[0] for n, b in host.buffer_stack.items()}
+        samples = tree_map(lambda t: two(t)[0, :size], batch)
+        with _left_alone(module), seeded_rng(0, module.device), torch.enable_grad():
+            return local.by_itself(tensors, fixed, samples)
+
+    def first_step() -> Result:
+        with _left_alone(module):  # it begins as the module's own does
+            return step(at_once=False)
+
+    def step(at_once: bool, seed: int = 0) -> Result:
+        leaves, fixed = leaf_params(), fixed_params()
         with seeded_rng(seed, module.device), torch.enable_grad():
             outcome = local.many(
                 leaves,
                 tree_map(two, host.buffer_stack),
-                fixed if host.fixed_is_shared else tree_map(two, fixed),
+                fixed,
                 tree_map(lambda t: two(t)[:, :size], batch),
                 None,
                 fixed_is_shared=host.fixed_is_shared,
@@ -69,7 +93,9 @@ def why_not_mapped(
             )
         wanted = [p for p in leaves.values() if p.requires_grad]
         grads = torch.autograd.grad(outcome.loss.sum(), wanted, allow_unused=True)
-        return outcome, [torch.zeros(()) if g is None else g for g in grads]
+        return outcome, [
+            torch.zeros_like(p) if g is None else g for g, p in zip(grads, wanted, strict=True)
+        ]
 
     metrics = [m for m in module.modules() if isinstance(m, Metric)]
     counts = [m._update_count for m in metrics]
@@ -77,10 +103,11 @@ def why_not_mapped(
         local, exactness = LocalStep(module), 1e-8
         try:
             try:
-                alone = step(at_once=False)
+                alone = first_step()
             except Exception:  # a step written for single precision, maybe
                 wide, exactness = {}, 1e-4
-                alone = step(at_once=False)
+                alone = first_step()
+            own = own_step()
             other, mapped = step(at_once=False, seed=1), step(at_once=True)
         except Exception as error:  # vmap has no rule for an operation, or the user's own mistake
             return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -92,8 +119,16 @@ def why_not_mapped(
             return f"training_step updates the metric {type(used[0]).__name__}"
         if names := escaped():
             return f"training_step keeps tensors in {names[0]}"
-    if not _close(alone, other, exactness):
-        return None  # random of its own making: there is nothing to compare with
+        is_random = not _close(alone, other, exactness)
+        if not is_random and not _close(own, tree_map(lambda t: t[0], alone), exactness):
+            raise FederationError(
+                f"{type(module).__name__} cannot train in lanes: its step gives other results on"
+                " parameters that it is handed than on its own, so it reaches them on another way"
+                " than by its attributes (a list of them, say). Reach them by attributes, or train"
+                " the module itself instead of Lanes(module)"
+            )
+    if is_random:
+        return None  # of its own making: there is nothing to compare with
     return None if _close(alone, mapped, exactness) else "mapped over lanes it gives other results"
 
 

@@ -101,6 +101,14 @@ class LocalStep(nn.Module):
         def record(loss: Tensor, count: Any) -> None:
             recorded["loss"] = loss.detach()
 
+        with _replaced(self.module, {"log": log, **self._given(fixed, weight, record)}):
+            loss = self._loss(functional_call(self, tensors, (batch,), tie_weights=False))
+        return Outcome(loss, logs, recorded, {n: tensors[self._first_place[n]] for n in buffers})
+
+    def _given(
+        self, fixed: Tensors, weight: Tensor | None, record: Callable[..., None]
+    ) -> dict[str, Any]:
+        """What the module is given besides its tensors, where it has a place for it."""
         known: dict[str, Any] = {}
         if getattr(self.module, "sample_weight", ...) is None:  # else a name of its own
             known["sample_weight"] = weight
@@ -108,15 +116,16 @@ class LocalStep(nn.Module):
                 known["record"] = record
         if fixed and getattr(self.module, "fixed", ...) is not ...:
             known["fixed"] = fixed
-        with _replaced(self.module, {"log": log, **known}):
-            out = functional_call(self, tensors, (batch,), tie_weights=False)
-        loss = out["loss"] if isinstance(out, Mapping) else out
+        return known
+
+    def _loss(self, out: Any) -> Tensor:
+        loss: Tensor | None = out["loss"] if isinstance(out, Mapping) else out
         if loss is None:
             raise FederationError(
                 "training_step returns no loss for a batch, which lanes cannot leave out: train the"
                 " module itself instead of Lanes(module)"
             )
-        return Outcome(loss, logs, recorded, {n: tensors[self._first_place[n]] for n in buffers})
+        return loss
 
     def many(
         self,
@@ -151,6 +160,47 @@ class LocalStep(nn.Module):
             return self.one(**shared, **lane)
 
         return (_mapped if at_once else _one_after_another)(step, own)
+
+    def by_itself(
+        self, tensors: Tensors, fixed: Tensors, batch: Any
+    ) -> tuple[Outcome, list[Tensor]]:
+        """Make the step by the module's own tensors, which get these values for a while.
+
+        Args:
+            tensors: Values of parameters and buffers, by name.
+            fixed: What the client started from.
+            batch: Samples, ``[B, ...]``.
+
+        Returns:
+            What the step made, and gradients of the parameters that have one.
+        """
+        own = dict([*self.module.named_parameters(), *self.module.named_buffers()])
+        before = {name: tensor.data for name, tensor in own.items()}
+        logs: Tensors = {}
+        recorded: Tensors = {}
+
+        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+            if not isinstance(value, Metric):
+                logs[name] = torch.as_tensor(value).detach()
+
+        def record(loss: Tensor, count: Any) -> None:
+            recorded["loss"] = loss.detach()
+
+        try:
+            for name, tensor in own.items():
+                tensor.data = tensors[name].clone()
+            with _replaced(self.module, {"log": log, **self._given(fixed, None, record)}):
+                loss = self._loss(self(batch))
+            wanted = [p for p in self.module.parameters() if p.requires_grad]
+            grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+            buffers = {name: b.data.clone() for name, b in self.module.named_buffers()}
+        finally:
+            for name, tensor in own.items():
+                tensor.data = before[name]
+        outcome = Outcome(loss.detach(), logs, recorded, buffers)
+        return outcome, [
+            torch.zeros_like(p) if g is None else g for g, p in zip(grads, wanted, strict=True)
+        ]
 
     def gradients(self, params: Tensors, *tensors: Any, **how: Any) -> tuple[Tensors, Outcome]:
         """Return the gradients of the sum of losses and what the step made; see :meth:`many`."""

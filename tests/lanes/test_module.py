@@ -1404,3 +1404,30 @@ def test_a_net_that_mixes_samples_is_not_filled_up(agree):
         return ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
 
     agree(make, lanes=(3, 7))
+
+
+class Listed(Odd):
+    """Reaches its parameters by a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+        self.decayed = list(self.net.parameters())
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        return loss + 0.1 * sum(p.square().sum() for p in self.decayed)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_parameters_that_are_reached_by_a_list_are_refused(train, tiny, data, dtype):
+    module = tiny(Listed).to(dtype)
+    samples = [t.to(dtype) if t.is_floating_point() else t for t in data().train.tensors]
+    before = {name: t.clone() for name, t in module.state_dict().items()}
+    with pytest.raises(FederationError, match="reaches them on another way"):
+        train(module, 4, datamodule=data(TensorDataset(*samples)))
+    assert all(torch.equal(before[n], t) for n, t in module.state_dict().items())
+    assert all(p.dtype == dtype for p in module.parameters())
