@@ -188,6 +188,8 @@ class AudioDataModule(FederatedDataModule, ABC):
     #: Samples a second that clips are brought to.
     rate: ClassVar[int] = 16_000
     num_classes: ClassVar[int] = 10
+    #: How to come by the files.
+    remedy: ClassVar[str]
 
     def __init__(
         self,
@@ -222,6 +224,11 @@ class AudioDataModule(FederatedDataModule, ABC):
         self.samples = max(1, round(seconds * self.rate))
         self.features = LogMel(self.rate, self.samples, image_size, normalise)
 
+    @property
+    @abstractmethod
+    def folder(self) -> Path:
+        """Where the clips are."""
+
     @abstractmethod
     def clips(self, part: Literal["train", "val", "test"]) -> list[Clip] | None:
         """Return the clips of a part; None, where there is no such part."""
@@ -237,6 +244,11 @@ class AudioDataModule(FederatedDataModule, ABC):
         return self._read("train" if train else "test")
 
     def _read(self, part: Literal["train", "val", "test"]) -> Clips | None:
+        if not self.folder.is_dir():
+            raise FederationError(
+                f"{type(self).__name__} is not under {self.folder}: set root to the folder that"
+                f" holds it, or {self.remedy}"
+            )
         clips = self.clips(part)
         if clips is None:
             return None
@@ -276,14 +288,4 @@ class AudioDataModule(FederatedDataModule, ABC):
             x = self.features(x)
         if augment is not None:
             x = augment.spectrograms(x)
-        module = None if trainer is None else trainer.lightning_module
-        dtype = torch.get_default_dtype() if module is None else module.dtype
-        assert isinstance(dtype, torch.dtype)  # Lightning says "or str"
-        return x.to(dtype), *rest
-
-
-def missing(name: str, folder: Path, remedy: str) -> FederationError:
-    """Return the error for a data set that is not there."""
-    return FederationError(
-        f"{name} is not under {folder}: set root to the folder that holds it, or {remedy}"
-    )
+        return x.to(self.module_dtype), *rest

@@ -594,6 +594,14 @@ class FederatedDataModule(LightningDataModule):
             sample = self.train[0]  # type: ignore[index]  # there after setup
         return 4 * sum(t.numel() if isinstance(t, Tensor) else 1 for t in tree_leaves(sample))
 
+    @property
+    def module_dtype(self) -> torch.dtype:
+        """The dtype of the module in training; torch's default without one."""
+        module = None if self.trainer is None else self.trainer.lightning_module
+        dtype = torch.get_default_dtype() if module is None else module.dtype
+        assert isinstance(dtype, torch.dtype)  # Lightning says "or str"
+        return dtype
+
     def example(self) -> Any:
         """Return two training samples (of one, if there is no other) as the module gets them."""
         with seeded_rng(0):  # their transforms may draw

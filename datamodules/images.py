@@ -67,9 +67,7 @@ class ImageDataModule(FederatedDataModule):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Turn bytes to numbers of mean 0 and standard deviation 1, in the module's dtype."""
         x, *rest = batch
-        module = None if self.trainer is None else self.trainer.lightning_module
-        dtype = torch.get_default_dtype() if module is None else module.dtype
-        assert isinstance(dtype, torch.dtype)  # Lightning says "or str"
+        dtype = self.module_dtype
         shift, scale = self._statistics(x.device, dtype)
         return x.to(dtype).sub_(shift).div_(scale), *rest
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torchaudio.datasets import SPEECHCOMMANDS
 
-from lightning_fl.datamodules.audio import AudioDataModule, Clip, missing
+from lightning_fl.datamodules.audio import AudioDataModule, Clip
 from lightning_fl.types import FederationError
 
 #: Words of the ten-keyword task.
@@ -31,6 +31,8 @@ class SpeechCommands(AudioDataModule):
     Raises:
         FederationError: If the files are not there and ``download`` is off, or a keyword has none.
     """
+
+    remedy = "fetch it with download=true (data.init_args.download)"
 
     def __init__(
         self,
@@ -57,12 +59,6 @@ class SpeechCommands(AudioDataModule):
 
     def clips(self, part: Literal["train", "val", "test"]) -> list[Clip] | None:
         """Return the clips of a part, by the lists of the data set."""
-        if not self.folder.is_dir():
-            raise missing(
-                type(self).__name__,
-                self.folder,
-                "fetch it with download=true (data.init_args.download)",
-            )
         lists = {"val": "validation_list.txt", "test": "testing_list.txt"}
         named = {name: self._listed(file) for name, file in lists.items()}
         if part == "val" and not named["val"]:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from lightning_fl.datamodules.audio import AudioDataModule, Clip, missing
+from lightning_fl.datamodules.audio import AudioDataModule, Clip
 from lightning_fl.types import FederationError
 
 NAME = re.compile(r"(?P<digit>[0-9])_(?P<speaker>.+)_(?P<index>[0-9]+)\.wav")
@@ -20,6 +20,7 @@ class SpokenDigits(AudioDataModule):
     """
 
     rate: ClassVar[int] = 8_000
+    remedy = "clone https://github.com/Jakobovski/free-spoken-digit-dataset into it"
 
     @property
     def folder(self) -> Path:
@@ -28,12 +29,6 @@ class SpokenDigits(AudioDataModule):
 
     def clips(self, part: Literal["train", "val", "test"]) -> list[Clip] | None:
         """Return the clips of a part, ``<digit>_<speaker>_<index>.wav``."""
-        if not self.folder.is_dir():
-            raise missing(
-                type(self).__name__,
-                self.folder,
-                "clone https://github.com/Jakobovski/free-spoken-digit-dataset into it",
-            )
         if part == "val":
             return None
         found = []

@@ -148,12 +148,14 @@ class Repeated:
         if kind in self._settled:
             with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
                 return self.function(*args, **kwargs)
+        if kind not in self._seen:
+            self._seen.add(kind)
+            return self.function(*args, **kwargs)
         before, compiled = _attributes(self.module), counters["frames"]["total"]
         result = self.function(*args, **kwargs)
         is_same = before is not None and _are_same(before, _attributes(self.module))
-        if kind in self._seen and is_same and counters["frames"]["total"] == compiled:
+        if is_same and counters["frames"]["total"] == compiled:
             self._settled.add(kind)
-        self._seen.add(kind)
         return result
 
 

@@ -84,6 +84,17 @@ class LocalStep(nn.Module):
         """Make the step of one client."""
         own = {**params, **{name: buffer.clone() for name, buffer in buffers.items()}}
         tensors = {place: own[name] for place, name in self._places}
+
+        def run() -> Any:
+            return functional_call(self, tensors, (batch,), tie_weights=False)
+
+        loss, logs, recorded = self._noted(run, fixed, batch, weight)
+        return Outcome(loss, logs, recorded, {n: tensors[self._first_place[n]] for n in buffers})
+
+    def _noted(
+        self, run: Callable[[], Any], fixed: Tensors, batch: Any, weight: Tensor | None
+    ) -> tuple[Tensor, Tensors, Tensors]:
+        """Run the module's step; return its loss, and what it logged and recorded."""
         samples = len(tree_leaves(batch)[0])
         logs: Tensors = {}
         recorded: Tensors = {}
@@ -101,31 +112,22 @@ class LocalStep(nn.Module):
         def record(loss: Tensor, count: Any) -> None:
             recorded["loss"] = loss.detach()
 
-        with _replaced(self.module, {"log": log, **self._given(fixed, weight, record)}):
-            loss = self._loss(functional_call(self, tensors, (batch,), tie_weights=False))
-        return Outcome(loss, logs, recorded, {n: tensors[self._first_place[n]] for n in buffers})
-
-    def _given(
-        self, fixed: Tensors, weight: Tensor | None, record: Callable[..., None]
-    ) -> dict[str, Any]:
-        """What the module is given besides its tensors, where it has a place for it."""
-        known: dict[str, Any] = {}
+        known: dict[str, Any] = {"log": log}
         if getattr(self.module, "sample_weight", ...) is None:  # else a name of its own
             known["sample_weight"] = weight
             if hasattr(self.module, "record"):
                 known["record"] = record
         if fixed and getattr(self.module, "fixed", ...) is not ...:
             known["fixed"] = fixed
-        return known
-
-    def _loss(self, out: Any) -> Tensor:
-        loss: Tensor | None = out["loss"] if isinstance(out, Mapping) else out
+        with _replaced(self.module, known):
+            out = run()
+        loss = out["loss"] if isinstance(out, Mapping) else out
         if loss is None:
             raise FederationError(
                 "training_step returns no loss for a batch, which lanes cannot leave out: train the"
                 " module itself instead of Lanes(module)"
             )
-        return loss
+        return loss, logs, recorded
 
     def many(
         self,
@@ -176,21 +178,10 @@ class LocalStep(nn.Module):
         """
         own = dict([*self.module.named_parameters(), *self.module.named_buffers()])
         before = {name: tensor.data for name, tensor in own.items()}
-        logs: Tensors = {}
-        recorded: Tensors = {}
-
-        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-            if not isinstance(value, Metric):
-                logs[name] = torch.as_tensor(value).detach()
-
-        def record(loss: Tensor, count: Any) -> None:
-            recorded["loss"] = loss.detach()
-
         try:
             for name, tensor in own.items():
                 tensor.data = tensors[name].clone()
-            with _replaced(self.module, {"log": log, **self._given(fixed, None, record)}):
-                loss = self._loss(self(batch))
+            loss, logs, recorded = self._noted(lambda: self(batch), fixed, batch, None)
             wanted = [p for p in self.module.parameters() if p.requires_grad]
             grads = torch.autograd.grad(loss, wanted, allow_unused=True)
             buffers = {name: b.data.clone() for name, b in self.module.named_buffers()}
