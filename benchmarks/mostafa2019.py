@@ -110,7 +110,7 @@ def markdown(found: dict[Cell, dict[str, Any]]) -> str:
     """Show means and standard deviations over seeds beside the paper's, a table a task."""
     text = []
     for task in TASKS:
-        groups = sorted({(c.participation, c.split) for c in found if c.task == task}, reverse=True)
+        groups = {(c.participation, c.split) for c in found if c.task == task}
         if not groups:
             continue
         head = ["test accuracy, % (paper)", *METHODS.values()]

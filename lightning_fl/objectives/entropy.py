@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fl.functional.entropy import entropy_hinge
-from lightning_fl.objectives.terms import Side, Term
-from lightning_fl.types import FederationError
+from lightning_fl.objectives.terms import Side, Term, check_strength
 
 
 class EntropyRegularizer(Term):
@@ -36,9 +35,7 @@ class EntropyRegularizer(Term):
 
     def __init__(self, h_min: float = 2.0, coefficient: float = 1.0, of_mean: bool = False) -> None:
         super().__init__()
-        for name, value in (("h_min", h_min), ("coefficient", coefficient)):
-            if not 0 <= value < float("inf"):
-                raise FederationError(f"{name} must be finite and at least 0, got {value}")
+        check_strength(h_min=h_min, coefficient=coefficient)
         self.h_min, self.coefficient, self.of_mean = h_min, coefficient, of_mean
 
     def forward(self, own: Side, fixed: Side, batch: Any) -> Tensor:

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fl.functional.proximal import proximal_penalty
-from lightning_fl.objectives.terms import Side, Term
-from lightning_fl.types import FederationError
+from lightning_fl.objectives.terms import Side, Term, check_strength
 
 
 class Proximal(Term):
@@ -34,8 +33,7 @@ class Proximal(Term):
 
     def __init__(self, mu: float) -> None:
         super().__init__()
-        if not 0 <= mu < float("inf"):
-            raise FederationError(f"mu must be finite and at least 0, got {mu}")
+        check_strength(mu=mu)
         self.mu = mu
 
     def forward(self, own: Side, fixed: Side, batch: Any) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_fl.functional.randomness import Purpose, derive_seed, seeded_rng
 from lightning_fl.functional.representation import matching_error, pad_to, unpool
 from lightning_fl.objectives.recorder import Recorder, Trace
-from lightning_fl.objectives.terms import Side, Term
+from lightning_fl.objectives.terms import Side, Term, check_strength
 from lightning_fl.types import FederationError
 
 CONVOLUTIONS: dict[int, Any] = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
@@ -69,8 +69,7 @@ class RepresentationMatching(Term):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if not 0 <= coefficient < float("inf"):
-            raise FederationError(f"coefficient must be finite and at least 0, got {coefficient}")
+        check_strength(coefficient=coefficient)
         if reduction not in ("sum", "mean"):
             raise FederationError(f"reduction must be sum or mean, got {reduction!r}")
         self.coefficient, self.reduction, self.seed = coefficient, reduction, seed
