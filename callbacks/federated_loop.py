@@ -396,6 +396,8 @@ class FederatedLoop(Callback):
         """Collect clients after their last step; aggregate after the last of them."""
         round = self._current
         step = round.plan.schedule[batch_idx]
+        if step.first:
+            round.losses = self._reported(step, outputs)
         if step.last:
             _call(pl_module, "on_client_end")
             self._collect(round, step)
@@ -415,12 +417,23 @@ class FederatedLoop(Callback):
         process's gradient counts :math:`W n_r / n` times.
         """
         if self._shares_samples:
-            plan, step = self._current.plan, self._step
-            clients = plan.clients[list(step.rows)]
-            n, world_size = int(self._data.batch_sizes(clients, step.start, 1)), trainer.world_size
-            own = len(range(trainer.global_rank, n, world_size))
-            if own * world_size != n:
-                loss.register_hook(lambda gradient: gradient * (world_size * own / n))
+            share = self._own_share(self._step) * trainer.world_size
+            if share != 1:
+                loss.register_hook(lambda gradient: gradient * share)
+
+    def _own_share(self, step: Step) -> float:
+        """Return this process's part of a local step's samples, where processes share them."""
+        clients = self._current.plan.clients[list(step.rows)]
+        n, trainer = int(self._data.batch_sizes(clients, step.start, 1)), self._trainer
+        return len(range(trainer.global_rank, n, trainer.world_size)) / n
+
+    def _reported(self, step: Step, outputs: Any) -> Tensor:
+        """Return what the clients say of the model that they start from, ``[k]``."""
+        losses = self.lane.reported(outputs).double()
+        if self._shares_samples:
+            losses = losses * self._own_share(step)
+            torch.distributed.all_reduce(losses)
+        return losses
 
     def _collect(self, round: _Round, step: Step) -> None:
         clients = round.plan.clients[list(step.rows)]
@@ -446,7 +459,9 @@ class FederatedLoop(Callback):
             clients = clients[finite]
             delta, counters = delta[finite], counters[finite]
         weights = self._num_samples[clients]
-        self.aggregator.update(ClientUpdate(clients, delta, weights))
+        losses = round.losses[finite.to(round.losses.device)]
+        self.aggregator.update(ClientUpdate(clients, delta, weights, losses))
+        round.client_losses.update(zip(clients.tolist(), losses.tolist(), strict=True))
         rows = [
             row for row, is_good in zip(self.lane.rows(), finite.tolist(), strict=True) if is_good
         ]
@@ -484,11 +499,14 @@ class FederatedLoop(Callback):
         """Take in what the other processes know of their clients; the aggregator sums by itself."""
         own = (round.counters.cpu(), round.num_samples, round.skipped, self.store.new)
         after = (round.most_steps, round.schedule_after)
-        counters, num_samples, skipped, new, schedules = zip(*gathered((*own, after)), strict=True)
+        counters, num_samples, skipped, new, losses, schedules = zip(
+            *gathered((*own, round.client_losses, after)), strict=True
+        )
         round.counters = torch.stack(counters).amax(0).to(round.counters)
         round.num_samples = sum(num_samples)
         round.skipped = [client for clients in skipped for client in clients]
         self.store.new = {client: rows for each in new for client, rows in each.items()}
+        round.client_losses = {client: loss for each in losses for client, loss in each.items()}
         round.schedule_after = max(schedules, key=lambda found: found[0])[1]
 
     def _leave_clients(self, server: ServerState, schedule: ScheduleState) -> None:
@@ -546,7 +564,9 @@ class FederatedLoop(Callback):
             merge_logs(trainer)
         before = self.val_loss
         self._note_val_loss(trainer)
-        self.policy.update(Feedback(round.plan, before, self.val_loss))
+        reported = [round.client_losses.get(c, math.nan) for c in round.plan.clients.tolist()]
+        losses = torch.tensor(reported, dtype=torch.float64)
+        self.policy.update(Feedback(round.plan, before, self.val_loss, losses))
         figures = self._figures(round)
         learnt = self.policy.figures()
         self.rounds.add(figures | learnt)
@@ -754,6 +774,8 @@ class _Round:
         self.counters: Tensor = server.counters
         self.num_samples = 0
         self.skipped: list[int] = []
+        self.losses = torch.empty(0)  # of what clients in training started from
+        self.client_losses: dict[int, float] = {}
         self.aggregated = self.validated = False
         self.rng: Mapping[str, Any] = {}
         self.callbacks: dict[str, Any] = {}

@@ -179,7 +179,8 @@ class ClientUpdate:
         clients: Ids, ``[k]``.
         delta: Local parameters minus what the clients started from, ``[k, P]``.
         num_samples: Training samples of each, ``[k]``.
-        loss_before: Local loss before training, ``[k]``, or None where it was not measured.
+        loss_before: Loss of what the clients started from, on their first batch, ``[k]``, or None
+            where it was not measured.
         loss_after: Local loss after training, ``[k]``, or None where it was not measured.
 
     Raises:
@@ -209,11 +210,15 @@ class Feedback:
         plan: The round's plan.
         val_loss_before: The server's validation loss before the round, None if it is not known.
         val_loss: The same after the round, None if validation did not run in it.
+        client_losses: What the clients report: the loss of the model that the round started from,
+            each on its first batch and without terms, ``[k]``; NaN of a client whose update was
+            not used.
     """
 
     plan: RoundPlan
     val_loss_before: float | None
     val_loss: float | None
+    client_losses: Tensor | None = None
 
 
 @runtime_checkable

@@ -32,10 +32,19 @@ FEATURES, CLASSES, CLIENTS = 6, 3, 7
 
 
 class Uneven(HyperParameterPolicy):
-    """Steps and rates that differ from client to client and round to round."""
+    """Steps and rates that differ from client to client and round to round.
+
+    Its figure is what the clients report, which the table of rounds holds.
+    """
 
     def sample(self, round, clients):
         return {"num_steps": 1 + (clients + round) % 4, "lr": 0.05 + 0.01 * clients}
+
+    def update(self, feedback):
+        self.reported = float(feedback.client_losses @ (feedback.plan.clients + 1.0).double())
+
+    def figures(self):
+        return {"reported": self.reported}
 
 
 class Foreign(L.LightningModule):

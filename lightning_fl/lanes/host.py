@@ -200,6 +200,14 @@ class LaneHost(ABC):
         """
 
     @abstractmethod
+    def reported(self, outputs: Any) -> Tensor:
+        """Return each client's task loss in the first local step of a Lightning batch, ``[k]``.
+
+        Args:
+            outputs: What Lightning kept of the training step: of the batch's last local step.
+        """
+
+    @abstractmethod
     def rows(self) -> list[dict[str, Tensor]]:
         """Return the tensors that each client keeps for itself."""
 

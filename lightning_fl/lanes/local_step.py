@@ -24,15 +24,24 @@ class Outcome(NamedTuple):
 
     Args:
         loss: The loss to minimise.
+        task_loss: What a client reports of it: ``task_loss`` of a step that returns a dictionary
+            with it, else the loss.
         logs: What the module logged, by name.
         recorded: The loss that a module with a method ``record`` notes; empty without one.
         buffers: The module's buffers after the step.
     """
 
     loss: Tensor
+    task_loss: Tensor
     logs: Tensors
     recorded: Tensors
     buffers: Tensors
+
+
+def reported_loss(out: Any) -> Tensor | None:
+    """Return the loss that a client tells the server, of what a ``training_step`` returned."""
+    loss = out.get("task_loss", out.get("loss")) if isinstance(out, Mapping) else out
+    return None if loss is None else loss.detach()
 
 
 _LOG_OPTIONS = list(signature(LightningModule.log).parameters)[3:]
@@ -88,13 +97,13 @@ class LocalStep(nn.Module):
         def run() -> Any:
             return functional_call(self, tensors, (batch,), tie_weights=False)
 
-        loss, logs, recorded = self._noted(run, fixed, batch, weight)
-        return Outcome(loss, logs, recorded, {n: tensors[self._first_place[n]] for n in buffers})
+        losses, logs, recorded = self._noted(run, fixed, batch, weight)
+        return Outcome(*losses, logs, recorded, {n: tensors[self._first_place[n]] for n in buffers})
 
     def _noted(
         self, run: Callable[[], Any], fixed: Tensors, batch: Any, weight: Tensor | None
-    ) -> tuple[Tensor, Tensors, Tensors]:
-        """Run the module's step; return its loss, and what it logged and recorded."""
+    ) -> tuple[tuple[Tensor, Tensor], Tensors, Tensors]:
+        """Run the module's step; return its losses, and what it logged and recorded."""
         samples = len(tree_leaves(batch)[0])
         logs: Tensors = {}
         recorded: Tensors = {}
@@ -122,12 +131,13 @@ class LocalStep(nn.Module):
         with _replaced(self.module, known):
             out = run()
         loss = out["loss"] if isinstance(out, Mapping) else out
-        if loss is None:
+        task_loss = reported_loss(out)
+        if loss is None or task_loss is None:
             raise FederationError(
                 "training_step returns no loss for a batch, which lanes cannot leave out: train the"
                 " module itself instead of Lanes(module)"
             )
-        return loss, logs, recorded
+        return (loss, task_loss), logs, recorded
 
     def many(
         self,
@@ -181,14 +191,14 @@ class LocalStep(nn.Module):
         try:
             for name, tensor in own.items():
                 tensor.data = tensors[name].clone()
-            loss, logs, recorded = self._noted(lambda: self(batch), fixed, batch, None)
+            (loss, task_loss), logs, recorded = self._noted(lambda: self(batch), fixed, batch, None)
             wanted = [p for p in self.module.parameters() if p.requires_grad]
             grads = torch.autograd.grad(loss, wanted, allow_unused=True)
             buffers = {name: b.data.clone() for name, b in self.module.named_buffers()}
         finally:
             for name, tensor in own.items():
                 tensor.data = before[name]
-        outcome = Outcome(loss.detach(), logs, recorded, buffers)
+        outcome = Outcome(loss.detach(), task_loss, logs, recorded, buffers)
         return outcome, [
             torch.zeros_like(p) if g is None else g for g, p in zip(grads, wanted, strict=True)
         ]

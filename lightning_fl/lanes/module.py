@@ -350,6 +350,8 @@ class Lanes(LightningModule):
     def _note(self, host: StackedLanes, outcome: Outcome, weight: Tensor) -> None:
         """Keep what the module logged, and let it record the losses of those who still train."""
         host.weights.append(weight)
+        if host.step == 0:
+            host.first_losses = outcome.task_loss
         for name, value in outcome.logs.items():
             host.logged.setdefault(name, []).append(value)
         if outcome.recorded:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_fl.lanes.host import LaneHost, Rows
+from lightning_fl.lanes.local_step import reported_loss
 from lightning_fl.types import ServerState
 
 
@@ -46,6 +48,11 @@ class ModuleLane(LaneHost):
         self._adopt()
         delta = self._moved(self.vector.read()[None], state)
         return delta, (state.counters if self.buffers == "server" else self.counters.read())[None]
+
+    def reported(self, outputs: Any) -> Tensor:
+        """Return the client's task loss; see :meth:`LaneHost.reported`."""
+        loss = reported_loss(outputs)
+        return torch.full((1,), torch.nan) if loss is None else loss.reshape(1)
 
     def rows(self) -> list[dict[str, Tensor]]:
         """Return the tensors that the client keeps for itself."""

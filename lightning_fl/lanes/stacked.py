@@ -78,6 +78,8 @@ class StackedLanes(LaneHost):
         #: What the module logged in the batch, ``[k]`` each, and the samples behind it.
         self.logged: dict[str, list[Tensor]] = {}
         self.weights: list[Tensor] = []
+        #: Task losses in the batch's first local step, ``[k]``.
+        self.first_losses = torch.empty(0)
         self.buffer_stack: Tensors = {}
         self.fixed: Tensors = {}
         self.fixed_is_shared = True
@@ -209,6 +211,10 @@ class StackedLanes(LaneHost):
             return delta, state.counters.expand(self.count, -1)
         counters = torch.cat([_flatten(self.buffer_stack[n]) for n in self._counting], dim=1)
         return delta, counters.to(self.counters.dtype)
+
+    def reported(self, outputs: Any) -> Tensor:
+        """Return the clients' task losses; see :meth:`LaneHost.reported`."""
+        return self.first_losses
 
     def rows(self) -> list[dict[str, Tensor]]:
         """Return the tensors that each client keeps for itself."""

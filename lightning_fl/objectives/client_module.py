@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -142,8 +142,8 @@ class ClientModule(LightningModule):
         self.train_loss.reset()
         self._client_loss, self._client_samples = [], []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss of a local step."""
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Tensor]:
+        """Return the loss of a local step; with terms, also ``task_loss``, which has none."""
         trace = None
         if self.recorder is None:
             outputs = self(batch[0])
@@ -151,7 +151,7 @@ class ClientModule(LightningModule):
             outputs, trace = self.recorder(batch[0])
         losses = self.losses(batch, outputs)
         weight = self.sample_weight
-        loss = losses.mean() if weight is None else losses @ weight
+        loss = task_loss = losses.mean() if weight is None else losses @ weight
         if self.fixed is not None:
             params: dict[str, Tensor] = dict(self.net.named_parameters(prefix="net"))
             if not self.fixed:  # Outside of a federation the model stays near where it began.
@@ -162,7 +162,7 @@ class ClientModule(LightningModule):
                 anchor = Side(fixed, trace=self.recorder.fixed(fixed, batch[0]))
             loss = loss + sum(term(own, anchor, batch) for term in self.terms)
         self.record(loss, len(losses))
-        return loss
+        return loss if self.fixed is None else {"loss": loss, "task_loss": task_loss.detach()}
 
     def record(self, loss: Tensor, count: int | Tensor) -> None:
         """Note the loss of a local step, of one client or of each in the lanes.

@@ -34,8 +34,8 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
     Mostafa (2019), section 3.2. In round :math:`t` all clients get a point :math:`h_t` of the grid,
     drawn from :math:`P(h \mid \psi_t) \propto e^{-\frac12 (h - \mu)^T A (h - \mu)}`,
     :math:`\psi = \{\mu, A\}`, where every axis of the grid is scaled to
-    :math:`[-\frac12, \frac12]`. The reward is the relative reduction of the server's validation
-    loss, :math:`r_t = (L_t - L_{t+1}) / L_t`, and online REINFORCE with a baseline moves (eq. 7)
+    :math:`[-\frac12, \frac12]`. The reward is the relative reduction of the loss,
+    :math:`r_t = (L_t - L_{t+1}) / L_t`, and online REINFORCE with a baseline moves (eq. 7)
 
     .. math:: \psi_{t+1} = \psi_t + \eta_H \sum_{\tau = t - Z'}^{t} (r_\tau - \hat r_t)
         \nabla_{\psi_\tau} \log P(h_\tau \mid \psi_\tau), \quad Z' = \min(Z, t - 1).
@@ -58,6 +58,10 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
         optimizer: ``sgd`` is the equation, ``adam`` scales its step (betas 0.7, as descendants of
             the paper's code have it).
         seed: Of the draws; None is that of ``seed_everything``, else 0.
+        loss: Where :math:`L_t` is measured: ``validation``, on the server's samples, or
+            ``clients``, the mean of what the clients report of the model that a round starts from,
+            each on its first batch. These know the reward of a round one round later, and are as
+            good as the cohort is like all clients.
 
     Raises:
         FederationError: If an option is out of range; after a round that was not validated.
@@ -68,7 +72,6 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
         {'lr': tensor([0.2000, 0.2000], dtype=torch.float64), 'num_steps': tensor([10, 10])}
     """
 
-    needs_val_loss = True
     mean: Tensor
     root: Tensor
     scores: Tensor
@@ -76,6 +79,8 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
     drawn_from: Tensor
     moments: Tensor
     steps: Tensor
+    waiting: Tensor
+    loss_then: Tensor
 
     def __init__(
         self,
@@ -88,6 +93,7 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
         centred: bool = False,
         optimizer: Literal["sgd", "adam"] = "sgd",
         seed: int | None = None,
+        loss: Literal["validation", "clients"] = "validation",
     ) -> None:
         super().__init__()
         self.grid = {k: list(v) for k, v in (GRID if grid is None else grid).items()}
@@ -99,6 +105,9 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
             raise FederationError(f"window must be a whole number from {least} up, got {window}")
         if optimizer not in ("sgd", "adam"):
             raise FederationError(f"optimizer must be sgd or adam, got {optimizer!r}")
+        if loss not in ("validation", "clients"):
+            raise FederationError(f"loss must be validation or clients, got {loss!r}")
+        self.loss, self.needs_val_loss = loss, loss == "validation"
         self.hyper_lr, self.window, self.seed = hyper_lr, int(window), seed
         self.learn_precision, self.centred, self.optimizer = learn_precision, centred, optimizer
         axes = [normalised_axis(values) for values in self.grid.values()]
@@ -115,6 +124,9 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
         #: Adam's averages of the moves and of their squares, ``[2, D + D^2]``, and its steps.
         self.register_buffer("moments", torch.zeros(2, size, dtype=torch.float64))
         self.register_buffer("steps", torch.zeros(()))
+        #: The score of a round whose reward is not known yet, and the loss before it; else infinite.
+        self.register_buffer("waiting", torch.zeros(1, size, dtype=torch.float64))
+        self.register_buffer("loss_then", torch.tensor(torch.inf, dtype=torch.float64))
 
     def _start(self, mean: Mapping[str, float]) -> Tensor:
         start = torch.zeros(len(self.grid), dtype=torch.float64)
@@ -154,17 +166,32 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
         return {name: chosen[name] for name in self.grid}
 
     def update(self, feedback: Feedback) -> None:
-        """Learn from the reward of a round."""
-        before, after = feedback.val_loss_before, feedback.val_loss
-        if before is None or after is None:
-            raise FederationError(
-                f"{type(self).__name__} learns from the validation loss after every round, and"
-                f" round {feedback.plan.round + 1} was not validated: set"
-                " trainer.check_val_every_n_epoch=1"
-            )
-        reward = (before - after) / before if before else 0.0
+        """Learn from the reward of a round: of this, or of the last that clients took part in."""
         by_mean, by_root = score(self.points, self._draw(feedback.plan.round), self.mean, self.root)
         now = torch.cat([by_mean, by_root.flatten()])[None]
+        if self.loss == "validation":
+            before, after = feedback.val_loss_before, feedback.val_loss
+            if before is None or after is None:
+                raise FederationError(
+                    f"{type(self).__name__} learns from the validation loss after every round, and"
+                    f" round {feedback.plan.round + 1} was not validated: set"
+                    " trainer.check_val_every_n_epoch=1, or let it learn from loss='clients'"
+                )
+            self._learn(now, before, after)
+            return
+        reported = feedback.client_losses
+        finite = reported[reported.isfinite()] if reported is not None else torch.empty(0)
+        if not len(finite):
+            return  # nobody said anything: the next round's reward is that of both
+        after = float(finite.mean())
+        if self.loss_then.isfinite():
+            self._learn(self.waiting, float(self.loss_then), after)
+        self.waiting.copy_(now)
+        self.loss_then.fill_(after)
+
+    def _learn(self, now: Tensor, before: float, after: float) -> None:
+        """Move by the reward of a round with this score, and by those before it."""
+        reward = (before - after) / before if before else 0.0
         most = 2 * self.window + 1 if self.centred else self.window + 1
         self.scores = torch.cat([self.scores, now])[-most:]
         last = self.rewards.new_tensor([reward if math.isfinite(reward) else -1.0])

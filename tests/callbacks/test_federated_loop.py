@@ -1286,3 +1286,31 @@ def test_a_policy_learns_and_its_figures_are_in_the_table(fit, linear, tmp_path)
     resumed, again = run(6, "half", ckpt_path=tmp_path / "half" / "last.ckpt")
     assert resumed.rows == whole.rows
     assert torch.equal(again.net.weight, module.net.weight)
+
+
+def test_clients_report_the_loss_of_what_they_start_from(fit, data, linear):
+    """By hand: the server's model on each client's first batch, in every round."""
+    heard, started, batches = [], [], {}
+
+    class Listening(HyperParameterPolicy):
+        def sample(self, round, clients):
+            return {"num_steps": 2}
+
+        def update(self, feedback):
+            heard.append(feedback.client_losses)
+
+    class Watching(L.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            step = loop.plan().schedule[batch_idx]
+            if step.first:
+                batches[loop.round, step.rows[0]] = batch
+                started.append(module.net.weight.detach().clone())
+
+    loop = FederatedLoop(policy=Listening(), seed=0)
+    x = torch.randn(40, 3, dtype=torch.float64)
+    train = TensorDataset(x, x.sum(1))
+    fit(linear(), loop, data(train, val=train), rounds=2, callbacks=[Watching()])
+    assert len(heard) == 2
+    for (round, row), (x, y), weight in zip(batches, batches.values(), started, strict=True):
+        expected = ((x @ weight[0] - y) ** 2).mean()
+        torch.testing.assert_close(heard[round][row], expected, atol=1e-12, rtol=0)

@@ -13,7 +13,10 @@ from lightning_fl.policies import HyperParameterPolicy
 
 
 class PerClient(HyperParameterPolicy):
-    """Another amount of work for each client and round, and another learning rate."""
+    """Another amount of work for each client and round, and another learning rate.
+
+    Its figures are what the clients report, which the table of rounds holds.
+    """
 
     def __init__(self, lr=True):
         super().__init__()
@@ -22,6 +25,14 @@ class PerClient(HyperParameterPolicy):
     def sample(self, round, clients):
         steps = {"num_steps": 1 + clients % 3 + round % 2}
         return steps | ({"lr": 0.01 * (1 + clients.double())} if self.lr else {})
+
+    def update(self, feedback):
+        self.losses = dict(
+            zip(feedback.plan.clients.tolist(), feedback.client_losses.tolist(), strict=True)
+        )
+
+    def figures(self):
+        return {f"loss_{client}": self.losses.get(client, -1.0) for client in range(7)}
 
 
 def two_layers():

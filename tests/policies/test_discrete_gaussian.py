@@ -238,3 +238,41 @@ def test_a_round_without_validation_is_an_error():
     policy = DiscreteGaussianReinforce(GRID)
     with pytest.raises(FederationError, match="check_val_every_n_epoch=1"):
         policy.update(feedback(0, 1.0, None))
+
+
+# --- losses that clients report -------------------------------------------------------------------
+
+
+def reported(round, *losses):
+    plan = RoundPlan(0, round, torch.arange(len(losses)), torch.ones(len(losses), dtype=int))
+    return Feedback(plan, None, None, torch.tensor(losses, dtype=torch.float64))
+
+
+def test_clients_know_the_reward_of_a_round_one_round_later():
+    """The same losses, measured by the server after each round, teach the same."""
+    losses = [4.0, 3.0, 2.9, 1.0]
+    server = DiscreteGaussianReinforce(GRID, seed=5, window=1)
+    clients = DiscreteGaussianReinforce(GRID, seed=5, window=1, loss="clients")
+    assert server.needs_val_loss and not clients.needs_val_loss
+    for round, mean in enumerate(losses):
+        clients.update(reported(round, mean - 1, mean + 1, math.nan))
+        if round:
+            server.update(feedback(round - 1, losses[round - 1], losses[round]))
+            assert clients.figures()["reward"] == server.figures()["reward"]
+            if round < 2:  # later the server's has drawn from a mean that learnt one round earlier
+                assert torch.equal(clients.mean, server.mean)
+    assert not torch.equal(clients.mean, torch.zeros(2, dtype=torch.float64))
+
+
+def test_a_round_in_which_no_client_reports_waits_for_the_next():
+    policy = DiscreteGaussianReinforce(GRID, seed=5, loss="clients")
+    policy.update(reported(0, 2.0))
+    policy.update(reported(1, math.nan))
+    assert "reward" not in policy.figures()
+    policy.update(reported(2, 1.0))
+    assert policy.figures()["reward"] == 0.5
+
+
+def test_an_unknown_loss():
+    with pytest.raises(FederationError, match="loss must be validation or clients, got 'test'"):
+        DiscreteGaussianReinforce(loss="test")
