@@ -87,6 +87,8 @@ class FederatedLoop(Callback):
         monitor: The validation loss that policies learn from.
         table: File of the table of rounds, beside the logger's files; None writes none.
         seed: The run's seed; None is that of ``seed_everything``, else the checkpoint's, else 0.
+        client_memory: GiB of what clients keep from round to round that stay in memory; with more,
+            all of it is in a file in the Trainer's ``default_root_dir`` while the run lasts.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the Trainer, the
@@ -112,6 +114,7 @@ class FederatedLoop(Callback):
         monitor: str = "val_loss",
         table: str | None = "rounds.csv",
         seed: int | None = None,
+        client_memory: float = 1.0,
     ) -> None:
         is_count = isinstance(participation, int | np.integer) and participation >= 1
         is_fraction = isinstance(participation, float | np.floating) and 0 < participation <= 1
@@ -139,6 +142,8 @@ class FederatedLoop(Callback):
         ):
             if value not in allowed:
                 raise FederationError(f"{name} must be one of {allowed}, got {value!r}")
+        if not client_memory >= 0:
+            raise FederationError(f"client_memory must be at least 0 GiB, got {client_memory!r}")
         self.participation: int | float = int(participation) if is_count else float(participation)
         self.min_clients = int(min_clients)
         self.aggregator, self.policy = aggregator or FedAvg(), policy or Schedule()
@@ -148,7 +153,7 @@ class FederatedLoop(Callback):
         #: Rounds that ended.
         self.round = 0
         self.rounds = RoundTable()
-        self.store = ClientStore()
+        self.store = ClientStore(most=client_memory * 2**30)
         self.val_loss: float | None = None
         self._plan: RoundPlan | None = None
         self._round: _Round | None = None
@@ -206,6 +211,8 @@ class FederatedLoop(Callback):
         self._log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._undo.callback(setattr, trainer, "log_every_n_steps", self._log_every_n_steps)
         self._trainer = trainer
+        if "://" not in (folder := str(trainer.default_root_dir)):  # else no place for a file
+            self.store.folder = folder
         if self.policy.needs_val_loss:
             trainer.num_sanity_val_steps = math.inf
         self._seed = run_seed(self.seed)

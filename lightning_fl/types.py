@@ -210,7 +210,7 @@ class Feedback:
         plan: The round's plan.
         val_loss_before: The server's validation loss before the round, None if it is not known.
         val_loss: The same after the round, None if validation did not run in it.
-        client_losses: What the clients report: the loss of the model that the round started from,
+        losses: What the clients report: the loss of the model that the round started from,
             each on its first batch and without terms, ``[k]``; NaN of a client whose update was
             not used.
     """
@@ -218,7 +218,7 @@ class Feedback:
     plan: RoundPlan
     val_loss_before: float | None
     val_loss: float | None
-    client_losses: Tensor | None = None
+    losses: Tensor | None = None
 
 
 @runtime_checkable

@@ -41,7 +41,7 @@ class Uneven(HyperParameterPolicy):
         return {"num_steps": 1 + (clients + round) % 4, "lr": 0.05 + 0.01 * clients}
 
     def update(self, feedback):
-        self.reported = float(feedback.client_losses @ (feedback.plan.clients + 1.0).double())
+        self.reported = float(feedback.losses @ (feedback.plan.clients + 1.0).double())
 
     def figures(self):
         return {"reported": self.reported}

@@ -1,5 +1,7 @@
 """State that clients keep from round to round."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -87,3 +89,87 @@ def test_later_rounds_do_not_change_what_was_saved(store):
         each.commit()
     assert saved.keys() == {3}
     assert saved[3]["momentum"].tolist() == [1, 1]
+
+
+# --- in a file ------------------------------------------------------------------------------------
+
+
+def rows(value, size=1000):
+    return {"weight": torch.full((size, 3), float(value)), "steps": torch.tensor(value)}
+
+
+@pytest.fixture
+def large(tmp_path):
+    """Five clients, more than is to stay in memory."""
+    store = ClientStore(most=30_000, folder=tmp_path / "made" / "here")
+    for client in range(5):
+        store.put(client, rows(client))
+        store.commit()
+    return store
+
+
+def in_the_file(tensor):
+    """Whether the system has mapped a deleted file at a tensor's place in memory."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(end, 16) for end in line.split()[0].split("-"))
+        if low <= tensor.data_ptr() < high:
+            return "here/" in line and "(deleted)" in line
+    return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mappings")
+def test_what_is_too_much_for_memory_is_in_a_file_without_a_name(large, tmp_path):
+    assert all(in_the_file(large.get(c)["weight"]) for c in range(5))
+    assert list((tmp_path / "made" / "here").iterdir()) == []
+    small = ClientStore()
+    small.put(0, rows(0))
+    small.commit()
+    assert not in_the_file(small.get(0)["weight"])
+
+
+def test_in_a_file_is_as_in_memory(large):
+    large.put(2, rows(7))
+    large.put(5, rows(8))
+    assert large.get(2)["steps"] == 2
+    large.discard()
+    large.put(2, rows(9))
+    large.put(3, rows(9, size=5))  # of another shape: a place of its own
+    large.commit()
+    assert [large.get(c)["steps"].item() for c in range(5)] == [0, 1, 9, 9, 4]
+    assert large.get(5) == {}
+    for client, value in enumerate([0, 1, 9, 9, 4]):
+        assert large.get(client)["weight"].unique().tolist() == [value]
+    assert large.get(3)["weight"].shape == (5, 3)
+
+
+def test_a_client_has_one_place_in_the_file(large):
+    place = large.get(2)["weight"].data_ptr()
+    large.put(2, rows(9))
+    large.commit()
+    assert large.get(2)["weight"].data_ptr() == place
+
+
+def test_a_checkpoint_holds_the_rows_and_no_more(large, tmp_path):
+    torch.save(large.state_dict(), tmp_path / "store.pt")
+    assert (tmp_path / "store.pt").stat().st_size < 5 * 12_100 + 20_000
+    for most in (0, 10**9):
+        again = ClientStore(most, tmp_path)
+        again.load_state_dict(torch.load(tmp_path / "store.pt", weights_only=True))
+        assert [again.get(c)["steps"].item() for c in range(5)] == [0, 1, 2, 3, 4]
+        again.put(0, rows(1))
+        again.commit()
+        assert large.get(0)["steps"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex64, torch.int8])
+def test_every_dtype_fits_into_the_file(tmp_path, dtype):
+    row = torch.tensor([1, 0, 1]).to(dtype)
+    store = ClientStore(0, tmp_path)
+    store.put(
+        0, {"odd": torch.ones(3, dtype=torch.uint8), "row": row, "none": row[:0], "one": row[0]}
+    )
+    store.commit()
+    found = store.get(0)
+    assert torch.equal(found["row"], row)
+    assert found["one"].shape == ()
+    assert found["none"].numel() == 0

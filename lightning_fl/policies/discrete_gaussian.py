@@ -124,7 +124,7 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
         #: Adam's averages of the moves and of their squares, ``[2, D + D^2]``, and its steps.
         self.register_buffer("moments", torch.zeros(2, size, dtype=torch.float64))
         self.register_buffer("steps", torch.zeros(()))
-        #: The score of a round whose reward is not known yet, and the loss before it; else infinite.
+        #: The score of a round whose reward is not known yet, and the loss before it, or infinity.
         self.register_buffer("waiting", torch.zeros(1, size, dtype=torch.float64))
         self.register_buffer("loss_then", torch.tensor(torch.inf, dtype=torch.float64))
 
@@ -179,7 +179,7 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
                 )
             self._learn(now, before, after)
             return
-        reported = feedback.client_losses
+        reported = feedback.losses
         finite = reported[reported.isfinite()] if reported is not None else torch.empty(0)
         if not len(finite):
             return  # nobody said anything: the next round's reward is that of both

@@ -1297,7 +1297,7 @@ def test_clients_report_the_loss_of_what_they_start_from(fit, data, linear):
             return {"num_steps": 2}
 
         def update(self, feedback):
-            heard.append(feedback.client_losses)
+            heard.append(feedback.losses)
 
     class Watching(L.Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):

@@ -28,7 +28,7 @@ class PerClient(HyperParameterPolicy):
 
     def update(self, feedback):
         self.losses = dict(
-            zip(feedback.plan.clients.tolist(), feedback.client_losses.tolist(), strict=True)
+            zip(feedback.plan.clients.tolist(), feedback.losses.tolist(), strict=True)
         )
 
     def figures(self):

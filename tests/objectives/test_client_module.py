@@ -77,8 +77,9 @@ def test_the_loss_of_a_step_is_the_mean_plus_the_terms(module, blobs):
     found = made.training_step(batch, 0)
     # 18 weights are 0.2 away.
     expected = loss.mean() + 0.6 / 2 * 18 * 0.2**2
-    torch.testing.assert_close(found.detach(), expected, atol=1e-12, rtol=0)
-    found.backward()
+    torch.testing.assert_close(found["loss"].detach(), expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(found["task_loss"], loss.mean(), atol=1e-12, rtol=0)
+    found["loss"].backward()
     torch.testing.assert_close(made.net.weight.grad, gradient + 0.6 * 0.2, atol=1e-12, rtol=0)
 
 

@@ -329,7 +329,16 @@ TERMS = {"mlp": mlp, "conv-pool-relu": conv_pool_relu, "conv-relu-pool": conv_re
 def federation(fit, blobs):
     """Train a network with matching; returns the module and the loop."""
 
-    def run(net=mlp, lanes=None, rounds=2, participation=1.0, terms=(), compile=False, **options):
+    def run(
+        net=mlp,
+        lanes=None,
+        rounds=2,
+        participation=1.0,
+        terms=(),
+        compile=False,
+        client_memory=1.0,
+        **options,
+    ):
         torch.manual_seed(0)
         every = [RepresentationMatching(coefficient=0.01), *terms]
         module = ClientModule(net(), terms=every).double()
@@ -338,8 +347,9 @@ def federation(fit, blobs):
             x = torch.randn(96, 2, 12, 12, generator=torch.Generator().manual_seed(2)).double()
             samples = TensorDataset(x, torch.arange(96) % 3)
         datamodule = FederatedDataModule(samples, num_clients=4, batch_size=10, seed=1)
+        policy = Schedule(lr=0.05, num_steps=3)
         loop = FederatedLoop(
-            participation, policy=Schedule(lr=0.05, num_steps=3), buffers="average", seed=3
+            participation, policy=policy, buffers="average", seed=3, client_memory=client_memory
         )
         user = module if lanes is None else Lanes(module, lanes, compile=compile)
         fit(user, loop, datamodule, rounds=rounds, **options)
@@ -396,13 +406,15 @@ def test_a_client_finds_its_theta_again(federation):
 
 
 @pytest.mark.parametrize("lanes", [None, 2])
-def test_a_resumed_run_is_bit_equal(federation, flat, tmp_path, lanes):
-    def run(rounds, folder, **options):
+@pytest.mark.parametrize("client_memory", [1.0, 0.0])
+def test_a_resumed_run_is_bit_equal(federation, flat, tmp_path, lanes, client_memory):
+    def run(rounds, folder, client_memory=client_memory, **options):
         checkpoint = RoundCheckpoint(dirpath=tmp_path / folder)
         options |= {"callbacks": [checkpoint], "enable_checkpointing": True}
-        return federation(lanes=lanes, rounds=rounds, participation=2, **options)
+        options |= {"lanes": lanes, "participation": 2, "client_memory": client_memory}
+        return federation(rounds=rounds, **options)
 
-    whole, expected = run(4, "whole")
+    whole, expected = run(4, "whole", client_memory=1.0)
     run(2, "half")
     resumed, loop = run(4, "half", ckpt_path=tmp_path / "half" / "last.ckpt")
     assert torch.equal(flat(resumed), flat(whole))
