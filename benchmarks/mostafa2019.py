@@ -1,16 +1,20 @@
-"""Tables 1 to 3 of Mostafa (2019) with the configs of this project, cell by cell.
+"""Tables 1 to 4 and figure 3 of Mostafa (2019) with the configs of this project, cell by cell.
 
 A cell is a task, a split, a participation, a method and a seed. Each is one run of
 ``lightning-fl fit`` and one of ``lightning-fl test`` in a folder of its own; what is there already
 is not run again, and what was cut short goes on from its checkpoint. So the script may be killed,
 and started again with more cells.
 
-    python benchmarks/mostafa2019.py --tasks mnist --jobs 2 --out runs/mostafa2019
+    python benchmarks/mostafa2019.py --tasks mnist --jobs 2 --markdown mnist.md --figure fig3.png
     python benchmarks/mostafa2019.py --tasks kws --splits noniid --methods fa fa_rm --seeds 1
-        --markdown docs/results/mostafa2019.md -- --model.init_args.net.init_args.width=16
+        --out runs/kws16 -- --model.init_args.net.init_args.width=16
 
 What follows ``--`` goes to ``fit`` and ``test``. Results of other options belong into another
 folder: it keeps the options, and refuses others.
+
+``--figure`` draws how the means of learning rate and local steps move (figure 3). ``--overhead 5``
+measures what matching, learning hyper-parameters and weight divergence cost (table 4): five runs
+of each method, in turns, of as many local steps as each other; nothing else should run then.
 """
 
 from __future__ import annotations
@@ -26,9 +30,15 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from time import perf_counter
 from typing import Any, NamedTuple
+
+import matplotlib.pyplot as plt
+import numpy as np
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
+from overhead import machine
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "mostafa2019"
 TASKS, SPLITS = ("mnist", "cifar10", "kws"), ("iid", "noniid")
@@ -81,23 +91,57 @@ def run(cell: Cell, out: Path, extra: Sequence[str], environment: dict[str, str]
     if result.exists():
         return
     start = perf_counter()
-    for command in ("fit", "test"):
-        line = [sys.executable, "-m", "lightning_fl", command, *cell.arguments(out), *extra]
-        done = subprocess.run(
-            line, capture_output=True, text=True, env=os.environ | environment, check=False
-        )
-        if done.returncode:
-            print(f"{cell.folder(out).name} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
+    for name in ("fit", "test"):
+        if (done := command(name, cell, out, extra, environment)) is None:
             return
     accuracy = re.search(r"test_acc\D+(\d\.\d+(?:e-\d+)?)", done.stdout)
-    assert accuracy is not None, done.stdout
-    table = max(
-        cell.folder(out).glob("version_*/rounds.csv"), key=lambda path: path.stat().st_mtime
-    )
-    rows = list(csv.DictReader(table.read_text().splitlines()))
-    found = {"test_acc": float(accuracy[1]), "rounds": len(rows), "seconds": perf_counter() - start}
+    if accuracy is None:
+        print(f"{cell.folder(out).name} has no test_acc:\n{done.stdout[-2000:]}", file=sys.stderr)
+        return
+    rounds, took = len(rows(cell, out)), perf_counter() - start
+    found = {"test_acc": float(accuracy[1]), "rounds": rounds, "seconds": took}
     result.write_text(json.dumps(found) + "\n")
     print(f"{cell.folder(out).name}: {100 * found['test_acc']:.2f} %", file=sys.stderr)
+
+
+def command(
+    name: str, cell: Cell, out: Path, extra: Sequence[str], environment: dict[str, str]
+) -> subprocess.CompletedProcess[str] | None:
+    """Run ``fit`` or ``test``; None if it failed, with its last words on the screen."""
+    line = [sys.executable, "-m", "lightning_fl", name, *cell.arguments(out), *extra]
+    done = subprocess.run(
+        line, capture_output=True, text=True, env=os.environ | environment, check=False
+    )
+    if done.returncode:
+        print(f"{cell.folder(out).name} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
+        return None
+    return done
+
+
+def rows(cell: Cell, out: Path) -> list[dict[str, str]]:
+    """Return a cell's table of rounds."""
+    files = cell.folder(out).glob("version_*/rounds.csv")
+    newest = max(files, key=lambda path: path.stat().st_mtime)
+    return list(csv.DictReader(newest.read_text().splitlines()))
+
+
+def settings(cell: Cell, out: Path) -> dict[str, str]:
+    """Return what a cell's run was given: its network, terms, policy and data, in words."""
+    newest = max(cell.folder(out).glob("version_*/config.yaml"), key=lambda p: p.stat().st_mtime)
+    config = yaml.safe_load(newest.read_text())
+    model, data = config["model"]["init_args"], config["data"]["init_args"]
+    return {
+        "network": _in_words(model["net"]),
+        "terms": ", ".join(map(_in_words, model["terms"])),
+        "policy": _in_words(config["federation"]["policy"]),
+        "batches of": str(data["batch_size"]),
+    }
+
+
+def _in_words(rule: dict[str, Any]) -> str:
+    given = {k: v for k, v in rule.get("init_args", {}).items() if v not in (None, False, 1.0)}
+    options = ", ".join(f"{name}={value}" for name, value in given.items())
+    return f"{rule['class_path'].rpartition('.')[2]}({options})"
 
 
 def results(cells: Sequence[Cell], out: Path) -> dict[Cell, dict[str, Any]]:
@@ -106,9 +150,9 @@ def results(cells: Sequence[Cell], out: Path) -> dict[Cell, dict[str, Any]]:
     return {cell: json.loads(f.read_text()) for cell, f in files.items() if f.exists()}
 
 
-def markdown(found: dict[Cell, dict[str, Any]]) -> str:
+def markdown(found: dict[Cell, dict[str, Any]], out: Path) -> str:
     """Show means and standard deviations over seeds beside the paper's, a table a task."""
-    text = []
+    text = [f"Machine: {', '.join(f'{k} {v}' for k, v in machine().items() if v is not None)}."]
     for task in TASKS:
         groups = {(c.participation, c.split) for c in found if c.task == task}
         if not groups:
@@ -130,11 +174,102 @@ def markdown(found: dict[Cell, dict[str, Any]]) -> str:
             lines.append(line)
         seeds = len({c.seed for c in found if c.task == task})
         rounds = sorted({r["rounds"] for c, r in found.items() if c.task == task})
-        text.append(
-            f"### {task}\n\n{seeds} seed(s), {' or '.join(map(str, rounds))} rounds.\n\n"
-            + "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        )
+        took = median(r["seconds"] for c, r in found.items() if c.task == task)
+        one_each = {c.method: c for c in found if c.task == task}
+        given = [
+            f"- {METHODS[m]}: " + "; ".join(f"{k} {v}" for k, v in settings(c, out).items())
+            for m, c in one_each.items()
+        ]
+        text += [
+            f"### {task}",
+            f"{seeds} seed(s), {' or '.join(map(str, rounds))} rounds; a run took {took:.0f} s"
+            " (median).",
+            "\n".join("| " + " | ".join(line) + " |" for line in lines),
+            "\n".join(given),
+        ]
     return "\n\n".join(text) + "\n"
+
+
+def figure(found: dict[Cell, dict[str, Any]], out: Path, path: Path) -> None:
+    """Draw figure 3: means of rates and steps over rounds, with the loss, a column a task.
+
+    As in the paper of FA+RM+AH where everyone takes part; a line is the mean over seeds.
+    """
+    cells = [c for c in found if c.method == "fa_rm_ah" and c.participation == 1]
+    tasks = [task for task in TASKS if any(c.task == task for c in cells)]
+    if not tasks:
+        raise SystemExit("figure 3 needs results of fa_rm_ah with participation 1")
+    shown = {"mean_lr": "learning rate", "mean_num_steps": "local steps", "val_loss": "loss"}
+    figure, axes = plt.subplots(
+        3, len(tasks), figsize=(1 + 4 * len(tasks), 7), squeeze=False, sharex="col"
+    )
+    for column, task in zip(axes.T, tasks, strict=True):
+        for split in SPLITS:
+            tables = [rows(c, out) for c in cells if (c.task, c.split) == (task, split)]
+            for axis, (name, title) in zip(column, shown.items(), strict=True):
+                if tables:
+                    lines = [[float(row[name]) for row in table] for table in tables]
+                    shortest = min(map(len, lines))
+                    axis.plot(np.mean([line[:shortest] for line in lines], axis=0), label=split)
+                axis.set_ylabel(title)
+        column[0].set_title(task)
+        column[0].legend()
+        column[2].set_yscale("log")
+        column[2].set_xlabel("round")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+class Clock(Callback):
+    """Writes down how long rounds take, from one end to the next, without the first ten."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.ends = path, list[float]()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the end of a round."""
+        self.ends.append(perf_counter())
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the times of rounds."""
+        Path(self.path).write_text(json.dumps(np.diff(self.ends)[10:].tolist()))
+
+
+def overhead(
+    tasks: Sequence[str], repeats: int, out: Path, extra: Sequence[str]
+) -> dict[str, dict[str, list[float]]]:
+    """Return seconds a round of each method, a figure a repeat: the median of its rounds."""
+    here = str(Path(__file__).parent)
+    found: dict[str, dict[str, list[float]]] = {}
+    for task, repeat, method in product(tasks, range(repeats), METHODS):
+        cell = Cell(task, "noniid", 1.0, method, repeat)
+        cell.folder(out).mkdir(parents=True, exist_ok=True)
+        times = cell.folder(out) / "seconds.json"
+        times.unlink(missing_ok=True)
+        clock = {"class_path": "mostafa2019.Clock", "init_args": {"path": str(times)}}
+        options = [f"--trainer.callbacks={json.dumps([clock])}", *extra]
+        if "ah" in method:  # as many local steps as the others
+            options.append("--federation.policy.init_args.grid={lr: [0.05, 0.1], num_steps: [10]}")
+        command("fit", cell, out, options, {"PYTHONPATH": here})
+        if times.exists():
+            each = found.setdefault(task, {}).setdefault(method, [])
+            each.append(median(json.loads(times.read_text())))
+    return found
+
+
+def overhead_table(found: dict[str, dict[str, list[float]]]) -> str:
+    """Show table 4: seconds a round, and how many times FA's; medians over repeats."""
+    lines = [["seconds a round (times FA)", *METHODS.values()], ["---"] + ["---:"] * len(METHODS)]
+    for task, methods in found.items():
+        base, line = methods.get("fa", []), [task]
+        for method in METHODS:
+            each = methods.get(method, [])
+            ratios = [a / b for a, b in zip(each, base, strict=False)]
+            line.append(f"{median(each):.3f} ({median(ratios):.2f})" if ratios else "-")
+        lines.append(line)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[Cell, dict[str, Any]]:
@@ -152,7 +287,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[Cell, dict[str, Any]]:
     parser.add_argument("--gpus", type=int, default=0, help="deal the cells to so many GPUs")
     parser.add_argument("--out", type=Path, default=Path("runs", "mostafa2019"))
     parser.add_argument("--markdown", type=Path, help="write the tables here")
+    parser.add_argument("--figure", type=Path, help="draw figure 3 here")
+    parser.add_argument("--overhead", type=int, metavar="N", help="table 4 instead, of N repeats")
     args = parser.parse_args(given)
+    if args.overhead:
+        shown = overhead_table(overhead(args.tasks, args.overhead, args.out, extra))
+        _publish(shown, args.markdown)
+        return {}
     cells = [
         Cell(*what)
         for what in product(args.tasks, args.splits, args.participation, args.methods, args.seeds)
@@ -165,16 +306,25 @@ def main(arguments: Sequence[str] | None = None) -> dict[Cell, dict[str, Any]]:
             f" {extra}: choose another --out"
         )
     options.write_text(json.dumps(extra))
+    waiting = []
     with ThreadPoolExecutor(args.jobs) as pool:
         for i, cell in enumerate(cells):
             device = {"CUDA_VISIBLE_DEVICES": str(i % args.gpus)} if args.gpus else {}
-            pool.submit(run, cell, args.out, extra, device)
+            waiting.append(pool.submit(run, cell, args.out, extra, device))
+    for each in waiting:
+        each.result()  # raises what a worker raised
     found = results(cells, args.out)
-    print(markdown(found))
-    if args.markdown:
-        args.markdown.parent.mkdir(parents=True, exist_ok=True)
-        args.markdown.write_text(markdown(found))
+    if args.figure:
+        figure(found, args.out, args.figure)
+    _publish(markdown(found, args.out), args.markdown)
     return found
+
+
+def _publish(text: str, path: Path | None) -> None:
+    print(text)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,29 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture
 def mostafa(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))  # it describes the machine by overhead.py
     spec = importlib.util.spec_from_file_location("mostafa2019", FOLDER / "mostafa2019.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
-    return module
+    yield module
+    sys.modules.pop("overhead", None)
 
 
 @pytest.fixture
 def commands(mostafa, monkeypatch):
-    """Stand in for the command line: a table of two rounds, an accuracy by method."""
+    """Stand in for the command line: a table of two rounds, an accuracy by method, a time."""
     seen = []
+    table = "round,mean_lr,mean_num_steps,val_loss\n1,0.05,10,2.3\n2,0.06,9,1.5\n"
+
+    def rule(name, **options):
+        return {"class_path": f"a.b.{name}", "init_args": options}
+
+    config = {
+        "model": rule("M", net=rule("Net", width=4, bias=None), terms=[rule("Term"), rule("Pull")]),
+        "data": rule("D", batch_size=64),
+        "federation": {"policy": rule("Schedule", lr=0.1)},
+    }
 
     def run(line, **options):
         seen.append(line)
@@ -32,7 +44,12 @@ def commands(mostafa, monkeypatch):
             return subprocess.CompletedProcess(line, 1, "", "no data")
         if "fit" in line:
             (folder / "version_0").mkdir(parents=True)
-            (folder / "version_0" / "rounds.csv").write_text("round\n1\n2\n")
+            (folder / "version_0" / "rounds.csv").write_text(table)
+            (folder / "version_0" / "config.yaml").write_text(json.dumps(config))
+            if clock := [a for a in line if "mostafa2019.Clock" in a]:
+                path = json.loads(clock[0].partition("=")[2])[0]["init_args"]["path"]
+                took = 3.0 if "fa_rm" in folder.name else 2.0
+                Path(path).write_text(json.dumps([took, took + 0.1, 9.0]))
         accuracy = 0.9 if "fa_rm" in folder.name else 0.5 + 0.01 * int(folder.name[-1])
         return subprocess.CompletedProcess(line, 0, f"│ test_acc │ {accuracy} │", "")
 
@@ -57,6 +74,7 @@ def test_cells_run_once_and_tables_show_means(mostafa, commands, tmp_path, capsy
     text = written.read_text()
     assert "| C=1 noniid | 52.0 ± 1.4 (28.4) | - (29.9) | - (81.1) | 90.0 ± 0.0 (79.2) |" in text
     assert "2 seed(s), 2 rounds" in text
+    assert "- FA: network Net(width=4); terms Term(), Pull(); policy Schedule(lr=0.1); b" in text
     assert capsys.readouterr().out.endswith(text + "\n")
 
 
@@ -69,3 +87,40 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(mostafa, commands, tmp_
         mostafa.main([*given, "--", "--trainer.max_epochs=3"])
     assert "choose another --out" in capsys.readouterr().err
     assert json.loads((tmp_path / "options.json").read_text()) == ["fail"]
+
+
+def test_a_worker_that_raises_is_heard(mostafa, monkeypatch, tmp_path):
+    def broken(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(mostafa, "run", broken)
+    with pytest.raises(OSError, match="disk full"):
+        mostafa.main(["--tasks", "mnist", "--seeds", "1", "--out", str(tmp_path)])
+
+
+def test_figure_3(mostafa, commands, tmp_path):
+    given = ["--tasks", "mnist", "kws", "--seeds", "1", "2", "--out", str(tmp_path / "out")]
+    picture = tmp_path / "docs" / "figure.png"
+    mostafa.main([*given, "--methods", "fa_rm_ah", "--figure", str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match="needs results of fa_rm_ah"):
+        mostafa.main([*given, "--methods", "fa", "--figure", str(picture)])
+
+
+def test_overhead_is_a_ratio_of_runs_of_as_many_steps(mostafa, commands, tmp_path, capsys):
+    mostafa.main(["--tasks", "mnist", "--overhead", "2", "--out", str(tmp_path)])
+    assert len(commands) == 2 * len(mostafa.METHODS)
+    assert sum(any("num_steps: [10]" in a for a in line) for line in commands) == 2 * 2
+    row = capsys.readouterr().out.splitlines()[2]
+    assert (
+        row
+        == "| mnist | 2.100 (1.00) | 2.100 (1.00) | 3.100 (1.48) | 3.100 (1.48) | 2.100 (1.00) |"
+    )
+
+
+def test_the_clock_notes_rounds(mostafa, tmp_path):
+    clock = mostafa.Clock(str(tmp_path / "seconds.json"))
+    for _ in range(13):
+        clock.on_train_epoch_end(None, None)
+    clock.on_fit_end(None, None)
+    assert len(json.loads((tmp_path / "seconds.json").read_text())) == 2
