@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -184,7 +184,7 @@ def _left_alone(module: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """Undo what happens to plain attributes; yields what tells where mapped tensors escaped to."""
     owners = [(name, vars(m)) for name, m in module.named_modules()]
     before = [dict(own) for _, own in owners]
-    contents = [{k: copy.copy(v) for k, v in own.items() if _is_plain(v)} for _, own in owners]
+    contents = [(c, copy.copy(c)) for _, own in owners for c in _containers(list(own.values()))]
 
     def escaped() -> list[str]:
         return [
@@ -197,17 +197,23 @@ def _left_alone(module: nn.Module) -> Iterator[Callable[[], list[str]]]:
     try:
         yield escaped
     finally:
-        for (_, own), objects, content in zip(owners, before, contents, strict=True):
+        for (_, own), objects in zip(owners, before, strict=True):
             for key in own.keys() - objects.keys():
                 del own[key]
             own.update(objects)
-            for key, value in content.items():
-                own[key].clear()
-                (own[key].extend if isinstance(value, list) else own[key].update)(value)
+        for container, content in contents:
+            container.clear()
+            (container.extend if isinstance(content, list) else container.update)(content)
 
 
-def _is_plain(value: object) -> bool:
-    return type(value) in (list, dict)
+def _containers(values: Iterable[Any], seen: set[int] | None = None) -> Iterator[Any]:
+    """Yield the lists, dictionaries and sets among values, and those inside them."""
+    seen = set() if seen is None else seen
+    for value in values:
+        if type(value) in (list, dict, set) and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            yield from _containers(value.values() if type(value) is dict else value, seen)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -172,10 +172,13 @@ class _OpaqueError(Exception):
 
 #: Whose objects are taken to stay as they are, or to have no part in a step.
 _KNOWN = {
-    *("torch", "torchmetrics", "lightning", "lightning_fl", "lightning_utilities"),
-    *("jsonargparse", "numpy", "builtins", "functools", "inspect", "pathlib", "re", "weakref"),
+    *("torch", "torchmetrics", "torchvision", "torchaudio", "lightning", "lightning_utilities"),
+    *("lightning_fl", "jsonargparse", "numpy", "builtins", "functools", "inspect", "pathlib"),
+    *("re", "weakref"),
 }
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type)
+#: What has no state of its own, or one that is looked at elsewhere.
+_STATELESS = (FunctionType, BuiltinFunctionType, nn.Module)
 
 
 def _attributes(module: nn.Module) -> list[Any] | None:
@@ -191,8 +194,10 @@ def _content(value: Any) -> Any:
         return [*value.keys(), *map(_content, value.values())]
     if isinstance(value, list | tuple | set | frozenset):
         return [_content(part) for part in value]
+    if isinstance(value, MethodType):
+        return _content(value.__self__)
     is_known = type(value).__module__.partition(".")[0] in _KNOWN
-    if isinstance(value, _PLAIN) or callable(value) or is_known:
+    if isinstance(value, _PLAIN + _STATELESS) or is_known:
         return value
     raise _OpaqueError
 

@@ -236,3 +236,17 @@ def test_the_check_leaves_everything_as_it_was(trainer):
     assert [m.p for m in module.modules() if isinstance(m, nn.Dropout)] == [0.5]
     assert module.trainer is not None
     assert next(module.parameters()).dtype == torch.float32
+
+
+def test_the_check_leaves_what_a_step_notes_as_it_was():
+    def noting(module, outputs, loss):
+        module.notes["losses"]["all"].append(1.0)
+        module.notes["seen"].add(len(module.notes["losses"]["all"]))
+        return loss
+
+    module, _, why = ask(mlp(), noting)
+    inner = []
+    module.notes = {"losses": {"all": inner}, "seen": {0}}
+    assert why() is None
+    assert module.notes == {"losses": {"all": []}, "seen": {0}}
+    assert module.notes["losses"]["all"] is inner

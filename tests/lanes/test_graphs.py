@@ -246,6 +246,15 @@ class Box:
     """An object whose inside torch may look at, and the library does not know."""
 
 
+class Counting:
+    """It can be called, and counts."""
+
+    calls = 0
+
+    def __call__(self):
+        self.calls += 1
+
+
 def test_unknown_objects_and_what_is_nested_keep_the_guards(graphs):
     module = Scaled(counts=False)
     assert _attributes(module) is not None
@@ -255,8 +264,9 @@ def test_unknown_objects_and_what_is_nested_keep_the_guards(graphs):
     assert not _are_same(before, between)
     module.notes[-1]["a"]["n"][0] = 2
     assert not _are_same(between, _attributes(module))
-    module.box = Box()
-    assert _attributes(module) is None
+    for unknown in (Box(), Counting(), Counting().__call__):
+        module.box = unknown
+        assert _attributes(module) is None
     assert called(module, *[nothing] * 5) == [1] * 5
     assert not graphs
 
