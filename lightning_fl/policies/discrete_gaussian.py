@@ -23,8 +23,8 @@ from lightning_fl.types import FederationError, Feedback
 
 #: Learning rates and local steps that the paper's tasks range over; it does not give its own.
 GRID: dict[str, Sequence[float]] = {
-    "lr": (0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.09, 0.1),
-    "num_steps": (2, 4, 6, 8, 10, 12, 14, 16, 18, 20),
+    "lr": (0.02, 0.04, 0.06, 0.08, 0.1, 0.12, 0.14, 0.16, 0.18, 0.2),
+    "num_steps": (4, 5, 6, 7, 8, 9, 10, 11, 12),
 }
 
 
@@ -46,8 +46,8 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
 
     Args:
         grid: Allowed values by name: ``lr``, ``num_steps``, ``local_epochs``, or any that a module
-            looks up in the plan; None is ten learning rates from 0.01 to 0.1 and ten numbers of
-            steps from 2 to 20.
+            looks up in the plan; None is ten learning rates from 0.02 to 0.2 and nine numbers of
+            steps from 4 to 12.
         hyper_lr: :math:`\eta_H`.
         window: :math:`Z`, rounds before this one that count.
         mean: Where :math:`\mu` starts, by name, as values of the grid's range; others start at its
