@@ -42,7 +42,7 @@ from lightning_fl.functional.randomness import (
     set_rng_state,
 )
 from lightning_fl.lanes import BufferPolicy, Lanes, lane_host
-from lightning_fl.policies import HyperParameterPolicy, Schedule
+from lightning_fl.policies import HyperParameterPolicy, RandomPolicy, Schedule
 from lightning_fl.samplers import ClientSampler, UniformSampler
 from lightning_fl.store import ClientStore
 from lightning_fl.strategies import ClientParallelStrategy, gathered, merge_logs
@@ -216,6 +216,9 @@ class FederatedLoop(Callback):
         if self.policy.needs_val_loss:
             trainer.num_sanity_val_steps = math.inf
         self._seed = run_seed(self.seed)
+        for each in self.policy.modules():
+            if isinstance(each, RandomPolicy):
+                each.run_seed = self._seed
         self._plan, self._round = None, None
         self._data = data
         lanes = isinstance(pl_module, Lanes) and pl_module.reason is None
@@ -257,8 +260,14 @@ class FederatedLoop(Callback):
             # Again: Lightning loads before a precision plugin has converted the module.
             self.lane.module.load_state_dict(self._loaded, strict=self.lane.module.strict_loading)
             self._loaded = {}
-            self.aggregator.load_state_dict(state["aggregator"])
-            self.policy.load_state_dict(state["policy"])
+            for rule, name in ((self.aggregator, "aggregator"), (self.policy, "policy")):
+                try:
+                    rule.load_state_dict(state[name])
+                except RuntimeError as error:
+                    raise FederationError(
+                        f"{type(rule).__name__} cannot go on from the checkpoint's state: its"
+                        f" options are others now. Go back to the former, or leave out ckpt_path"
+                    ) from error
             self.lane.base_lr = state["base_lr"]
             self.lane.choose(state["lanes"])
             if state["server"] is not None:
@@ -609,7 +618,8 @@ class FederatedLoop(Callback):
         if self.val_loss is None and self.policy.needs_val_loss:
             raise FederationError(
                 f"{type(self.policy).__name__} learns from {self.monitor!r}, which validation does"
-                f" not log (it logs {sorted(metrics)}): set monitor"
+                f" not log (it logs {sorted(metrics)}): set monitor, or give it samples to validate"
+                " on (data.init_args.val_size, trainer.limit_val_batches)"
             )
 
     def _figures(self, round: _Round) -> dict[str, Any]:
@@ -651,7 +661,7 @@ class FederatedLoop(Callback):
         if round is None and self._progress:
             self._monitored = self.schedulers.monitored(metrics)
         return {
-            **self._identity(),
+            **self._identity(self.lane.module),
             "round": self.round,
             "rows": [dict(row) for row in self.rows],
             "val_loss": self.val_loss,
@@ -666,9 +676,10 @@ class FederatedLoop(Callback):
             "server": tuple(round.server) if round is not None and round.aggregated else None,
         }
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self, module: nn.Module) -> dict[str, Any]:
         """What a resumed run has to have in common with the checkpoint's."""
         return {
+            "number of parameter tensors": len(list(module.parameters())),
             "seed": self._seed,
             "num_clients": len(self._num_samples),
             "checksum": self._checksum,
@@ -716,8 +727,9 @@ class FederatedLoop(Callback):
             "checksum": "go back to the former data, split options and seed",
             "aggregator_class": "go back to the former aggregator",
             "policy_class": "go back to the former policy",
+            "number of parameter tensors": "go back to the former network and terms",
         }
-        for what, now in self._identity().items():
+        for what, now in self._identity(pl_module).items():
             if what == "seed" and self.seed is None and "PL_GLOBAL_SEED" not in os.environ:
                 continue
             if state[what] != now:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -20,6 +22,8 @@ from lightning_fl.types import FederationError
 
 #: Clips whose features are computed at once, where all are wanted.
 CHUNK = 500
+#: Samples a second that a file may have.
+RATES = (1_000, 768_000)
 
 
 class Clip(NamedTuple):
@@ -52,18 +56,26 @@ def read_wav(path: Path, rate: int, samples: int) -> Tensor:
         int16, ``[samples]``.
 
     Raises:
-        ValueError: If the file is damaged or empty.
+        ValueError: If the file is damaged, cut short or empty.
     """
     try:
-        found, data = wavfile.read(path)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Reached EOF prematurely", wavfile.WavFileWarning)
+            found, data = wavfile.read(path)
     except Exception as error:  # scipy raises what the bytes lead to
         raise ValueError(f"{path} is not a WAV file that can be read: {error}") from error
     if not data.size:
         raise ValueError(f"{path} has no samples")
     wave = _floating(data)
+    if not wave.isfinite().all():
+        raise ValueError(f"{path} has samples that are not finite")
     wave = wave.mean(1) if wave.ndim == 2 else wave
+    if not RATES[0] <= found <= RATES[1]:
+        raise ValueError(f"{path} has {found} samples a second, not {RATES[0]} to {RATES[1]}")
     if found != rate:
-        wave = resample(wave, found, rate)
+        # Close is enough: the filter is as large as the product of the two.
+        ratio = Fraction(found, rate).limit_denominator(1000)
+        wave = resample(wave, ratio.numerator, ratio.denominator)
     if len(wave) >= samples:
         start = (len(wave) - samples) // 2
         wave = wave[start : start + samples]
@@ -78,7 +90,7 @@ def _floating(data: np.ndarray) -> Tensor:
         return torch.from_numpy(data.astype(np.float32) / 2**7 - 1)
     if np.issubdtype(data.dtype, np.integer):
         return torch.from_numpy((data / 2.0 ** (8 * data.dtype.itemsize - 1)).astype(np.float32))
-    return torch.from_numpy(np.nan_to_num(data.astype(np.float32)))
+    return torch.from_numpy(data.astype(np.float32))
 
 
 class LogMel(nn.Module):

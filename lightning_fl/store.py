@@ -89,6 +89,9 @@ class ClientStore:
             self._free = self._piece(max(size, PIECE))
         places = {}
         for name, row in rows.items():
+            if not row.numel():  # torch.save takes several of no size for one
+                places[name] = torch.empty_like(row)
+                continue
             # Each of its own storage: a checkpoint writes the whole of that.
             own = torch.from_numpy(self._free[: row.nbytes])
             places[name] = own.view(row.dtype).view(row.shape)

@@ -264,6 +264,6 @@ def describe(rule: object) -> str:
         'Dirichlet(alpha=0.5, min_size=1)'
     """
     kept = {name: getattr(rule, name, ...) for name in inspect.signature(type(rule)).parameters}
-    plain = (int, float, str, bool, list, tuple, type(None))
+    plain = (int, float, str, bool, list, tuple, dict, type(None))
     arguments = (f"{name}={value!r}" for name, value in kept.items() if isinstance(value, plain))
     return f"{type(rule).__name__}({', '.join(arguments)})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -40,8 +40,15 @@ class Outcome(NamedTuple):
 
 def reported_loss(out: Any) -> Tensor | None:
     """Return the loss that a client tells the server, of what a ``training_step`` returned."""
-    loss = out.get("task_loss", out.get("loss")) if isinstance(out, Mapping) else out
-    return None if loss is None else loss.detach()
+    loss = out.get("loss") if isinstance(out, Mapping) else out
+    if loss is None:
+        return None
+    task_loss = out.get("task_loss") if isinstance(out, Mapping) else None
+    if isinstance(task_loss, int | float):
+        return torch.full_like(loss.detach(), task_loss)
+    if isinstance(task_loss, Tensor) and task_loss.numel() == 1:
+        return task_loss.detach().reshape(loss.shape)
+    return cast("Tensor", loss.detach())
 
 
 _LOG_OPTIONS = list(signature(LightningModule.log).parameters)[3:]

@@ -65,6 +65,7 @@ class ClientModule(LightningModule):
         )
         #: Looks inside the network, where a term wants that.
         self.recorder: Recorder | None = None
+        self._built_for = torch.Size()
         self._client_loss: list[Tensor] = []
         self._client_samples: list[Tensor] = []
 
@@ -80,8 +81,10 @@ class ClientModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Let the terms make what depends on the shape of a sample."""
-        if stage == "fit" and self.recorder is None and any(t.wants_trace for t in self.terms):
-            self.build_terms(self._example())
+        if stage == "fit" and any(t.wants_trace for t in self.terms):
+            example = self._example()
+            if self.recorder is None or self._built_for != example.shape[1:]:
+                self.build_terms(example)
 
     def _example(self) -> Tensor:
         """Return samples as the network gets them."""
@@ -121,7 +124,7 @@ class ClientModule(LightningModule):
             trace = recorder.fixed(params, x)
         for term in wanted:
             cast("Term", term).build(recorder, trace)
-        self.recorder = recorder
+        self.recorder, self._built_for = recorder, x.shape[1:]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits, ``[batch, classes]``."""

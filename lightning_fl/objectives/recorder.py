@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,23 +15,41 @@ from torch.func import functional_call
 from lightning_fl.types import FederationError
 
 POINTWISE_MODULES = (
-    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish),
-    *(nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid),
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU),
+    *(nn.SiLU, nn.Mish, nn.Sigmoid, nn.LogSigmoid, nn.Tanh, nn.Tanhshrink, nn.Softplus),
+    *(nn.Softsign, nn.Softshrink, nn.Hardshrink, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid),
+    nn.Threshold,
 )
-POINTWISE_FUNCTIONS = {
-    *(F.relu, F.relu6, F.leaky_relu, F.elu, F.selu, F.celu, F.gelu, F.silu, F.mish, F.sigmoid),
-    *(F.tanh, F.softplus, F.hardtanh, F.hardswish, F.hardsigmoid),
-    *(torch.relu, torch.relu_, torch.sigmoid, torch.tanh),
+#: Names of functions of torch, of ``torch.nn.functional`` and of tensors, in place or not.
+POINTWISE_NAMES = {
+    *("relu", "relu6", "leaky_relu", "prelu", "rrelu", "elu", "selu", "celu", "gelu", "silu"),
+    *("mish", "sigmoid", "expit", "special_expit", "logsigmoid", "log_sigmoid", "tanh"),
+    *("tanhshrink", "softplus", "softsign", "softshrink", "hardshrink", "hardtanh", "hardswish"),
+    *("hardsigmoid", "threshold"),
 }
-POINTWISE_METHODS = {"relu", "relu_", "sigmoid", "tanh"}
+#: These are one where they cut at 0.
+CLAMPS = {"clamp", "clamp_min", "clip"}
 WEIGHTED_MODULES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 WEIGHTED_FUNCTIONS = {F.linear, F.conv1d, F.conv2d, F.conv3d}
-POOLS: dict[Any, Callable[..., Any]] = {
-    nn.MaxPool1d: F.max_pool1d,
-    nn.MaxPool2d: F.max_pool2d,
-    nn.MaxPool3d: F.max_pool3d,
+#: Poolings by the module, and by the name of the function, with the options that they take.
+POOLS: dict[Any, tuple[Callable[..., Any], tuple[str, ...]]] = {}
+for _n in (1, 2, 3):
+    _options = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+    POOLS[f"max_pool{_n}d"] = POOLS[getattr(nn, f"MaxPool{_n}d")] = (
+        getattr(F, f"max_pool{_n}d"),
+        _options,
+    )
+    POOLS[f"adaptive_max_pool{_n}d"] = POOLS[getattr(nn, f"AdaptiveMaxPool{_n}d")] = (
+        getattr(F, f"adaptive_max_pool{_n}d"),
+        ("output_size",),
+    )
+#: What returns the memory that it was given, or part of it: writing to it writes to that.
+VIEWS = {
+    *("view", "view_as", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose"),
+    *("permute", "movedim", "swapaxes", "expand", "expand_as", "narrow", "select", "chunk"),
+    *("split", "unbind", "getitem", "contiguous", "detach", "t", "float", "to", "type_as"),
 }
-POOL_OPTIONS = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+VIEW_MODULES = (nn.Flatten, nn.Unflatten, nn.Identity, nn.modules.dropout._DropoutNd)
 
 
 class Point(NamedTuple):
@@ -138,64 +157,202 @@ class Recorder:
 
 def _mark(graph: fx.Graph, modules: Mapping[str, nn.Module], named: set[str] | None) -> list[Point]:
     """Make a graph return (output, activations, poolings before each), and describe its points."""
-    source = next(node for node in graph.nodes if node.op == "placeholder")
     output = next(node for node in graph.nodes if node.op == "output")
-    nodes: list[Any] = [source]
-    crossed: list[Any] = [[]]
-    points = [Point(None, ())]
-    pending: list[tuple[fx.Node, Any, bool]] = []
-    weighted = False
-
-    def close(node: Any, nonlinearity: Callable[[Tensor], Tensor] | None) -> None:
-        nonlocal pending, weighted
-        nodes.append(node)
-        crossed.append([(index, inside) for index, inside, _ in pending])
-        points.append(Point(nonlinearity, tuple(first for *_, first in pending)))
-        pending, weighted = [], False
-
-    for node in list(graph.nodes):
-        module = modules.get(str(node.target)) if node.op == "call_module" else None
-        if type(module) in POOLS or node.target in POOLS.values():
-            pending.append((*_with_switches(graph, node, module), weighted))
-            continue
-        if isinstance(module, WEIGHTED_MODULES) or node.target in WEIGHTED_FUNCTIONS:
-            weighted = True
+    top = output.args[0]
+    if not isinstance(top, fx.Node):
+        raise FederationError(
+            "representation matching needs a network with one output, a tensor: this one returns"
+            f" {type(top).__name__}"
+        )
+    found: list[tuple[fx.Node, Callable[[Tensor], Tensor] | None]] = []
+    for node in graph.nodes:
+        module = _module(node, modules)
         nonlinearity = _nonlinearity(node, module)
-        if nonlinearity is not None if named is None else str(node.target) in named:
-            close(node, nonlinearity)
-    if nodes[-1] is not output.args[0]:
-        close(output.args[0], None)
-    output.args = ((output.args[0], nodes, crossed),)
-    return points
+        if node.op == "placeholder":
+            found.append((node, None))
+        elif nonlinearity is not None if named is None else str(node.target) in named:
+            found.append((node, nonlinearity))
+    if missing := sorted((named or set()) - {str(node.target) for node, _ in found}):
+        raise FederationError(
+            f"points names {missing[0]!r}, which is no point: forward does not call it, or it lies"
+            " inside another one that is taken as it is"
+        )
+    if found[-1][0] is not top:
+        found.append((top, None))
+    crossed: list[list[tuple[fx.Node, bool]]] = [[]]
+    crossed += [_poolings(a, b, modules) for (a, _), (b, _) in pairwise(found)]
+    pools = {node for each in crossed for node, _ in each}
+    switches = {node: _with_switches(graph, node, _module(node, modules)) for node in pools}
+    replaced = {node: value for node, (value, *_) in switches.items()}
+    nodes = _kept(graph, [replaced.get(node, node) for node, _ in found], modules)
+    inside = [[switches[node][1:] for node, _ in each] for each in crossed]
+    output.args = ((output.args[0], nodes, inside),)
+    return [
+        Point(nonlinearity, tuple(first for _, first in each))
+        for (_, nonlinearity), each in zip(found, crossed, strict=True)
+    ]
+
+
+def _module(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.Module | None:
+    return modules.get(str(node.target)) if node.op == "call_module" else None
+
+
+def _name(node: fx.Node) -> str:
+    """The name of a function or a method, without what says that it is private or in place."""
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return name.strip("_")
 
 
 def _nonlinearity(node: fx.Node, module: nn.Module | None) -> Callable[[Tensor], Tensor] | None:
-    if isinstance(module, POINTWISE_MODULES):
-        return module
-    options = {k: v for k, v in node.kwargs.items() if k not in ("input", "inplace")}
-    if node.op == "call_function" and node.target in POINTWISE_FUNCTIONS:
-        function = cast("Callable[..., Tensor]", node.target)
-        return lambda x: function(x, *node.args[1:], **options)
-    if node.op == "call_method" and node.target in POINTWISE_METHODS:
-        return cast("Callable[[Tensor], Tensor]", getattr(torch, str(node.target).rstrip("_")))
-    return None
-
-
-def _with_switches(graph: fx.Graph, node: fx.Node, module: nn.Module | None) -> tuple[fx.Node, Any]:
-    """Make a pooling return its switches; return their node and that of its input."""
     if module is not None:
-        pool = POOLS[type(module)]
-        options = {name: getattr(module, name) for name in POOL_OPTIONS}
+        return module if isinstance(module, POINTWISE_MODULES) else None
+    if node.op not in ("call_function", "call_method"):
+        return None
+    arguments = node.args[1:]
+    options = {k: v for k, v in node.kwargs.items() if k not in ("input", "inplace")}
+    if _name(node) in CLAMPS:
+        lowest = options.get("min", arguments[0] if arguments else None)
+        if not isinstance(lowest, int | float) or lowest != 0:
+            return None
+    elif _name(node) not in POINTWISE_NAMES:
+        return None
+    if len(node.all_input_nodes) > 1:
+        raise FederationError(
+            f"representation matching cannot repeat {_name(node)}, whose options are computed or"
+            " learnt: make it a module (nn.PReLU), or name points=[...] without it"
+        )
+    name, target = _name(node), node.target
+    if isinstance(target, str):
+        return lambda x: getattr(x, name)(*arguments, **options)
+    function = cast("Callable[..., Tensor]", target)
+    if getattr(target, "__name__", "").endswith("_"):  # not in place: the guess is needed
+        function = getattr(torch, name, None) or getattr(F, name)
+    return lambda x: function(x, *arguments, **options)
+
+
+# --- poolings between two points ------------------------------------------------------------------
+
+
+def _pool(
+    node: fx.Node, module: nn.Module | None
+) -> tuple[Callable[..., Any], tuple[str, ...]] | None:
+    if module is not None:
+        return POOLS.get(type(module))
+    if node.op != "call_function":
+        return None
+    return POOLS.get(_name(node).removesuffix("_with_indices"))
+
+
+def _poolings(
+    low: fx.Node, high: fx.Node, modules: Mapping[str, nn.Module]
+) -> list[tuple[fx.Node, bool]]:
+    """Return the poolings that all goes through from one point to another, from below.
+
+    With each, whether it follows a layer with weights. One that a branch goes around cannot be
+    reversed: nothing says which of the sum or concatenation came from where.
+    """
+    between = _above(low) & _below(high) if low is not high else set()
+    found, weighted = [], False
+    for node in low.graph.nodes:
+        if node not in between and node is not high:
+            continue
+        module = _module(node, modules)
+        if _pool(node, module) and high not in _above(low, without=node):
+            found.append((node, weighted))
+        weighted = weighted or isinstance(module, WEIGHTED_MODULES)
+        weighted = weighted or node.target in WEIGHTED_FUNCTIONS
+    return found
+
+
+def _above(node: fx.Node, without: fx.Node | None = None) -> set[fx.Node]:
+    """All that is computed from a node, without going through another one."""
+    found, waiting = set[fx.Node](), [node]
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in found and user is not without:
+                found.add(user)
+                waiting.append(user)
+    return found
+
+
+def _below(node: fx.Node) -> set[fx.Node]:
+    """All that a node is computed from."""
+    found, waiting = set[fx.Node](), [node]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                waiting.append(source)
+    return found
+
+
+def _with_switches(
+    graph: fx.Graph, node: fx.Node, module: nn.Module | None
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Make a pooling return its switches; return the nodes of its result, of them and its input."""
+    known = _pool(node, module)
+    assert known is not None
+    pool, names = known
+    if module is not None:
+        options = {name: getattr(module, name) for name in names}
     else:
-        pool = cast("Callable[..., Any]", node.target)
-        options = dict(zip(POOL_OPTIONS, node.args[1:], strict=False))
-        options |= {k: v for k, v in node.kwargs.items() if k in POOL_OPTIONS}
-    inside = node.args[0] if node.args else node.kwargs["input"]
+        options = dict(zip(names, node.args[1:], strict=False))
+        options |= {k: v for k, v in node.kwargs.items() if k in names}
+    inside = cast("fx.Node", node.args[0] if node.args else node.kwargs["input"])
     with graph.inserting_after(node):
         both = graph.call_function(pool, (inside,), {**options, "return_indices": True})
     with graph.inserting_after(both):
         index = graph.call_function(operator.getitem, (both, 1))
         value = graph.call_function(operator.getitem, (both, 0))
-    node.replace_all_uses_with(value)
+    gives_both = getattr(module, "return_indices", False) or "with_indices" in _name(node)
+    node.replace_all_uses_with(both if gives_both else value)
     graph.erase_node(node)
-    return index, inside
+    return value, index, inside
+
+
+# --- operations in place --------------------------------------------------------------------------
+
+
+def _kept(graph: fx.Graph, nodes: list[fx.Node], modules: Mapping[str, nn.Module]) -> list[fx.Node]:
+    """Copy what an operation in place would write over: activations, and the batch itself."""
+    written = {
+        source
+        for node in graph.nodes
+        if _is_in_place(node, modules)
+        for source in _memory(node.all_input_nodes[0], modules)
+    }
+    kept = []
+    for node in nodes:
+        if node not in written:
+            kept.append(node)
+            continue
+        users = list(node.users)
+        with graph.inserting_after(node):
+            copy = graph.call_method("clone", (node,))
+        if node.op == "placeholder":  # the network gets the copy: the batch is used again
+            for user in users:
+                user.replace_input_with(node, copy)
+        kept.append(node if node.op == "placeholder" else copy)
+    return kept
+
+
+def _is_in_place(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    if (module := _module(node, modules)) is not None:
+        return bool(getattr(module, "inplace", False))
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    is_call = node.op in ("call_function", "call_method")
+    in_place = name.endswith("_") and not name.endswith("__")
+    is_operator = getattr(target, "__module__", "") == "_operator" and name.startswith("i")
+    is_operator = is_operator and hasattr(operator, f"__{name}__") and name not in ("inv", "invert")
+    return is_call and (in_place or is_operator or bool(node.kwargs.get("inplace")))
+
+
+def _memory(node: fx.Node, modules: Mapping[str, nn.Module]) -> Iterator[fx.Node]:
+    """A node, and those whose memory it may share."""
+    yield node
+    module = _module(node, modules)
+    is_view = isinstance(module, VIEW_MODULES) or (module is None and _name(node) in VIEWS)
+    if (is_view or _is_in_place(node, modules)) and node.all_input_nodes:
+        yield from _memory(node.all_input_nodes[0], modules)

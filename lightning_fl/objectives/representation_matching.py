@@ -31,7 +31,8 @@ class RepresentationMatching(Term):
     with the switches of the model in training: before the matching layer where the pooling follows
     a convolution, else after it. :math:`\theta` belongs to its client: it is trained with the
     client's learning rate, kept from round to round, and never sent or averaged. It is not part of
-    the module's state either.
+    the module's state either. The fixed model runs as the model in training does: it draws dropout
+    masks of its own, and normalises by the batch where that does.
 
     The sum grows with the number of features: input scaling, ``coefficient`` and ``reduction``
     decide how much it weighs.
@@ -39,7 +40,8 @@ class RepresentationMatching(Term):
     Args:
         coefficient: Factor :math:`c`, from 0 up.
         reduction: Squares of a layer's features are summed (the paper) or averaged.
-        points: Names of modules of the network whose outputs are the points; None finds them.
+        points: Names of modules of the network whose outputs are the points; None finds them. Only
+            the target's non-linearity of a point that is itself one is known.
         seed: Of the matching layers that a new client starts from.
 
     Raises:
@@ -84,6 +86,13 @@ class RepresentationMatching(Term):
     def build(self, recorder: Recorder, trace: Trace) -> None:
         """Make the matching layers, for activations of these shapes."""
         self.recorder = recorder
+        for j, activation in enumerate(trace.activations):
+            if not isinstance(activation, Tensor) or activation.ndim < 2:
+                raise FederationError(
+                    f"representation matching needs activations [batch, features, ...], and number"
+                    f" {j} is {type(activation).__name__}"
+                    f" {list(getattr(activation, 'shape', []))}: name other points"
+                )
         pairs = list(zip(trace.activations, trace.activations[1:], strict=False))
         layers = []
         with seeded_rng(derive_seed(self.seed, Purpose.MATCHING)):
@@ -93,6 +102,7 @@ class RepresentationMatching(Term):
                 elif source.ndim == target.ndim and source.ndim in CONVOLUTIONS:
                     convolution = CONVOLUTIONS[source.ndim]
                     layer = convolution(source.shape[1], target.shape[1], 3, padding=1)
+                    self._check_poolings(j, trace)
                 else:
                     raise FederationError(
                         f"representation matching cannot make activation {j}, of shape"
@@ -101,6 +111,21 @@ class RepresentationMatching(Term):
                     )
                 layers.append(layer.to(source.dtype))
         self.layers = nn.ModuleList(layers)
+
+    def _check_poolings(self, j: int, trace: Trace) -> None:
+        """Refuse poolings whose switches are of other channels than what they are to bring back."""
+        assert self.recorder is not None
+        target, source = trace.activations[j : j + 2]
+        flags = self.recorder.points[j + 1].unpool_first
+        for (index, _), comes_first in zip(trace.switches[j + 1], flags, strict=True):
+            channels = (source if comes_first else target).shape[1]
+            if index.shape[1] != channels:
+                raise FederationError(
+                    f"representation matching cannot reverse a max pooling of {index.shape[1]}"
+                    f" channels between activation {j}, of shape {list(target.shape[1:])}, and the"
+                    f" one above it, {list(source.shape[1:])}: name a point right before or after"
+                    " the pooling, points=[...]"
+                )
 
     def forward(self, own: Side, fixed: Side, batch: Any) -> Tensor:
         """Return the sum over layers."""

@@ -1,7 +1,7 @@
 """Hyper-parameter policies, one a file."""
 
-from lightning_fl.policies.base import HyperParameterPolicy
+from lightning_fl.policies.base import HyperParameterPolicy, RandomPolicy
 from lightning_fl.policies.discrete_gaussian import DiscreteGaussianReinforce
 from lightning_fl.policies.schedule import Schedule
 
-__all__ = ["DiscreteGaussianReinforce", "HyperParameterPolicy", "Schedule"]
+__all__ = ["DiscreteGaussianReinforce", "HyperParameterPolicy", "RandomPolicy", "Schedule"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor, nn
 
-from lightning_fl.types import Feedback
+from lightning_fl.functional.randomness import Purpose, generator, run_seed
+from lightning_fl.types import FederationError, Feedback
 
 
 class HyperParameterPolicy(nn.Module, ABC):
@@ -34,3 +36,34 @@ class HyperParameterPolicy(nn.Module, ABC):
     def figures(self) -> dict[str, float]:
         """Return what is worth knowing after a round: it is logged, and put into the table."""
         return {}
+
+
+class RandomPolicy(HyperParameterPolicy):
+    """A policy that draws: what it draws in a round is a function of its seed and the round.
+
+    Args:
+        seed: Of the draws; None is the run's seed, which a ``FederatedLoop`` tells, else that of
+            ``seed_everything``, else 0. A resumed run keeps it.
+
+    Raises:
+        FederationError: If the seed is negative.
+    """
+
+    drawn_from: Tensor
+
+    def __init__(self, seed: int | None) -> None:
+        super().__init__()
+        if seed is not None and seed < 0:
+            raise FederationError(f"seed must be at least 0, got {seed}")
+        self.seed = seed
+        #: The run's seed, where it is known.
+        self.run_seed: int | None = None
+        #: The seed that the draws belong to, once there was one; -1 before.
+        self.register_buffer("drawn_from", torch.tensor(-1))
+
+    def random(self, purpose: Purpose, round: int) -> torch.Generator:
+        """Return the stream of a round."""
+        if self.drawn_from < 0:
+            own = self.run_seed if self.seed is None else self.seed
+            self.drawn_from.fill_(run_seed(own))
+        return generator(int(self.drawn_from), purpose, round)

@@ -17,8 +17,8 @@ from lightning_fl.functional.discrete_gaussian import (
     normalised_axis,
     score,
 )
-from lightning_fl.functional.randomness import Purpose, generator, run_seed
-from lightning_fl.policies.base import HyperParameterPolicy
+from lightning_fl.functional.randomness import Purpose
+from lightning_fl.policies.base import RandomPolicy
 from lightning_fl.types import FederationError, Feedback
 
 #: Learning rates and local steps that the paper's tasks range over; it does not give its own.
@@ -28,7 +28,11 @@ GRID: dict[str, Sequence[float]] = {
 }
 
 
-class DiscreteGaussianReinforce(HyperParameterPolicy):
+#: The least reward.
+WORST = -10.0
+
+
+class DiscreteGaussianReinforce(RandomPolicy):
     r"""Draw each round's hyper-parameters from a discrete Gaussian and raise its expected reward.
 
     Mostafa (2019), section 3.2. In round :math:`t` all clients get a point :math:`h_t` of the grid,
@@ -41,8 +45,9 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
         \nabla_{\psi_\tau} \log P(h_\tau \mid \psi_\tau), \quad Z' = \min(Z, t - 1).
 
     The paper prints a minus, which would lower the reward. The mean stays inside the grid, and
-    :math:`A = B B^T` positive definite. A round whose loss is not finite has the reward -1. Its
-    baseline, fixed values that decay, is a :class:`Schedule`.
+    :math:`A = B B^T` positive definite. No reward counts less than -10 (a loss eleven times as
+    high, or not finite): one such round must not decide all later ones. The baseline to compare
+    with, fixed values that decay, is a :class:`Schedule`.
 
     Args:
         grid: Allowed values by name: ``lr``, ``num_steps``, ``local_epochs``, or any that a module
@@ -57,7 +62,7 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
         centred: Use eq. 6, whose baseline is centred on a round and known ``window`` rounds later.
         optimizer: ``sgd`` is the equation, ``adam`` scales its step (betas 0.7, as descendants of
             the paper's code have it).
-        seed: Of the draws; None is that of ``seed_everything``, else 0.
+        seed: Of the draws; None is the run's.
         loss: Where :math:`L_t` is measured: ``validation``, on the server's samples, or
             ``clients``, the mean of what the clients report of the model that a round starts from,
             each on its first batch. These know the reward of a round one round later, and are as
@@ -76,7 +81,6 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
     root: Tensor
     scores: Tensor
     rewards: Tensor
-    drawn_from: Tensor
     moments: Tensor
     steps: Tensor
     waiting: Tensor
@@ -95,12 +99,12 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
         seed: int | None = None,
         loss: Literal["validation", "clients"] = "validation",
     ) -> None:
-        super().__init__()
+        super().__init__(seed)
         self.grid = {k: list(v) for k, v in (GRID if grid is None else grid).items()}
         _check_grid(self.grid)
         if not 0 <= hyper_lr < math.inf:
             raise FederationError(f"hyper_lr must be finite and at least 0, got {hyper_lr}")
-        if window < centred or int(window) != window:
+        if not centred <= window < math.inf or int(window) != window:
             least = int(centred)
             raise FederationError(f"window must be a whole number from {least} up, got {window}")
         if optimizer not in ("sgd", "adam"):
@@ -108,7 +112,7 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
         if loss not in ("validation", "clients"):
             raise FederationError(f"loss must be validation or clients, got {loss!r}")
         self.loss, self.needs_val_loss = loss, loss == "validation"
-        self.hyper_lr, self.window, self.seed = hyper_lr, int(window), seed
+        self.hyper_lr, self.window = hyper_lr, int(window)
         self.learn_precision, self.centred, self.optimizer = learn_precision, centred, optimizer
         axes = [normalised_axis(values) for values in self.grid.values()]
         #: Points of the grid, ``[n, D]``, every axis from -0.5 to 0.5.
@@ -119,8 +123,6 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
         #: Scores and rewards of the last rounds, oldest first, ``[n, D + D^2]`` and ``[n]``.
         self.register_buffer("scores", torch.zeros(0, size, dtype=torch.float64))
         self.register_buffer("rewards", torch.zeros(0, dtype=torch.float64))
-        #: The seed that the draws belong to, once there was one; -1 before.
-        self.register_buffer("drawn_from", torch.tensor(-1))
         #: Adam's averages of the moves and of their squares, ``[2, D + D^2]``, and its steps.
         self.register_buffer("moments", torch.zeros(2, size, dtype=torch.float64))
         self.register_buffer("steps", torch.zeros(()))
@@ -151,9 +153,7 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
         return log_probabilities(self.points, self.mean, self.precision).exp()
 
     def _draw(self, round: int) -> int:
-        if self.drawn_from < 0:
-            self.drawn_from.fill_(run_seed(self.seed))
-        random = generator(int(self.drawn_from), Purpose.POLICY, round)
+        random = self.random(Purpose.POLICY, round)
         return int(torch.multinomial(self.probabilities(), 1, generator=random))
 
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
@@ -175,7 +175,8 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
                 raise FederationError(
                     f"{type(self).__name__} learns from the validation loss after every round, and"
                     f" round {feedback.plan.round + 1} was not validated: set"
-                    " trainer.check_val_every_n_epoch=1, or let it learn from loss='clients'"
+                    " trainer.check_val_every_n_epoch=1, leave samples to validate on"
+                    " (limit_val_batches), or let it learn from loss='clients'"
                 )
             self._learn(now, before, after)
             return
@@ -192,10 +193,12 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
     def _learn(self, now: Tensor, before: float, after: float) -> None:
         """Move by the reward of a round with this score, and by those before it."""
         reward = (before - after) / before if before else 0.0
+        if not math.isfinite(before):
+            reward = 1.0 if math.isfinite(after) else 0.0
+        reward = max(reward, WORST) if math.isfinite(reward) else WORST
         most = 2 * self.window + 1 if self.centred else self.window + 1
         self.scores = torch.cat([self.scores, now])[-most:]
-        last = self.rewards.new_tensor([reward if math.isfinite(reward) else -1.0])
-        self.rewards = torch.cat([self.rewards, last])[-most:]
+        self.rewards = torch.cat([self.rewards, self.rewards.new_tensor([reward])])[-most:]
         if self.centred and len(self.rewards) < most:
             return
         weights = (centred_weights if self.centred else causal_weights)(self.rewards)
@@ -256,13 +259,15 @@ class DiscreteGaussianReinforce(HyperParameterPolicy):
 def _check_grid(grid: Mapping[str, Sequence[float]]) -> None:
     if not grid or not all(grid.values()):
         raise FederationError(f"grid must have values for at least one name, got {grid}")
+    if {"num_steps", "local_epochs"} <= grid.keys():
+        raise FederationError(
+            "grid has num_steps and local_epochs, which both say how much work a"
+            " client does: give one of them"
+        )
     for name, values in grid.items():
-        least = 1 if name == "num_steps" else 0
-        if not all(math.isfinite(v) and v >= least for v in values) or len(set(values)) != len(
-            values
-        ):
+        if not all(0 < v < math.inf for v in values) or len(set(values)) != len(values):
             raise FederationError(
-                f"grid must have different finite values, from {least} up, for {name}, got {values}"
+                f"grid must have different positive finite values for {name}, got {values}"
             )
         if name == "num_steps" and any(int(v) != v for v in values):
             raise FederationError(f"num_steps must be whole numbers, got {values}")
@@ -270,7 +275,10 @@ def _check_grid(grid: Mapping[str, Sequence[float]]) -> None:
 
 def _root(precision: float | Sequence[Sequence[float]], size: int) -> Tensor:
     """Return the Cholesky factor of a precision."""
-    given = torch.tensor(precision, dtype=torch.float64)
+    try:
+        given = torch.tensor(precision, dtype=torch.float64)
+    except (TypeError, ValueError):  # rows of different lengths
+        given = torch.zeros(0)
     matrix = given * torch.eye(size, dtype=torch.float64) if given.ndim == 0 else given
     root, failed = torch.linalg.cholesky_ex(matrix) if matrix.shape == (size, size) else (matrix, 1)
     if failed or not torch.equal(matrix, matrix.mT):

@@ -13,10 +13,12 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lightning_fl import ClientModule, Lanes
 from lightning_fl.aggregators import FedAvg
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional import Purpose, generator
+from lightning_fl.objectives import RepresentationMatching
 from lightning_fl.partition import IID, QuantitySkew
 from lightning_fl.policies import DiscreteGaussianReinforce, HyperParameterPolicy, Schedule
 from lightning_fl.samplers import RoundRobinSampler
@@ -1314,3 +1316,83 @@ def test_clients_report_the_loss_of_what_they_start_from(fit, data, linear):
     for (round, row), (x, y), weight in zip(batches, batches.values(), started, strict=True):
         expected = ((x @ weight[0] - y) ** 2).mean()
         torch.testing.assert_close(heard[round][row], expected, atol=1e-12, rtol=0)
+
+
+def test_the_runs_seed_is_the_policys(fit, foreign):
+    def rates(seed, own=None):
+        policy = DiscreteGaussianReinforce({"lr": [0.01 * i for i in range(1, 9)]}, seed=own)
+        loop = FederatedLoop(policy=policy, buffers="average", seed=seed)
+        fit(foreign(), loop, rounds=4)
+        return [row["lr"] for row in loop.rows]
+
+    assert rates(7) == rates(7) != rates(8)
+    assert rates(7, own=3)[0] == rates(8, own=3)[0]
+
+
+def resumed(fit, foreign, tmp_path, policy):
+    """Two rounds, then one more with another policy."""
+    for rounds, given, path in ((2, GRIDS[0], None), (3, policy, tmp_path / "last.ckpt")):
+        loop = FederatedLoop(
+            policy=DiscreteGaussianReinforce(given), buffers="average", table=None, seed=1
+        )
+        options = {"callbacks": [RoundCheckpoint(tmp_path)], "enable_checkpointing": True}
+        fit(foreign(), loop, rounds=rounds, ckpt_path=path, **options)
+
+
+GRIDS = [{"lr": [0.01, 0.02], "num_steps": [1, 2]}, {"lr": [0.1, 0.9], "num_steps": [3, 5]}]
+
+
+def test_another_grid_is_named_on_resuming(fit, foreign, tmp_path):
+    with pytest.warns(UserWarning, match=r"policy is Disc.*0\.9.*, was Disc.*0\.02"):
+        resumed(fit, foreign, tmp_path, GRIDS[1])
+
+
+@pytest.mark.filterwarnings("ignore:resuming")
+def test_a_grid_of_other_axes_is_refused_on_resuming(fit, foreign, tmp_path):
+    with pytest.raises(FederationError, match="cannot go on from the checkpoint's state"):
+        resumed(fit, foreign, tmp_path, {"lr": [0.01, 0.02]})
+
+
+def test_a_term_that_is_gone_is_refused_on_resuming(fit, blobs, tmp_path):
+    for rounds, terms, path in ((1, [RepresentationMatching(0.1)], None), (2, [], "last.ckpt")):
+        net = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+        module = ClientModule(net, terms=terms).double()
+        federation = FederatedDataModule(blobs(), num_clients=3)
+        options = {"callbacks": [RoundCheckpoint(tmp_path)], "enable_checkpointing": True}
+        loop = FederatedLoop(seed=1, table=None)
+        if path is None:
+            fit(module, loop, federation, rounds=rounds, **options)
+            continue
+        with pytest.raises(FederationError, match="number of parameter tensors is 8, here it is 4"):
+            fit(module, loop, federation, rounds=rounds, ckpt_path=tmp_path / path, **options)
+
+
+@pytest.mark.parametrize("lanes", [None, 2])
+@pytest.mark.parametrize(
+    "task_loss", [lambda loss: 5.0, lambda loss: loss.detach() * 0 + 5, lambda loss: None]
+)
+def test_a_step_may_return_what_its_clients_report(fit, data, linear, lanes, task_loss):
+    heard = []
+
+    class Listening(HyperParameterPolicy):
+        def sample(self, round, clients):
+            return {"num_steps": 1}
+
+        def update(self, feedback):
+            heard.extend(feedback.losses.tolist())
+
+    module = linear()
+    step = type(module).training_step
+
+    class Reporting(type(module)):
+        def training_step(self, batch, batch_idx):
+            loss = step(self, batch, batch_idx)
+            return {"loss": loss, "task_loss": task_loss(loss), "each": batch[1]}
+
+    module.__class__ = Reporting
+    x = torch.randn(40, 3, dtype=torch.float64)
+    train = TensorDataset(x, x.sum(1))
+    user = module if lanes is None else Lanes(module, lanes, compile=False)
+    fit(user, FederatedLoop(policy=Listening(), seed=0), data(train, val=train), rounds=1)
+    assert len(heard) == 4
+    assert (heard == [5.0] * 4) == (task_loss(torch.ones(())) is not None)

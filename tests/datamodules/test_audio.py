@@ -69,6 +69,32 @@ def test_a_damaged_file_is_named(tmp_path, content):
         read_wav(tmp_path / "bad.wav", 8000, 8000)
 
 
+@pytest.mark.parametrize("length", [46, 1044, 15_000])
+def test_a_file_that_is_cut_short_is_named(tmp_path, length):
+    wavfile.write(tmp_path / "whole.wav", 8000, tone())
+    (tmp_path / "cut.wav").write_bytes((tmp_path / "whole.wav").read_bytes()[:length])
+    with pytest.raises(ValueError, match=r"cut\.wav"):
+        read_wav(tmp_path / "cut.wav", 8000, 8000)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_samples_that_are_not_finite_are_named(tmp_path, value):
+    wavfile.write(tmp_path / "bad.wav", 8000, np.array([0.1, value, 0.2], dtype=np.float32))
+    with pytest.raises(ValueError, match=r"bad\.wav has samples that are not finite"):
+        read_wav(tmp_path / "bad.wav", 8000, 8000)
+
+
+@pytest.mark.parametrize("rate", [8001, 44_101, 11_025])
+def test_odd_rates_take_no_more_memory(tmp_path, rate):
+    seconds = np.arange(rate) / rate
+    wavfile.write(tmp_path / "odd.wav", rate, np.sin(2 * np.pi * 440 * seconds).astype(np.float32))
+    wave = read_wav(tmp_path / "odd.wav", 8000, 8000).double()
+    assert int(torch.fft.rfft(wave).abs().argmax()) == 440
+    wavfile.write(tmp_path / "slow.wav", 10, np.zeros(5, dtype=np.int16))
+    with pytest.raises(ValueError, match="10 samples a second, not 1000 to 768000"):
+        read_wav(tmp_path / "slow.wav", 8000, 8000)
+
+
 # --- features -------------------------------------------------------------------------------------
 
 

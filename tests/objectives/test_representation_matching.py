@@ -456,3 +456,248 @@ def test_compiled_lanes_change_nothing(federation, flat, recwarn, net):
     assert not [w for w in recwarn if "not compiled" in str(w.message)]
     torch.testing.assert_close(flat(module), flat(plain), atol=1e-12, rtol=0)
     same(loop, expected)
+
+
+# --- any network ----------------------------------------------------------------------------------
+
+
+class Written(nn.Module):
+    """A network with layers of its own and a forward that a test gives it."""
+
+    def __init__(self, forward, **layers):
+        super().__init__()
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+        self.run = forward
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def flat_net(nonlinearity):
+    """Two linear layers with something in between."""
+
+    def forward(net, x):
+        return net.top(nonlinearity(net.first(x)))
+
+    def make():
+        layers = {"first": nn.Linear(6, 5), "top": nn.Linear(5, 3)}
+        if isinstance(nonlinearity, nn.Module):
+            layers["between"] = nonlinearity
+            return Written(lambda net, x: net.top(net.between(net.first(x))), **layers)
+        return Written(forward, **layers)
+
+    return make
+
+
+NONLINEARITIES = {
+    "PReLU": nn.PReLU(),
+    "LogSigmoid": nn.LogSigmoid(),
+    "Softsign": nn.Softsign(),
+    "Threshold": nn.Threshold(0.1, 0.0),
+    "Hardshrink": nn.Hardshrink(),
+    "in place": nn.LeakyReLU(0.2, inplace=True),
+    "F.threshold": lambda x: F.threshold(x, 0.1, 0.0),
+    "F.leaky_relu_": lambda x: F.leaky_relu_(x, 0.2),
+    "torch.selu": torch.selu,
+    "torch.tanh_": torch.tanh_,
+    "expit": torch.special.expit,
+    "x.sigmoid_": lambda x: x.sigmoid_(),
+    "x.clamp": lambda x: x.clamp(min=0),
+    "torch.clamp": lambda x: torch.clamp(x, 0.0, 6.0),
+    "F.relu in place": lambda x: F.relu(x, inplace=True),
+}
+
+
+@pytest.mark.parametrize("name", NONLINEARITIES)
+def test_every_nonlinearity_is_a_point_and_brings_back_its_target(name):
+    """By hand: the hidden layer is made of the logits by the same non-linearity."""
+    nonlinearity = NONLINEARITIES[name]
+    x = torch.randn(4, 6, dtype=torch.float64)
+    module, fixed = matched(flat_net(nonlinearity), x)
+    assert len(module.recorder.points) == 3
+    loss, _ = found(module, fixed, x)
+    net, (low, high) = module.net, module.terms[0].layers
+    act = nonlinearity.double() if isinstance(nonlinearity, nn.Module) else nonlinearity
+    hidden = act(net.first(x))
+    logits = net.top(hidden)
+    f = {n.removeprefix("net."): p for n, p in fixed.items()}
+    before = x @ f["first.weight"].T + f["first.bias"]
+    target = F.prelu(before, f["between.weight"]) if name == "PReLU" else act(before)
+    errors = ((low(hidden) - x) ** 2).sum(1) + ((act(high(logits)) - target) ** 2).sum(1)
+    torch.testing.assert_close(loss, errors.mean(), atol=1e-10, rtol=0)
+
+
+def test_a_clamp_that_does_not_cut_at_zero_is_no_point():
+    module, _ = matched(flat_net(lambda x: x.clamp(min=1e-6)), torch.randn(1, 6).double())
+    assert len(module.recorder.points) == 2
+
+
+def pooled(pool, **layers):
+    """A convolution, a pooling, and a convolution after it."""
+    layers = {"a": nn.Conv2d(2, 3, 3, padding=1), "b": nn.Conv2d(3, 3, 3, padding=1)} | layers
+    return lambda: Written(
+        lambda net, x: net.top(F.relu(net.b(pool(net, F.relu(net.a(x))))).flatten(1)),
+        **layers,
+        top=nn.LazyLinear(3),
+    )
+
+
+POOLINGS = {
+    "torch": (lambda net, x: torch.max_pool2d(x, 2), {}),
+    "with switches": (lambda net, x: F.max_pool2d(x, 2, return_indices=True)[0], {}),
+    "adaptive": (lambda net, x: F.adaptive_max_pool2d(x, 6), {}),
+    "module": (lambda net, x: net.p(x), {"p": nn.MaxPool2d(2)}),
+    "module with switches": (
+        lambda net, x: net.p(x)[0],
+        {"p": nn.MaxPool2d(2, return_indices=True)},
+    ),
+    "adaptive module": (lambda net, x: net.p(x), {"p": nn.AdaptiveMaxPool2d(6)}),
+}
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+def test_every_form_of_max_pooling_is_reversed(name):
+    pool, layers = POOLINGS[name]
+    x, found_losses = images(), []
+    for make in (pooled(pool, **layers), pooled(lambda net, x: F.max_pool2d(x, 2))):
+        torch.manual_seed(0)
+        net = make()
+        net(x[:1].float())
+        module, fixed = matched(lambda net=net: net, x)
+        plain = module.net(x)
+        torch.testing.assert_close(module.recorder(x)[0], plain, atol=0, rtol=0)
+        assert len(module.recorder.points[2].unpool_first) == 1
+        params = {n: torch.full_like(p, 0.01) for n, p in fixed.items()}
+        with torch.no_grad():
+            for p in module.parameters():
+                p.fill_(0.02)
+            module.net.a.weight.copy_(torch.linspace(-1, 1, 54).view(3, 2, 3, 3))
+        found_losses.append(found(module, params, x)[0])
+    torch.testing.assert_close(found_losses[0], found_losses[1], atol=1e-12, rtol=0)
+
+
+def test_a_pooling_of_other_channels_is_refused():
+    net = nn.Sequential(
+        nn.Conv2d(2, 6, 3, padding=1),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 3, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(108, 3),
+    )
+    with pytest.raises(FederationError, match="max pooling of 6 channels between activation 0"):
+        matched(lambda: net, images())
+    module, fixed = matched(lambda: net, images(), points=["0", "3"])
+    assert found(module, fixed, images())[0] > 0
+
+
+def test_how_a_sum_is_written_does_not_matter():
+    """A pooling that a branch goes around is not reversed."""
+    losses = []
+    for first in (True, False):
+
+        def forward(net, x, first=first):
+            h = F.relu(net.a(x))
+            both = net.b(h) + F.max_pool2d(h, 2) if first else F.max_pool2d(h, 2) + net.b(h)
+            return net.top(F.relu(both).flatten(1))
+
+        def make(forward=forward):
+            return Written(
+                forward,
+                a=nn.Conv2d(2, 3, 3, padding=1),
+                b=nn.Conv2d(3, 3, 3, padding=1, stride=2),
+                top=nn.Linear(108, 3),
+            )
+
+        torch.manual_seed(5)
+        x = images()
+        module, fixed = matched(make, x)
+        assert module.recorder.points[2].unpool_first == ()
+        losses.append(found(module, fixed, x)[0])
+    torch.testing.assert_close(*losses, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_batch_that_is_changed_in_place_is_the_same_for_both(in_place):
+    def forward(net, x):
+        x = x.sub_(1.0) if in_place else x - 1.0
+        return net.top(F.gelu(net.first(x)))
+
+    def make():
+        return Written(forward, first=nn.Linear(6, 5), top=nn.Linear(5, 3))
+
+    x = torch.ones(4, 6, dtype=torch.float64) * 3
+    module, fixed = matched(make, torch.ones(1, 6, dtype=torch.float64))
+    module.fixed = {**fixed}
+    batch = x.clone(), torch.tensor([0, 1, 2, 0])
+    loss = module.training_step(batch, 0)["loss"]
+    loss.backward()
+    assert torch.equal(batch[0], x)
+    expected = module.recorder.fixed(fixed, x).activations[0]
+    assert torch.equal(expected, x)
+    torch.manual_seed(0)
+    assert loss.item() == pytest.approx(_changed_in_place_expected(module, fixed, x, batch[1]))
+
+
+def _changed_in_place_expected(module, fixed, x, y):
+    net, (low, high) = module.net, module.terms[0].layers
+    hidden = F.gelu(net.first(x - 1))
+    logits = net.top(hidden)
+    target = F.gelu((x - 1) @ fixed["net.first.weight"].T + fixed["net.first.bias"])
+    errors = ((low(hidden) - x) ** 2).sum(1).mean()
+    errors = errors + ((F.gelu(high(logits)) - target) ** 2).sum(1).mean()
+    return (F.cross_entropy(logits, y) + errors).item()
+
+
+def test_an_activation_is_noted_before_dropout_writes_over_it():
+    net = nn.Sequential(
+        nn.Linear(6, 50), nn.GELU(), nn.Dropout(0.5, inplace=True), nn.Linear(50, 3)
+    )
+    module, _ = matched(lambda: net, torch.randn(1, 6).double())
+    x = torch.randn(8, 6).double()
+    activation = module.recorder(x)[1].activations[1]
+    torch.testing.assert_close(activation, F.gelu(module.net[0](x)), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("net", "points", "words"),
+    [
+        (
+            nn.Sequential(nn.Sequential(nn.Linear(6, 5), nn.ReLU()), nn.Linear(5, 3)),
+            ["0", "0.1"],
+            "0.1",
+        ),
+        (flat_net(torch.relu)(), [""], "points names ''"),
+        (
+            Written(lambda n, x: n.a(x), a=nn.Linear(6, 3), unused=nn.Linear(2, 2)),
+            ["unused"],
+            "'unused', which is no point",
+        ),
+        (
+            flat_net(lambda x: F.hardtanh(x, -x.size(1), x.size(1)))(),
+            None,
+            "cannot repeat hardtanh",
+        ),
+        (Written(lambda n, x: (n.a(x), x), a=nn.Linear(6, 3)), None, "one output, a tensor"),
+        (
+            Written(lambda n, x: n.top(n.r(x)[0]), r=nn.RNN(6, 4), top=nn.Linear(4, 3)),
+            ["r"],
+            "number 1 is tuple",
+        ),
+    ],
+)
+def test_points_that_are_none_are_refused(net, points, words):
+    with pytest.raises(FederationError, match=words):
+        matched(lambda: net, torch.randn(1, 6).double(), points=points)
+
+
+def test_another_fit_with_other_images_has_other_layers(fit):
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    module = ClientModule(
+        nn.Sequential(*net, nn.Linear(3, 3)), terms=[RepresentationMatching(0.1)]
+    ).double()
+    for size in (8, 10):
+        samples = TensorDataset(images(24, size), torch.arange(24) % 3)
+        datamodule = FederatedDataModule(samples, num_clients=2, seed=1)
+        fit(module, FederatedLoop(buffers="average", seed=0), datamodule, rounds=1)

@@ -277,3 +277,31 @@ def test_a_round_in_which_no_client_reports_waits_for_the_next():
 def test_an_unknown_loss():
     with pytest.raises(FederationError, match="loss must be validation or clients, got 'test'"):
         DiscreteGaussianReinforce(loss="test")
+
+
+@pytest.mark.parametrize("bad", [1e4, math.inf, math.nan])
+def test_one_bad_round_does_not_decide_all_later_ones(bad):
+    policy = DiscreteGaussianReinforce(GRID, seed=3, learn_precision=True)
+    losses = [2.3, 2.2, bad, bad, 2.1, 2.0, 1.9, 1.8]
+    rewards = []
+    for round, (before, after) in enumerate(itertools.pairwise(losses)):
+        policy.update(feedback(round, before, after))
+        rewards.append(policy.figures()["reward"])
+    assert rewards[1] == -10
+    assert rewards[3] > 0  # it came back
+    assert policy.probabilities().max() < 0.9
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"grid": {"num_steps": [3], "local_epochs": [1, 2]}}, "both say how much work"),
+        ({"grid": {"lr": [0.0, 0.1]}}, "positive finite values for lr"),
+        ({"precision": [[1.0, 2.0], [3.0]]}, "precision must be"),
+        ({"window": math.inf}, "window must be a whole number"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, words):
+    with pytest.raises(FederationError, match=words):
+        DiscreteGaussianReinforce(**options)
