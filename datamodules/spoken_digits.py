@@ -20,7 +20,7 @@ class SpokenDigits(AudioDataModule):
     """
 
     rate: ClassVar[int] = 8_000
-    remedy = "clone https://github.com/Jakobovski/free-spoken-digit-dataset into it"
+    remedy = "clone https://github.com/Jakobovski/free-spoken-digit-dataset into root"
 
     @property
     def folder(self) -> Path:
