@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -377,16 +378,27 @@ class StackedLanes(LaneHost):
 
     def trial(self, batch: Any, at_once: bool) -> None:
         """Make a step forward and back, of which nothing remains."""
-        if not at_once:
-            k, size = tree_leaves(batch)[0].shape[:2]
-            with seeded_rng(0):
-                self._one_by_one(batch, torch.full((k,), size), torch.ones(k, dtype=torch.bool))
+        if at_once:
+            self._trial_gradients(batch, at_once)
             return
-        self._trial_gradients(batch, at_once)
+        k, size = tree_leaves(batch)[0].shape[:2]
+        with seeded_rng(0), self.untouched():
+            self._one_by_one(batch, torch.full((k,), size), torch.ones(k, dtype=torch.bool))
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Undo what a step writes to parameters by itself: to frozen ones, as averages are."""
+        frozen = {n: p.detach().clone() for n, p in self.params.items() if not p.requires_grad}
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, value in frozen.items():
+                    self.params[name].copy_(value)
 
     def _trial_gradients(self, batch: Any, at_once: bool) -> tuple[Tensor | None, ...]:
         params = {n: p.detach().requires_grad_(p.requires_grad) for n, p in self.params.items()}
-        with torch.enable_grad(), seeded_rng(0):
+        with torch.enable_grad(), seeded_rng(0), self.untouched():
             outcome = self.local.many(
                 params,
                 self.buffer_stack,

@@ -1368,8 +1368,25 @@ class Teacher(Odd):
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
-def test_frozen_parameters_that_a_step_writes_to_are_kept_in_ragged_batches(agree, tiny):
-    agree(lambda: tiny(Teacher), lanes=(7,))
+class WeighingTeacher(Teacher):
+    """The same, and it knows weights: lanes ask it whether it mixes samples."""
+
+    knows_weights, sample_weight = True, None
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.5).add_(self.net.weight, alpha=0.5)
+        near = (self.net(batch[0]) - self.teacher(batch[0])).square().mean(1)
+        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none") + near
+        return losses.mean() if self.sample_weight is None else losses @ self.sample_weight
+
+
+@pytest.mark.parametrize("kind", [Teacher, WeighingTeacher])
+@pytest.mark.parametrize("lanes", [7, "auto"])
+def test_frozen_parameters_that_a_step_writes_to_are_kept_in_ragged_batches(
+    agree, tiny, kind, lanes
+):
+    agree(lambda: tiny(kind), lanes=(lanes,))
 
 
 def test_parameters_with_hooks_are_trained_by_themselves(tiny):
