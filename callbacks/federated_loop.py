@@ -327,6 +327,9 @@ class FederatedLoop(Callback):
             name: full(torch.as_tensor(value).cpu(), clients)
             for name, value in self.policy.sample(self.round, clients).items()
         }
+        if (takes_part := values.pop("takes_part", None)) is not None:
+            clients = clients[takes_part]
+            values = {name: value[takes_part] for name, value in values.items()}
         steps = values.pop("num_steps", None)
         if steps is None:
             epochs = values.pop("local_epochs", torch.ones(()))

@@ -2,5 +2,6 @@
 
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.aggregators.fedavg import FedAvg
+from lightning_fl.aggregators.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 
-__all__ = ["Aggregator", "FedAvg"]
+__all__ = ["Aggregator", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedOpt", "FedYogi"]

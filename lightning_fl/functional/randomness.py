@@ -27,6 +27,7 @@ class Purpose(IntEnum):
     ROUND = 8
     POLICY = 9
     MATCHING = 10
+    STRAGGLERS = 11
 
 
 def derive_seed(seed: int, *key: int) -> int:

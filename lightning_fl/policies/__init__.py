@@ -3,5 +3,12 @@
 from lightning_fl.policies.base import HyperParameterPolicy, RandomPolicy
 from lightning_fl.policies.discrete_gaussian import DiscreteGaussianReinforce
 from lightning_fl.policies.schedule import Schedule
+from lightning_fl.policies.stragglers import Stragglers
 
-__all__ = ["DiscreteGaussianReinforce", "HyperParameterPolicy", "RandomPolicy", "Schedule"]
+__all__ = [
+    "DiscreteGaussianReinforce",
+    "HyperParameterPolicy",
+    "RandomPolicy",
+    "Schedule",
+    "Stragglers",
+]

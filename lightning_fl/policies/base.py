@@ -25,8 +25,9 @@ class HyperParameterPolicy(nn.Module, ABC):
         """Return hyper-parameters by name, each one value for all clients or one for each, ``[k]``.
 
         ``lr`` is the learning rate (absent: the module's own), ``lr_factor`` multiplies it. The
-        work is ``num_steps`` local steps or ``local_epochs`` passes over the client's data. Any
-        other name is handed on in the plan. The answer must depend on the arguments and on saved
+        work is ``num_steps`` local steps or ``local_epochs`` passes over the client's data.
+        ``takes_part`` is False for clients that the round goes on without. Any other name is handed
+        on in the plan. The answer must depend on the arguments and on saved
         state only: it may be asked for twice.
         """
 

@@ -6,12 +6,17 @@ import pickle
 import pytest
 import torch
 
-from lightning_fl.aggregators import FedAvg
+from lightning_fl.aggregators import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedOpt, FedYogi
 from lightning_fl.types import ClientUpdate
 
 RULES = {
     "FedAvg": FedAvg,
     "FedAvg(uniform)": lambda: FedAvg(weighting="uniform"),
+    "FedOpt": FedOpt,
+    "FedAvgM": FedAvgM,
+    "FedAdagrad": FedAdagrad,
+    "FedAdam": FedAdam,
+    "FedYogi": FedYogi,
 }
 every_rule = pytest.mark.parametrize("make", RULES.values(), ids=RULES)
 every_shape = pytest.mark.parametrize("size", [1, 7])

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from lightning_fl.policies import DiscreteGaussianReinforce, Schedule
+from lightning_fl.policies import DiscreteGaussianReinforce, Schedule, Stragglers
 from lightning_fl.types import Feedback, RoundPlan, full
 
 POLICIES = {
@@ -17,6 +17,8 @@ POLICIES = {
     "DiscreteGaussianReinforce(adam)": lambda: DiscreteGaussianReinforce(
         optimizer="adam", learn_precision=True
     ),
+    "Stragglers": lambda: Stragglers(0.5),
+    "Stragglers(learns)": lambda: Stragglers(0.9, DiscreteGaussianReinforce(), seed=4),
 }
 every_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
 COHORTS = [torch.tensor([0]), torch.tensor([5, 2, 11])]
@@ -29,6 +31,7 @@ def same(a, b):
 def learned(policy, rounds=3):
     """The policy after some rounds."""
     for t in range(rounds):
+        policy.sample(t, COHORTS[1])
         steps = torch.ones_like(COHORTS[1])
         plan = RoundPlan(0, t, COHORTS[1], steps)
         before, after = None if t == 0 else 1 / t, None if t == 1 else 1 / (t + 1)

@@ -1,0 +1,145 @@
+"""Optimisers of the server."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor, nn
+
+from lightning_fl.aggregators.fedavg import FedAvg
+from lightning_fl.optimizers import Adaptive
+
+
+class FedOpt(FedAvg):
+    r"""Let any optimiser step from the server's model to the clients' average (Reddi et al., 2021).
+
+    .. math:: w^{t+1} = \operatorname{Opt}(w^t, g^t), \qquad
+        g^t = w^t - \sum_{k \in S_t} \frac{n_k}{\sum_{j \in S_t} n_j} w_k
+
+    Floating buffers that are averaged have a pseudo-gradient :math:`g`, too. SGD with learning rate
+    1 is :class:`FedAvg`. The optimiser's state outlives the round, and is in the checkpoint. It and
+    the step are in float64.
+
+    Args:
+        optimizer: Makes the optimiser from the parameters; None is SGD with learning rate 1.
+        weighting: See :class:`FedAvg`.
+
+    Raises:
+        FederationError: If the weighting is unknown.
+
+    Example:
+        >>> from lightning_fl.types import ClientUpdate
+        >>> rule = FedOpt(partial(torch.optim.SGD, lr=0.5))
+        >>> rule.start(torch.zeros(1))
+        >>> rule.update(ClientUpdate(torch.tensor([0]), torch.ones(1, 1), torch.tensor([8])))
+        >>> rule.compute()
+        tensor([0.5000])
+    """
+
+    def __init__(
+        self,
+        optimizer: OptimizerCallable | None = None,
+        weighting: Literal["samples", "uniform"] = "samples",
+    ) -> None:
+        super().__init__(weighting)
+        self.make_optimizer = optimizer or partial(torch.optim.SGD, lr=1.0)
+
+    def allocate(self, server: Tensor) -> None:
+        """Make the optimiser; see :meth:`FedAvg.allocate`."""
+        super().allocate(server)
+        # Neither it nor its parameter is part of the state: the server's model is saved elsewhere.
+        self._optimizer = self.make_optimizer(
+            [nn.Parameter(torch.zeros_like(server, dtype=torch.float64))]
+        )
+
+    def compute(self) -> Tensor:
+        """Return the server's model after a step; the server itself when nobody returned."""
+        if not self.weight:
+            return self.server
+        param: Tensor = self._optimizer.param_groups[0]["params"][0]
+        param.data = self.server.to(torch.float64, copy=True)
+        param.grad = -self.total / self.weight
+        self._optimizer.step()
+        return param.detach().to(self.server.dtype)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the optimiser's state, for the checkpoint."""
+        made = getattr(self, "_optimizer", None)  # none before the first round
+        return {} if made is None else copy.deepcopy(made.state_dict())
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over the optimiser's state of a checkpoint."""
+        if state:
+            self._optimizer.load_state_dict(state)
+
+
+class FedAvgM(FedOpt):
+    r"""Momentum on the server (Hsu et al., 2019).
+
+    .. math:: v \leftarrow \beta v + g, \qquad w \leftarrow w - \eta v
+
+    Args:
+        lr: :math:`\eta`.
+        momentum: :math:`\beta`.
+
+    Example:
+        >>> FedAvgM(momentum=0.5).momentum
+        0.5
+    """
+
+    def __init__(self, lr: float = 1.0, momentum: float = 0.9) -> None:
+        super().__init__(partial(torch.optim.SGD, lr=lr, momentum=momentum))
+        self.lr, self.momentum = lr, momentum
+
+
+class _Adaptive(FedOpt):
+    """Presets of :class:`~lightning_fl.optimizers.Adaptive`."""
+
+    rule: Literal["adagrad", "adam", "yogi"]
+
+    def __init__(
+        self, lr: float = 0.1, betas: tuple[float, float] = (0.9, 0.99), tau: float = 1e-3
+    ) -> None:
+        Adaptive([torch.zeros(1)], self.rule, lr, betas, tau)  # complains now, not in round 1
+        super().__init__(partial(Adaptive, rule=self.rule, lr=lr, betas=betas, tau=tau))
+        self.lr, self.betas, self.tau = lr, betas, tau
+
+
+class FedAdagrad(_Adaptive):
+    r"""Adagrad on the server; see :class:`~lightning_fl.optimizers.Adaptive`.
+
+    Args:
+        lr: :math:`\eta`.
+        betas: :math:`\beta_1`, and a number without a use.
+        tau: :math:`\tau`.
+    """
+
+    rule = "adagrad"
+
+
+class FedAdam(_Adaptive):
+    r"""Adam on the server; see :class:`~lightning_fl.optimizers.Adaptive`.
+
+    Args:
+        lr: :math:`\eta`.
+        betas: :math:`\beta_1, \beta_2`.
+        tau: :math:`\tau`.
+    """
+
+    rule = "adam"
+
+
+class FedYogi(_Adaptive):
+    r"""Yogi on the server; see :class:`~lightning_fl.optimizers.Adaptive`.
+
+    Args:
+        lr: :math:`\eta`.
+        betas: :math:`\beta_1, \beta_2`.
+        tau: :math:`\tau`.
+    """
+
+    rule = "yogi"

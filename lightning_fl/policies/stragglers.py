@@ -1,0 +1,83 @@
+"""Clients that do a part of their work (Li et al., 2020)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_fl.functional.randomness import Purpose
+from lightning_fl.policies.base import HyperParameterPolicy, RandomPolicy
+from lightning_fl.policies.schedule import Schedule
+from lightning_fl.types import FederationError, Feedback
+
+
+class Stragglers(RandomPolicy):
+    r"""Let a fraction of each round's clients do a random part of the work of a policy.
+
+    Systems heterogeneity of Li et al. (2020, FedProx): of a cohort of :math:`k` clients
+    :math:`\operatorname{round}(f k)` are stragglers, drawn anew each round. One that would make
+    :math:`E` epochs (or steps) makes a whole number, uniform in :math:`1 \dots E - 1`; less than
+    two epochs become a uniform part of that. FedProx takes in what stragglers have done; the
+    baseline drops them. Who they are and what they do depends on seed, round and cohort alone, so
+    that it is the same for every method.
+
+    Args:
+        fraction: :math:`f`, in [0, 1].
+        policy: Hyper-parameters of a client with all its time; None is :class:`Schedule`.
+        drop: Leave stragglers out of the round, all but one where everyone is one.
+        seed: Of the draws; None is that of ``seed_everything``, else 0.
+
+    Raises:
+        FederationError: If the fraction is out of range.
+
+    Example:
+        >>> policy = Stragglers(0.5, Schedule(num_steps=100), seed=1)
+        >>> policy.sample(0, torch.arange(4))["num_steps"]
+        tensor([ 47,  87, 100, 100])
+    """
+
+    def __init__(
+        self,
+        fraction: float,
+        policy: HyperParameterPolicy | None = None,
+        drop: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(seed)
+        if not 0 <= fraction <= 1:
+            raise FederationError(f"fraction must be in [0, 1], got {fraction}")
+        self.fraction, self.drop = fraction, drop
+        self.policy = Schedule() if policy is None else policy
+        self.needs_val_loss = self.policy.needs_val_loss
+
+    def count(self, clients: int) -> int:
+        """Return how many of so many clients are stragglers."""
+        return min(round(self.fraction * clients), clients - self.drop)
+
+    def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
+        """Return the policy's values, with less work for stragglers."""
+        values = dict(self.policy.sample(round, clients))
+        random, k = self.random(Purpose.STRAGGLERS, round), len(clients)
+        slow = torch.zeros(k, dtype=torch.bool)
+        slow[torch.randperm(k, generator=random)[: self.count(k)]] = True
+        part = torch.rand(k, generator=random, dtype=torch.float64)
+        if self.drop:
+            values["takes_part"] = ~slow
+            return values
+        if "num_steps" in values:
+            steps = values["num_steps"].expand(k)
+            less = 1 + (part * (steps - 1)).long()  # from 1 to steps - 1
+            values["num_steps"] = torch.where(slow, torch.minimum(less, steps), steps)
+        else:
+            epochs = values.get("local_epochs", torch.ones(())).double().expand(k)
+            less = torch.where(epochs < 2, part * epochs, 1 + (part * (epochs - 1)).floor())
+            values["local_epochs"] = torch.where(slow, less, epochs)
+        return values
+
+    def update(self, feedback: Feedback) -> None:
+        """Let the policy learn."""
+        self.policy.update(feedback)
+
+    def figures(self) -> dict[str, float]:
+        """Return the policy's figures."""
+        return self.policy.figures()

@@ -1,0 +1,111 @@
+"""Optimisers on the server: by hand, in their limit cases, saved, in a federation."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_fl.aggregators import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedOpt, FedYogi
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.optimizers import Adaptive
+from lightning_fl.types import ClientUpdate, FederationError
+
+
+def rounds(rule, count, server=None, seed=0):
+    """Some rounds of random updates; what the server has after each."""
+    random = torch.Generator().manual_seed(seed)
+    server = torch.zeros(3, dtype=torch.float64) if server is None else server
+    found = []
+    for _ in range(count):
+        delta = torch.randn(4, 3, generator=random, dtype=torch.float64)
+        rule.start(server)
+        rule.update(ClientUpdate(torch.arange(4), delta, torch.tensor([1, 2, 3, 4])))
+        server = rule.compute()
+        found.append(server)
+    return found
+
+
+def means(count, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    weights = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    return [
+        weights @ torch.randn(4, 3, generator=random, dtype=torch.float64) for _ in range(count)
+    ]
+
+
+def close(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("make", [FedOpt, partial(FedAvgM, momentum=0.0)])
+def test_sgd_of_rate_1_is_fedavg(make):
+    close(rounds(make(), 4), rounds(FedAvg(), 4))
+
+
+def test_momentum_by_hand():
+    """w = sum of velocities; v = beta v + mean."""
+    expected, velocity, server = [], torch.zeros(3), torch.zeros(3)
+    for mean in means(4):
+        velocity = 0.7 * velocity + mean
+        server = server + 0.5 * velocity
+        expected.append(server)
+    close(rounds(FedAvgM(lr=0.5, momentum=0.7), 4), expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"), [(FedAdagrad, "adagrad"), (FedAdam, "adam"), (FedYogi, "yogi")]
+)
+def test_presets_are_their_optimisers_on_the_mean(make, rule):
+    x, expected = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)), []
+    optimizer = Adaptive([x], rule, lr=0.2, betas=(0.8, 0.95), tau=0.01)
+    for mean in means(4):
+        x.grad = -mean
+        optimizer.step()
+        expected.append(x.detach().clone())
+    close(rounds(make(lr=0.2, betas=(0.8, 0.95), tau=0.01), 4), expected)
+
+
+def test_any_optimiser_and_weighting():
+    rule = FedOpt(partial(torch.optim.RMSprop, lr=0.1), weighting="uniform")
+    x = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    optimizer = torch.optim.RMSprop([x], lr=0.1)
+    random, expected = torch.Generator().manual_seed(0), []
+    for _ in range(3):
+        x.grad = -torch.randn(4, 3, generator=random, dtype=torch.float64).mean(0)
+        optimizer.step()
+        expected.append(x.detach().clone())
+    close(rounds(rule, 3), expected)
+
+
+def test_saved_in_the_middle_it_goes_on_as_if_nothing_had_been(tmp_path):
+    rule, again = FedAdam(), FedAdam()
+    half = rounds(rule, 3)[-1]
+    torch.save(rule.state_dict(), tmp_path / "rule.pt")
+    again.start(half)
+    again.load_state_dict(torch.load(tmp_path / "rule.pt", weights_only=True))
+    expected, found = (rounds(each, 3, half, seed=1) for each in (rule, again))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_a_resumed_federation_is_bit_equal(fit, linear, data, flat, tmp_path):
+    x = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    train = torch.utils.data.TensorDataset(x, x.sum(1))
+
+    def run(rounds, folder, **options):
+        module = linear()
+        loop = FederatedLoop(0.5, FedAdam(lr=0.02), seed=1)
+        options |= {"enable_checkpointing": True, "callbacks": [RoundCheckpoint(tmp_path / folder)]}
+        fit(module, loop, data(train, val=train), rounds=rounds, **options)
+        return flat(module)
+
+    whole = run(5, "whole")
+    run(2, "half")
+    assert torch.equal(run(5, "half", ckpt_path=tmp_path / "half" / "last.ckpt"), whole)
+
+
+def test_wrong_options_are_named_at_once():
+    with pytest.raises(FederationError, match="lr and tau must be positive"):
+        FedYogi(lr=-1.0)
+    with pytest.raises(FederationError, match="weighting must be"):
+        FedOpt(weighting="size")

@@ -1,0 +1,80 @@
+"""Stragglers: how many, how much they do, the same for every method, left out or taken in."""
+
+import pytest
+import torch
+
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.policies import DiscreteGaussianReinforce, Schedule, Stragglers
+from lightning_fl.types import FederationError
+
+CLIENTS = torch.arange(10)
+
+
+@pytest.mark.parametrize(("fraction", "slow"), [(0.0, 0), (0.5, 5), (0.9, 9), (1.0, 10)])
+def test_so_many_do_less(fraction, slow):
+    policy = Stragglers(fraction, Schedule(num_steps=50), seed=0)
+    for round in range(20):
+        steps = policy.sample(round, CLIENTS)["num_steps"]
+        assert int((steps < 50).sum()) == slow
+        assert int(steps.min()) >= 1
+
+
+def test_epochs_are_uniform_from_one_to_one_less_than_all():
+    policy, seen = Stragglers(1.0, Schedule(local_epochs=5), seed=0), torch.zeros(6)
+    for round in range(400):
+        epochs = policy.sample(round, CLIENTS)["local_epochs"]
+        assert torch.equal(epochs, epochs.floor())
+        seen += torch.bincount(epochs.long(), minlength=6)
+    assert seen[[0, 5]].tolist() == [0, 0]
+    assert (seen[1:5] / seen.sum() - 0.25).abs().max() < 0.03  # 4 standard deviations
+
+
+def test_one_epoch_becomes_a_part_and_one_step_stays():
+    epochs = Stragglers(1.0, Schedule(local_epochs=1), seed=0).sample(3, CLIENTS)["local_epochs"]
+    assert (epochs.min() > 0) & (epochs.max() < 1)
+    steps = Stragglers(1.0, Schedule(num_steps=1), seed=0).sample(3, CLIENTS)["num_steps"]
+    assert steps.unique().tolist() == [1]
+
+
+def test_who_they_are_does_not_depend_on_the_method():
+    kept = Stragglers(0.5, Schedule(num_steps=50, lr=0.1), seed=2)
+    dropped = Stragglers(0.5, Schedule(local_epochs=9), drop=True, seed=2)
+    other = Stragglers(0.5, Schedule(num_steps=50), seed=3)
+    for round in range(5):
+        slow = kept.sample(round, CLIENTS)["num_steps"] < 50
+        assert torch.equal(~slow, dropped.sample(round, CLIENTS)["takes_part"])
+    differ = [not torch.equal(other.sample(t, CLIENTS)["num_steps"] < 50, slow) for t in range(9)]
+    assert any(differ)
+
+
+def test_who_is_dropped_does_not_train(fit, foreign):
+    loop = FederatedLoop(policy=Stragglers(0.5, drop=True), buffers="average", seed=0)
+    fit(foreign(), loop, rounds=3)
+    assert [row["clients"] for row in loop.rows] == [2, 2, 2]
+    everyone = FederatedLoop(policy=Stragglers(1.0, drop=True), buffers="average", seed=0)
+    fit(foreign(), everyone, rounds=2)
+    assert [row["clients"] for row in everyone.rows] == [1, 1]
+
+
+def test_kept_ones_are_taken_in_with_what_they_did(fit, foreign):
+    policy = Stragglers(0.5, Schedule(num_steps=20), seed=0)
+    loop = FederatedLoop(policy=policy, buffers="average", seed=0)
+    fit(foreign(), loop, rounds=1)
+    steps = policy.sample(0, torch.arange(4))["num_steps"]
+    assert loop.rows[0]["clients"] == 4
+    assert loop.rows[0]["num_steps"] == steps.sum() < 80
+
+
+def test_a_policy_that_learns_does_so(fit, foreign):
+    inner = DiscreteGaussianReinforce({"lr": [0.01, 0.02], "num_steps": [2, 4]}, seed=0)
+    policy = Stragglers(0.5, inner)
+    assert policy.needs_val_loss
+    loop = FederatedLoop(policy=policy, buffers="average", seed=0)
+    fit(foreign(), loop, rounds=3)
+    assert inner.mean.abs().sum() > 0
+    assert "reward" in loop.rows[0]
+
+
+def test_wrong_fraction():
+    with pytest.raises(FederationError, match=r"fraction must be in \[0, 1\], got 1.5"):
+        Stragglers(1.5)
