@@ -22,6 +22,18 @@ from torch import nn
 from lightning_fl.types import FederationError
 
 
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Let a module evaluate, each of its parts, and go back to what it did."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
 def has_running_statistics(module: nn.Module) -> bool:
     """Say whether clients change a module's buffers by training it, as BatchNorm does."""
     return any(getattr(m, "running_mean", None) is not None for m in module.modules())

@@ -27,6 +27,7 @@ from lightning_fl.callbacks.checks import (
     check_module,
     check_smallest_batch,
     check_trainer,
+    evaluating,
     has_running_statistics,
     one_optimizer,
 )
@@ -39,6 +40,7 @@ from lightning_fl.functional.randomness import (
     rng_state,
     run_seed,
     seed_rng,
+    seeded_rng,
     set_rng_state,
 )
 from lightning_fl.lanes import BufferPolicy, Lanes, lane_host
@@ -198,6 +200,12 @@ class FederatedLoop(Callback):
                 f" in a round (participation={self.participation}): lower one or raise the other"
             )
         check_smallest_batch(user, data)
+        if self.aggregator.needs_losses and not callable(getattr(user, "losses", None)):
+            raise FederationError(
+                f"{type(self.aggregator).__name__} weighs clients by their losses, and"
+                f" {type(user).__name__} has no method losses(batch) that returns each sample's:"
+                " write one, or use a ClientModule"
+            )
         if self.buffers is None and has_running_statistics(user):
             rank_zero_warn(
                 "the module keeps running statistics (BatchNorm) and clients change them:"
@@ -407,6 +415,8 @@ class FederatedLoop(Callback):
         round.start = ServerState(start, round.server.counters)
         kept = [self.store.get(client) for client in clients.tolist()]
         self.lane.load(round.start, kept, [self._lr(round.plan, row) for row in step.rows])
+        if self.aggregator.needs_losses:
+            round.losses = self._local_losses(step)
         self.schedulers.write(round.schedule)
 
     def on_train_batch_end(
@@ -416,7 +426,7 @@ class FederatedLoop(Callback):
         round = self._current
         step = round.plan.schedule[batch_idx]
         if step.first:
-            round.losses = self._reported(step, outputs)
+            round.reports = self._reported(step, outputs)
         if step.last:
             _call(pl_module, "on_client_end")
             self._collect(round, step)
@@ -454,8 +464,31 @@ class FederatedLoop(Callback):
             torch.distributed.all_reduce(losses)
         return losses
 
+    def _local_losses(self, step: Step) -> Tensor:
+        """Return the mean loss of each client's model over all its training samples, ``[k]``."""
+        module: Any = self.lane.module
+        strategy, precision = self._trainer.strategy, self._trainer.precision_plugin
+        found = []
+        for lane, row in enumerate(step.rows):
+            client = int(self._current.plan.clients[row])
+            seed = derive_seed(self._seed, Purpose.CLIENT_LOSS, self.round, client)
+            total, count = 0.0, 0
+            with (
+                self.lane.client(lane),
+                evaluating(module),
+                torch.no_grad(),
+                seeded_rng(seed, module.device),
+                precision.val_step_context(),
+            ):
+                for batch in self._data.samples_of(client):
+                    losses = module.losses(strategy.batch_to_device(precision.convert_input(batch)))
+                    total, count = total + losses.double().sum(), count + len(losses)
+            found.append(torch.as_tensor(total / count))
+        return torch.stack(found)
+
     def _collect(self, round: _Round, step: Step) -> None:
         clients = round.plan.clients[list(step.rows)]
+        after = self._local_losses(step) if self.aggregator.needs_losses else None
         delta, counters = self.lane.collect(round.start, reuse=self.aggregator.forgets)
         if self._shares_samples:  # Running statistics are those of each process's own samples.
             for tensor in (delta, counters := counters.contiguous()):
@@ -478,9 +511,11 @@ class FederatedLoop(Callback):
             clients = clients[finite]
             delta, counters = delta[finite], counters[finite]
         weights = self._num_samples[clients]
-        losses = round.losses[finite.to(round.losses.device)]
-        self.aggregator.update(ClientUpdate(clients, delta, weights, losses))
-        round.client_losses.update(zip(clients.tolist(), losses.tolist(), strict=True))
+        good = finite.to(round.reports.device)
+        reports, before = round.reports[good], round.reports if after is None else round.losses
+        after = None if after is None else after[good]
+        self.aggregator.update(ClientUpdate(clients, delta, weights, before[good], after))
+        round.client_losses.update(zip(clients.tolist(), reports.tolist(), strict=True))
         rows = [
             row for row, is_good in zip(self.lane.rows(), finite.tolist(), strict=True) if is_good
         ]
@@ -796,7 +831,8 @@ class _Round:
         self.counters: Tensor = server.counters
         self.num_samples = 0
         self.skipped: list[int] = []
-        self.losses = torch.empty(0)  # of what clients in training started from
+        # Of what clients in training started from: as they report it, and over all their samples.
+        self.reports = self.losses = torch.empty(0)
         self.client_losses: dict[int, float] = {}
         self.aggregated = self.validated = False
         self.rng: Mapping[str, Any] = {}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -650,6 +650,12 @@ class FederatedDataModule(LightningDataModule):
         data, steps = self._fetched.data, self._fetched.waiting.popleft()
         assert isinstance(data, InMemory)
         return lambda step, reuse: data.fetch(steps[step], reuse)
+
+    def samples_of(self, client: int) -> Iterator[Any]:
+        """Yield all training samples of a client in order, in batches of ``eval_batch_size``."""
+        batches = Batches(cast("Dataset[Any]", self.train), self.collate_fn, run_seed(self.seed))
+        for index in self.parts[client].split(self.eval_batch_size):
+            yield batches[batches.evaluation(index)]
 
     def _processes(self) -> tuple[int, int]:
         """Return which process this is, of how many."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -179,9 +179,9 @@ class ClientUpdate:
         clients: Ids, ``[k]``.
         delta: Local parameters minus what the clients started from, ``[k, P]``.
         num_samples: Training samples of each, ``[k]``.
-        loss_before: Loss of what the clients started from, on their first batch, ``[k]``, or None
-            where it was not measured.
-        loss_after: Local loss after training, ``[k]``, or None where it was not measured.
+        loss_before: Loss of what the clients started from, ``[k]``: on their first batch, or over
+            all their samples for an aggregator that ``needs_losses``. None if it was not measured.
+        loss_after: The same after training, over all samples, ``[k]``, or None.
 
     Raises:
         FederationError: If the lengths differ.
@@ -244,6 +244,9 @@ class FederatedData(Protocol):
 
         The function takes the step, and whether it may use memory again that it has returned.
         """
+
+    def samples_of(self, client: int) -> Iterator[Any]:
+        """All training samples of a client, in batches."""
 
     def batch_sizes(self, clients: Tensor, start: int, count: int) -> Tensor:
         """Samples in some local steps of these clients, ``[count, k]``."""

@@ -1,7 +1,18 @@
 """Server rules, one a file; an aggregator is a metric over client updates."""
 
 from lightning_fl.aggregators.base import Aggregator
+from lightning_fl.aggregators.control import FedControl, FedCostWAvg
 from lightning_fl.aggregators.fedavg import FedAvg
 from lightning_fl.aggregators.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 
-__all__ = ["Aggregator", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedOpt", "FedYogi"]
+__all__ = [
+    "Aggregator",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvg",
+    "FedAvgM",
+    "FedControl",
+    "FedCostWAvg",
+    "FedOpt",
+    "FedYogi",
+]

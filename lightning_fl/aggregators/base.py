@@ -26,6 +26,9 @@ class Aggregator(Metric, ABC):
     #: Whether :meth:`update` keeps no reference to the updates that it is given. Then their memory
     #: is used again for those of the next clients.
     forgets = False
+    #: Whether it wants to know the loss over all samples of a client, before and after training:
+    #: two more passes over them, by the module's method ``losses(batch)``.
+    needs_losses = False
     server: Tensor
 
     def __init__(self) -> None:

@@ -28,6 +28,7 @@ class Purpose(IntEnum):
     POLICY = 9
     MATCHING = 10
     STRAGGLERS = 11
+    CLIENT_LOSS = 12
 
 
 def derive_seed(seed: int, *key: int) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -206,6 +207,11 @@ class LaneHost(ABC):
         Args:
             outputs: What Lightning kept of the training step: of the batch's last local step.
         """
+
+    @contextmanager
+    def client(self, lane: int) -> Iterator[None]:
+        """Let the module have a client's tensors for a while, to be looked at."""
+        yield
 
     @abstractmethod
     def rows(self) -> list[dict[str, Tensor]]:

@@ -213,6 +213,20 @@ class StackedLanes(LaneHost):
         counters = torch.cat([_flatten(self.buffer_stack[n]) for n in self._counting], dim=1)
         return delta, counters.to(self.counters.dtype)
 
+    @contextmanager
+    def client(self, lane: int) -> Iterator[None]:
+        """Let the module have a client's tensors for a while; see :meth:`LaneHost.client`."""
+        stacks: Tensors = {**self.params, **self.buffer_stack}
+        own = {**self.named_parameters, **self.named_buffers}
+        before = {name: tensor.data for name, tensor in own.items()}
+        try:
+            for name, tensor in own.items():
+                tensor.data = stacks[name].detach()[lane]
+            yield
+        finally:
+            for name, tensor in own.items():
+                tensor.data = before[name]
+
     def reported(self, outputs: Any) -> Tensor:
         """Return the clients' task losses; see :meth:`LaneHost.reported`."""
         return self.first_losses

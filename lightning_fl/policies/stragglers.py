@@ -25,7 +25,7 @@ class Stragglers(RandomPolicy):
         fraction: :math:`f`, in [0, 1].
         policy: Hyper-parameters of a client with all its time; None is :class:`Schedule`.
         drop: Leave stragglers out of the round, all but one where everyone is one.
-        seed: Of the draws; None is that of ``seed_everything``, else 0.
+        seed: Of the draws; None is the run's.
 
     Raises:
         FederationError: If the fraction is out of range.

@@ -1,0 +1,211 @@
+"""FedControl and FedCostWAvg: several rounds worked out plainly, with clients that come and go."""
+
+import pytest
+import torch
+
+from lightning_fl import ClientModule, Lanes
+from lightning_fl.aggregators import FedAvg, FedControl, FedCostWAvg
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.partition import QuantitySkew
+from lightning_fl.types import ClientUpdate, FederationError
+
+COHORTS = [[0, 1, 2], [1, 3], [0, 2, 200], [0, 1, 2, 3]]
+SAMPLES = {0: 5, 1: 10, 2: 1, 3: 7, 200: 3}
+
+
+def problem(seed=0):
+    """Updates of a few rounds, each with its losses."""
+    random = torch.Generator().manual_seed(seed)
+    for cohort in COHORTS:
+        k = len(cohort)
+        yield ClientUpdate(
+            torch.tensor(cohort),
+            torch.randn(k, 3, generator=random, dtype=torch.float64),
+            torch.tensor([SAMPLES[c] for c in cohort]),
+            0.5 + torch.rand(k, generator=random, dtype=torch.float64),
+            0.5 + torch.rand(k, generator=random, dtype=torch.float64),
+        )
+
+
+def plainly(alpha, beta, decay):
+    """The equations, client by client."""
+    server, last, history = torch.zeros(3, dtype=torch.float64), {}, {}
+    for t, update in enumerate(problem(), 1):
+        ids = update.clients.tolist()
+        s, d, i = [], [], []
+        for row, client in enumerate(ids):
+            loss = float(update.loss_after[row])
+            s.append(SAMPLES[client])
+            d.append(last.get(client, float(update.loss_before[row])) / loss)
+            history.setdefault(client, []).append((t, loss))
+            i.append(sum(decay ** (t - q) * each for q, each in history[client]))
+            last[client] = loss
+        for row in range(len(ids)):
+            weight = alpha * s[row] / sum(s) + beta * d[row] / sum(d)
+            weight += (1 - alpha - beta) * i[row] / sum(i)
+            server = server + weight * update.delta[row]
+        yield server
+
+
+def trained(rule, split=False):
+    server = torch.zeros(3, dtype=torch.float64)
+    for update in problem():
+        rule.start(server)
+        for rows in [[r] for r in range(len(update.clients))] if split else [slice(None)]:
+            rule.update(
+                ClientUpdate(
+                    update.clients[rows],
+                    update.delta[rows],
+                    update.num_samples[rows],
+                    update.loss_before[rows],
+                    update.loss_after[rows],
+                )
+            )
+        server = rule.compute()
+        yield server
+
+
+def agree(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("alpha", "beta", "decay"), [(1 / 3, 1 / 3, 1.0), (0.2, 0.5, 0.8), (0.0, 0.0, 0.0)]
+)
+def test_rounds_are_the_equations(alpha, beta, decay, split):
+    agree(trained(FedControl(alpha, beta, decay), split), plainly(alpha, beta, decay))
+
+
+def test_without_the_integral_it_is_fedcostwavg():
+    agree(trained(FedCostWAvg(0.3)), plainly(0.3, 0.7, 1.0))
+
+
+@pytest.mark.parametrize("rule", [FedControl(1.0, 0.0), FedCostWAvg(1.0)])
+def test_with_size_alone_it_is_fedavg(rule):
+    agree(trained(rule), trained(FedAvg()))
+
+
+def test_a_loss_of_zero_does_not_take_everything_over():
+    rule = FedCostWAvg(0.0, least=0.5)
+    rule.start(torch.zeros(1))
+    losses = torch.ones(2), torch.tensor([0.0, 1.0])
+    delta = torch.tensor([[3.0], [0.0]])
+    rule.update(ClientUpdate(torch.arange(2), delta, torch.ones(2), *losses))
+    assert rule.compute().tolist() == [2.0]  # falls of 2 and 1
+
+
+def test_saved_after_two_rounds_it_goes_on_as_if_nothing_had_been(tmp_path):
+    whole = list(trained(FedControl()))
+    rule, updates, server = FedControl(), list(problem()), torch.zeros(3, dtype=torch.float64)
+    for t, update in enumerate(updates):
+        if t == 2:
+            torch.save(rule.state_dict(), tmp_path / "rule.pt")
+            rule = FedControl()
+            rule.start(server)
+            rule.load_state_dict(torch.load(tmp_path / "rule.pt", weights_only=True))
+        rule.start(server)
+        rule.update(update)
+        server = rule.compute()
+    assert torch.equal(server, whole[-1])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: FedControl(0.7, 0.5), "sum to at most 1, got 0.7 and 0.5"),
+        (lambda: FedControl(-0.1, 0.5), "at least 0"),
+        (lambda: FedControl(decay=1.2), r"decay must be in \[0, 1\], got 1.2"),
+        (lambda: FedControl(least=0.0), "least must be positive and finite, got 0.0"),
+        (lambda: FedCostWAvg(1.5), r"alpha must be in \[0, 1\], got 1.5"),
+    ],
+)
+def test_wrong_options(make, words):
+    with pytest.raises(FederationError, match=words):
+        make()
+
+
+def test_losses_that_were_not_measured():
+    rule = FedControl()
+    rule.start(torch.zeros(1))
+    with pytest.raises(FederationError, match="losses, which were not measured"):
+        rule.update(ClientUpdate(torch.tensor([0]), torch.ones(1, 1), torch.ones(1)))
+
+
+# --- in a federation ------------------------------------------------------------------------------
+
+
+class Noting(FedControl):
+    """Keeps what clients report."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def update(self, clients):
+        if not self.seen or self.seen[-1][0] != int(self.round):
+            self.seen.append((int(self.round), {}))
+        for row, client in enumerate(clients.clients.tolist()):
+            before, after = clients.loss_before[row], clients.loss_after[row]
+            self.seen[-1][1][client] = (float(before), float(after), clients.delta[row].clone())
+        super().update(clients)
+
+
+@pytest.mark.parametrize("lanes", [None, 3])
+def test_losses_are_those_of_all_samples_by_the_clients_own_models(fit, blobs, lanes):
+    torch.manual_seed(0)
+    net = torch.nn.Linear(6, 3)
+    module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.3)).double()
+    federation = FederatedDataModule(
+        blobs(70),
+        num_clients=4,
+        batch_size=7,
+        eval_batch_size=5,
+        partition=QuantitySkew(2.0),
+        seed=1,
+    )
+    rule = Noting()
+    start = torch.cat([net.weight.detach().flatten(), net.bias.detach()])
+    user = module if lanes is None else Lanes(module, lanes, compile=False)
+    fit(user, FederatedLoop(aggregator=rule, seed=0), federation, rounds=1)
+    _, seen = rule.seen[0]
+    assert len(seen) == 4
+    for client, (before, after, delta) in seen.items():
+        x, y = federation.train.fetch(federation.parts[client])
+        for found, vector in ((before, start), (after, start + delta)):
+            logits = x @ vector[:18].view(3, 6).T + vector[18:]
+            expected = torch.nn.functional.cross_entropy(logits, y).item()
+            assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_lanes_change_nothing(fit, ragged_modules, flat):
+    vectors = [flat(ragged_modules(lanes)) for lanes in (None, 2, 4)]
+    for vector in vectors[1:]:
+        torch.testing.assert_close(vector, vectors[0], atol=1e-12, rtol=0)
+
+
+@pytest.fixture
+def ragged_modules(fit, blobs):
+    """Three rounds of FedControl with BatchNorm and dropout, which evaluate while clients train."""
+
+    def make(lanes):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.ReLU(), torch.nn.Linear(5, 3)
+        )
+        module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
+        federation = FederatedDataModule(blobs(96), num_clients=4, batch_size=8, seed=1)
+        loop = FederatedLoop(0.75, FedControl(decay=0.5), buffers="average", seed=0)
+        user = module if lanes is None else Lanes(module, lanes, compile=False)
+        fit(user, loop, federation, rounds=3)
+        assert module.training
+        return module
+
+    return make
+
+
+def test_a_module_without_losses_is_refused_at_once(fit, foreign):
+    with pytest.raises(FederationError, match=r"Foreign has no method losses\(batch\)"):
+        fit(foreign(), FederatedLoop(aggregator=FedCostWAvg(), buffers="average"))
