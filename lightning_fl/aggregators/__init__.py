@@ -1,7 +1,7 @@
 """Server rules, one a file; an aggregator is a metric over client updates."""
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.aggregators.control import FedControl, FedCostWAvg
+from lightning_fl.aggregators.control import FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.aggregators.fedavg import FedAvg
 from lightning_fl.aggregators.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 
@@ -14,5 +14,6 @@ __all__ = [
     "FedControl",
     "FedCostWAvg",
     "FedOpt",
+    "FedPIDAvg",
     "FedYogi",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class FedControl(Aggregator):
     #: of then, and that round, counted from 1; 0 is none.
     known: Tensor
     round: Tensor
-    columns: ClassVar[int] = 3
+    columns = 3
 
     def __init__(
         self,
@@ -118,7 +118,10 @@ class FedControl(Aggregator):
         self._remember()
         if not self.weight[0]:
             return self.server
-        move = (share / self.weight.clamp(min=1e-300)) @ self.total
+        # A sum of zeros, where no loss fell: size decides for that term, too.
+        none = self.weight == 0
+        total = torch.where(none[:, None], self.total[0], self.total)
+        move = (share / torch.where(none, self.weight[0], self.weight)) @ total
         return (self.server + move).to(self.server.dtype)
 
     def _rows(self, ids: Tensor) -> Tensor:
@@ -166,3 +169,39 @@ class FedCostWAvg(FedControl):
         if not 0 <= alpha <= 1:
             raise FederationError(f"alpha must be in [0, 1], got {alpha}")
         super().__init__(alpha, 1 - alpha, least=least)
+
+
+class FedPIDAvg(FedControl):
+    r"""Weigh clients by size, by how much their loss fell, and by their last losses.
+
+    Mächler et al. (2023): :class:`FedControl` with the difference
+    :math:`d_k = \max(0, \ell_k^{t'} - \ell_k^t)` in place of the quotient, and for :math:`i_k` the
+    sum of the client's last losses. Where no loss fell, size decides for that term, too.
+
+    Args:
+        alpha: The weight of size.
+        beta: The weight of the fall; the last losses have the rest.
+        window: How many losses are summed, from 1 up.
+
+    Raises:
+        FederationError: If weights are negative or sum to more than 1, or the window is none.
+
+    Example:
+        >>> FedPIDAvg().window
+        5
+    """
+
+    def __init__(self, alpha: float = 0.45, beta: float = 0.45, window: int = 5) -> None:
+        super().__init__(alpha, beta)
+        if window < 1 or int(window) != window:
+            raise FederationError(f"window must be a whole number from 1 up, got {window}")
+        self.window = window
+        #: The last losses, oldest first, and in the end whether there was one.
+        self.columns = window + 1
+
+    def _terms(self, known: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        last, has_one = known[:, -2], known[:, -1] > 0
+        losses = torch.cat([known[:, 1:-1], after[:, None]], dim=1)
+        fall = (torch.where(has_one, last, before) - after).clamp(min=0)
+        rows = torch.cat([losses, torch.ones_like(after)[:, None]], dim=1)
+        return fall, losses.sum(1), rows

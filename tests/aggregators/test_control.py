@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_fl import ClientModule, Lanes
-from lightning_fl.aggregators import FedAvg, FedControl, FedCostWAvg
+from lightning_fl.aggregators import FedAvg, FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.partition import QuantitySkew
@@ -83,7 +83,43 @@ def test_without_the_integral_it_is_fedcostwavg():
     agree(trained(FedCostWAvg(0.3)), plainly(0.3, 0.7, 1.0))
 
 
-@pytest.mark.parametrize("rule", [FedControl(1.0, 0.0), FedCostWAvg(1.0)])
+def test_differences_and_a_window():
+    """FedPIDAvg, client by client."""
+
+    def plainly():
+        server, history = torch.zeros(3, dtype=torch.float64), {}
+        for update in problem():
+            s, d, i = [], [], []
+            for row, client in enumerate(update.clients.tolist()):
+                loss = float(update.loss_after[row])
+                past = history.setdefault(client, [])
+                last = past[-1] if past else float(update.loss_before[row])
+                past.append(loss)
+                s.append(SAMPLES[client])
+                d.append(max(0.0, last - loss))
+                i.append(sum(past[-2:]))
+            for row in range(len(s)):
+                fall = d[row] / sum(d) if sum(d) else s[row] / sum(s)
+                weight = 0.3 * s[row] / sum(s) + 0.5 * fall + 0.2 * i[row] / sum(i)
+                server = server + weight * update.delta[row]
+            yield server
+
+    agree(trained(FedPIDAvg(0.3, 0.5, window=2)), plainly())
+
+
+def test_where_no_loss_fell_size_decides():
+    rule = FedPIDAvg(0.0, 1.0)
+    rule.start(torch.zeros(1))
+    delta = torch.tensor([[3.0], [0.0]])
+    rule.update(
+        ClientUpdate(torch.arange(2), delta, torch.tensor([1, 2]), torch.ones(2), torch.ones(2))
+    )
+    assert rule.compute().item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "rule", [FedControl(1.0, 0.0), FedCostWAvg(1.0), FedPIDAvg(1.0, 0.0, window=1)]
+)
 def test_with_size_alone_it_is_fedavg(rule):
     agree(trained(rule), trained(FedAvg()))
 
@@ -97,13 +133,14 @@ def test_a_loss_of_zero_does_not_take_everything_over():
     assert rule.compute().tolist() == [2.0]  # falls of 2 and 1
 
 
-def test_saved_after_two_rounds_it_goes_on_as_if_nothing_had_been(tmp_path):
-    whole = list(trained(FedControl()))
-    rule, updates, server = FedControl(), list(problem()), torch.zeros(3, dtype=torch.float64)
+@pytest.mark.parametrize("make", [FedControl, FedPIDAvg])
+def test_saved_after_two_rounds_it_goes_on_as_if_nothing_had_been(tmp_path, make):
+    whole = list(trained(make()))
+    rule, updates, server = make(), list(problem()), torch.zeros(3, dtype=torch.float64)
     for t, update in enumerate(updates):
         if t == 2:
             torch.save(rule.state_dict(), tmp_path / "rule.pt")
-            rule = FedControl()
+            rule = make()
             rule.start(server)
             rule.load_state_dict(torch.load(tmp_path / "rule.pt", weights_only=True))
         rule.start(server)
@@ -119,6 +156,7 @@ def test_saved_after_two_rounds_it_goes_on_as_if_nothing_had_been(tmp_path):
         (lambda: FedControl(-0.1, 0.5), "at least 0"),
         (lambda: FedControl(decay=1.2), r"decay must be in \[0, 1\], got 1.2"),
         (lambda: FedControl(least=0.0), "least must be positive and finite, got 0.0"),
+        (lambda: FedPIDAvg(window=0), "window must be a whole number from 1 up, got 0"),
         (lambda: FedCostWAvg(1.5), r"alpha must be in \[0, 1\], got 1.5"),
     ],
 )
