@@ -622,7 +622,7 @@ class FederatedLoop(Callback):
         losses = torch.tensor(reported, dtype=torch.float64)
         self.policy.update(Feedback(round.plan, before, self.val_loss, losses))
         figures = self._figures(round)
-        learnt = self.policy.figures()
+        learnt = self.aggregator.figures() | self.policy.figures()
         self.rounds.add(figures | learnt)
         self._round, self.round = None, self.round + 1
         self._progress = _progress(trainer)

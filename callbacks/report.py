@@ -21,7 +21,8 @@ class RunReport(Callback):
     """Write, beside the table of rounds, how the data were split and how the run went.
 
     ``partition.json`` (the manifest) and ``partition.png`` at the start, ``rounds.png`` (accuracy
-    and loss over rounds) at the end, also after an interruption.
+    and loss over rounds) at the end, also after an interruption, and ``aggregator.png`` where the
+    server's rule has a picture of its own (the tree of clusters).
 
     Raises:
         FederationError: If matplotlib is not installed.
@@ -47,6 +48,8 @@ class RunReport(Callback):
         rows = _loop(trainer).rows
         if (folder := _folder(trainer)) is not None and rows:
             _save(round_figure(rows), folder / "rounds.png")
+            if (figure := _loop(trainer).aggregator.figure()) is not None:
+                _save(figure, folder / "aggregator.png")
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

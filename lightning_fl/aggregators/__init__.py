@@ -1,12 +1,14 @@
 """Server rules, one a file; an aggregator is a metric over client updates."""
 
 from lightning_fl.aggregators.base import Aggregator
+from lightning_fl.aggregators.clustered import ClusteredFL
 from lightning_fl.aggregators.control import FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.aggregators.fedavg import FedAvg
 from lightning_fl.aggregators.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 
 __all__ = [
     "Aggregator",
+    "ClusteredFL",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",

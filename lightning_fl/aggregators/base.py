@@ -5,13 +5,16 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fl.types import ClientUpdate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Aggregator(Metric, ABC):
@@ -66,6 +69,14 @@ class Aggregator(Metric, ABC):
             return server.reshape(-1)  # torchmetrics makes a scalar of one parameter, [1].
 
         return wrapped
+
+    def figures(self) -> dict[str, float]:
+        """Return what is worth knowing after a round: it is logged, and put into the table."""
+        return {}
+
+    def figure(self) -> Figure | None:
+        """Draw what a picture shows best; None if nothing."""
+        return None
 
     def server_for(self, clients: Tensor) -> Tensor:
         """Return what each client starts from, ``[k, P]``."""

@@ -1,0 +1,213 @@
+"""Clients in clusters that split where their updates point apart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from scipy.cluster.hierarchy import fcluster, linkage
+from torch import Tensor
+
+from lightning_fl.aggregators.base import Aggregator
+from lightning_fl.functional.averaging import weighted_mean
+from lightning_fl.functional.similarity import cosine_similarity
+from lightning_fl.types import ClientUpdate, FederationError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Clients for which there is place at first; it doubles.
+PLACES = 64
+
+
+class ClusteredFL(Aggregator):
+    r"""A model for each cluster of clients; clusters are split in two (Sattler et al., 2021).
+
+    All begin in one cluster. In a round every client starts from its cluster's model, which moves
+    by the mean update :math:`\Delta` of its clients,
+    :math:`W_c \leftarrow W_c + \sum_{k \in c} \frac{n_k}{\sum_{j \in c} n_j} \Delta_k`. Where the
+    cluster stands still though its clients do not,
+
+    .. math:: \Bigl\lVert \sum_{k \in c} \frac{n_k}{\sum_{j \in c} n_j} \Delta_k \Bigr\rVert
+        < \varepsilon_1 \quad\text{and}\quad \max_{k \in c} \lVert \Delta_k \rVert > \varepsilon_2,
+
+    it is split in two by agglomerative clustering of the cosine similarities of its clients'
+    updates. Both parts go on from its model. Clients that were not in the round stay in the first
+    part. Cluster models, the tree and who is where are in the checkpoint.
+
+    What the server validates is the mean of the clusters' models, each weighted by its clients;
+    the accuracy of clients on their own data is what clusters are for.
+
+    Args:
+        eps1: :math:`\varepsilon_1`: the norm of the mean update below which a cluster may split.
+        eps2: :math:`\varepsilon_2`: the largest norm of an update above which it may. Both belong
+            to a network and its learning rate; the table of rounds shows the norms.
+        warmup: Rounds before the first split.
+        min_size: Clients in the round that a cluster has at least when it is split, from 2 up.
+        linkage: ``complete`` (the authors' programs) or ``single``, which is the optimum of the
+            paper's criterion.
+        weighting: ``samples`` weighs a client by its samples, ``uniform`` counts each once.
+
+    Raises:
+        FederationError: If an option is out of range.
+
+    Example:
+        >>> rule = ClusteredFL(eps1=0.1, eps2=0.5, warmup=0)
+        >>> rule.start(torch.zeros(2))
+        >>> rule.update(ClientUpdate(torch.arange(4), torch.tensor(
+        ...     [[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [-1.0, 0.0]]), torch.ones(4)))
+        >>> rule.compute()
+        tensor([0., 0.])
+        >>> rule.clusters()
+        [[0, 1], [2, 3]]
+    """
+
+    models: Tensor
+    cluster_of: Tensor
+    tree: Tensor
+    round: Tensor
+    ids: list[Tensor] | Tensor
+    deltas: list[Tensor] | Tensor
+    sizes: list[Tensor] | Tensor
+
+    def __init__(
+        self,
+        eps1: float = 0.4,
+        eps2: float = 1.6,
+        warmup: int = 20,
+        min_size: int = 3,
+        linkage: Literal["complete", "single"] = "complete",
+        weighting: Literal["samples", "uniform"] = "samples",
+    ) -> None:
+        super().__init__()
+        if not (0 <= eps1 < float("inf") and 0 <= eps2 < float("inf")):
+            raise FederationError(f"eps1 and eps2 must be at least 0, got {eps1} and {eps2}")
+        if warmup < 0 or min_size < 2:
+            raise FederationError(
+                f"warmup must be at least 0 and min_size at least 2, got {warmup} and {min_size}"
+            )
+        if linkage not in ("complete", "single"):
+            raise FederationError(f"linkage must be complete or single, got {linkage!r}")
+        if weighting not in ("samples", "uniform"):
+            raise FederationError(f"weighting must be samples or uniform, got {weighting!r}")
+        self.eps1, self.eps2, self.warmup, self.min_size = eps1, eps2, warmup, min_size
+        self.linkage, self.weighting = linkage, weighting
+        self._norms = {"mean_norm": 0.0, "max_norm": 0.0}
+
+    def allocate(self, server: Tensor) -> None:
+        """Declare the updates of the round, and what is known of the clusters."""
+        for name in ("ids", "deltas", "sizes"):
+            self.add_state(name, [], dist_reduce_fx="cat")
+        #: The model of each cluster, ``[c, P]``.
+        self.register_buffer("models", server[None].clone())
+        #: The cluster of each client, ``[places]``; -1 of who has never returned.
+        self.register_buffer("cluster_of", torch.full((PLACES,), -1, device=server.device))
+        #: Of each cluster, which it was split from and in what round, ``[c, 2]``; -1 of the first.
+        self.register_buffer("tree", torch.full((1, 2), -1, device=server.device))
+        self.register_buffer("round", torch.zeros((), dtype=torch.int64))
+
+    def server_for(self, clients: Tensor) -> Tensor:
+        """Return each client's cluster's model, ``[k, P]``."""
+        if len(self.models) == 1:
+            return self.models.expand(len(clients), -1)
+        return self.models[self._cluster(clients).clamp(min=0)]
+
+    def update(self, clients: ClientUpdate) -> None:
+        """Keep updates until all are there."""
+        for state, value in (
+            (self.ids, clients.clients),
+            (self.deltas, clients.delta.clone()),
+            (self.sizes, clients.num_samples),
+        ):
+            state.append(value.to(self.models.device))  # type: ignore[union-attr]
+
+    def compute(self) -> Tensor:
+        """Move each cluster's model, split clusters, and return the mean of the models."""
+        self.round = self.round + 1
+        if isinstance(self.ids, list) and not self.ids:
+            return self.server
+        ids, deltas, sizes = (
+            torch.cat(state) if isinstance(state, list) else state
+            for state in (self.ids, self.deltas, self.sizes)
+        )
+        order = ids.argsort()  # processes return theirs in another order
+        ids, deltas, sizes = ids[order], deltas[order], sizes[order]
+        weights = torch.ones_like(sizes) if self.weighting == "uniform" else sizes
+        found = self._cluster(ids).clamp(min=0)
+        self.cluster_of[ids] = found
+        self._norms = {"mean_norm": 0.0, "max_norm": 0.0}
+        for cluster in found.unique().tolist():
+            inside = found == cluster
+            self._move(cluster, ids[inside], deltas[inside], weights[inside])
+        members = torch.bincount(self.cluster_of[self.cluster_of >= 0], minlength=len(self.models))
+        mean = weighted_mean(self.models.double(), members)
+        return mean.to(self.server.dtype) if len(self.models) > 1 else self.models[0].clone()
+
+    def _move(self, cluster: int, ids: Tensor, deltas: Tensor, weights: Tensor) -> None:
+        """Move a cluster's model by its clients' mean, and split it where they point apart."""
+        wide = deltas.double()
+        mean = weighted_mean(wide, weights)
+        self.models[cluster] = (self.models[cluster].double() + mean).to(self.models.dtype)
+        mean_norm, max_norm = float(mean.norm()), float(wide.norm(dim=1).max())
+        if max_norm > self._norms["max_norm"]:
+            self._norms = {"mean_norm": mean_norm, "max_norm": max_norm}
+        stands_still = mean_norm < self.eps1 and max_norm > self.eps2
+        if stands_still and self.round > self.warmup and len(ids) >= self.min_size:
+            apart = self.parts(wide)
+            self.cluster_of[ids[apart]] = len(self.models)
+            self.models = torch.cat([self.models, self.models[cluster][None]])
+            self.tree = torch.cat([self.tree, self.tree.new_tensor([[cluster, int(self.round)]])])
+
+    def parts(self, deltas: Tensor) -> Tensor:
+        """Say which updates are in the other part than the first, ``[k]``."""
+        distance = (1 - cosine_similarity(deltas)).cpu().numpy()
+        upper = torch.triu_indices(len(deltas), len(deltas), 1).numpy()
+        joined = linkage(distance[upper[0], upper[1]].clip(min=0), method=self.linkage)
+        parts = torch.from_numpy(fcluster(joined, 2, criterion="maxclust"))
+        return (parts != parts[0]).to(deltas.device)
+
+    def clusters(self) -> list[list[int]]:
+        """Return the clients of each cluster that have returned at least once."""
+        each = range(len(self.models))
+        return [(self.cluster_of == cluster).nonzero()[:, 0].tolist() for cluster in each]
+
+    def figures(self) -> dict[str, float]:
+        """Return the number of clusters, and the norms of the one that moves most."""
+        return {"clusters": len(self.models), **self._norms}
+
+    def figure(self) -> Figure:
+        """Draw the tree of clusters over rounds, with the number of clients in each."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 1.5 + 0.4 * len(self.models)), layout="constrained")
+        axes = figure.subplots()
+        for cluster, (members, (parent, born)) in enumerate(
+            zip(self.clusters(), self.tree.tolist(), strict=True)
+        ):
+            start = max(born, 0)
+            axes.plot([start, int(self.round)], [cluster, cluster], color=f"C{cluster % 10}", lw=3)
+            if parent >= 0:
+                axes.plot([start, start], [parent, cluster], color="0.6", lw=1)
+            axes.annotate(
+                f" {len(members)} clients", (int(self.round), cluster), va="center", fontsize=9
+            )
+        axes.set(xlabel="round", ylabel="cluster", yticks=range(len(self.models)))
+        axes.margins(x=0.2)
+        axes.spines[["top", "right"]].set_visible(False)
+        return figure
+
+    def _cluster(self, ids: Tensor) -> Tensor:
+        """Return clients' clusters, -1 of who is new, with place for all."""
+        ids = ids.to(self.cluster_of.device)
+        if (most := int(ids.max()) + 1) > len(self.cluster_of):
+            more = max(most, 2 * len(self.cluster_of)) - len(self.cluster_of)
+            self.cluster_of = torch.cat([self.cluster_of, self.cluster_of.new_full((more,), -1)])
+        return self.cluster_of[ids]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Make place for as many clusters and clients as a checkpoint has."""
+        for name in ("models", "cluster_of", "tree"):
+            saved = state_dict.get(prefix + name)
+            if saved is not None and hasattr(self, name):
+                setattr(self, name, torch.zeros_like(saved, device=self.models.device))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
