@@ -193,6 +193,8 @@ class FederatedLoop(Callback):
         # Once: the digest reads every index, and every checkpoint holds it.
         self._num_samples, self._batches_per_epoch = data.num_samples, data.batches_per_epoch
         self._checksum = data.checksum
+        if self.aggregator.num_clients is None:
+            self.aggregator.num_clients = len(self._num_samples)
         self._options = self._describe_options()
         if self._cohort_size() < self.min_clients and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             raise FederationError(

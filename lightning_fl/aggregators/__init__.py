@@ -5,6 +5,7 @@ from lightning_fl.aggregators.clustered import ClusteredFL
 from lightning_fl.aggregators.control import FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.aggregators.fedavg import FedAvg
 from lightning_fl.aggregators.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
+from lightning_fl.aggregators.gossip import Gossip
 
 __all__ = [
     "Aggregator",
@@ -18,4 +19,5 @@ __all__ = [
     "FedOpt",
     "FedPIDAvg",
     "FedYogi",
+    "Gossip",
 ]

@@ -32,6 +32,8 @@ class Aggregator(Metric, ABC):
     #: Whether it wants to know the loss over all samples of a client, before and after training:
     #: two more passes over them, by the module's method ``losses(batch)``.
     needs_losses = False
+    #: Clients of the federation; a ``FederatedLoop`` sets it where it is None.
+    num_clients: int | None = None
     server: Tensor
 
     def __init__(self) -> None:

@@ -29,6 +29,7 @@ class Purpose(IntEnum):
     MATCHING = 10
     STRAGGLERS = 11
     CLIENT_LOSS = 12
+    GRAPH = 13
 
 
 def derive_seed(seed: int, *key: int) -> int:

@@ -1,0 +1,126 @@
+"""Averaging among neighbours, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from lightning_fl.aggregators.base import Aggregator
+from lightning_fl.functional.mixing import Graph, adjacency, check_mixing, metropolis
+from lightning_fl.functional.randomness import Purpose, generator, run_seed
+from lightning_fl.types import ClientUpdate, FederationError
+
+#: Numbers of each client that are mixed at once, in float64.
+PIECE = 2**14
+
+
+class Gossip(Aggregator):
+    r"""Let each client have a model of its own, and average it with its neighbours'.
+
+    After local training, :math:`x_i \leftarrow \sum_j W_{ij} (x_j + \Delta_j)`; who was not in
+    the round has :math:`\Delta_j = 0`. With :math:`W` symmetric and of row sums 1 the mean of all
+    models moves as under :class:`FedAvg` with equal weights, and models come together. There is no
+    server: what is validated is the mean of the clients' models. They are in the checkpoint, and
+    in memory: as many as there are clients.
+
+    Args:
+        graph: Who is a neighbour of whom, with Metropolis weights and self-loops: ``ring``,
+            ``grid``, ``erdos_renyi`` or ``complete``.
+        mixing_matrix: :math:`W`, instead of a graph: ``[clients, clients]``, symmetric, of row sums
+            1, connected.
+        probability: Of an edge of ``erdos_renyi``.
+        num_clients: Clients; None, where a ``FederatedLoop`` tells it.
+        seed: Of the random graph; None is that of ``seed_everything``, else 0.
+
+    Raises:
+        FederationError: If an option is out of range, or the matrix does not mix all clients.
+
+    Example:
+        >>> rule = Gossip("ring", num_clients=4)
+        >>> rule.start(torch.zeros(1))
+        >>> rule.update(ClientUpdate(torch.tensor([0]), torch.tensor([[3.0]]), torch.tensor([9])))
+        >>> rule.compute(), rule.models[:, 0]
+        (tensor([0.7500]), tensor([1., 1., 0., 1.]))
+    """
+
+    models: Tensor
+    weights: Tensor
+    ids: list[Tensor] | Tensor
+    deltas: list[Tensor] | Tensor
+
+    def __init__(
+        self,
+        graph: Graph = "ring",
+        mixing_matrix: Sequence[Sequence[float]] | None = None,
+        probability: float = 0.5,
+        num_clients: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        if graph not in get_args(Graph):
+            raise FederationError(f"graph must be one of {get_args(Graph)}, got {graph!r}")
+        if not 0 < probability <= 1:
+            raise FederationError(f"probability must be in (0, 1], got {probability}")
+        given = None
+        if mixing_matrix is not None:
+            try:
+                given = torch.tensor(mixing_matrix, dtype=torch.float64)
+            except (TypeError, ValueError) as error:
+                raise FederationError(f"mixing_matrix must be rows of numbers: {error}") from error
+            check_mixing(given)
+        self.graph, self.mixing_matrix, self.probability = graph, mixing_matrix, probability
+        self.num_clients, self.seed, self._given = num_clients, seed, given
+
+    def allocate(self, server: Tensor) -> None:
+        """Give everyone the same model."""
+        for name in ("ids", "deltas"):
+            self.add_state(name, [], dist_reduce_fx="cat")
+        weights = self._mixing().to(server.device)
+        #: The model of each client, ``[clients, P]``, and the mixing matrix.
+        self.register_buffer("models", server.repeat(len(weights), 1))
+        self.register_buffer("weights", weights)
+
+    def _mixing(self) -> Tensor:
+        n = self.num_clients
+        if self._given is not None:
+            if n not in (None, len(self._given)):
+                raise FederationError(
+                    f"mixing_matrix is of {len(self._given)} clients, the federation has {n}"
+                )
+            return self._given
+        if n is None:
+            raise FederationError("Gossip needs num_clients: use a FederatedLoop, or give it")
+        random = generator(run_seed(self.seed), Purpose.GRAPH)
+        return metropolis(adjacency(self.graph, n, self.probability, random))
+
+    def server_for(self, clients: Tensor) -> Tensor:
+        """Return each client's own model, ``[k, P]``."""
+        return self.models[clients.to(self.models.device)]
+
+    def update(self, clients: ClientUpdate) -> None:
+        """Keep updates until all are there."""
+        self.ids.append(clients.clients.to(self.models.device))  # type: ignore[union-attr]
+        self.deltas.append(clients.delta.clone())  # type: ignore[union-attr]
+
+    def compute(self) -> Tensor:
+        """Mix the clients' models, and return their mean."""
+        if isinstance(self.ids, list) and not self.ids:
+            return self.server
+        ids, deltas = (torch.cat(s) if isinstance(s, list) else s for s in (self.ids, self.deltas))
+        mixed = torch.empty_like(self.models)
+        pieces = (self.models.split(PIECE, 1), deltas.split(PIECE, 1), mixed.split(PIECE, 1))
+        for own, delta, out in zip(*pieces, strict=True):
+            out.copy_(self.weights @ own.double().index_add_(0, ids, delta.double()))
+        self.models = mixed
+        return mixed.double().mean(0).to(self.server.dtype)
+
+    def figures(self) -> dict[str, float]:
+        r"""Return the distance to consensus.
+
+        .. math:: \sqrt{\frac1n \sum_i \lVert x_i - \bar x \rVert^2}
+        """
+        away = self.models - self.models.mean(0)
+        return {"consensus_distance": float(away.norm(dim=1).square().mean().sqrt())}

@@ -1,0 +1,120 @@
+"""Who talks to whom without a server, and how much each counts."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from scipy.sparse.csgraph import connected_components
+from torch import Tensor
+
+from lightning_fl.types import FederationError
+
+Graph = Literal["ring", "grid", "erdos_renyi", "complete"]
+#: Draws of a random graph before it is said to be never connected.
+TRIES = 1000
+
+
+def adjacency(graph: Graph, count: int, probability: float, generator: torch.Generator) -> Tensor:
+    """Return who is a neighbour of whom, without self-loops.
+
+    Args:
+        graph: ``ring``; ``grid``, the squarest of so many clients, without wrapping; ``complete``;
+            ``erdos_renyi``, each edge with a probability, drawn again until it is connected.
+        count: Clients.
+        probability: Of an edge.
+        generator: Where random edges come from.
+
+    Returns:
+        ``[count, count]``, symmetric, of truth values.
+
+    Raises:
+        FederationError: If random graphs of this probability are not connected.
+
+    Example:
+        >>> adjacency("ring", 4, 0.5, torch.Generator()).sum(1).tolist()
+        [2, 2, 2, 2]
+    """
+    at = torch.arange(count)
+    if graph == "complete":
+        return ~torch.eye(count, dtype=torch.bool)
+    if graph == "ring":
+        away = (at[:, None] - at).abs()
+        return (away == 1) | ((away == count - 1) & (away > 0))
+    if graph == "grid":
+        columns = next(c for c in range(math.isqrt(count), 0, -1) if count % c == 0)
+        row, column = at // columns, at % columns
+        return (row[:, None] - row).abs() + (column[:, None] - column).abs() == 1
+    for _ in range(TRIES):
+        upper = (torch.rand(count, count, generator=generator) < probability).triu(1)
+        if is_connected(found := upper | upper.mT):
+            return found
+    raise FederationError(
+        f"a random graph of {count} clients with probability={probability} was not connected in"
+        f" {TRIES} draws: raise it"
+    )
+
+
+def is_connected(edges: Tensor) -> bool:
+    """Say whether everyone can be reached along edges, ``[n, n]``."""
+    return int(connected_components(edges.numpy(), directed=False)[0]) == 1
+
+
+def metropolis(edges: Tensor) -> Tensor:
+    r"""Return Metropolis weights, symmetric and doubly stochastic, with self-loops.
+
+    .. math:: W_{ij} = \frac{1}{1 + \max(d_i, d_j)} \text{ for an edge}, \qquad
+        W_{ii} = 1 - \sum_{j \ne i} W_{ij}
+
+    Args:
+        edges: Who is a neighbour of whom, ``[n, n]``.
+
+    Returns:
+        ``[n, n]``, in float64.
+
+    Example:
+        >>> metropolis(torch.tensor([[False, True], [True, False]])).tolist()
+        [[0.5, 0.5], [0.5, 0.5]]
+    """
+    degree = edges.sum(1)
+    weights = edges.double() / (1 + torch.maximum(degree[:, None], degree))
+    return weights + torch.diag(1 - weights.sum(1))
+
+
+def check_mixing(weights: Tensor) -> None:
+    """Refuse a matrix that does not lead clients to their common mean.
+
+    Args:
+        weights: ``[n, n]``.
+
+    Raises:
+        FederationError: If it is not square, finite, non-negative, symmetric and of row sums 1; if
+            some cannot reach others; if it goes back and forth for ever (a bipartite graph without
+            self-loops).
+
+    Example:
+        >>> check_mixing(torch.full((3, 3), 1 / 3))
+    """
+    name = "mixing_matrix"
+    if weights.ndim != 2 or len(weights) != weights.shape[1]:
+        raise FederationError(f"{name} must be square, got {list(weights.shape)}")
+    if not weights.isfinite().all() or (weights < 0).any():
+        raise FederationError(f"{name} must be finite and at least 0, got {weights.min()}")
+    sums = weights.sum(1)
+    if (off := (sums - 1).abs()).max() > 1e-6:
+        row = int(off.argmax())
+        raise FederationError(f"{name} must have rows that sum to 1, row {row} has {sums[row]}")
+    if (weights - weights.mT).abs().max() > 1e-6:
+        raise FederationError(
+            f"{name} must be symmetric, else it does not keep the mean: transpose differs by"
+            f" {(weights - weights.mT).abs().max()}"
+        )
+    if not is_connected(weights > 0):
+        raise FederationError(f"{name} must connect all clients: some cannot reach others")
+    values = torch.linalg.eigvalsh(weights.double())
+    if len(values) > 1 and values[0] < -1 + 1e-9:
+        raise FederationError(
+            f"{name} goes back and forth between two halves for ever: give clients a weight of"
+            " their own (on the diagonal)"
+        )

@@ -1,0 +1,103 @@
+"""Gossip: whole rounds against matrices, the mean, consensus, federations and what is refused."""
+
+import pytest
+import torch
+
+from lightning_fl import Lanes
+from lightning_fl.aggregators import FedAvg, Gossip
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.types import ClientUpdate, FederationError
+
+PATH = [[0.7, 0.3, 0.0], [0.3, 0.4, 0.3], [0.0, 0.3, 0.7]]
+
+
+def test_rounds_are_matrix_products_also_with_a_part_of_the_clients():
+    rule = Gossip(mixing_matrix=PATH)
+    w = torch.tensor(PATH, dtype=torch.float64)
+    x, server = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    random = torch.Generator().manual_seed(0)
+    for ids in ([0, 1, 2], [1], [2, 0]):
+        delta = torch.randn(len(ids), 4, generator=random, dtype=torch.float64)
+        rule.start(server)
+        ids = torch.tensor(ids)
+        torch.testing.assert_close(rule.server_for(ids), x[ids], atol=1e-15, rtol=0)
+        rule.update(ClientUpdate(ids, delta, torch.ones(len(ids))))
+        server = rule.compute()
+        step = torch.zeros_like(x)
+        step[ids] = delta
+        x = w @ (x + step)
+        torch.testing.assert_close(rule.models, x, atol=1e-14, rtol=0)
+        torch.testing.assert_close(server, x.mean(0), atol=1e-14, rtol=0)
+    expected = ((x - x.mean(0)) ** 2).sum(1).mean().sqrt()
+    assert rule.figures()["consensus_distance"] == pytest.approx(expected.item())
+
+
+@pytest.mark.parametrize("graph", ["ring", "grid", "erdos_renyi", "complete"])
+def test_the_mean_moves_as_the_mean_of_updates_and_models_meet(graph):
+    rule, average = Gossip(graph, num_clients=6, seed=0), FedAvg("uniform")
+    random, server = torch.Generator().manual_seed(0), torch.zeros(3, dtype=torch.float64)
+    delta = torch.randn(6, 3, generator=random, dtype=torch.float64)
+    update = ClientUpdate(torch.arange(6), delta, torch.arange(1, 7))
+    for each in (rule, average):
+        each.start(server)
+        each.update(update)
+    torch.testing.assert_close(rule.compute(), average.compute(), atol=1e-14, rtol=0)
+    before = rule.figures()["consensus_distance"]
+    still = ClientUpdate(torch.arange(6), torch.zeros_like(delta), torch.ones(6))
+    for _ in range(200):
+        rule.start(server)
+        rule.update(still)
+        rule.compute()
+    assert rule.figures()["consensus_distance"] < 1e-6 * max(before, 1)
+
+
+def test_everyone_with_everyone_is_fedavg(fit, foreign, flat):
+    modules = [foreign(optimizer="sgd", batchnorm=False, dropout=0.0) for _ in range(2)]
+    for module, rule in zip(modules, (Gossip("complete"), FedAvg("uniform")), strict=True):
+        fit(module, FederatedLoop(aggregator=rule, seed=0), rounds=3)
+    torch.testing.assert_close(flat(modules[0]), flat(modules[1]), atol=1e-12, rtol=0)
+
+
+def test_lanes_change_nothing(fit, foreign, flat):
+    vectors = []
+    for lanes in (None, 2, 4):
+        module, rule = foreign(optimizer="sgd", dropout=0.0), Gossip("ring")
+        user = module if lanes is None else Lanes(module, lanes, compile=False)
+        fit(user, FederatedLoop(0.75, rule, buffers="average", seed=0), rounds=3)
+        vectors.append(torch.cat([flat(module), rule.models.flatten()]))
+    for vector in vectors[1:]:
+        torch.testing.assert_close(vector, vectors[0], atol=1e-12, rtol=0)
+
+
+def test_a_resumed_federation_is_bit_equal(fit, foreign, tmp_path):
+    def run(rounds, folder, **options):
+        rule = Gossip("erdos_renyi")
+        options |= {"callbacks": [RoundCheckpoint(tmp_path / folder)], "enable_checkpointing": True}
+        loop = FederatedLoop(0.5, rule, buffers="average", seed=0)
+        fit(foreign(optimizer="sgd"), loop, rounds=rounds, **options)
+        return rule.models
+
+    whole = run(4, "whole")
+    run(2, "half")
+    assert torch.equal(run(4, "half", ckpt_path=tmp_path / "half" / "last.ckpt"), whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"graph": "star"}, "graph must be one of"),
+        ({"probability": 0.0}, r"probability must be in \(0, 1\], got 0.0"),
+        ({"mixing_matrix": [[1.0, 2.0], [3.0]]}, "mixing_matrix must be rows of numbers"),
+        ({"mixing_matrix": [[0.0, 1.0], [1.0, 0.0]]}, "back and forth"),
+    ],
+)
+def test_wrong_options(options, words):
+    with pytest.raises(FederationError, match=words):
+        Gossip(**options)
+
+
+def test_another_number_of_clients_and_none(fit, foreign):
+    with pytest.raises(FederationError, match="of 3 clients, the federation has 4"):
+        fit(foreign(), FederatedLoop(aggregator=Gossip(mixing_matrix=PATH), buffers="average"))
+    with pytest.raises(FederationError, match="Gossip needs num_clients"):
+        Gossip().start(torch.zeros(2))
