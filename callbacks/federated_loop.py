@@ -43,7 +43,7 @@ from lightning_fl.functional.randomness import (
     seeded_rng,
     set_rng_state,
 )
-from lightning_fl.lanes import BufferPolicy, Lanes, lane_host
+from lightning_fl.lanes import BufferPolicy, Lanes, flat, lane_host
 from lightning_fl.policies import HyperParameterPolicy, RandomPolicy, Schedule
 from lightning_fl.samplers import ClientSampler, UniformSampler
 from lightning_fl.store import ClientStore
@@ -202,9 +202,16 @@ class FederatedLoop(Callback):
                 f" in a round (participation={self.participation}): lower one or raise the other"
             )
         check_smallest_batch(user, data)
-        if self.aggregator.needs_losses and not callable(getattr(user, "losses", None)):
+        if self.policy.needs_credits and getattr(data, "val", None) is None:
             raise FederationError(
-                f"{type(self.aggregator).__name__} weighs clients by their losses, and"
+                f"{type(self.policy).__name__} learns from the gradient of the validation loss, and"
+                " the server has no validation samples: set val_size"
+            )
+        wants: list[Any] = [self.aggregator] * self.aggregator.needs_losses
+        wants += [self.policy] * self.policy.needs_credits
+        if wants and not callable(getattr(user, "losses", None)):
+            raise FederationError(
+                f"{type(wants[0]).__name__} looks at the losses of samples, and"
                 f" {type(user).__name__} has no method losses(batch) that returns each sample's:"
                 " write one, or use a ClientModule"
             )
@@ -517,6 +524,8 @@ class FederatedLoop(Callback):
         reports, before = round.reports[good], round.reports if after is None else round.losses
         after = None if after is None else after[good]
         self.aggregator.update(ClientUpdate(clients, delta, weights, before[good], after))
+        if self.policy.needs_credits:
+            round.moves.update(zip(clients.tolist(), delta.clone(), strict=True))
         round.client_losses.update(zip(clients.tolist(), reports.tolist(), strict=True))
         rows = [
             row for row, is_good in zip(self.lane.rows(), finite.tolist(), strict=True) if is_good
@@ -588,6 +597,45 @@ class FederatedLoop(Callback):
         self._abandon()
         self._undo.close()
 
+    def _credits(self, round: _Round, weights: Tensor) -> Tensor:
+        """Return what each client has done to the validation loss; see :class:`Feedback`."""
+        gradient = self._val_gradient()
+        own = {client: float(gradient @ move.double()) for client, move in round.moves.items()}
+        every = gathered(own) if self._parallel is not None else [own]
+        found = {client: credit for each in every for client, credit in each.items()}
+        each = [found.get(client, math.nan) for client in round.plan.clients.tolist()]
+        return weights * torch.tensor(each, dtype=torch.float64)
+
+    def _val_gradient(self) -> Tensor:
+        """Return the gradient of the mean validation loss by the server's vector, ``[P]``."""
+        module: Any = self.lane.module
+        trainer, wanted = self._trainer, list(self.lane.shared.values())
+        strategy, precision = trainer.strategy, trainer.precision_plugin
+        total = torch.zeros(self.lane.num_parameters + 1, dtype=torch.float64, device=module.device)
+        trained = [p for p in wanted if p.requires_grad]
+        data: Any = self._data
+        seed = derive_seed(self._seed, Purpose.VALIDATION, self.round)
+        with evaluating(module), torch.enable_grad(), seeded_rng(seed, module.device):
+            for batch in data.val_dataloader():
+                with precision.val_step_context():
+                    losses = module.losses(strategy.batch_to_device(precision.convert_input(batch)))
+                found = torch.autograd.grad(losses.sum(), trained, allow_unused=True)
+                by = dict(zip(map(id, trained), found, strict=True))
+                grads = [by.get(id(p)) for p in wanted]
+                flats = [
+                    flat(torch.zeros_like(p) if g is None else g)
+                    for p, g in zip(wanted, grads, strict=True)
+                ]
+                total[:-1] += torch.cat(flats)
+                total[-1] += len(losses)
+        if self._parallel is not None:
+            torch.distributed.all_reduce(total)
+        gradient = torch.zeros(
+            sum(self.lane.vector.sizes), dtype=torch.float64, device=module.device
+        )
+        gradient[: self.lane.num_parameters] = total[:-1] / total[-1].clamp(min=1)
+        return gradient
+
     # --- after the clients ------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -622,7 +670,20 @@ class FederatedLoop(Callback):
         self._note_val_loss(trainer)
         reported = [round.client_losses.get(c, math.nan) for c in round.plan.clients.tolist()]
         losses = torch.tensor(reported, dtype=torch.float64)
-        self.policy.update(Feedback(round.plan, before, self.val_loss, losses))
+        used = torch.tensor([c in round.client_losses for c in round.plan.clients.tolist()])
+        weights = self._num_samples[round.plan.clients].double() * used
+        weights = weights / weights.sum().clamp(min=1)
+        self.policy.update(
+            Feedback(
+                round.plan,
+                before,
+                self.val_loss,
+                losses,
+                weights,
+                (lambda: self._credits(round, weights)) if self.policy.needs_credits else None,
+                self.rounds.fresh(trainer.callback_metrics),
+            )
+        )
         figures = self._figures(round)
         learnt = self.aggregator.figures() | self.policy.figures()
         self.rounds.add(figures | learnt)
@@ -836,6 +897,7 @@ class _Round:
         # Of what clients in training started from: as they report it, and over all their samples.
         self.reports = self.losses = torch.empty(0)
         self.client_losses: dict[int, float] = {}
+        self.moves: dict[int, Tensor] = {}  # of this process's clients, where they are wanted
         self.aggregated = self.validated = False
         self.rng: Mapping[str, Any] = {}
         self.callbacks: dict[str, Any] = {}

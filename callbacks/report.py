@@ -22,7 +22,7 @@ class RunReport(Callback):
 
     ``partition.json`` (the manifest) and ``partition.png`` at the start, ``rounds.png`` (accuracy
     and loss over rounds) at the end, also after an interruption, and ``aggregator.png`` where the
-    server's rule has a picture of its own (the tree of clusters).
+    server's rule has a picture of its own (the tree of clusters), ``policy.png`` likewise.
 
     Raises:
         FederationError: If matplotlib is not installed.
@@ -48,8 +48,11 @@ class RunReport(Callback):
         rows = _loop(trainer).rows
         if (folder := _folder(trainer)) is not None and rows:
             _save(round_figure(rows), folder / "rounds.png")
-            if (figure := _loop(trainer).aggregator.figure()) is not None:
+            loop = _loop(trainer)
+            if (figure := loop.aggregator.figure()) is not None:
                 _save(figure, folder / "aggregator.png")
+            if (figure := loop.policy.figure(rows)) is not None:
+                _save(figure, folder / "policy.png")
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

@@ -36,6 +36,10 @@ class RoundTable:
         """Say whether a figure was logged since the round began: it is another tensor then."""
         return name in metrics and metrics[name] is not self._before.get(name)
 
+    def fresh(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Return the figures that were logged since the round began."""
+        return {name: float(metrics[name]) for name in metrics if self.is_fresh(name, metrics)}
+
     def add(self, figures: dict[str, Any]) -> None:
         """Begin the row of a round that ended."""
         self.rows.append(figures)
@@ -44,8 +48,8 @@ class RoundTable:
     def complete(self, metrics: Mapping[str, Any], close: bool = False) -> None:
         """Add what the module logged; late, as its own on_train_epoch_end runs after callbacks'."""
         if self._is_open:
-            names = (n for n in sorted(metrics) if self.is_fresh(n, metrics))
-            self.rows[-1] |= {n: float(metrics[n]) for n in names if "federation/" not in n}
+            fresh = sorted(self.fresh(metrics).items())
+            self.rows[-1] |= {name: value for name, value in fresh if "federation/" not in name}
             self._is_open = not close
 
     @rank_zero_only

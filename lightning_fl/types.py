@@ -204,7 +204,7 @@ class ClientUpdate:
 
 @dataclass(frozen=True)
 class Feedback:
-    """What a policy learns from a round.
+    r"""What a policy learns from a round.
 
     Args:
         plan: The round's plan.
@@ -213,12 +213,20 @@ class Feedback:
         losses: What the clients report: the loss of the model that the round started from,
             each on its first batch and without terms, ``[k]``; NaN of a client whose update was
             not used.
+        weights: Each client's share of the samples of those whose updates were used, ``[k]``.
+        credits: Returns what each client has done to the server's validation loss, ``[k]``:
+            :math:`p_k \langle \nabla L(w^{t+1}), w_k - w^t \rangle`, with its weight
+            :math:`p_k`; NaN as above. For a policy that ``needs_credits``.
+        metrics: Figures that were logged in the round.
     """
 
     plan: RoundPlan
     val_loss_before: float | None
     val_loss: float | None
     losses: Tensor | None = None
+    weights: Tensor | None = None
+    credits: Callable[[], Tensor] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @runtime_checkable

@@ -2,12 +2,14 @@
 
 from lightning_fl.policies.base import HyperParameterPolicy, RandomPolicy
 from lightning_fl.policies.discrete_gaussian import DiscreteGaussianReinforce
+from lightning_fl.policies.personalized import PersonalizedPolicyGradient
 from lightning_fl.policies.schedule import Schedule
 from lightning_fl.policies.stragglers import Stragglers
 
 __all__ = [
     "DiscreteGaussianReinforce",
     "HyperParameterPolicy",
+    "PersonalizedPolicyGradient",
     "RandomPolicy",
     "Schedule",
     "Stragglers",

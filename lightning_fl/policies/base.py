@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fl.functional.randomness import Purpose, generator, run_seed
 from lightning_fl.types import FederationError, Feedback
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class HyperParameterPolicy(nn.Module, ABC):
@@ -19,6 +24,9 @@ class HyperParameterPolicy(nn.Module, ABC):
 
     #: Whether the server's validation loss is wanted before the first round too.
     needs_val_loss = False
+    #: Whether it wants to know what each client has done to the server's validation loss: a pass
+    #: forward and back over the validation samples, by the module's method ``losses(batch)``.
+    needs_credits = False
 
     @abstractmethod
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
@@ -37,6 +45,10 @@ class HyperParameterPolicy(nn.Module, ABC):
     def figures(self) -> dict[str, float]:
         """Return what is worth knowing after a round: it is logged, and put into the table."""
         return {}
+
+    def figure(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
+        """Draw what a picture shows best, of the table of rounds; None if nothing."""
+        return None
 
 
 class RandomPolicy(HyperParameterPolicy):

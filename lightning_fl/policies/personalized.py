@@ -1,0 +1,252 @@
+"""Hyper-parameters of each client, by policy gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_fl.functional.randomness import Purpose, derive_seed
+from lightning_fl.policies.base import RandomPolicy
+from lightning_fl.types import FederationError, Feedback
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Clients for which there is place at first; it doubles.
+PLACES = 64
+#: How much of a running mean is the past.
+KEPT = 0.9
+
+
+class PersonalizedPolicyGradient(RandomPolicy):
+    r"""Draw a setting for each client, and learn which ones lower the aggregate's loss.
+
+    Client :math:`i` has logits :math:`\alpha_i` over the candidates, and draws :math:`Z_i` from
+    :math:`p = (1 - \varepsilon) \operatorname{softmax}(\alpha_i) + \varepsilon / H`. With
+    ``credit``, one backward pass at the aggregate says what each client has done to the validation
+    loss,
+
+    .. math:: g_i = \frac{\partial L}{\partial 1_i}
+        = \frac{n_i}{\sum_j n_j} \langle \nabla L(w^{t+1}), w_i - w^t \rangle, \qquad
+        \alpha_i \leftarrow \alpha_i - \eta\, g_i \nabla \log p(Z_i).
+
+    (With :math:`w_i` alone it would have the same mean, since the difference does not depend on the
+    choice, and more variance.) With ``reward`` all clients share the reward :math:`R`, a figure of
+    the validation that is better the higher it is:
+    :math:`\alpha_i \leftarrow \alpha_i + \eta\, (R - \bar R) \nabla \log p(Z_i)`.
+
+    Args:
+        candidates: Settings to choose from, each of the same names: ``lr``, ``num_steps``...
+        method: ``credit``, or ``reward``, which is plain REINFORCE.
+        step: :math:`\eta`.
+        floor: :math:`\varepsilon`, in [0, 1): no candidate is less likely than a share of it.
+        baseline: Subtract running means: of a client's own credits, or of the rewards.
+        normalise: Divide credits by the client's weight, and credits and rewards by their running
+            root mean square, so that ``step`` does not depend on their scale.
+        monitor: What is the reward, of the figures that validation logs.
+        seed: Of the draws; None is the run's.
+
+    Raises:
+        FederationError: If an option is out of range, or candidates differ in their names.
+
+    Example:
+        >>> policy = PersonalizedPolicyGradient([{"lr": 0.1}, {"lr": 0.2}], seed=0)
+        >>> policy.sample(0, torch.arange(3))
+        {'lr': tensor([0.1000, 0.1000, 0.2000], dtype=torch.float64)}
+    """
+
+    logits: Tensor
+    means: Tensor
+    square: Tensor
+
+    def __init__(
+        self,
+        candidates: Sequence[Mapping[str, float]],
+        method: Literal["credit", "reward"] = "credit",
+        step: float = 0.1,
+        floor: float = 0.05,
+        baseline: bool = True,
+        normalise: bool = True,
+        monitor: str = "val_acc",
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(seed)
+        self.candidates = [dict(each) for each in candidates]
+        _check(self.candidates)
+        if method not in ("credit", "reward"):
+            raise FederationError(f"method must be credit or reward, got {method!r}")
+        if not 0 <= step < math.inf:
+            raise FederationError(f"step must be finite and at least 0, got {step}")
+        if not 0 <= floor < 1:
+            raise FederationError(f"floor must be in [0, 1), got {floor}")
+        self.method, self.step, self.floor, self.monitor = method, step, floor, monitor
+        self.baseline, self.normalise = baseline, normalise
+        self.needs_credits = method == "credit"
+        size = (PLACES, len(self.candidates))
+        #: Of each client, ``[places, H]``.
+        self.register_buffer("logits", torch.zeros(size, dtype=torch.float64))
+        #: Running means of each client's credits, and whether there was one, ``[places, 2]``; those
+        #: of rewards are in the first row.
+        self.register_buffer("means", torch.zeros(PLACES, 2, dtype=torch.float64))
+        #: Running mean square, and whether there was one.
+        self.register_buffer("square", torch.zeros(2, dtype=torch.float64))
+
+    def probabilities(self, clients: Tensor) -> Tensor:
+        """Return the probability of each candidate, ``[k, H]``."""
+        rows = self._rows(clients)
+        chosen = self.logits[rows].softmax(1)
+        return (1 - self.floor) * chosen + self.floor / len(self.candidates)
+
+    def _draw(self, round: int, clients: Tensor) -> Tensor:
+        """Return which candidate each client has, ``[k]``: a function of round and client."""
+        seed = self.random(Purpose.POLICY, round).initial_seed()
+        uniform = [
+            torch.rand((), generator=torch.Generator().manual_seed(derive_seed(seed, client)))
+            for client in clients.tolist()
+        ]
+        cumulated = self.probabilities(clients).cumsum(1)
+        found = (torch.stack(uniform).double()[:, None] > cumulated).sum(1)
+        return found.clamp(max=len(self.candidates) - 1)
+
+    def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
+        """Return each client's own setting."""
+        chosen, values = self._draw(round, clients), {}
+        for name in self.candidates[0]:
+            of_each = torch.tensor([c[name] for c in self.candidates], dtype=torch.float64)
+            value = of_each[chosen]
+            values[name] = value.long() if name == "num_steps" else value
+        return values
+
+    def update(self, feedback: Feedback) -> None:
+        """Learn from what the round's clients have done to the loss."""
+        clients = feedback.plan.clients.cpu()
+        rows = self._rows(clients)
+        signal = self._signal(feedback, rows)
+        if signal is None:
+            return
+        took, chosen = self.logits[rows].softmax(1), self._draw(feedback.plan.round, clients)
+        onehot = torch.nn.functional.one_hot(chosen, len(self.candidates)).double()
+        at, p = torch.arange(len(rows)), self.probabilities(clients)
+        share = (1 - self.floor) * took[at, chosen] / p[at, chosen]
+        self.logits[rows] -= self.step * (signal * share)[:, None] * (onehot - took)
+
+    def _signal(self, feedback: Feedback, rows: Tensor) -> Tensor | None:
+        """Return how much each client's choice has raised the loss, ``[k]``; 0 where unknown."""
+        if self.method == "reward":
+            reward = feedback.metrics.get(self.monitor)
+            if reward is None:
+                raise FederationError(
+                    f"{type(self).__name__} learns from {self.monitor!r} after every round, and"
+                    f" round {feedback.plan.round + 1} has {sorted(feedback.metrics)}: set monitor,"
+                    " and trainer.check_val_every_n_epoch=1"
+                )
+            if not math.isfinite(reward):
+                return None
+            raw = torch.tensor([-reward], dtype=torch.float64)
+            return self._scaled(raw, torch.zeros(1, dtype=torch.int64)).expand(len(rows))
+        assert feedback.credits is not None
+        assert feedback.weights is not None
+        credits, weights = feedback.credits().double().cpu(), feedback.weights.double().cpu()
+        known = credits.isfinite() & (weights > 0)
+        if self.normalise:
+            credits = credits / weights
+        signal = torch.zeros_like(credits)
+        if known.any():
+            signal[known] = self._scaled(credits[known], rows[known])
+        return signal
+
+    def _scaled(self, raw: Tensor, rows: Tensor) -> Tensor:
+        """Subtract running means, and divide by the running root mean square."""
+        if self.baseline:
+            mean, has_one = self.means[rows].unbind(1)
+            mean = torch.where(has_one > 0, mean, raw)
+            self.means[rows, 0] = KEPT * mean + (1 - KEPT) * raw
+            self.means[rows, 1] = 1
+            raw = raw - mean
+        if self.normalise:
+            now = raw.square().mean()
+            past = self.square[0] if self.square[1] else now
+            self.square[0], self.square[1] = KEPT * past + (1 - KEPT) * now, 1
+            raw = raw / self.square[0].sqrt().clamp(min=1e-12)
+        return raw
+
+    def _rows(self, clients: Tensor) -> Tensor:
+        """Return the clients as places, of which there are enough from now on."""
+        clients = clients.cpu()
+        if (most := int(clients.max()) + 1) > len(self.logits):
+            more = max(most, 2 * len(self.logits)) - len(self.logits)
+            self.logits = torch.cat(
+                [self.logits, self.logits.new_zeros(more, self.logits.shape[1])]
+            )
+            self.means = torch.cat([self.means, self.means.new_zeros(more, 2)])
+        return clients
+
+    def figures(self) -> dict[str, float]:
+        """Return the mean probability of each candidate over clients that have learnt something."""
+        learnt = (self.logits != 0).any(1).nonzero()[:, 0]
+        if not len(learnt):
+            return {}
+        p = self.probabilities(learnt)
+        found = {f"p_{i}": float(mean) for i, mean in enumerate(p.mean(0))}
+        return found | {"policy_entropy": float(-(p * p.clamp(min=1e-300).log()).sum(1).mean())}
+
+    def figure(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
+        """Draw mean probabilities over rounds, and those of each client now."""
+        from matplotlib.figure import Figure
+
+        shown = [row for row in rows if "p_0" in row]
+        if not shown:
+            return None
+        figure = Figure(figsize=(10, 3.6), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for i, candidate in enumerate(self.candidates):
+            label = ", ".join(f"{name} {value:g}" for name, value in candidate.items())
+            left.plot([r["round"] for r in shown], [r[f"p_{i}"] for r in shown], label=label)
+        left.set(xlabel="round", ylabel="mean probability", ylim=(0, 1))
+        left.legend(frameon=False, fontsize=8)
+        learnt = (self.logits != 0).any(1).nonzero()[:, 0]
+        image = right.imshow(self.probabilities(learnt).numpy(), aspect="auto", vmin=0, vmax=1)
+        right.set(xlabel="candidate", ylabel="client", xticks=range(len(self.candidates)))
+        figure.colorbar(image, ax=right, label="probability")
+        return figure
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Make place for as many clients as a checkpoint has."""
+        for name in ("logits", "means"):
+            saved = state_dict.get(prefix + name)
+            if saved is not None and saved.shape[1:] == getattr(self, name).shape[1:]:
+                setattr(self, name, torch.zeros_like(saved, device="cpu"))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Stay on the CPU, in float64: it is a handful of numbers."""
+        return self
+
+
+def _check(candidates: list[dict[str, float]]) -> None:
+    names = candidates[0].keys() if candidates else set()
+    if len(candidates) < 2 or not names or any(c.keys() != names for c in candidates):
+        raise FederationError(
+            f"candidates must be two settings or more, of the same names, got {candidates}"
+        )
+    if {"num_steps", "local_epochs"} <= names:
+        raise FederationError(
+            "candidates have num_steps and local_epochs, which both say how much work a client"
+            " does: give one of them"
+        )
+    for candidate in candidates:
+        for name, value in candidate.items():
+            whole = name != "num_steps" or int(value) == value
+            if not 0 < value < math.inf or not whole:
+                raise FederationError(
+                    f"candidates must have positive finite values, num_steps whole ones, got"
+                    f" {name}={value}"
+                )

@@ -1,0 +1,216 @@
+"""Personalised policies: draws, updates by hand, credits by brute force, and that they learn."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lightning_fl import ClientModule, Lanes
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RunReport
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.policies import PersonalizedPolicyGradient
+from lightning_fl.types import FederationError, Feedback, RoundPlan
+
+TWO = [{"lr": 0.1, "num_steps": 2}, {"lr": 0.3, "num_steps": 5}]
+RAW = {"floor": 0.0, "baseline": False, "normalise": False}
+
+
+def feedback(round, clients, credits=None, weights=None, **metrics):
+    clients = torch.tensor(clients)
+    plan = RoundPlan(0, round, clients, torch.ones_like(clients))
+    weights = torch.full((len(clients),), 1 / len(clients)) if weights is None else weights
+    given = None if credits is None else torch.tensor(credits, dtype=torch.float64)
+    return Feedback(plan, None, None, None, weights, lambda: given, metrics)
+
+
+def test_draws_belong_to_round_and_client_and_follow_the_probabilities():
+    policy = PersonalizedPolicyGradient(TWO, seed=1, floor=0.1)
+    policy.logits[3] = torch.tensor([0.0, 2.0])
+    alone, together = policy.sample(5, torch.tensor([3])), policy.sample(5, torch.tensor([0, 3]))
+    assert alone["lr"][0] == together["lr"][1]
+    assert together["num_steps"].dtype == torch.int64
+    p = policy.probabilities(torch.tensor([3]))[0, 1].item()
+    assert p == pytest.approx(0.9 * math.exp(2) / (1 + math.exp(2)) + 0.05)
+    drawn = [policy.sample(t, torch.tensor([3]))["lr"][0] == 0.3 for t in range(2000)]
+    assert sum(drawn) / 2000 == pytest.approx(p, abs=4 * math.sqrt(p * (1 - p) / 2000))
+
+
+def test_credit_by_hand():
+    """alpha -= eta g (onehot - p)."""
+    policy = PersonalizedPolicyGradient(TWO, step=0.5, seed=1, **RAW)
+    policy.logits[:2] = torch.tensor([[0.2, -0.4], [1.0, 0.3]])
+    before, clients = policy.logits.clone(), [0, 1, 5]
+    chosen = (policy.sample(0, torch.tensor(clients))["lr"] == 0.3).long()
+    policy.update(feedback(0, clients, [0.7, -0.2, 0.1]))
+    for client, c, g in zip(clients, chosen, [0.7, -0.2, 0.1], strict=True):
+        p = before[client].softmax(0)
+        expected = before[client] - 0.5 * g * (F.one_hot(c, 2) - p)
+        torch.testing.assert_close(policy.logits[client], expected, atol=1e-14, rtol=0)
+
+
+def test_the_floor_is_in_the_gradient():
+    """Against autograd of log((1 - e) softmax + e / H)."""
+    policy = PersonalizedPolicyGradient(TWO, step=1.0, seed=1, **(RAW | {"floor": 0.4}))
+    policy.logits[0] = torch.tensor([0.5, -1.0])
+    logits = policy.logits[0].clone().requires_grad_()
+    chosen = int(policy.sample(0, torch.tensor([0]))["lr"] == 0.3)
+    (0.6 * logits.softmax(0) + 0.2).log()[chosen].backward()
+    policy.update(feedback(0, [0], [0.3]))
+    torch.testing.assert_close(policy.logits[0], logits.detach() - 0.3 * logits.grad)
+
+
+def test_reward_by_hand_with_a_running_baseline():
+    options = RAW | {"baseline": True}
+    policy = PersonalizedPolicyGradient(TWO, "reward", step=1.0, seed=1, **options)
+    policy.update(feedback(0, [0, 1], val_acc=0.5))
+    assert not policy.logits.any()  # nothing to compare with yet
+    chosen = (policy.sample(1, torch.tensor([0, 1]))["lr"] == 0.3).long()
+    policy.update(feedback(1, [0, 1], val_acc=0.8))
+    for client in (0, 1):
+        expected = 0.3 * (F.one_hot(chosen[client], 2) - 0.5).double()
+        torch.testing.assert_close(policy.logits[client], expected, atol=1e-12, rtol=0)
+    assert policy.means[0, 0] == pytest.approx(-(0.9 * 0.5 + 0.1 * 0.8))
+
+
+def test_who_was_not_used_learns_nothing():
+    policy = PersonalizedPolicyGradient(TWO, seed=1)
+    for t in range(3):
+        weights = torch.tensor([0.6, 0.0, 0.4])
+        policy.update(feedback(t, [0, 1, 2], [0.1 * t, math.nan, -0.3 * t], weights))
+    assert policy.logits[[0, 2]].any()
+    assert not policy.logits[1].any()
+    assert policy.logits.isfinite().all()
+
+
+@pytest.mark.parametrize("method", ["credit", "reward"])
+def test_it_finds_what_is_best_for_each_client(method):
+    """Even clients are better with the first setting, odd ones with the second."""
+    policy = PersonalizedPolicyGradient(TWO, method, step=0.3, seed=3)
+    clients = list(range(6))
+    noise = torch.Generator().manual_seed(0)
+    for t in range(600):
+        second = policy.sample(t, torch.tensor(clients))["lr"] == 0.3
+        right = second == torch.tensor([c % 2 == 1 for c in clients])
+        credits = 0.2 - 0.1 * right.double() + 0.02 * torch.randn(6, generator=noise).double()
+        policy.update(feedback(t, clients, (credits / 6).tolist(), val_acc=-float(credits.sum())))
+    best = policy.probabilities(torch.tensor(clients)).argmax(1)
+    assert best.tolist() == [0, 1, 0, 1, 0, 1]
+    assert policy.probabilities(torch.tensor(clients)).min() >= 0.025
+    assert policy.figures()["policy_entropy"] < math.log(2)
+
+
+# --- in a federation ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def federation(fit, blobs):
+    def train(rounds=1, lanes=None, method="credit", module=None, **options):
+        torch.manual_seed(0)
+        net = nn.Linear(6, 3)
+        made = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
+        data = FederatedDataModule(
+            blobs(90), blobs(50, seed=2), num_clients=4, batch_size=8, eval_batch_size=20, seed=1
+        )
+        policy = PersonalizedPolicyGradient(TWO, method, step=0.5, floor=0.0)
+        loop = FederatedLoop(0.75, policy=policy, seed=4)
+        user = made if lanes is None else Lanes(made, lanes, compile=False)
+        fit(user, loop, data, rounds=rounds, **options)
+        return policy, loop, data, made
+
+    return train
+
+
+@pytest.mark.parametrize("lanes", [None, 2])
+def test_credits_are_derivatives_by_dummies(federation, monkeypatch, lanes):
+    """dL/d1_i of L(w + sum_i 1_i p_i (w_i - w)) at ones, by autograd through all of it."""
+    seen = {}
+
+    def update(self, found):
+        seen["credits"], seen["weights"] = found.credits(), found.weights
+        seen["plan"] = found.plan
+
+    monkeypatch.setattr(PersonalizedPolicyGradient, "update", update)
+    moves = {}
+    collect = FederatedLoop._collect
+
+    def noted(self, round, step):
+        collect(self, round, step)
+        moves.update({c: m.clone() for c, m in round.moves.items()})
+        seen["server"] = round.server.vector
+
+    monkeypatch.setattr(FederatedLoop, "_collect", noted)
+    _, _, data, module = federation(lanes=lanes)
+    clients = seen["plan"].clients.tolist()
+    n = data.num_samples[clients].double()
+    p = n / n.sum()
+    torch.testing.assert_close(seen["weights"], p)
+    ones = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    w = seen["server"] + sum(ones[i] * p[i] * moves[c] for i, c in enumerate(clients))
+    x, y = data.val.tensors
+    loss = F.cross_entropy(x @ w[:18].view(3, 6).T + w[18:], y)
+    loss.backward()
+    torch.testing.assert_close(seen["credits"], ones.grad, atol=1e-12, rtol=0)
+    assert module.training
+
+
+@pytest.mark.parametrize("method", ["credit", "reward"])
+def test_lanes_change_nothing_and_pictures_are_drawn(federation, tmp_path, method):
+    options = {"method": method, "callbacks": [RunReport()]}
+    plain, loop, _, _ = federation(4, **options)
+    found, _, _, _ = federation(4, lanes=3, **options)
+    assert plain.logits.any()
+    torch.testing.assert_close(found.logits, plain.logits, atol=1e-10, rtol=0)
+    assert 0 < loop.rows[-1]["p_0"] < 1
+    assert (tmp_path / "policy.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("method", ["credit", "reward"])
+def test_a_resumed_run_is_bit_equal(federation, tmp_path, method):
+    def run(rounds, folder, **options):
+        checkpoint = RoundCheckpoint(tmp_path / folder)
+        return federation(
+            rounds, method=method, callbacks=[checkpoint], enable_checkpointing=True, **options
+        )
+
+    whole, loop, _, _ = run(5, "whole")
+    run(3, "half")
+    again, resumed, _, _ = run(5, "half", ckpt_path=tmp_path / "half" / "last.ckpt")
+    assert torch.equal(again.logits, whole.logits)
+    assert resumed.rows == loop.rows
+
+
+def test_without_validation_or_losses_it_is_refused(fit, foreign, blobs):
+    loop = FederatedLoop(policy=PersonalizedPolicyGradient(TWO), buffers="average")
+    with pytest.raises(FederationError, match=r"no method losses\(batch\)"):
+        fit(foreign(), loop)
+    nothing = FederatedDataModule(TensorDataset(*blobs(40).tensors), num_clients=2, val_size=0)
+    module = ClientModule(nn.Linear(6, 3)).double()
+    with pytest.raises(FederationError, match="no validation samples"):
+        fit(module, FederatedLoop(policy=PersonalizedPolicyGradient(TWO)), nothing)
+    policy = PersonalizedPolicyGradient(TWO, "reward")
+    with pytest.raises(FederationError, match="learns from 'val_acc' after every round"):
+        policy.update(feedback(0, [0], None, val_loss=1.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"candidates": [{"lr": 0.1}]}, "two settings or more"),
+        ({"candidates": [{"lr": 0.1}, {"num_steps": 3}]}, "of the same names"),
+        ({"candidates": [{"lr": 0.0}, {"lr": 0.1}]}, "positive finite values.*lr=0.0"),
+        ({"candidates": [{"num_steps": 1}, {"num_steps": 1.5}]}, "num_steps=1.5"),
+        (
+            {"candidates": [{"num_steps": 1, "local_epochs": 2}] * 2},
+            "both say how much work",
+        ),
+        ({"method": "plain"}, "method must be credit or reward, got 'plain'"),
+        ({"step": -1.0}, "step must be finite and at least 0"),
+        ({"floor": 1.0}, r"floor must be in \[0, 1\), got 1.0"),
+    ],
+)
+def test_wrong_options(options, words):
+    with pytest.raises(FederationError, match=words):
+        PersonalizedPolicyGradient(**({"candidates": TWO} | options))
