@@ -87,3 +87,89 @@ class Adaptive(torch.optim.Optimizer):
             v.mul_(beta2).add_(square, alpha=1 - beta2)
         else:
             v.sub_(square * (v - square).sign(), alpha=1 - beta2)
+
+
+class MoreauEnvelope(torch.optim.Optimizer):
+    r"""A client's step of pFedMe (Dinh et al., 2020, Algorithm 1), on its minibatch.
+
+    A personal model :math:`\theta` approximates
+    :math:`\arg\min_\theta \ell(\theta; b) + \frac\lambda2 \lVert \theta - w \rVert^2` by :math:`K`
+    steps of gradient descent, and the local model :math:`w` moves towards it:
+
+    .. math:: \theta \leftarrow \theta - \eta_p (\nabla \ell(\theta; b) + \lambda (\theta - w))
+        \quad K \text{ times}, \qquad w \leftarrow w - \eta \lambda (w - \theta).
+
+    The loss is asked for :math:`K` times, so ``step`` needs a closure, as Lightning gives it;
+    without one the gradient stays what it is. A policy's learning rate is :math:`\eta`. The server's
+    rule :math:`w^{t+1} = (1 - \beta) w^t + \beta \bar w` is
+    :class:`~lightning_fl.aggregators.FedOpt` with SGD of learning rate :math:`\beta`. With
+    ``optimizer_state: keep`` the personal model stays with its client, in the state ``theta`` of
+    each parameter, and its next round goes on from there.
+
+    Args:
+        params: What to optimise.
+        lr: :math:`\eta`.
+        personal_lr: :math:`\eta_p`; it needs :math:`\eta_p (L + \lambda) < 2` to converge.
+        lam: :math:`\lambda`.
+        inner_steps: :math:`K`.
+        warm: Go on from the personal model of the local step before, within a round; else each
+            starts from :math:`w`.
+
+    Raises:
+        FederationError: If a value is out of range.
+
+    Example:
+        >>> w = torch.nn.Parameter(torch.tensor([1.0]))
+        >>> def loss():
+        ...     w.grad = w.detach().clone()  # of w^2 / 2
+        >>> MoreauEnvelope([w], lr=0.1, personal_lr=0.1, lam=2.0, inner_steps=1).step(loss)
+        >>> w.data  # theta = 0.9
+        tensor([0.9800])
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.005,
+        personal_lr: float = 0.09,
+        lam: float = 15.0,
+        inner_steps: int = 5,
+        warm: bool = True,
+    ) -> None:
+        for name, value in (("lr", lr), ("personal_lr", personal_lr), ("lam", lam)):
+            if not 0 < value < float("inf"):
+                raise FederationError(f"{name} must be positive and finite, got {value}")
+        if inner_steps < 1 or int(inner_steps) != inner_steps:
+            raise FederationError(
+                f"inner_steps must be a whole number from 1 up, got {inner_steps}"
+            )
+        options = {"lr": lr, "personal_lr": personal_lr, "lam": lam}
+        super().__init__(params, {**options, "inner_steps": int(inner_steps), "warm": warm})
+
+    @property
+    def evaluations(self) -> int:
+        """How often a step asks for the loss: lanes have to know."""
+        return int(max(group["inner_steps"] for group in self.param_groups))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step; the closure is called as often as there are inner steps."""
+        each = [(p, group) for group in self.param_groups for p in group["params"]]
+        each = [(p, group) for p, group in each if p.requires_grad]
+        local = [p.clone() for p, _ in each]
+        for p, group in each:
+            if group["warm"] and "theta" in self.state[p]:
+                p.copy_(self.state[p]["theta"])
+        loss = None
+        for _ in range(self.evaluations):
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            for (p, group), w in zip(each, local, strict=True):
+                if p.grad is not None:
+                    pull = p.grad + group["lam"] * (p - w)
+                    p.sub_(pull, alpha=group["personal_lr"])
+        for (p, group), w in zip(each, local, strict=True):
+            self.state[p]["theta"] = p.clone()
+            p.copy_(w - group["lr"] * group["lam"] * (w - p))
+        return loss

@@ -1,11 +1,17 @@
-"""The optimisers of servers, against their equations written plainly."""
+"""The optimisers of servers and clients, against their equations written plainly."""
 
+import functools
 import math
 
 import pytest
 import torch
 
-from lightning_fl.optimizers import Adaptive
+from lightning_fl import ClientModule, Lanes
+from lightning_fl.aggregators import FedOpt
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.optimizers import Adaptive, MoreauEnvelope
+from lightning_fl.policies import HyperParameterPolicy, Schedule
 from lightning_fl.types import FederationError
 
 
@@ -66,3 +72,117 @@ def test_it_minimises_with_a_closure_and_leaves_what_has_no_gradient():
 def test_wrong_options(options, words):
     with pytest.raises(FederationError, match=words):
         Adaptive([torch.zeros(1)], **({"rule": "adam"} | options))
+
+
+# --- pFedMe ---------------------------------------------------------------------------------------
+
+
+def quadratic(w, a, b):
+    """A closure for a / 2 (w - b)^2."""
+
+    def closure():
+        w.grad = a * (w.detach() - b)
+        return (a / 2 * (w.detach() - b) ** 2).sum()
+
+    return closure
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_moreau_envelope_by_hand(warm):
+    """Two local steps of three inner ones, written out."""
+    w = torch.nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
+    options = {"lr": 0.3, "personal_lr": 0.1, "lam": 1.5, "inner_steps": 3, "warm": warm}
+    optimizer, x, theta = MoreauEnvelope([w], **options), 2.0, None
+    for a, b in ((1.0, 0.5), (2.0, -1.0)):
+        optimizer.step(quadratic(w, a, b))
+        theta = theta if warm and theta is not None else x
+        for _ in range(3):
+            theta -= 0.1 * (a * (theta - b) + 1.5 * (theta - x))
+        x -= 0.3 * 1.5 * (x - theta)
+        assert w.item() == pytest.approx(x, abs=1e-14)
+        assert optimizer.state[w]["theta"].item() == pytest.approx(theta, abs=1e-14)
+
+
+def test_many_inner_steps_find_the_proximal_point():
+    """Of a / 2 (x - b)^2 at w it is (a b + lam w) / (a + lam)."""
+    w = torch.nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
+    optimizer = MoreauEnvelope([w], lr=1.0, personal_lr=0.2, lam=3.0, inner_steps=400)
+    optimizer.step(quadratic(w, 2.0, -1.0))
+    point = (2 * -1 + 3 * 2) / 5
+    assert optimizer.state[w]["theta"].item() == pytest.approx(point, abs=1e-12)
+    assert w.item() == pytest.approx(2 - 3 * (2 - point), abs=1e-12)
+
+
+@pytest.mark.parametrize("keep", ["reset", "keep"])
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_lanes_change_nothing_of_pfedme(fit, blobs, flat, lanes, keep):
+    """Rates and steps of each client, personal models that stay, and the logged figures."""
+
+    class PerClient(HyperParameterPolicy):
+        def sample(self, round, clients):
+            return {"num_steps": 1 + clients % 3, "lr": 0.01 * (1 + clients.double())}
+
+    def run(lanes):
+        torch.manual_seed(0)
+        make = functools.partial(MoreauEnvelope, personal_lr=0.05, lam=2.0, inner_steps=3)
+        net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+        module = ClientModule(net, optimizer=make).double()
+        data = FederatedDataModule(blobs(96), num_clients=4, batch_size=10, seed=1)
+        loop = FederatedLoop(policy=PerClient(), seed=0, optimizer_state=keep)
+        user = module if lanes is None else Lanes(module, lanes, compile=False)
+        fit(user, loop, data, rounds=3)
+        return flat(module), loop
+
+    (plain, expected), (found, loop) = run(None), run(lanes)
+    torch.testing.assert_close(found, plain, atol=1e-12, rtol=0)
+    for row, wanted in zip(loop.rows, expected.rows, strict=True):
+        assert row["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-6)
+    for client in range(4):
+        one, other = expected.store.get(client), loop.store.get(client)
+        assert one.keys() == other.keys()
+        assert bool(one) == (keep == "keep")
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], atol=1e-12, rtol=0)
+
+
+def test_a_round_of_pfedme_is_the_algorithm(fit, linear, blobs):
+    """Two clients with their whole data as a batch, R = 2 local steps, beta = 0.5."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(20, 3, generator=random, dtype=torch.float64)
+    y = torch.randn(20, generator=random, dtype=torch.float64)
+    samples = torch.utils.data.TensorDataset(x, y)
+    data = FederatedDataModule(samples, samples, num_clients=2, batch_size=None, seed=0)
+    module = linear()
+    options = {"lr": 0.1, "personal_lr": 0.05, "lam": 3.0, "inner_steps": 4}
+    module.configure_optimizers = lambda: MoreauEnvelope(module.parameters(), **options)
+    server = module.net.weight.detach()[0].clone()
+    rule = FedOpt(functools.partial(torch.optim.SGD, lr=0.5))
+    fit(
+        module, FederatedLoop(aggregator=rule, policy=Schedule(num_steps=2), seed=0), data, rounds=2
+    )
+    for _ in range(2):
+        locals_ = []
+        for part in data.parts:
+            w = server.clone()
+            theta = w.clone()
+            for _ in range(2):
+                for _ in range(4):
+                    gradient = 2 * x[part].T @ (x[part] @ theta - y[part]) / len(part)
+                    theta = theta - 0.05 * (gradient + 3.0 * (theta - w))
+                w = w - 0.1 * 3.0 * (w - theta)
+            locals_.append(w)
+        server = 0.5 * server + 0.5 * (locals_[0] + locals_[1]) / 2
+    torch.testing.assert_close(module.net.weight[0], server, atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": 0.0}, "lr must be positive and finite, got 0.0"),
+        ({"lam": -1.0}, "lam must be positive"),
+        ({"inner_steps": 0}, "inner_steps must be a whole number from 1 up, got 0"),
+    ],
+)
+def test_wrong_options_of_pfedme(options, words):
+    with pytest.raises(FederationError, match=words):
+        MoreauEnvelope([torch.zeros(1)], **options)

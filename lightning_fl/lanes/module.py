@@ -277,7 +277,8 @@ class Lanes(LightningModule):
         total, outcome = host.loss(samples, host.sizes[step], host.active[step])
         weight = host.sizes[step] * host.active[step]
         self._note(host, outcome, weight.to(total.device))
-        if step == len(host.sizes) - 1:
+        host.evaluation += 1
+        if step == len(host.sizes) - 1 and host.evaluation == host.evaluations:
             self._log(host)
         return total
 
@@ -394,7 +395,8 @@ class Lanes(LightningModule):
         host.clips = scaled or watched or bool(self.trainer.gradient_clip_val)
         for step, active in enumerate(host.active):
             host.step = step
-            host.is_light = step + 1 < len(host.active) and not scaled and not watched
+            is_last, host.evaluation = step + 1 == len(host.active), 0
+            host.is_light = not (is_last or scaled or watched or host.evaluations > 1)
             before = host.before_step(active)
             if host.is_light:
                 self._light_step(host, optimizer)

@@ -68,6 +68,8 @@ class StackedLanes(LaneHost):
         #: How to fetch the steps after the first, where the batch holds that alone.
         self.fetch: Callable[[int, bool], Any] | None = None
         self.step = 0
+        #: How often the optimiser asks for the loss in a local step, and how often it has.
+        self.evaluations, self.evaluation = int(getattr(optimizer, "evaluations", 1)), 0
         #: Of each local step, whether all clients train in it, on as many samples each.
         self.is_even: list[bool] = []
         #: Whether anything happens to samples on their way to the device.
