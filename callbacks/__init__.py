@@ -2,7 +2,15 @@
 
 from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO, RoundCheckpoint
 from lightning_fl.callbacks.federated_loop import FederatedLoop
+from lightning_fl.callbacks.personalized import PersonalizedEvaluation
 from lightning_fl.callbacks.progress import RoundProgress
 from lightning_fl.callbacks.report import RunReport
 
-__all__ = ["AtomicCheckpointIO", "FederatedLoop", "RoundCheckpoint", "RoundProgress", "RunReport"]
+__all__ = [
+    "AtomicCheckpointIO",
+    "FederatedLoop",
+    "PersonalizedEvaluation",
+    "RoundCheckpoint",
+    "RoundProgress",
+    "RunReport",
+]

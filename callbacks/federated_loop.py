@@ -694,6 +694,11 @@ class FederatedLoop(Callback):
             pl_module.log_dict({f"federation/{k}": v for k, v in logged.items()})
 
     @property
+    def run_seed(self) -> int:
+        """The seed that a run is a function of; known from the start of a fit on."""
+        return self._seed
+
+    @property
     def rows(self) -> list[dict[str, Any]]:
         """The table of rounds that ended, one dictionary each."""
         return self.rounds.rows

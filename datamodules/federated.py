@@ -387,6 +387,9 @@ class FederatedDataModule(LightningDataModule):
         batch_size: Samples a local step; None is a client's whole data.
         val_size: How much to hold out: a fraction of ``train`` or a count; 0 for none. The held-out
             samples have the labels' proportions.
+        local_test_size: Fraction of each client's samples, in [0, 1), that it does not train on:
+            its own test samples, for :class:`~lightning_fl.callbacks.PersonalizedEvaluation`. They
+            have the proportions of its labels.
         labels: Labels of ``train`` for the rule, ``[n]``; None reads them off the data set.
         keys: Key of each training sample for ``ByKey``, ``[n]``, names or numbers (speaker,
             writer...); None reads the data set's attribute ``keys``.
@@ -421,6 +424,7 @@ class FederatedDataModule(LightningDataModule):
         batch_size: int | None = 32,
         *,
         val_size: int | float = 0.1,
+        local_test_size: float = 0.0,
         labels: Sequence[int] | None = None,
         keys: Sequence[int | str] | None = None,
         replacement: bool = False,
@@ -441,12 +445,17 @@ class FederatedDataModule(LightningDataModule):
         self.batch_size = None if batch_size is None else _integer("batch_size", batch_size, 1)
         self.val_size, self.labels, self.keys = _share(val_size), labels, keys
         self.replacement, self.drop_last = replacement, drop_last
+        if not 0 <= local_test_size < 1:
+            raise FederationError(f"local_test_size must be in [0, 1), got {local_test_size}")
+        self.local_test_size = local_test_size
         self.eval_batch_size = _integer("eval_batch_size", eval_batch_size, 1)
         self.num_workers = _integer("num_workers", num_workers, 0)
         self.collate_fn = collate_fn or default_collate
         self.seed = None if seed is None else _integer("seed", seed, 0)
         self.plan: Callable[[], RoundPlan] | None = None
         self.parts: list[Tensor] = []
+        #: Each client's own test samples, which are in no part.
+        self.local_tests: list[Tensor] = []
         self._num_samples = torch.zeros(0, dtype=torch.int64)
         #: Class of each training sample, ``[n]``, where it is known.
         self.class_labels: Tensor | None = None
@@ -480,12 +489,14 @@ class FederatedDataModule(LightningDataModule):
                 f"{held_out} validation samples cannot be shared by {processes} processes, each"
                 " needs one at least: raise val_size, or lower devices"
             )
+        parts = [kept.nonzero()[:, 0][part] for part in split]
+        parts, tests = self._local_tests(parts, seed)
         # From here on nothing fails: a second try would take held-out samples for given ones.
         if self.val is None and len(held):
             fast = isinstance(train, InMemory)
             self.val = InMemory(*train.fetch(held)) if fast else Subset(train, held.tolist())
         self.num_clients = clients
-        self.parts = [kept.nonzero()[:, 0][part] for part in split]
+        self.parts, self.local_tests = parts, tests
 
     def _class_labels(self, train: Dataset[Any], n: int) -> Tensor | None:
         """Return one number a training sample, those that were given or that the data set has."""
@@ -507,6 +518,27 @@ class FederatedDataModule(LightningDataModule):
             return torch.zeros(0, dtype=torch.int64)
         strata = torch.zeros(n) if self.class_labels is None else self.class_labels
         return hold_out(strata, self._val_count(n), generator(seed, Purpose.HOLD_OUT))[1]
+
+    def _local_tests(self, parts: list[Tensor], seed: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Take each client's own test samples out of its part."""
+        if not self.local_test_size:
+            return parts, []
+        kept, tests = [], []
+        for client, part in enumerate(parts):
+            if len(part) < 2:
+                raise FederationError(
+                    f"local_test_size={self.local_test_size}, but client {client} has one sample"
+                    " alone: give every client two or more (min_size of a partition), or set it to"
+                    " 0"
+                )
+            count = min(max(1, round(self.local_test_size * len(part))), len(part) - 1)
+            labels = self.class_labels
+            strata = torch.zeros(len(part)) if labels is None else labels[part]
+            random = generator(seed, Purpose.LOCAL_TEST, client)
+            train, test = hold_out(strata, count, random)
+            kept.append(part[train])
+            tests.append(part[test])
+        return kept, tests
 
     def _val_count(self, n: int) -> int:
         count = round(self.val_size * n) if isinstance(self.val_size, float) else self.val_size
@@ -626,7 +658,12 @@ class FederatedDataModule(LightningDataModule):
         labels = self.class_labels
         if labels is None:
             labels = torch.zeros(len(self.train))  # type: ignore[arg-type]  # real numbers: no classes
-        return Manifest.of(self.partition, self.parts, labels, run_seed(self.seed))
+        parts = self.parts
+        if self.local_tests:  # the split, before tests are taken out: it can be split so again
+            parts = [
+                torch.cat(both).sort().values for both in zip(parts, self.local_tests, strict=True)
+            ]
+        return Manifest.of(self.partition, parts, labels, run_seed(self.seed))
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the round's batches, or shuffled batches of all clients without a loop."""
@@ -651,11 +688,26 @@ class FederatedDataModule(LightningDataModule):
         assert isinstance(data, InMemory)
         return lambda step, reuse: data.fetch(steps[step], reuse)
 
-    def samples_of(self, client: int) -> Iterator[Any]:
-        """Yield all training samples of a client in order, in batches of ``eval_batch_size``."""
+    def samples_of(self, client: int, test: bool = False) -> Iterator[Any]:
+        """Yield all training samples of a client in order, in batches of ``eval_batch_size``.
+
+        Args:
+            client: Whose.
+            test: Its own test samples instead.
+        """
         batches = Batches(cast("Dataset[Any]", self.train), self.collate_fn, run_seed(self.seed))
-        for index in self.parts[client].split(self.eval_batch_size):
+        part = (self.local_tests if test else self.parts)[client]
+        for index in part.split(self.eval_batch_size):
             yield batches[batches.evaluation(index)]
+
+    def steps_of(self, client: int, generator: torch.Generator) -> Iterator[Any]:
+        """Yield batches of a client's training samples without end, as a round would."""
+        batches = Batches(cast("Dataset[Any]", self.train), self.collate_fn, run_seed(self.seed))
+        parts = client_batches(
+            self.parts[client], self.batch_size, generator, self.replacement, self.drop_last
+        )
+        for index in parts:
+            yield batches[Batch(index, [(generator.initial_seed(),)])]
 
     def _processes(self) -> tuple[int, int]:
         """Return which process this is, of how many."""

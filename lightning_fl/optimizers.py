@@ -100,8 +100,8 @@ class MoreauEnvelope(torch.optim.Optimizer):
         \quad K \text{ times}, \qquad w \leftarrow w - \eta \lambda (w - \theta).
 
     The loss is asked for :math:`K` times, so ``step`` needs a closure, as Lightning gives it;
-    without one the gradient stays what it is. A policy's learning rate is :math:`\eta`. The server's
-    rule :math:`w^{t+1} = (1 - \beta) w^t + \beta \bar w` is
+    without one the gradient stays what it is. The learning rate of a policy is :math:`\eta`. The
+    server's rule :math:`w^{t+1} = (1 - \beta) w^t + \beta \bar w` is
     :class:`~lightning_fl.aggregators.FedOpt` with SGD of learning rate :math:`\beta`. With
     ``optimizer_state: keep`` the personal model stays with its client, in the state ``theta`` of
     each parameter, and its next round goes on from there.

@@ -30,6 +30,8 @@ class Purpose(IntEnum):
     STRAGGLERS = 11
     CLIENT_LOSS = 12
     GRAPH = 13
+    LOCAL_TEST = 14
+    PERSONAL = 15
 
 
 def derive_seed(seed: int, *key: int) -> int:

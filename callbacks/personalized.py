@@ -1,0 +1,314 @@
+"""How well models do for each client: as they come from the server, and made its own."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+
+from lightning_fl.callbacks.checkpoint import write_atomically
+from lightning_fl.callbacks.checks import evaluating
+from lightning_fl.callbacks.federated_loop import FederatedLoop
+from lightning_fl.functional.randomness import Purpose, derive_seed, generator, seeded_rng
+from lightning_fl.lanes import ModuleLane
+from lightning_fl.strategies import gathered
+from lightning_fl.types import FederationError, ServerState
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: What is measured of a client, in the order of the table.
+KINDS = ("server", "personal", "kept", "local")
+
+
+def accuracy(module: LightningModule, batch: Any) -> Tensor:
+    """Return for each sample of ``(x, y)`` whether the largest output is the right one."""
+    x, y = batch
+    found: Tensor = module(x).argmax(1) == y
+    return found.double()
+
+
+class PersonalizedEvaluation(Callback):
+    r"""Measure models on each client's own test samples, before and after it made them its own.
+
+    For each client: ``server`` is the model that it would start from; ``personal`` the same after
+    some local steps on its training samples, with the module's own loss and optimiser; ``kept`` the
+    personal model that its optimiser keeps (:class:`~lightning_fl.optimizers.MoreauEnvelope` with
+    ``optimizer_state: keep``); ``local`` a model that was trained by the client alone, from the
+    federation's first model. Of each it logs the mean over clients, the mean weighted by test
+    samples, the standard deviation, and the mean of the worst tenth of clients, as
+    ``personal/mean``, ``personal/weighted``, ``personal/std``, ``personal/worst``. A table of
+    clients and a picture lie beside the table of rounds.
+
+    Needs ``FederatedDataModule(local_test_size=...)``.
+
+    Args:
+        steps: Local steps of ``personal``.
+        local_steps: Local steps of ``local``; 0 leaves it out.
+        lr: Learning rate of both; None is what the policy gives the client, else the optimiser's
+            own.
+        every_n_rounds: How often; None is after the last round alone.
+        metric: From module and batch to a number for each sample, the higher the better; None is
+            accuracy.
+        name: Of the files, ``.csv`` and ``.png``.
+
+    Raises:
+        FederationError: If an option is out of range; at the start of a fit, if there are no local
+            test samples, or no loop.
+    """
+
+    def __init__(
+        self,
+        steps: int = 10,
+        local_steps: int = 0,
+        lr: float | None = None,
+        every_n_rounds: int | None = None,
+        metric: Callable[[LightningModule, Any], Tensor] | None = None,
+        name: str = "clients",
+    ) -> None:
+        for option, value, least in (("steps", steps, 0), ("local_steps", local_steps, 0)):
+            if value < least or int(value) != value:
+                raise FederationError(f"{option} must be a whole number from 0 up, got {value}")
+        if lr is not None and not 0 < lr < float("inf"):
+            raise FederationError(f"lr must be positive and finite, got {lr}")
+        if every_n_rounds is not None and every_n_rounds < 1:
+            raise FederationError(f"every_n_rounds must be at least 1, got {every_n_rounds}")
+        self.steps, self.local_steps, self.lr = steps, local_steps, lr
+        self.every_n_rounds, self.metric, self.name = every_n_rounds, metric or accuracy, name
+        #: The last table, a row a client.
+        self.rows: list[dict[str, float]] = []
+        self._first: Tensor | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a run without a loop or without local tests."""
+        if stage != "fit":
+            return
+        self._loop = next(
+            (c for c in trainer.callbacks if isinstance(c, FederatedLoop)),  # type: ignore[attr-defined]
+            None,
+        )
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if self._loop is None or not getattr(data, "local_tests", None):
+            raise FederationError(
+                "PersonalizedEvaluation needs a FederatedLoop, and test samples of each client: set"
+                " local_test_size of the data module (data.init_args.local_test_size=0.2)"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the federation's first model."""
+        if self._first is None:
+            self._first = self._federation.lane.read().vector
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure, log and write, where it is time."""
+        round = trainer.current_epoch + 1
+        is_last = round == trainer.max_epochs or trainer.should_stop
+        if not (is_last if self.every_n_rounds is None else round % self.every_n_rounds == 0):
+            return
+        self.rows = self._measured(trainer, round)
+        for kind in KINDS:
+            for figure, value in summary(self.rows, kind).items():
+                pl_module.log(f"{kind}/{figure}", value)
+        self._write(trainer)
+
+    @property
+    def _federation(self) -> FederatedLoop:
+        assert self._loop is not None
+        return self._loop
+
+    def _measured(self, trainer: Trainer, round: int) -> list[dict[str, float]]:
+        """Return a row a client; processes share the clients."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        with self._studio(trainer) as (host, train):
+            own = [
+                self._row(trainer, host, train, client, round)
+                for client in range(trainer.global_rank, len(data.local_tests), trainer.world_size)
+            ]
+        every = gathered(own) if trainer.world_size > 1 else [own]
+        return sorted((row for each in every for row in each), key=lambda row: row["client"])
+
+    @contextmanager
+    def _studio(self, trainer: Trainer) -> Iterator[tuple[ModuleLane, Any]]:
+        """A copy of the module in which clients may train: the run's own is left alone."""
+        loop, user = self._federation, self._federation.lane.module
+        attached, user._trainer = user._trainer, None
+        try:
+            module = copy.deepcopy(user)
+        finally:
+            user._trainer = attached
+        vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **options: None
+        vars(module).pop("configure_optimizers", None)  # it is bound to the run's own module
+        made: Any = module.configure_optimizers()
+        while not isinstance(made, torch.optim.Optimizer):
+            made = made["optimizer"] if isinstance(made, Mapping) else made[0]
+        known = {id(param) for param in module.parameters()}
+        if any(id(p) not in known for group in made.param_groups for p in group["params"]):
+            raise FederationError(
+                f"PersonalizedEvaluation trains a copy of {type(user).__name__}, whose optimiser"
+                " has parameters of another module: let configure_optimizers use self.parameters()"
+            )
+        host = ModuleLane(module, loop.buffers or "average", made, loop.lane.keep_optimizer)
+        host.base_lr = float(made.param_groups[0].get("lr", 0.0))
+        state = loop.lane.read()
+        loop.aggregator.start(state.vector)  # the next round's: what clients would start from
+        try:
+            yield host, state
+        finally:
+            host.close()
+
+    def _row(
+        self, trainer: Trainer, host: ModuleLane, server: ServerState, client: int, round: int
+    ) -> dict[str, float]:
+        loop, data = self._federation, trainer.datamodule  # type: ignore[attr-defined]
+        rows = loop.store.get(client)
+        start = loop.aggregator.server_for(torch.tensor([client]))
+        state = ServerState(start, server.counters)
+        lr = self._rate(host, client)
+        row: dict[str, float] = {
+            "client": client,
+            "train_samples": len(data.parts[client]),
+            "test_samples": len(data.local_tests[client]),
+        }
+        host.load(state, [rows], [lr])
+        row["server"] = self._score(trainer, host, client)
+        if kept := {p: s["theta"] for p, s in host.optimizer.state.items() if "theta" in s}:
+            for param, theta in kept.items():
+                param.data = theta.clone()
+            row["kept"] = self._score(trainer, host, client)
+            host.load(state, [rows], [lr])
+        if self.steps:
+            self._train(trainer, host, client, self.steps, round)
+            row["personal"] = self._score(trainer, host, client)
+        if self.local_steps and self._first is not None:
+            host.load(ServerState(self._first[None], server.counters), [{}], [lr])
+            self._train(trainer, host, client, self.local_steps, round)
+            row["local"] = self._score(trainer, host, client)
+        return row
+
+    def _rate(self, host: ModuleLane, client: int) -> float:
+        """Return the learning rate that a client would have in the next round."""
+        if self.lr is not None:
+            return self.lr
+        loop = self._federation
+        values = loop.policy.sample(loop.round, torch.tensor([client]))
+        lr = float(values["lr"]) if "lr" in values else host.base_lr
+        return lr * float(values.get("lr_factor", 1.0))
+
+    def _score(self, trainer: Trainer, host: ModuleLane, client: int) -> float:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        seed = derive_seed(0, Purpose.PERSONAL, client)
+        found = []
+        with evaluating(host.module), torch.no_grad(), seeded_rng(seed, host.module.device):
+            for batch in data.samples_of(client, test=True):
+                found.append(self.metric(host.module, self._moved(trainer, batch)).double())
+        return float(torch.cat(found).mean())
+
+    def _train(
+        self, trainer: Trainer, host: ModuleLane, client: int, steps: int, round: int
+    ) -> None:
+        """Make local steps, as in a round."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        seed = derive_seed(self._federation.run_seed, Purpose.PERSONAL, round, client)
+        module: Any = host.module
+        batches = data.steps_of(client, generator(seed, Purpose.PERSONAL))
+        module.train()
+        with torch.enable_grad(), seeded_rng(seed, module.device):
+            for step, batch in zip(range(steps), batches, strict=False):
+                moved = self._moved(trainer, batch)
+
+                host.optimizer.step(partial(self._loss, host, moved, step))
+
+    def _loss(self, host: ModuleLane, batch: Any, step: int) -> float:
+        """Go forward and back."""
+        host.optimizer.zero_grad()
+        out: Any = host.module.training_step(batch, step)
+        loss: Tensor = out["loss"] if isinstance(out, Mapping) else out
+        loss.backward()
+        return float(loss.detach())
+
+    def _moved(self, trainer: Trainer, batch: Any) -> Any:
+        precision = trainer.precision_plugin
+        return trainer.strategy.batch_to_device(precision.convert_input(batch))
+
+    @rank_zero_only
+    def _write(self, trainer: Trainer) -> None:
+        """Write the table of clients and a picture beside the table of rounds."""
+        if (path := self._federation.table_path(trainer)) is None:
+            return
+        columns = list(dict.fromkeys(name for row in self.rows for name in row))
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = text.getvalue().encode()
+        write_atomically(path.parent / f"{self.name}.csv", lambda file: file.write(content))
+        try:
+            figure = client_figure(self.rows)
+        except ImportError:  # matplotlib is optional
+            return
+        figure.savefig(Path(path.parent, f"{self.name}.png"), dpi=120)
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the federation's first model, where a local baseline needs it."""
+        return {"first": self._first} if self.local_steps else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the federation's first model."""
+        self._first = state_dict.get("first")
+
+
+def summary(rows: Sequence[Mapping[str, float]], kind: str) -> dict[str, float]:
+    """Summarise a column over clients: mean, weighted by test samples, spread, worst tenth.
+
+    Example:
+        >>> rows = [{"test_samples": 1, "server": 0.5}, {"test_samples": 3, "server": 1.0}]
+        >>> summary(rows, "server")
+        {'mean': 0.75, 'weighted': 0.875, 'std': 0.25, 'worst': 0.5}
+    """
+    found = [(row[kind], row["test_samples"]) for row in rows if kind in row]
+    if not found:
+        return {}
+    values, sizes = torch.tensor(found, dtype=torch.float64).unbind(1)
+    worst = values.sort().values[: max(1, len(values) // 10)]
+    return {
+        "mean": float(values.mean()),
+        "weighted": float((values * sizes).sum() / sizes.sum()),
+        "std": float(values.std(correction=0)),
+        "worst": float(worst.mean()),
+    }
+
+
+def client_figure(rows: Sequence[Mapping[str, float]]) -> Figure:
+    """Draw the scores of clients, sorted, a line a kind.
+
+    Example:
+        >>> figure = client_figure([{"server": 0.5, "personal": 0.9}, {"server": 0.6}])
+        >>> len(figure.axes[0].lines)
+        2
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for kind in KINDS:
+        values = sorted(row[kind] for row in rows if kind in row)
+        if values:
+            axes.plot(range(1, len(values) + 1), values, marker=".", label=kind)
+    axes.set(xlabel="clients, the worst first", ylabel="on their own test samples")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure

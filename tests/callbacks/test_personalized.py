@@ -1,0 +1,200 @@
+"""Evaluation on clients' own test samples: by hand, what is left alone, what is refused."""
+
+import copy
+import csv
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_fl import ClientModule, Lanes
+from lightning_fl.aggregators import Gossip
+from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
+from lightning_fl.callbacks.personalized import summary
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.objectives import Proximal, RepresentationMatching
+from lightning_fl.optimizers import MoreauEnvelope
+from lightning_fl.partition import Dirichlet
+from lightning_fl.policies import Schedule
+from lightning_fl.types import FederationError
+
+
+@pytest.fixture
+def data(blobs):
+    def make(**options):
+        options = {"partition": Dirichlet(0.5, min_size=10), "local_test_size": 0.3} | options
+        return FederatedDataModule(blobs(160), num_clients=4, batch_size=None, seed=1, **options)
+
+    return make
+
+
+@pytest.fixture
+def train(fit, data):
+    def run(callback, lanes=None, rounds=2, loop=None, module=None, datamodule=None, **options):
+        torch.manual_seed(0)
+        module = module or ClientModule(nn.Linear(6, 3)).double()
+        loop = loop or FederatedLoop(policy=Schedule(lr=0.5, num_steps=2), seed=0)
+        datamodule = datamodule or data()
+        user = module if lanes is None else Lanes(module, lanes, compile=False)
+        callbacks = [callback, *options.pop("callbacks", [])]
+        fit(user, loop, datamodule, rounds=rounds, callbacks=callbacks, **options)
+        return module, loop, datamodule
+
+    return run
+
+
+def accuracy(weight, bias, data, client):
+    x, y = data.train.fetch(data.local_tests[client])
+    return ((x @ weight.T + bias).argmax(1) == y).double().mean().item()
+
+
+@pytest.mark.parametrize("lanes", [None, 3])
+def test_scores_by_hand(train, lanes):
+    """Gradient descent on all of a client's samples, from the server's model and from the first."""
+    callback = PersonalizedEvaluation(steps=3, local_steps=5)
+    torch.manual_seed(0)
+    first = copy.deepcopy(ClientModule(nn.Linear(6, 3)).double().net.state_dict())
+    module, loop, data = train(callback, lanes)
+    server = {n: p.detach().clone() for n, p in module.net.named_parameters()}
+
+    def trained(start, client, steps):
+        weight, bias = (start[n].clone().requires_grad_() for n in ("weight", "bias"))
+        x, y = data.train.fetch(data.parts[client])
+        for _ in range(steps):
+            loss = F.cross_entropy(x @ weight.T + bias, y)
+            grads = torch.autograd.grad(loss, (weight, bias))
+            weight, bias = (
+                (p - 0.5 * g).detach().requires_grad_()
+                for p, g in zip((weight, bias), grads, strict=True)
+            )
+        return weight.detach(), bias.detach()
+
+    assert [row["client"] for row in callback.rows] == [0, 1, 2, 3]
+    for client, row in enumerate(callback.rows):
+        assert row["server"] == accuracy(server["weight"], server["bias"], data, client)
+        assert row["personal"] == accuracy(*trained(server, client, 3), data, client)
+        assert row["local"] == accuracy(*trained(first, client, 5), data, client)
+        assert row["test_samples"] == len(data.local_tests[client])
+    for kind in ("server", "personal", "local"):
+        for name, value in summary(callback.rows, kind).items():
+            assert loop.rows[-1][f"{kind}/{name}"] == pytest.approx(value, rel=1e-6)
+
+
+def test_own_test_samples_are_nobodys_training_samples(data, blobs):
+    made = data()
+    made.setup("fit")
+    every = torch.cat([*made.parts, *made.local_tests])
+    assert len(every) == len(every.unique()) == 144
+    for part, test in zip(made.parts, made.local_tests, strict=True):
+        assert len(test) == max(1, round(0.3 * (len(part) + len(test))))
+    assert made.num_samples.tolist() == [len(part) for part in made.parts]
+    whole = data(local_test_size=0.0)
+    whole.setup("fit")
+    assert made.manifest().clients == whole.manifest().clients
+    assert made.checksum != whole.checksum
+    labels = blobs(160).tensors[1]
+    for part, test, both in zip(made.parts, made.local_tests, whole.parts, strict=True):
+        assert torch.equal(torch.cat([part, test]).sort().values, both)
+        share = torch.bincount(labels[both], minlength=3) * len(test) / len(both)
+        assert (torch.bincount(labels[test], minlength=3) - share).abs().max() <= 1
+
+
+@pytest.mark.parametrize("lanes", [None, 2])
+def test_the_run_is_as_if_nobody_had_looked(train, flat, lanes):
+    """BatchNorm, dropout, terms, matching layers, kept momentum."""
+
+    def run(callbacks):
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.2), nn.Linear(5, 3)
+        )
+        sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        terms = [Proximal(0.1), RepresentationMatching(0.1)]
+        module = ClientModule(net, terms, optimizer=sgd).double()
+        loop = FederatedLoop(0.5, buffers="average", optimizer_state="keep", seed=0)
+        train(callbacks[0], lanes, 4, loop, module)
+        return flat(module), loop
+
+    class Nothing(PersonalizedEvaluation):
+        def on_train_epoch_end(self, trainer, pl_module):
+            pass
+
+    (looked, one), (alone, other) = (
+        run([kind(every_n_rounds=1)]) for kind in (PersonalizedEvaluation, Nothing)
+    )
+    assert torch.equal(looked, alone)
+    for row, wanted in zip(one.rows, other.rows, strict=True):
+        assert {n: row[n] for n in wanted} == wanted
+        assert "personal/mean" in row
+
+
+def test_clients_start_from_their_own_models(train):
+    callback = PersonalizedEvaluation(steps=0)
+    rule = Gossip("ring")
+    loop = FederatedLoop(aggregator=rule, policy=Schedule(lr=0.5, num_steps=2), seed=0)
+    _, _, data = train(callback, loop=loop)
+    for client, row in enumerate(callback.rows):
+        vector = rule.models[client]
+        assert row["server"] == accuracy(vector[:18].view(3, 6), vector[18:], data, client)
+        assert "personal" not in row
+
+
+def test_the_personal_models_of_pfedme_are_measured(train):
+    callback = PersonalizedEvaluation(steps=0)
+    make = functools.partial(MoreauEnvelope, lr=0.05, personal_lr=0.05, lam=1.0, inner_steps=20)
+    torch.manual_seed(0)
+    module = ClientModule(nn.Linear(6, 3), optimizer=make).double()
+    loop = FederatedLoop(policy=Schedule(num_steps=2), optimizer_state="keep", seed=0)
+    _, _, data = train(callback, loop=loop, module=module)
+    for client, row in enumerate(callback.rows):
+        kept = loop.store.get(client)
+        weight, bias = kept["optimizer.0.theta"], kept["optimizer.1.theta"]
+        assert row["kept"] == accuracy(weight, bias, data, client)
+    assert loop.rows[-1]["kept/mean"] > loop.rows[-1]["server/mean"]
+
+
+def test_a_table_and_a_picture_are_left(train, tmp_path):
+    callback = PersonalizedEvaluation(name="own")
+    train(callback)
+    rows = list(csv.DictReader((tmp_path / "own.csv").read_text().splitlines()))
+    assert [float(r["server"]) for r in rows] == [r["server"] for r in callback.rows]
+    assert (tmp_path / "own.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_resumed_run_has_the_same_baseline(train, tmp_path):
+    def run(rounds, folder, **options):
+        callback = PersonalizedEvaluation(local_steps=3)
+        options |= {"callbacks": [RoundCheckpoint(tmp_path / folder)], "enable_checkpointing": True}
+        train(callback, rounds=rounds, **options)
+        return callback.rows
+
+    whole = run(4, "whole")
+    run(2, "half")
+    assert run(4, "half", ckpt_path=tmp_path / "half" / "last.ckpt") == whole
+
+
+def test_what_is_missing_is_named(train, fit, data, foreign):
+    with pytest.raises(FederationError, match="set local_test_size"):
+        train(PersonalizedEvaluation(), datamodule=data(local_test_size=0.0))
+    with pytest.raises(FederationError, match=r"local_test_size must be in \[0, 1\), got 1.0"):
+        data(local_test_size=1.0)
+    single = data(partition=None, local_test_size=0.5)
+    single.num_clients = 144
+    with pytest.raises(FederationError, match="client 0 has one sample alone"):
+        single.setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"steps": -1}, "steps must be a whole number from 0 up, got -1"),
+        ({"local_steps": 0.5}, "local_steps must be a whole number"),
+        ({"lr": 0.0}, "lr must be positive"),
+        ({"every_n_rounds": 0}, "every_n_rounds must be at least 1"),
+    ],
+)
+def test_wrong_options(options, words):
+    with pytest.raises(FederationError, match=words):
+        PersonalizedEvaluation(**options)
