@@ -179,21 +179,29 @@ class PersonalizedEvaluation(Callback):
             "train_samples": len(data.parts[client]),
             "test_samples": len(data.local_tests[client]),
         }
-        host.load(state, [rows], [lr])
+        self._load(host, state, rows, lr)
         row["server"] = self._score(trainer, host, client)
         if kept := {p: s["theta"] for p, s in host.optimizer.state.items() if "theta" in s}:
             for param, theta in kept.items():
                 param.data = theta.clone()
             row["kept"] = self._score(trainer, host, client)
-            host.load(state, [rows], [lr])
+            self._load(host, state, rows, lr)
         if self.steps:
             self._train(trainer, host, client, self.steps, round)
             row["personal"] = self._score(trainer, host, client)
         if self.local_steps and self._first is not None:
-            host.load(ServerState(self._first[None], server.counters), [{}], [lr])
+            self._load(host, ServerState(self._first[None], server.counters), {}, lr)
             self._train(trainer, host, client, self.local_steps, round)
             row["local"] = self._score(trainer, host, client)
         return row
+
+    def _load(
+        self, host: ModuleLane, state: ServerState, rows: Mapping[str, Tensor], lr: float
+    ) -> None:
+        """Let the module be what a client has at the start of a round."""
+        host.load(state, [rows], [lr])
+        if callable(hook := getattr(host.module, "on_client_start", None)):
+            hook()
 
     def _rate(self, host: ModuleLane, client: int) -> float:
         """Return the learning rate that a client would have in the next round."""

@@ -37,7 +37,6 @@ STEP_HOOKS = (
     "on_before_backward",
     "on_after_backward",
     "on_before_optimizer_step",
-    "on_client_start",
     "backward",
     "optimizer_step",
     "optimizer_zero_grad",
@@ -55,7 +54,7 @@ GRADIENT_HOOKS = (
 _HOOKS = {
     *(name for kind in (ModelHooks, DataHooks, CheckpointHooks) for name in vars(kind)),
     *("validation_step", "test_step", "predict_step", "configure_callbacks"),
-    *("on_client_end", "on_client_start", *STEP_HOOKS),
+    *("on_client_end", *STEP_HOOKS),
 }
 
 
@@ -266,6 +265,18 @@ class Lanes(LightningModule):
         host.batch = _unflatten(batch, steps, host.count)
         full = host.sizes == tree_leaves(host.batch)[0].shape[2]
         host.is_even = (full & host.active).all(1).tolist()
+
+    def on_client_start(self) -> None:
+        """Let the module see each client's tensors before its first step; it may write to them."""
+        hook: Any = getattr(self.module, "on_client_start", None)
+        if not callable(hook):
+            return
+        if self.host is None:
+            hook()
+            return
+        for lane in range(self.host.count):
+            with self.host.client(lane):
+                hook()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the sum of the clients' losses in one local step."""

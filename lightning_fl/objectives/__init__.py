@@ -2,6 +2,7 @@
 
 from lightning_fl.objectives.client_module import ClientModule
 from lightning_fl.objectives.entropy import EntropyRegularizer
+from lightning_fl.objectives.fedem import FedEM
 from lightning_fl.objectives.proximal import Proximal
 from lightning_fl.objectives.recorder import Recorder, Trace
 from lightning_fl.objectives.representation_matching import RepresentationMatching
@@ -11,6 +12,7 @@ from lightning_fl.objectives.weight_divergence import WeightDivergence
 __all__ = [
     "ClientModule",
     "EntropyRegularizer",
+    "FedEM",
     "Proximal",
     "Recorder",
     "RepresentationMatching",

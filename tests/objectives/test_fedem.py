@@ -1,0 +1,225 @@
+"""FedEM: E steps by brute force, whole rounds, its limit case, lanes, resumes, groups."""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lightning_fl import ClientModule, Lanes
+from lightning_fl.aggregators import Gossip
+from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.functional.mixture import mixture_log_probabilities, responsibilities
+from lightning_fl.objectives import FedEM
+from lightning_fl.partition import ByKey, Dirichlet
+from lightning_fl.policies import Schedule
+from lightning_fl.types import FederationError
+
+sgd = functools.partial(torch.optim.SGD, lr=0.3)
+
+
+def test_responsibilities_by_hand():
+    losses = torch.tensor([[0.2, 1.0, 3.0], [5.0, 0.1, 0.1]], dtype=torch.float64)
+    weights = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+    mass = [
+        [w * math.exp(-x) for w, x in zip(weights.tolist(), row, strict=True)] for row in losses
+    ]
+    expected = torch.tensor([[m / sum(row) for m in row] for row in mass], dtype=torch.float64)
+    found = responsibilities(losses, weights.log())
+    torch.testing.assert_close(found, expected, atol=1e-14, rtol=0)
+    assert responsibilities(losses + 1e4, weights.log()).isfinite().all()
+
+
+def test_a_mixture_predicts_the_mean_of_probabilities():
+    logits = torch.randn(3, 4, 5, dtype=torch.float64)
+    weights = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+    expected = (logits.softmax(-1) * weights[:, None, None]).sum(0)
+    found = mixture_log_probabilities(logits, weights.log()).exp()
+    torch.testing.assert_close(found, expected, atol=1e-14, rtol=0)
+
+
+@pytest.fixture
+def federation(fit, blobs):
+    def train(
+        rounds=2, lanes=None, components=2, policy=None, batch_size=7, module=None, **options
+    ):
+        torch.manual_seed(0)
+        made = module or FedEM(nn.Linear(6, 3), components, sgd).double()
+        data = FederatedDataModule(
+            blobs(100), num_clients=4, batch_size=batch_size, partition=Dirichlet(0.5, 5), seed=1
+        )
+        loop = FederatedLoop(0.75, policy=policy or Schedule(local_epochs=1), seed=2)
+        user = made if lanes is None else Lanes(made, lanes, compile=False)
+        fit(user, loop, data, rounds=rounds, **options)
+        return made, loop, data
+
+    return train
+
+
+def test_rounds_are_the_algorithm(federation):
+    """Everyone's samples in one batch, two local steps: M steps with fixed responsibilities."""
+    module, loop, data = federation(3, policy=Schedule(num_steps=2), batch_size=None)
+    start = FedEM(nn.Linear(6, 3), 2, sgd, seed=0).double()
+    theta = torch.stack(
+        [torch.cat([n.weight.flatten(), n.bias]).detach() for n in start.net]
+    )  # [M, 21]
+    pi = {}
+
+    def losses(theta, x, y):
+        logits = [x @ t[:18].view(3, 6).T + t[18:] for t in theta]
+        return torch.stack([F.cross_entropy(each, y, reduction="none") for each in logits], 1)
+
+    for round in range(3):
+        plan = _clients(data, round)
+        moved, counts = [], []
+        for client in plan:
+            x, y = data.train.fetch(data.parts[client])
+            weights = pi.get(client, torch.full((2,), 0.5, dtype=torch.float64))
+            mass = weights * torch.exp(-losses(theta, x, y))
+            q = mass / mass.sum(1, keepdim=True)
+            own = theta.clone().requires_grad_()
+            for _ in range(2):
+                loss = (q * losses(own, x, y)).sum(1).mean()
+                own = (own - 0.3 * torch.autograd.grad(loss, own)[0]).detach().requires_grad_()
+            pi[client] = q.mean(0)
+            moved.append(own.detach())
+            counts.append(len(x))
+        p = torch.tensor(counts, dtype=torch.float64) / sum(counts)
+        theta = sum(w * each for w, each in zip(p, moved, strict=True))
+    found = torch.stack([torch.cat([n.weight.flatten(), n.bias]).detach() for n in module.net])
+    torch.testing.assert_close(found, theta, atol=1e-12, rtol=0)
+    for client, weights in pi.items():
+        kept = loop.store.get(client)
+        mean = kept["parameter.expected"] / kept["parameter.seen"]
+        torch.testing.assert_close(mean, weights, atol=1e-12, rtol=0)
+
+
+def _clients(data, round):
+    """The cohort of a round, drawn as the loop does."""
+    loop = FederatedLoop(0.75, seed=2)
+    from lightning_fl.functional import Purpose, generator
+
+    random = generator(2, Purpose.COHORT, round)
+    return loop.sampler.sample(round, 3, data.num_samples, random).sort().values.tolist()
+
+
+def test_batches_of_a_pass_are_the_whole_e_step(federation):
+    """The weights after one pass are the mean over all samples, by the components as they came."""
+    _, loop, data = federation(1)
+    start = FedEM(nn.Linear(6, 3), 2, sgd, seed=0).double()
+    params = {n: p.detach() for n, p in start.net.named_parameters(prefix="net")}
+    for client in _clients(data, 0):
+        x, y = data.train.fetch(data.parts[client])
+        q = responsibilities(start._sample_losses(x, y, params), torch.full((2,), 0.5).log())
+        kept = loop.store.get(client)
+        assert kept["parameter.seen"] == len(x)
+        found = kept["parameter.expected"] / len(x)
+        torch.testing.assert_close(found, q.mean(0), atol=1e-12, rtol=0)
+
+
+def test_one_component_is_fedavg(federation, flat):
+    module, _, _ = federation(components=1)
+    plain = ClientModule(nn.Linear(6, 3), optimizer=sgd).double()
+    plain.net.load_state_dict(FedEM(nn.Linear(6, 3), 1, seed=0).double().net[0].state_dict())
+    federation(module=plain)
+    torch.testing.assert_close(flat(module.net), flat(plain.net), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_lanes_change_nothing(federation, flat, lanes):
+    plain, one, _ = federation(3)
+    found, other, _ = federation(3, lanes)
+    torch.testing.assert_close(flat(found), flat(plain), atol=1e-12, rtol=0)
+    for client in range(4):
+        a, b = one.store.get(client), other.store.get(client)
+        assert a.keys() == b.keys()
+        for name in a:
+            torch.testing.assert_close(a[name], b[name], atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("lanes", [None, 2])
+def test_a_resumed_run_is_bit_equal(federation, flat, tmp_path, lanes):
+    def run(rounds, folder, **options):
+        options |= {"callbacks": [RoundCheckpoint(tmp_path / folder)], "enable_checkpointing": True}
+        module, loop, _ = federation(rounds, lanes, **options)
+        return flat(module), loop.rows
+
+    whole, rows = run(4, "whole")
+    run(2, "half")
+    again, resumed = run(4, "half", ckpt_path=tmp_path / "half" / "last.ckpt")
+    assert torch.equal(again, whole)
+    assert resumed == rows
+
+
+@pytest.fixture
+def groups():
+    """Six clients: three learn the sign of the first number, three its opposite."""
+
+    def make():
+        random = torch.Generator().manual_seed(0)
+        x = torch.randn(600, 2, generator=random, dtype=torch.float64)
+        y = (x[:, 0] > 0).long()
+        y[300:] = 1 - y[300:]
+        keys = torch.arange(600).div(100, rounding_mode="floor").tolist()
+        options = {"num_clients": None, "partition": ByKey(), "keys": keys, "batch_size": 20}
+        return FederatedDataModule(
+            TensorDataset(x, y), local_test_size=0.2, seed=1, val_size=0.1, **options
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("rule", [None, Gossip("ring")])
+def test_clients_of_two_kinds_find_their_component(fit, groups, rule):
+    scores = {}
+    for name in ("fedem", "fedavg"):
+        torch.manual_seed(0)
+        net = nn.Linear(2, 2)
+        module = FedEM(net, 2, sgd) if name == "fedem" else ClientModule(net, optimizer=sgd)
+        callback = PersonalizedEvaluation(steps=0)
+        aggregator = rule if name == "fedem" else None
+        loop = FederatedLoop(aggregator=aggregator, policy=Schedule(local_epochs=1), seed=0)
+        fit(module.double(), loop, groups(), rounds=40, callbacks=[callback])
+        scores[name] = loop.rows[-1]["server/mean"]
+        if name == "fedem":
+            weights = [loop.store.get(c)["parameter.expected"] for c in range(6)]
+            kinds = [int(w.argmax()) for w in weights]
+            assert kinds[:3] == [kinds[0]] * 3
+            assert kinds[3:] == [1 - kinds[0]] * 3
+    assert scores["fedem"] > 0.95
+    assert scores["fedavg"] < 0.7
+
+
+def test_a_client_that_took_no_part_adapts(fit, groups):
+    torch.manual_seed(0)
+    module = FedEM(nn.Linear(2, 2), 2, sgd).double()
+    data = groups()
+    fit(module, FederatedLoop(policy=Schedule(local_epochs=1), seed=0), data, rounds=40)
+    x, y = data.train.fetch(data.local_tests[4])
+    alone = (module(x).argmax(1) == y).double().mean()
+    weights = module.adapt(data.train.fetch(data.parts[4]))
+    assert weights.max() > 0.7
+    assert (module(x).argmax(1) == y).double().mean() > max(0.9, alone)
+
+
+def test_components_differ_and_belong_to_the_seed():
+    one, other = (FedEM(nn.Linear(6, 3), 2, seed=3) for _ in range(2))
+    assert torch.equal(one.net[0].weight, other.net[0].weight)
+    assert not torch.equal(one.net[0].weight, one.net[1].weight)
+    assert torch.equal(one.net[1].weight, FedEM(nn.Linear(6, 3), 1, seed=4).net[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: FedEM(nn.Linear(2, 2), 0), "components must be a whole number from 1 up, got 0"),
+        (lambda: FedEM(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))), "has buffers"),
+    ],
+)
+def test_what_does_not_work_is_refused(make, words):
+    with pytest.raises(FederationError, match=words):
+        make()
