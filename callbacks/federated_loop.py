@@ -267,6 +267,7 @@ class FederatedLoop(Callback):
         self.schedulers = Schedulers(trainer)
         server = self.lane.read().vector
         self.policy.to(server.device)
+        self.aggregator.num_parameters = self.lane.num_parameters
         self.aggregator.to(server.device).start(server)
         self._restore()
 

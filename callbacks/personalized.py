@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 #: What is measured of a client, in the order of the table.
 KINDS = ("server", "personal", "kept", "local")
+#: What a copy of a module shares with it.
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 
 
 def accuracy(module: LightningModule, batch: Any) -> Tensor:
@@ -141,13 +144,8 @@ class PersonalizedEvaluation(Callback):
     def _studio(self, trainer: Trainer) -> Iterator[tuple[ModuleLane, Any]]:
         """A copy of the module in which clients may train: the run's own is left alone."""
         loop, user = self._federation, self._federation.lane.module
-        attached, user._trainer = user._trainer, None
-        try:
-            module = copy.deepcopy(user)
-        finally:
-            user._trainer = attached
+        module = _copied(user)
         vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **options: None
-        vars(module).pop("configure_optimizers", None)  # it is bound to the run's own module
         made: Any = module.configure_optimizers()
         while not isinstance(made, torch.optim.Optimizer):
             made = made["optimizer"] if isinstance(made, Mapping) else made[0]
@@ -276,6 +274,23 @@ class PersonalizedEvaluation(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the federation's first model."""
         self._first = state_dict.get("first")
+
+
+def _copied(module: LightningModule) -> LightningModule:
+    """Copy a module, with what it was given to call, and without the Trainer."""
+    own = vars(module)
+    functions = {k: v for k, v in own.items() if isinstance(v, FUNCTIONS)}
+    attached, module._trainer = module._trainer, None
+    for name in functions:
+        del own[name]
+    try:
+        made = copy.deepcopy(module)
+    finally:
+        own.update(functions)
+        module._trainer = attached
+    # The loop has put a configure_optimizers there, which is bound to the run's own module.
+    vars(made).update({k: v for k, v in functions.items() if k != "configure_optimizers"})
+    return made
 
 
 def summary(rows: Sequence[Mapping[str, float]], kind: str) -> dict[str, float]:

@@ -29,6 +29,7 @@ class ImageDataModule(FederatedDataModule):
         drop_last: Leave out the incomplete batch at the end of a pass, unless it is the only one.
         eval_batch_size: Samples a batch in validation, test and prediction.
         seed: Seed of hold-out and split; None is that of ``seed_everything``, else 0.
+        local_test_size: Fraction of each client's samples that are its own test samples.
 
     Raises:
         FederationError: If an option is out of range, or the rule cannot split the data.
@@ -52,12 +53,14 @@ class ImageDataModule(FederatedDataModule):
         drop_last: bool = False,
         eval_batch_size: int = 250,
         seed: int | None = None,
+        local_test_size: float = 0.0,
     ) -> None:
         super().__init__(
             partition=partition,
             num_clients=num_clients,
             batch_size=batch_size,
             val_size=val_size,
+            local_test_size=local_test_size,
             replacement=replacement,
             drop_last=drop_last,
             eval_batch_size=eval_batch_size,

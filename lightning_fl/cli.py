@@ -28,6 +28,7 @@ import lightning_fl.aggregators
 import lightning_fl.datamodules
 import lightning_fl.models
 import lightning_fl.objectives
+import lightning_fl.optimizers
 import lightning_fl.partition
 import lightning_fl.policies
 import lightning_fl.samplers

@@ -21,12 +21,25 @@ from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fl import ClientModule, ClientParallelStrategy, Lanes
-from lightning_fl.aggregators import FedAvg
+from lightning_fl.aggregators import (
+    ClusteredFL,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedControl,
+    Gossip,
+    Staged,
+)
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.objectives import Proximal, RepresentationMatching
+from lightning_fl.objectives import FedEM, Proximal, RepresentationMatching
 from lightning_fl.partition import Dirichlet
-from lightning_fl.policies import HyperParameterPolicy, Schedule
+from lightning_fl.policies import (
+    HyperParameterPolicy,
+    PersonalizedPolicyGradient,
+    Schedule,
+    Stragglers,
+)
 
 FEATURES, CLASSES, CLIENTS = 6, 3, 7
 
@@ -141,6 +154,37 @@ CASES = {
         {},
     ),
     "lanes": lambda: (wide_lanes(client_module()), {"policy": Uneven()}, {}),
+    "server optimiser": lambda: (
+        Foreign(batchnorm=True, optimizer=sgd),
+        {"aggregator": FedAdam(), "participation": 4, "buffers": "average"},
+        {"drop_last": True},
+    ),
+    "losses": lambda: (
+        client_module(),
+        {"aggregator": FedControl(), "participation": 5, "policy": Stragglers(0.5)},
+        {},
+    ),
+    "clusters": lambda: (
+        client_module(),
+        {"aggregator": ClusteredFL(eps1=9.0, eps2=0.0, warmup=1), "policy": Uneven()},
+        {},
+    ),
+    "gossip": lambda: (wide_lanes(client_module()), {"aggregator": Gossip("ring")}, {}),
+    "stages": lambda: (
+        client_module(),
+        {"aggregator": Staged([2], [FedAvgM(), FedAdam()]), "participation": 3},
+        {},
+    ),
+    "credits": lambda: (
+        client_module(),
+        {"policy": PersonalizedPolicyGradient([{"num_steps": 1}, {"num_steps": 3}], floor=0.0)},
+        {},
+    ),
+    "mixture": lambda: (
+        FedEM(nn.Linear(FEATURES, CLASSES), 2, lambda p: torch.optim.SGD(p, lr=0.1)),
+        {"participation": 5},
+        {},
+    ),
     "lanes, kept": lambda: (
         wide_lanes(Foreign(dropout=0.0, optimizer=sgd, metric=False), steps_per_batch=2),
         {"optimizer_state": "keep", "participation": 5, "policy": Schedule(num_steps=3)},

@@ -6,6 +6,7 @@ from lightning_fl.aggregators.control import FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.aggregators.fedavg import FedAvg
 from lightning_fl.aggregators.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 from lightning_fl.aggregators.gossip import Gossip
+from lightning_fl.aggregators.staged import Staged
 
 __all__ = [
     "Aggregator",
@@ -20,4 +21,5 @@ __all__ = [
     "FedPIDAvg",
     "FedYogi",
     "Gossip",
+    "Staged",
 ]

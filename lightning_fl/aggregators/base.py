@@ -34,6 +34,9 @@ class Aggregator(Metric, ABC):
     needs_losses = False
     #: Clients of the federation; a ``FederatedLoop`` sets it where it is None.
     num_clients: int | None = None
+    #: How many numbers of the server's vector are parameters; the others are floating buffers. None
+    #: is all of them. A ``FederatedLoop`` sets it.
+    num_parameters: int | None = None
     server: Tensor
 
     def __init__(self) -> None:

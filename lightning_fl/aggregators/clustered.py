@@ -106,6 +106,12 @@ class ClusteredFL(Aggregator):
         self.register_buffer("tree", torch.full((1, 2), -1, device=server.device))
         self.register_buffer("round", torch.zeros((), dtype=torch.int64))
 
+    def start(self, server: Tensor) -> None:
+        """Begin a round: as long as there is one cluster, from the server's model."""
+        super().start(server)
+        if len(self.models) == 1:
+            self.models = server[None].clone()
+
     def server_for(self, clients: Tensor) -> Tensor:
         """Return each client's cluster's model, ``[k, P]``."""
         if len(self.models) == 1:

@@ -20,9 +20,9 @@ class FedOpt(FedAvg):
     .. math:: w^{t+1} = \operatorname{Opt}(w^t, g^t), \qquad
         g^t = w^t - \sum_{k \in S_t} \frac{n_k}{\sum_{j \in S_t} n_j} w_k
 
-    Floating buffers that are averaged have a pseudo-gradient :math:`g`, too. SGD with learning rate
-    1 is :class:`FedAvg`. The optimiser's state outlives the round, and is in the checkpoint. It and
-    the step are in float64.
+    Floating buffers are averaged, as by :class:`FedAvg`: a variance with momentum may become
+    negative. SGD with learning rate 1 is :class:`FedAvg`. The optimiser's state outlives the round,
+    and is in the checkpoint. It and the step are in float64.
 
     Args:
         optimizer: Makes the optimiser from the parameters; None is SGD with learning rate 1.
@@ -53,7 +53,7 @@ class FedOpt(FedAvg):
         super().allocate(server)
         # Neither it nor its parameter is part of the state: the server's model is saved elsewhere.
         self._optimizer = self.make_optimizer(
-            [nn.Parameter(torch.zeros_like(server, dtype=torch.float64))]
+            [nn.Parameter(torch.zeros_like(server[: self.num_parameters], dtype=torch.float64))]
         )
 
     def compute(self) -> Tensor:
@@ -61,10 +61,10 @@ class FedOpt(FedAvg):
         if not self.weight:
             return self.server
         param: Tensor = self._optimizer.param_groups[0]["params"][0]
-        param.data = self.server.to(torch.float64, copy=True)
-        param.grad = -self.total / self.weight
+        server, mean, n = self.server.double(), self.total / self.weight, param.numel()
+        param.data, param.grad = server[:n].clone(), -mean[:n]
         self._optimizer.step()
-        return param.detach().to(self.server.dtype)
+        return torch.cat([param.detach(), (server + mean)[n:]]).to(self.server.dtype)
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the optimiser's state, for the checkpoint."""

@@ -48,6 +48,7 @@ class Gossip(Aggregator):
 
     models: Tensor
     weights: Tensor
+    begun: Tensor
     ids: list[Tensor] | Tensor
     deltas: list[Tensor] | Tensor
 
@@ -82,6 +83,8 @@ class Gossip(Aggregator):
         #: The model of each client, ``[clients, P]``, and the mixing matrix.
         self.register_buffer("models", server.repeat(len(weights), 1))
         self.register_buffer("weights", weights)
+        #: Whether clients have had a round.
+        self.register_buffer("begun", torch.tensor(False))
 
     def _mixing(self) -> Tensor:
         n = self.num_clients
@@ -95,6 +98,12 @@ class Gossip(Aggregator):
             raise FederationError("Gossip needs num_clients: use a FederatedLoop, or give it")
         random = generator(run_seed(self.seed), Purpose.GRAPH)
         return metropolis(adjacency(self.graph, n, self.probability, random))
+
+    def start(self, server: Tensor) -> None:
+        """Begin a round; in the first everyone has the server's model."""
+        super().start(server)
+        if not self.begun:
+            self.models[:] = server
 
     def server_for(self, clients: Tensor) -> Tensor:
         """Return each client's own model, ``[k, P]``."""
@@ -114,7 +123,7 @@ class Gossip(Aggregator):
         pieces = (self.models.split(PIECE, 1), deltas.split(PIECE, 1), mixed.split(PIECE, 1))
         for own, delta, out in zip(*pieces, strict=True):
             out.copy_(self.weights @ own.double().index_add_(0, ids, delta.double()))
-        self.models = mixed
+        self.models, self.begun = mixed, torch.ones_like(self.begun)
         return mixed.double().mean(0).to(self.server.dtype)
 
     def figures(self) -> dict[str, float]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +12,9 @@ from lightning_fl.functional.randomness import Purpose
 from lightning_fl.policies.base import HyperParameterPolicy, RandomPolicy
 from lightning_fl.policies.schedule import Schedule
 from lightning_fl.types import FederationError, Feedback
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Stragglers(RandomPolicy):
@@ -49,6 +55,7 @@ class Stragglers(RandomPolicy):
         self.fraction, self.drop = fraction, drop
         self.policy = Schedule() if policy is None else policy
         self.needs_val_loss = self.policy.needs_val_loss
+        self.needs_credits = self.policy.needs_credits
 
     def count(self, clients: int) -> int:
         """Return how many of so many clients are stragglers."""
@@ -81,3 +88,7 @@ class Stragglers(RandomPolicy):
     def figures(self) -> dict[str, float]:
         """Return the policy's figures."""
         return self.policy.figures()
+
+    def figure(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
+        """Draw what the policy draws."""
+        return self.policy.figure(rows)

@@ -78,6 +78,16 @@ def test_any_optimiser_and_weighting():
     close(rounds(rule, 3), expected)
 
 
+def test_buffers_are_averaged():
+    rule = FedAvgM(lr=0.5)
+    rule.num_parameters = 2
+    found, plain = rounds(rule, 3), rounds(FedAvg(), 3)
+    momentum = rounds(FedAvgM(lr=0.5), 3)
+    for one, mean, whole in zip(found, plain, momentum, strict=True):
+        assert torch.equal(one[:2], whole[:2])
+        torch.testing.assert_close(one[2], mean[2], atol=1e-14, rtol=0)
+
+
 def test_saved_in_the_middle_it_goes_on_as_if_nothing_had_been(tmp_path):
     rule, again = FedAdam(), FedAdam()
     half = rounds(rule, 3)[-1]

@@ -5,7 +5,12 @@ import copy
 import pytest
 import torch
 
-from lightning_fl.policies import DiscreteGaussianReinforce, Schedule, Stragglers
+from lightning_fl.policies import (
+    DiscreteGaussianReinforce,
+    Schedule,
+    StagedPolicy,
+    Stragglers,
+)
 from lightning_fl.types import Feedback, RoundPlan, full
 
 POLICIES = {
@@ -17,6 +22,7 @@ POLICIES = {
     "DiscreteGaussianReinforce(adam)": lambda: DiscreteGaussianReinforce(
         optimizer="adam", learn_precision=True
     ),
+    "StagedPolicy": lambda: StagedPolicy([1], [Schedule(lr=0.1), DiscreteGaussianReinforce()]),
     "Stragglers": lambda: Stragglers(0.5),
     "Stragglers(learns)": lambda: Stragglers(0.9, DiscreteGaussianReinforce(), seed=4),
 }

@@ -1,0 +1,69 @@
+"""One policy after another in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+
+from lightning_fl.functional.stages import check_stages, stage_of
+from lightning_fl.policies.base import HyperParameterPolicy
+from lightning_fl.types import Feedback
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class StagedPolicy(HyperParameterPolicy):
+    """Let one policy take over from another after some rounds; see ``aggregators.Staged``.
+
+    Args:
+        rounds: Rounds of each stage but the last.
+        policies: The stages' policies, one more than ``rounds``. Each counts the rounds of its own
+            stage.
+
+    Raises:
+        FederationError: If numbers do not fit.
+
+    Example:
+        >>> import torch
+        >>> from lightning_fl.policies import Schedule
+        >>> policy = StagedPolicy([3], [Schedule(num_steps=50), Schedule(num_steps=5)])
+        >>> [int(policy.sample(t, torch.arange(1))["num_steps"]) for t in (0, 2, 3)]
+        [50, 50, 5]
+    """
+
+    def __init__(self, rounds: Sequence[int], policies: Sequence[HyperParameterPolicy]) -> None:
+        super().__init__()
+        check_stages(rounds, policies, "policies")
+        self.rounds = list(rounds)
+        self.policies = nn.ModuleList(policies)
+        self.needs_val_loss = any(policy.needs_val_loss for policy in policies)
+        self.needs_credits = any(policy.needs_credits for policy in policies)
+        self._figures: dict[str, float] = {}
+
+    def _at(self, round: int) -> tuple[HyperParameterPolicy, int]:
+        """Return the policy of a round, and the round's number in its stage."""
+        stage = stage_of(self.rounds, round)
+        return cast("HyperParameterPolicy", self.policies[stage]), round - sum(self.rounds[:stage])
+
+    def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
+        """Return what the stage's policy says."""
+        policy, own = self._at(round)
+        return policy.sample(own, clients)
+
+    def update(self, feedback: Feedback) -> None:
+        """Let the stage's policy learn."""
+        policy, own = self._at(feedback.plan.round)
+        policy.update(replace(feedback, plan=replace(feedback.plan, round=own)))
+        self._figures = policy.figures()
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures of the policy whose round it was."""
+        return self._figures
+
+    def figure(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
+        """Draw what the last stage's policy draws."""
+        return cast("HyperParameterPolicy", self.policies[-1]).figure(rows)

@@ -1,0 +1,65 @@
+"""Stages: each rule in its rounds, with the state that it has, in a federation and resumed."""
+
+import pytest
+import torch
+
+from lightning_fl.aggregators import FedAdam, FedAvg, FedAvgM, Gossip, Staged
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.policies import Schedule, StagedPolicy
+from lightning_fl.types import ClientUpdate, FederationError
+
+
+def rounds(rule, deltas, server):
+    for delta in deltas:
+        rule.start(server)
+        rule.update(ClientUpdate(torch.arange(4), delta, torch.tensor([1, 2, 3, 4])))
+        server = rule.compute()
+    return server
+
+
+def test_stages_are_the_rules_one_after_another():
+    random = torch.Generator().manual_seed(0)
+    deltas = torch.randn(7, 4, 3, generator=random, dtype=torch.float64)
+    start = torch.zeros(3, dtype=torch.float64)
+    rule = Staged([3, 2], [FedAvgM(), FedAdam(), FedAvg("uniform")])
+    expected = rounds(FedAvgM(), deltas[:3], start)
+    expected = rounds(FedAdam(), deltas[3:5], expected)
+    expected = rounds(FedAvg("uniform"), deltas[5:], expected)
+    torch.testing.assert_close(rounds(rule, deltas, start), expected, atol=1e-14, rtol=0)
+    assert rule.figures()["stage"] == 3
+
+
+def test_models_of_clients_begin_with_what_the_stage_before_has_left():
+    random = torch.Generator().manual_seed(0)
+    deltas = torch.randn(3, 4, 3, generator=random, dtype=torch.float64)
+    rule = Staged([2], [FedAvg(), Gossip("ring", num_clients=4)])
+    server = rounds(rule, deltas[:2], torch.zeros(3, dtype=torch.float64))
+    rule.start(server)
+    assert torch.equal(rule.server_for(torch.arange(4)), server.expand(4, -1))
+
+
+@pytest.mark.parametrize("half", [1, 2, 3])
+def test_a_resumed_federation_is_bit_equal(fit, foreign, flat, tmp_path, half):
+    def run(rounds, folder, **options):
+        module = foreign(optimizer="sgd")
+        rule = Staged([2], [FedAvgM(), FedAdam(lr=0.01)])
+        policy = StagedPolicy([2], [Schedule(local_epochs=2), Schedule(num_steps=1)])
+        options |= {"callbacks": [RoundCheckpoint(tmp_path / folder)], "enable_checkpointing": True}
+        loop = FederatedLoop(0.5, rule, policy, buffers="average", seed=0)
+        fit(module, loop, rounds=rounds, **options)
+        return flat(module), loop.rows
+
+    whole, rows = run(5, "whole")
+    run(half, "half")
+    again, resumed = run(5, "half", ckpt_path=tmp_path / "half" / "last.ckpt")
+    assert torch.equal(again, whole)
+    assert resumed == rows
+    assert [row["stage"] for row in rows] == [1, 1, 2, 2, 2]
+    assert rows[0]["num_steps"] > rows[2]["num_steps"] == rows[2]["clients"]
+
+
+def test_stages_that_do_not_fit():
+    with pytest.raises(FederationError, match="aggregators must be one more than rounds, got 1"):
+        Staged([3], [FedAvg()])
+    with pytest.raises(FederationError, match="rounds must be whole numbers from 1 up"):
+        StagedPolicy([0], [Schedule(), Schedule()])
