@@ -143,7 +143,7 @@ def settings(cell: Cell, out: Path) -> dict[str, str]:
 
 
 def _in_words(rule: dict[str, Any]) -> str:
-    given = {k: v for k, v in rule.get("init_args", {}).items() if v not in (None, False, 1.0)}
+    given = {k: v for k, v in rule.get("init_args", {}).items() if v is not None and v is not False}
     options = ", ".join(f"{name}={value}" for name, value in given.items())
     return f"{rule['class_path'].rpartition('.')[2]}({options})"
 
