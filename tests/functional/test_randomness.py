@@ -41,6 +41,11 @@ def test_a_seed_is_numpys_seed_sequence_on_every_machine():
         "ROUND": 8,
         "POLICY": 9,
         "MATCHING": 10,
+        "STRAGGLERS": 11,
+        "CLIENT_LOSS": 12,
+        "GRAPH": 13,
+        "LOCAL_TEST": 14,
+        "PERSONAL": 15,
     }
 
 
