@@ -34,6 +34,11 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
+def on_device(trainer: Trainer, batch: Any) -> Any:
+    """Bring a batch to where a module trains, as Lightning's loops do."""
+    return trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
+
+
 def has_running_statistics(module: nn.Module) -> bool:
     """Say whether clients change a module's buffers by training it, as BatchNorm does."""
     return any(getattr(m, "running_mean", None) is not None for m in module.modules())

@@ -29,6 +29,7 @@ from lightning_fl.callbacks.checks import (
     check_trainer,
     evaluating,
     has_running_statistics,
+    on_device,
     one_optimizer,
 )
 from lightning_fl.callbacks.schedulers import Schedulers, ScheduleState
@@ -477,7 +478,6 @@ class FederatedLoop(Callback):
     def _local_losses(self, step: Step) -> Tensor:
         """Return the mean loss of each client's model over all its training samples, ``[k]``."""
         module: Any = self.lane.module
-        strategy, precision = self._trainer.strategy, self._trainer.precision_plugin
         found = []
         for lane, row in enumerate(step.rows):
             client = int(self._current.plan.clients[row])
@@ -488,10 +488,10 @@ class FederatedLoop(Callback):
                 evaluating(module),
                 torch.no_grad(),
                 seeded_rng(seed, module.device),
-                precision.val_step_context(),
+                self._trainer.precision_plugin.val_step_context(),
             ):
                 for batch in self._data.samples_of(client):
-                    losses = module.losses(strategy.batch_to_device(precision.convert_input(batch)))
+                    losses = module.losses(on_device(self._trainer, batch))
                     total, count = total + losses.double().sum(), count + len(losses)
             found.append(torch.as_tensor(total / count))
         return torch.stack(found)
@@ -611,15 +611,14 @@ class FederatedLoop(Callback):
         """Return the gradient of the mean validation loss by the server's vector, ``[P]``."""
         module: Any = self.lane.module
         trainer, wanted = self._trainer, list(self.lane.shared.values())
-        strategy, precision = trainer.strategy, trainer.precision_plugin
         total = torch.zeros(self.lane.num_parameters + 1, dtype=torch.float64, device=module.device)
         trained = [p for p in wanted if p.requires_grad]
         data: Any = self._data
         seed = derive_seed(self._seed, Purpose.VALIDATION, self.round)
         with evaluating(module), torch.enable_grad(), seeded_rng(seed, module.device):
             for batch in data.val_dataloader():
-                with precision.val_step_context():
-                    losses = module.losses(strategy.batch_to_device(precision.convert_input(batch)))
+                with trainer.precision_plugin.val_step_context():
+                    losses = module.losses(on_device(trainer, batch))
                 found = torch.autograd.grad(losses.sum(), trained, allow_unused=True)
                 by = dict(zip(map(id, trained), found, strict=True))
                 grads = [by.get(id(p)) for p in wanted]
@@ -669,22 +668,9 @@ class FederatedLoop(Callback):
             merge_logs(trainer)
         before = self.val_loss
         self._note_val_loss(trainer)
-        reported = [round.client_losses.get(c, math.nan) for c in round.plan.clients.tolist()]
-        losses = torch.tensor(reported, dtype=torch.float64)
-        used = torch.tensor([c in round.client_losses for c in round.plan.clients.tolist()])
-        weights = self._num_samples[round.plan.clients].double() * used
-        weights = weights / weights.sum().clamp(min=1)
-        self.policy.update(
-            Feedback(
-                round.plan,
-                before,
-                self.val_loss,
-                losses,
-                weights,
-                (lambda: self._credits(round, weights)) if self.policy.needs_credits else None,
-                self.rounds.fresh(trainer.callback_metrics),
-            )
-        )
+        if type(self.policy).update is not HyperParameterPolicy.update:  # else nobody listens
+            fresh = self.rounds.fresh(trainer.callback_metrics)
+            self.policy.update(self._feedback(round, before, fresh))
         figures = self._figures(round)
         learnt = self.aggregator.figures() | self.policy.figures()
         self.rounds.add(figures | learnt)
@@ -693,6 +679,19 @@ class FederatedLoop(Callback):
         if trainer.loggers:
             logged = {k: v for k, v in figures.items() if k in _LOGGED} | learnt
             pl_module.log_dict({f"federation/{k}": v for k, v in logged.items()})
+
+    def _feedback(
+        self, round: _Round, before: float | None, metrics: Mapping[str, float]
+    ) -> Feedback:
+        """Return what a policy learns from a round."""
+        clients = round.plan.clients
+        reported = [round.client_losses.get(c, math.nan) for c in clients.tolist()]
+        losses = torch.tensor(reported, dtype=torch.float64)
+        used = torch.tensor([c in round.client_losses for c in clients.tolist()])
+        weights = self._num_samples[clients].double() * used
+        weights = weights / weights.sum().clamp(min=1)
+        credits = (lambda: self._credits(round, weights)) if self.policy.needs_credits else None
+        return Feedback(round.plan, before, self.val_loss, losses, weights, credits, metrics)
 
     @property
     def run_seed(self) -> int:

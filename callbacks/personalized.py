@@ -18,10 +18,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_fl.callbacks.checkpoint import write_atomically
-from lightning_fl.callbacks.checks import evaluating
+from lightning_fl.callbacks.checks import evaluating, on_device
 from lightning_fl.callbacks.federated_loop import FederatedLoop
 from lightning_fl.functional.randomness import Purpose, derive_seed, generator, seeded_rng
-from lightning_fl.lanes import ModuleLane
+from lightning_fl.lanes import ModuleLane, optimizers_in
 from lightning_fl.strategies import gathered
 from lightning_fl.types import FederationError, ServerState
 
@@ -146,9 +146,7 @@ class PersonalizedEvaluation(Callback):
         loop, user = self._federation, self._federation.lane.module
         module = _copied(user)
         vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **options: None
-        made: Any = module.configure_optimizers()
-        while not isinstance(made, torch.optim.Optimizer):
-            made = made["optimizer"] if isinstance(made, Mapping) else made[0]
+        made = next(optimizers_in(module.configure_optimizers()))
         known = {id(param) for param in module.parameters()}
         if any(id(p) not in known for group in made.param_groups for p in group["params"]):
             raise FederationError(
@@ -216,7 +214,7 @@ class PersonalizedEvaluation(Callback):
         found = []
         with evaluating(host.module), torch.no_grad(), seeded_rng(seed, host.module.device):
             for batch in data.samples_of(client, test=True):
-                found.append(self.metric(host.module, self._moved(trainer, batch)).double())
+                found.append(self.metric(host.module, on_device(trainer, batch)).double())
         return float(torch.cat(found).mean())
 
     def _train(
@@ -230,8 +228,7 @@ class PersonalizedEvaluation(Callback):
         module.train()
         with torch.enable_grad(), seeded_rng(seed, module.device):
             for step, batch in zip(range(steps), batches, strict=False):
-                moved = self._moved(trainer, batch)
-
+                moved = on_device(trainer, batch)
                 host.optimizer.step(partial(self._loss, host, moved, step))
 
     def _loss(self, host: ModuleLane, batch: Any, step: int) -> float:
@@ -241,10 +238,6 @@ class PersonalizedEvaluation(Callback):
         loss: Tensor = out["loss"] if isinstance(out, Mapping) else out
         loss.backward()
         return float(loss.detach())
-
-    def _moved(self, trainer: Trainer, batch: Any) -> Any:
-        precision = trainer.precision_plugin
-        return trainer.strategy.batch_to_device(precision.convert_input(batch))
 
     @rank_zero_only
     def _write(self, trainer: Trainer) -> None:

@@ -11,13 +11,11 @@ from torch import Tensor
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.functional.averaging import weighted_mean
 from lightning_fl.functional.similarity import cosine_similarity
+from lightning_fl.functional.tables import PLACES, with_place
 from lightning_fl.types import ClientUpdate, FederationError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-#: Clients for which there is place at first; it doubles.
-PLACES = 64
 
 
 class ClusteredFL(Aggregator):
@@ -205,9 +203,7 @@ class ClusteredFL(Aggregator):
     def _cluster(self, ids: Tensor) -> Tensor:
         """Return clients' clusters, -1 of who is new, with place for all."""
         ids = ids.to(self.cluster_of.device)
-        if (most := int(ids.max()) + 1) > len(self.cluster_of):
-            more = max(most, 2 * len(self.cluster_of)) - len(self.cluster_of)
-            self.cluster_of = torch.cat([self.cluster_of, self.cluster_of.new_full((more,), -1)])
+        self.cluster_of = with_place(self.cluster_of, ids, fill=-1)
         return self.cluster_of[ids]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
+from lightning_fl.functional.tables import PLACES, with_place
 from lightning_fl.types import ClientUpdate, FederationError
-
-#: Clients for which there is place at first; it doubles.
-PLACES = 64
 
 
 class FedControl(Aggregator):
@@ -126,10 +124,7 @@ class FedControl(Aggregator):
 
     def _rows(self, ids: Tensor) -> Tensor:
         """Return what is known of clients, with place for all."""
-        if (most := int(ids.max()) + 1) > len(self.known):
-            grown = self.known.new_zeros(max(most, 2 * len(self.known)), self.columns)
-            grown[: len(self.known)] = self.known
-            self.known = grown
+        self.known = with_place(self.known, ids)
         return self.known[ids.to(self.known.device)]
 
     def _remember(self) -> None:

@@ -242,7 +242,7 @@ class Lanes(LightningModule):
             for name, param in params.items()
         }
         stacked = {id(param): self.stack[name] for name, param in params.items()}
-        for optimizer in _optimizers(made):
+        for optimizer in optimizers_in(made):
             optimizer.state.clear()
             for group in optimizer.param_groups:
                 group["params"] = [stacked.get(id(param), param) for param in group["params"]]
@@ -521,15 +521,15 @@ def _has_own(module: LightningModule, name: str) -> bool:
     return callable(mine) and mine is not inherited
 
 
-def _optimizers(made: Any) -> Iterator[torch.optim.Optimizer]:
+def optimizers_in(made: Any) -> Iterator[torch.optim.Optimizer]:
     """The optimisers in what ``configure_optimizers`` returns, whatever its form."""
     if isinstance(made, torch.optim.Optimizer):
         yield made
     elif isinstance(made, dict):
-        yield from _optimizers(made.get("optimizer"))
+        yield from optimizers_in(made.get("optimizer"))
     elif isinstance(made, list | tuple):
         for part in made:
-            yield from _optimizers(part)
+            yield from optimizers_in(part)
 
 
 def _unflatten(batch: Any, steps: int, lanes: int) -> Any:

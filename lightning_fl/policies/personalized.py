@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from lightning_fl.functional.randomness import Purpose, derive_seed
+from lightning_fl.functional.tables import PLACES, with_place
 from lightning_fl.policies.base import RandomPolicy
 from lightning_fl.types import FederationError, Feedback
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Clients for which there is place at first; it doubles.
-PLACES = 64
 #: How much of a running mean is the past.
 KEPT = 0.9
 
@@ -177,12 +176,7 @@ class PersonalizedPolicyGradient(RandomPolicy):
     def _rows(self, clients: Tensor) -> Tensor:
         """Return the clients as places, of which there are enough from now on."""
         clients = clients.cpu()
-        if (most := int(clients.max()) + 1) > len(self.logits):
-            more = max(most, 2 * len(self.logits)) - len(self.logits)
-            self.logits = torch.cat(
-                [self.logits, self.logits.new_zeros(more, self.logits.shape[1])]
-            )
-            self.means = torch.cat([self.means, self.means.new_zeros(more, 2)])
+        self.logits, self.means = (with_place(t, clients) for t in (self.logits, self.means))
         return clients
 
     def figures(self) -> dict[str, float]:

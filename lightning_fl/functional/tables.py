@@ -1,0 +1,28 @@
+"""Tables with a row for each client, by id."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+#: Clients for which there is place at first.
+PLACES = 64
+
+
+def with_place(table: Tensor, ids: Tensor, fill: float = 0) -> Tensor:
+    """Return a table that has a row for every id: the same, or one at least twice as long.
+
+    Args:
+        table: ``[places, ...]``.
+        ids: ``[k]``.
+        fill: What new rows hold.
+
+    Example:
+        >>> import torch
+        >>> with_place(torch.ones(2), torch.tensor([2]), fill=-1)
+        tensor([ 1.,  1., -1., -1.])
+    """
+    if (most := int(ids.max()) + 1) <= len(table):
+        return table
+    grown = table.new_full((max(most, 2 * len(table)), *table.shape[1:]), fill)
+    grown[: len(table)] = table
+    return grown
