@@ -20,11 +20,7 @@ of each method, in turns, of as many local steps as each other; nothing else sho
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import os
-import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -40,6 +36,8 @@ import numpy as np
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from overhead import machine
+
+from runs import check_options, command, fit_and_test, newest, publish, result, rows
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "mostafa2019"
 TASKS, SPLITS = ("mnist", "cifar10", "kws"), ("iid", "noniid")
@@ -76,63 +74,25 @@ class Cell(NamedTuple):
         """Return where it leaves what it finds."""
         return out / f"{self.task}-{self.split}-{self.participation:g}-{self.method}-{self.seed}"
 
-    def arguments(self, out: Path) -> list[str]:
+    def options(self) -> list[str]:
         """Return the options of its commands."""
         files = (self.task, self.split, self.method)
         return [
             *(option for name in files for option in ("--config", str(CONFIGS / f"{name}.yaml"))),
             f"--seed_everything={self.seed}",
             f"--federation.participation={self.participation}",
-            f"--trainer.default_root_dir={self.folder(out)}",
-            "--ckpt_path=last",
             *[f"--model.init_args.terms.coefficient={MATCHING[self.task]}"] * ("rm" in self.method),
         ]
 
 
 def run(cell: Cell, out: Path, extra: Sequence[str], environment: dict[str, str]) -> None:
     """Train and test a cell, unless its result is there."""
-    result = cell.folder(out) / "result.json"
-    if result.exists():
-        return
-    start = perf_counter()
-    for name in ("fit", "test"):
-        if (done := command(name, cell, out, extra, environment)) is None:
-            return
-    accuracy = re.search(r"test_acc\D+(\d\.\d+(?:e-\d+)?)", done.stdout)
-    if accuracy is None:
-        print(f"{cell.folder(out).name} has no test_acc:\n{done.stdout[-2000:]}", file=sys.stderr)
-        return
-    rounds, took = len(rows(cell, out)), perf_counter() - start
-    found = {"test_acc": float(accuracy[1]), "rounds": rounds, "seconds": took}
-    result.write_text(json.dumps(found) + "\n")
-    print(f"{cell.folder(out).name}: {100 * found['test_acc']:.2f} %", file=sys.stderr)
-
-
-def command(
-    name: str, cell: Cell, out: Path, extra: Sequence[str], environment: dict[str, str]
-) -> subprocess.CompletedProcess[str] | None:
-    """Run ``fit`` or ``test``; None if it failed, with its last words on the screen."""
-    line = [sys.executable, "-m", "lightning_fl", name, *cell.arguments(out), *extra]
-    done = subprocess.run(
-        line, capture_output=True, text=True, env=os.environ | environment, check=False
-    )
-    if done.returncode:
-        print(f"{cell.folder(out).name} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
-        return None
-    return done
-
-
-def rows(cell: Cell, out: Path) -> list[dict[str, str]]:
-    """Return a cell's table of rounds."""
-    files = cell.folder(out).glob("version_*/rounds.csv")
-    newest = max(files, key=lambda path: path.stat().st_mtime)
-    return list(csv.DictReader(newest.read_text().splitlines()))
+    fit_and_test(cell.folder(out), [*cell.options(), *extra], environment)
 
 
 def settings(cell: Cell, out: Path) -> dict[str, str]:
     """Return what a cell's run was given: its network, terms, policy and data, in words."""
-    newest = max(cell.folder(out).glob("version_*/config.yaml"), key=lambda p: p.stat().st_mtime)
-    config = yaml.safe_load(newest.read_text())
+    config = yaml.safe_load(newest(cell.folder(out), "config.yaml").read_text())
     model, data = config["model"]["init_args"], config["data"]["init_args"]
     return {
         "network": _in_words(model["net"]),
@@ -150,8 +110,8 @@ def _in_words(rule: dict[str, Any]) -> str:
 
 def results(cells: Sequence[Cell], out: Path) -> dict[Cell, dict[str, Any]]:
     """Return what is there."""
-    files = {cell: cell.folder(out) / "result.json" for cell in cells}
-    return {cell: json.loads(f.read_text()) for cell, f in files.items() if f.exists()}
+    each = {cell: result(cell.folder(out)) for cell in cells}
+    return {cell: found for cell, found in each.items() if found is not None}
 
 
 def markdown(found: dict[Cell, dict[str, Any]], out: Path) -> str:
@@ -209,7 +169,7 @@ def figure(found: dict[Cell, dict[str, Any]], out: Path, path: Path) -> None:
     )
     for column, task in zip(axes.T, tasks, strict=True):
         for split in SPLITS:
-            tables = [rows(c, out) for c in cells if (c.task, c.split) == (task, split)]
+            tables = [rows(c.folder(out)) for c in cells if (c.task, c.split) == (task, split)]
             for axis, (name, title) in zip(column, shown.items(), strict=True):
                 if tables:
                     lines = [[float(row[name]) for row in table] for table in tables]
@@ -256,7 +216,8 @@ def overhead(
                 grid = "{lr: [0.05, 0.1], num_steps: [10]}"
                 options.append(f"--federation.policy.init_args.grid={grid}")
             here = {"PYTHONPATH": str(Path(__file__).parent)}
-            if command("fit", cell, Path(folder), options, here) is not None:
+            given = [*cell.options(), *options]
+            if command("fit", cell.folder(Path(folder)), given, here) is not None:
                 each = found.setdefault(task, {}).setdefault(method, [])
                 each.append(median(json.loads(times.read_text())))
     return found
@@ -297,20 +258,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[Cell, dict[str, Any]]:
     args = parser.parse_args(given)
     if args.overhead:
         shown = overhead_table(overhead(args.tasks, args.methods, args.overhead, extra))
-        _publish(shown, args.markdown)
+        publish(shown, args.markdown)
         return {}
     cells = [
         Cell(*what)
         for what in product(args.tasks, args.splits, args.participation, args.methods, args.seeds)
     ]
-    args.out.mkdir(parents=True, exist_ok=True)
-    options = args.out / "options.json"
-    if options.exists() and json.loads(options.read_text()) != extra:
-        parser.error(
-            f"{args.out} holds results with the options {json.loads(options.read_text())}, not"
-            f" {extra}: choose another --out"
-        )
-    options.write_text(json.dumps(extra))
+    if wrong := check_options(args.out, extra):
+        parser.error(wrong)
     waiting = []
     with ThreadPoolExecutor(args.jobs) as pool:
         for i, cell in enumerate(cells):
@@ -321,15 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[Cell, dict[str, Any]]:
     found = results(cells, args.out)
     if args.figure:
         figure(found, args.out, args.figure)
-    _publish(markdown(found, args.out), args.markdown)
+    publish(markdown(found, args.out), args.markdown)
     return found
-
-
-def _publish(text: str, path: Path | None) -> None:
-    print(text)
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
 
 
 if __name__ == "__main__":

@@ -676,9 +676,14 @@ class FederatedLoop(Callback):
         self.rounds.add(figures | learnt)
         self._round, self.round = None, self.round + 1
         self._progress = _progress(trainer)
-        if trainer.loggers:
-            logged = {k: v for k, v in figures.items() if k in _LOGGED} | learnt
-            pl_module.log_dict({f"federation/{k}": v for k, v in logged.items()})
+        self._log(trainer, {k: v for k, v in figures.items() if k in _LOGGED} | learnt)
+
+    def _log(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
+        """Tell loggers and callbacks, as ``log_dict`` would, which takes 20 times as long."""
+        named = {f"federation/{name}": float(value) for name, value in figures.items()}
+        trainer.callback_metrics.update({k: torch.tensor(v) for k, v in named.items()})
+        for logger in trainer.loggers:
+            logger.log_metrics({**named, "epoch": trainer.current_epoch}, trainer.global_step - 1)
 
     def _feedback(
         self, round: _Round, before: float | None, metrics: Mapping[str, float]

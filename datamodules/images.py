@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +31,9 @@ class ImageDataModule(FederatedDataModule):
         eval_batch_size: Samples a batch in validation, test and prediction.
         seed: Seed of hold-out and split; None is that of ``seed_everything``, else 0.
         local_test_size: Fraction of each client's samples that are its own test samples.
+        rotations: Make groups of clients that see the world differently: the images of client ``i``
+            are turned by ``rotations[i % len(rotations)]`` degrees, multiples of 90. Validation and
+            test images are turned by each of them in turn.
 
     Raises:
         FederationError: If an option is out of range, or the rule cannot split the data.
@@ -54,7 +58,11 @@ class ImageDataModule(FederatedDataModule):
         eval_batch_size: int = 250,
         seed: int | None = None,
         local_test_size: float = 0.0,
+        rotations: Sequence[int] = (),
     ) -> None:
+        if bad := [angle for angle in rotations if angle % 90]:
+            raise FederationError(f"rotations must be multiples of 90 degrees, got {bad[0]}")
+        self.rotations = list(rotations)
         super().__init__(
             partition=partition,
             num_clients=num_clients,
@@ -66,6 +74,38 @@ class ImageDataModule(FederatedDataModule):
             eval_batch_size=eval_batch_size,
             seed=seed,
         )
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load and split the data, and turn each client's images, once."""
+        is_split, is_tested = bool(self.parts), self.test is not None
+        super().setup(stage)
+        if not self.rotations:
+            return
+        if self.parts and not is_split:
+            tests = self.local_tests or [torch.empty(0, dtype=torch.int64)] * len(self.parts)
+            own = [torch.cat(both) for both in zip(self.parts, tests, strict=True)]
+            self._turn(self.train, own)
+            self._turn(self.val, self._dealt(self.val))
+        if not is_tested:
+            self._turn(self.test, self._dealt(self.test))
+
+    def _dealt(self, data: Any) -> list[Tensor]:
+        """Deal samples to the rotations, one after another."""
+        n, each = 0 if data is None else len(data), len(self.rotations)
+        return [torch.arange(i, n, each) for i in range(each)]
+
+    def _turn(self, data: Any, groups: Sequence[Tensor]) -> None:
+        for i, group in enumerate(groups):
+            turns = self.rotations[i % len(self.rotations)] // 90
+            if len(group) and turns % 4:
+                images = data.tensors[0]
+                images[group] = images[group].rot90(turns, (2, 3))
+
+    @property
+    def checksum(self) -> str:
+        """A digest of the split and of what was done to the images."""
+        turned = f"-turned-{self.rotations}" if self.rotations else ""
+        return super().checksum + turned
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Turn bytes to numbers of mean 0 and standard deviation 1, in the module's dtype."""

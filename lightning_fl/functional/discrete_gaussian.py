@@ -45,6 +45,11 @@ def log_probabilities(grid: Tensor, mean: Tensor, precision: Tensor) -> Tensor:
 def score(grid: Tensor, index: int, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
     r"""Gradients of :math:`\log P(h)` by the mean and by a root of :math:`A = B B^T`.
 
+    With :math:`d = h - \mu` and expectations over the grid,
+
+    .. math:: \nabla_\mu = A\, (d - \mathbb{E}[d]), \qquad
+        \nabla_B = (\mathbb{E}[d d^T] - d d^T)\, B.
+
     Args:
         grid: Points, ``[n, D]``.
         index: Which of them is :math:`h`.
@@ -59,10 +64,10 @@ def score(grid: Tensor, index: int, mean: Tensor, root: Tensor) -> tuple[Tensor,
         >>> score(grid, 1, torch.zeros(1), torch.eye(1))[0]  # A (h - E[h])
         tensor([0.5000])
     """
-    with torch.enable_grad():
-        mean, root = mean.detach().requires_grad_(), root.detach().requires_grad_()
-        chosen = log_probabilities(grid, mean, root @ root.mT)[index]
-    by_mean, by_root = torch.autograd.grad(chosen, (mean, root))
+    precision = root @ root.mT
+    p, away = log_probabilities(grid, mean, precision).exp(), grid - mean
+    by_mean = precision @ (away[index] - p @ away)
+    by_root = (away.mT @ (p[:, None] * away) - away[index].outer(away[index])) @ root
     return by_mean, by_root
 
 

@@ -19,7 +19,8 @@ def mostafa(monkeypatch):
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     yield module
-    sys.modules.pop("overhead", None)
+    for name in ("overhead", "runs"):
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def commands(mostafa, monkeypatch):
         accuracy = 0.9 if "fa_rm" in folder.name else 0.5 + 0.01 * int(folder.name[-1])
         return subprocess.CompletedProcess(line, 0, f"│ test_acc │ {accuracy} │", "")
 
-    monkeypatch.setattr(mostafa.subprocess, "run", run)
+    monkeypatch.setattr(sys.modules["runs"].subprocess, "run", run)
     return seen
 
 

@@ -291,3 +291,28 @@ def test_real_data_have_their_numbers_shapes_and_statistics(data_root, kind):
     assert mean.tolist() == pytest.approx([0] * len(mean), abs=0.002)
     # The pixels of a CIFAR-10 that went through JPEG spread 1 % less.
     assert std.tolist() == pytest.approx([1] * len(std), abs=0.01 if kind is CIFAR10 else 0.001)
+
+
+# --- rotations ------------------------------------------------------------------------------------
+
+
+def test_rotations_turn_each_clients_images_and_evaluation_images_in_turn():
+    options = {"num_clients": 5, "local_test_size": 0.2, "seed": 3}
+    plain, turned = (loaded(Digits, **options, **r) for r in ({}, {"rotations": [0, 90, 180]}))
+    a, b = plain.train.tensors[0], turned.train.tensors[0]
+    for client in range(5):
+        for own in (plain.parts[client], plain.local_tests[client]):
+            assert torch.equal(b[own], a[own].rot90(client % 3, (2, 3)))
+    for before, after in ((plain.val, turned.val), (plain.test, turned.test)):
+        for i in range(len(before)):
+            assert torch.equal(after[i][0], before[i][0].rot90(i % 3, (1, 2)))
+            assert after[i][1] == before[i][1]
+    assert torch.equal(plain.train.tensors[1], turned.train.tensors[1])
+    turned.setup()
+    assert torch.equal(turned.train.tensors[0], b)
+    assert plain.checksum != turned.checksum
+
+
+def test_rotations_are_multiples_of_90_degrees():
+    with pytest.raises(FederationError, match="multiples of 90 degrees, got 45"):
+        Digits(rotations=[0, 45])

@@ -1,0 +1,325 @@
+"""The rules of this project on real data, each beside its baselines: tables and pictures.
+
+An experiment has several arms, each a config with options; an arm is run for each seed, in a
+folder of its own. What is there already is not run again, and what was cut short goes on.
+
+    python benchmarks/rules.py --jobs 2 --markdown docs/results/rules.md
+    python benchmarks/rules.py --experiments fedprox --seeds 1 -- --data.init_args.root=/data
+
+What follows ``--`` goes to ``fit`` and ``test`` of every arm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import NamedTuple
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from overhead import machine
+
+from runs import check_options, fit_and_test, newest, publish, result, rows
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+class Experiment(NamedTuple):
+    """What is compared.
+
+    Args:
+        question: What it asks, a line.
+        config: The file that all arms share.
+        arms: Options of each, by the name that it has in the table.
+        figures: Columns: of the table of rounds (the last round that has it), ``test_acc``, ``R60``
+            (the first round with a validation accuracy of 60 %), or ``groups`` (the share of pairs
+            of clients that are rightly in one cluster or in two).
+        curve: What is drawn over rounds.
+    """
+
+    question: str
+    config: str
+    arms: dict[str, tuple[str, ...]]
+    figures: tuple[str, ...] = ("test_acc",)
+    curve: str = "val_acc"
+
+
+#: A model for all, averaged, in the place of a rule of its own.
+FEDAVG = "--federation.aggregator=FedAvg"
+#: Options that make the config of clusters one of four groups.
+FOUR = "--data.init_args.rotations=[0,90,180,270]"
+PERSONAL = '--trainer.callbacks=[{"class_path":"PersonalizedEvaluation","init_args":%s}]'
+SGD = '--model.init_args.optimizer={"class_path":"torch.optim.SGD","init_args":{"lr":%s}}'
+#: The candidates of the config of policies.
+RATES = (0.0001, 0.001, 0.01, 0.1, 1.0)
+
+EXPERIMENTS = {
+    "fedprox": Experiment(
+        "Nine of ten clients of a round are stragglers: drop them, or take in what they did?",
+        "fedprox_mnist",
+        {
+            "FedProx, mu = 1": (),
+            "FedAvg, stragglers kept": ("--model.init_args.terms=[]",),
+            "FedAvg, stragglers dropped": (
+                "--model.init_args.terms=[]",
+                "--federation.policy.init_args.drop=true",
+            ),
+            "FedAvg, no stragglers": (
+                "--model.init_args.terms=[]",
+                "--federation.policy.init_args.fraction=0",
+            ),
+        },
+    ),
+    "fedopt": Experiment(
+        "What do optimisers of the server gain over averaging?",
+        "fedopt_mnist",
+        {
+            "FedAdam": (),
+            "FedYogi": ("--federation.aggregator=FedYogi", "--federation.aggregator.lr=0.01"),
+            "FedAdagrad": ("--federation.aggregator=FedAdagrad", "--federation.aggregator.lr=0.01"),
+            "FedAvgM": ("--federation.aggregator=FedAvgM",),
+            "FedAvg": (FEDAVG,),
+        },
+    ),
+    "fedavgplus": Experiment(
+        "What does a client gain by making the model its own?",
+        "fedavgplus_mnist",
+        {
+            "FedAvg+": (),
+            "FedAvg": (
+                FEDAVG,
+                '--federation.policy={"class_path":"Schedule","init_args":'
+                '{"lr":0.02,"local_epochs":5}}',
+            ),
+        },
+        ("server/mean", "personal/mean", "personal/worst", "local/mean", "test_acc"),
+    ),
+    "clustered2": Experiment(
+        "Every second client holds its digits upside down. Does the rule find them?",
+        "clustered_mnist",
+        {"ClusteredFL": (), "FedAvg": (FEDAVG,)},
+        ("server/mean", "server/worst", "clusters", "groups"),
+        "server/mean",
+    ),
+    "clustered4": Experiment(
+        "The same with four groups, turned by quarters.",
+        "clustered_mnist",
+        {"ClusteredFL": (FOUR,), "FedAvg": (FOUR, FEDAVG)},
+        ("server/mean", "server/worst", "clusters", "groups"),
+        "server/mean",
+    ),
+    "pfedme": Experiment(
+        "Personal models of clients with two digits each.",
+        "pfedme_mnist",
+        {
+            "pFedMe": (),
+            "FedAvg": (SGD % 0.02, "--federation.optimizer_state=reset"),
+        },
+        ("server/mean", "kept/mean", "kept/worst", "personal/mean", "personal/worst"),
+    ),
+    "fedem": Experiment(
+        "A mixture of three models for each client, whose digits are skewed.",
+        "fedem_mnist",
+        {
+            "FedEM": (),
+            "FedEM, no server": (
+                "--federation.aggregator=Gossip",
+                "--federation.aggregator.graph=erdos_renyi",
+            ),
+            "FedAvg": (
+                '--model={"class_path":"ClientModule","init_args":{"net":{"class_path":'
+                '"MLPClassifier","init_args":{"sizes":[784,50,10]}}}}',
+            ),
+        },
+        ("server/mean", "server/worst", "test_acc"),
+        "server/mean",
+    ),
+    "gossip": Experiment(
+        "No server: how far do graphs of neighbours come?",
+        "gossip_mnist",
+        {
+            "ring": (),
+            "grid": ("--federation.aggregator.init_args.graph=grid",),
+            "Erdos-Renyi": ("--federation.aggregator.init_args.graph=erdos_renyi",),
+            "complete": ("--federation.aggregator.init_args.graph=complete",),
+            "FedAvg": (FEDAVG,),
+        },
+        ("test_acc", "consensus_distance"),
+    ),
+    "control": Experiment(
+        "Weights by proportion, fall of the loss and its sum, on Fashion-MNIST.",
+        "fedcontrol_fashion",
+        {
+            "FedControl, lambda = 0.8": (),
+            "FedControl, lambda = 1": ("--federation.aggregator.init_args.decay=1.0",),
+            "FedCostWAvg": ("--federation.aggregator=FedCostWAvg",),
+            "FedAvg": (FEDAVG,),
+        },
+        ("test_acc", "R60"),
+    ),
+    "policy": Experiment(
+        "Which of five learning rates? Policies that learn it beside each fixed rate.",
+        "personalized_policy_mnist",
+        {
+            "credit": (),
+            "reward": ("--federation.policy.init_args.method=reward",),
+            **{
+                f"lr {rate:g}": (
+                    '--federation.policy={"class_path":"Schedule","init_args":'
+                    f'{{"lr":{rate},"num_steps":5}}}}',
+                )
+                for rate in RATES
+            },
+        },
+    ),
+}
+
+
+def options(experiment: Experiment, arm: str, seed: int) -> list[str]:
+    """Return the options of a run."""
+    file = CONFIGS / f"{experiment.config}.yaml"
+    return ["--config", str(file), f"--seed_everything={seed}", *experiment.arms[arm]]
+
+
+def folder(out: Path, name: str, arm: str, seed: int) -> Path:
+    """Return where a run leaves what it finds."""
+    return out / name / f"{''.join(c if c.isalnum() else '_' for c in arm)}-{seed}"
+
+
+def figure_of(place: Path, name: str) -> float:
+    """Return a figure of a run, nan where it has none."""
+    table = rows(place)
+    if name == "test_acc":
+        return float((result(place) or {})[name])
+    if name == "R60":
+        reached = [int(row["round"]) for row in table if float(row["val_acc"] or 0) >= 0.6]
+        return float(reached[0]) if reached else float("nan")
+    if name == "groups":
+        return found_groups(place)
+    values = [float(row[name]) for row in table if row.get(name)]
+    return values[-1] if values else float("nan")
+
+
+def found_groups(place: Path) -> float:
+    """Return the share of pairs of clients that clusters put together, or apart, rightly."""
+    checkpoint = torch.load(newest(place, "last.ckpt"), map_location="cpu", weights_only=True)
+    state = checkpoint["callbacks"]["FederatedLoop"]
+    if "cluster_of" not in state["aggregator"]:
+        return float("nan")
+    config = newest(place, "config.yaml").read_text()
+    turns = config.partition("rotations:")[2].partition("num_clients")[0].count("- ")
+    clusters = state["aggregator"]["cluster_of"][: state["num_clients"]]
+    truth = torch.arange(len(clusters)) % turns
+    pairs = torch.triu_indices(len(clusters), len(clusters), 1)
+    together = [(each[pairs[0]] == each[pairs[1]]) for each in (clusters, truth)]
+    return float((together[0] == together[1]).double().mean())
+
+
+def table(name: str, out: Path, seeds: Sequence[int]) -> str:
+    """Show an experiment's figures: mean and standard deviation over seeds."""
+    experiment = EXPERIMENTS[name]
+    lines = [["", *experiment.figures], ["---"] + ["---:"] * len(experiment.figures)]
+    for arm in experiment.arms:
+        places = [folder(out, name, arm, seed) for seed in seeds]
+        places = [place for place in places if result(place) is not None]
+        line = [arm]
+        for figure in experiment.figures:
+            each = [figure_of(place, figure) for place in places]
+            line.append(_shown([value for value in each if value == value], figure))
+        lines.append(line)
+    took = [found["seconds"] for p in _places(name, out, seeds) if (found := result(p))]
+    rounds = {found["rounds"] for p in _places(name, out, seeds) if (found := result(p))}
+    said = f"{len(seeds)} seed(s), {' or '.join(map(str, sorted(rounds)))} rounds"
+    return "\n\n".join(
+        [
+            f"## {name}",
+            experiment.question,
+            f"`configs/{experiment.config}.yaml`, {said}; a run took {median(took):.0f} s.",
+            "\n".join("| " + " | ".join(line) + " |" for line in lines),
+        ]
+    )
+
+
+def _shown(each: Sequence[float], figure: str) -> str:
+    if not each:
+        return "-"
+    scale = 100 if "/" in figure or figure in ("test_acc", "groups") else 1
+    digits = 1 if scale == 100 else 3
+    spread = f" ± {scale * stdev(each):.{digits}f}" if len(each) > 1 else ""
+    return f"{scale * mean(each):.{digits}f}{spread}"
+
+
+def _places(name: str, out: Path, seeds: Sequence[int]) -> list[Path]:
+    return [folder(out, name, arm, seed) for arm in EXPERIMENTS[name].arms for seed in seeds]
+
+
+def picture(name: str, out: Path, seeds: Sequence[int], path: Path) -> None:
+    """Draw an experiment's curves: means over seeds, and the range."""
+    experiment = EXPERIMENTS[name]
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    for arm in experiment.arms:
+        curves = []
+        for place in (folder(out, name, arm, seed) for seed in seeds):
+            if result(place) is not None:
+                points = [r for r in rows(place) if r.get(experiment.curve)]
+                at = [int(row["round"]) for row in points]
+                curves.append([float(row[experiment.curve]) for row in points])
+        if curves:
+            shortest = min(map(len, curves))
+            lines = np.array([curve[:shortest] for curve in curves])
+            axes.plot(at[:shortest], lines.mean(0), label=arm)
+            axes.fill_between(at[:shortest], lines.min(0), lines.max(0), alpha=0.2)
+    axes.set(xlabel="round", ylabel=experiment.curve)
+    axes.legend(frameon=False, fontsize=8)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what is missing, show what is there."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    extra = given[given.index("--") + 1 :] if "--" in given else []
+    given = given[: given.index("--")] if "--" in given else given
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--experiments", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--out", type=Path, default=Path("runs", "rules"))
+    parser.add_argument("--markdown", type=Path, help="write tables here, pictures beside them")
+    args = parser.parse_args(given)
+    if wrong := check_options(args.out, extra):
+        parser.error(wrong)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        waiting = [
+            pool.submit(
+                fit_and_test,
+                folder(args.out, name, arm, seed),
+                [*options(EXPERIMENTS[name], arm, seed), *extra],
+            )
+            for name, seed in product(args.experiments, args.seeds)
+            for arm in EXPERIMENTS[name].arms
+        ]
+    for each in waiting:
+        each.result()  # raises what a worker raised
+    text = [f"Machine: {', '.join(f'{k} {v}' for k, v in machine().items() if v is not None)}."]
+    for name in args.experiments:
+        if any(result(place) for place in _places(name, args.out, args.seeds)):
+            text.append(table(name, args.out, args.seeds))
+            if args.markdown:
+                png = args.markdown.with_name(f"{args.markdown.stem}-{name}.png")
+                picture(name, args.out, args.seeds, png)
+                text.append(f"![{name}]({png.name})")
+    publish("\n\n".join(text) + "\n", args.markdown)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Runs of ``lightning-fl``, each in a folder of its own: what is there already is not run again."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+
+def command(
+    name: str, folder: Path, options: Sequence[str], environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str] | None:
+    """Run ``fit`` or ``test``; None if it failed, with its last words on the screen."""
+    place = f"--trainer.default_root_dir={folder}"
+    line = [sys.executable, "-m", "lightning_fl", name, *options, place, "--ckpt_path=last"]
+    done = subprocess.run(
+        line, capture_output=True, text=True, env={**os.environ, **(environment or {})}, check=False
+    )
+    if done.returncode:
+        print(f"{folder.name} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
+        return None
+    return done
+
+
+def fit_and_test(
+    folder: Path, options: Sequence[str], environment: Mapping[str, str] | None = None
+) -> None:
+    """Train and test, unless the result is there; what was cut short goes on."""
+    result = folder / "result.json"
+    if result.exists():
+        return
+    start = perf_counter()
+    for name in ("fit", "test"):
+        if (done := command(name, folder, options, environment)) is None:
+            return
+    accuracy = re.search(r"test_acc\D+(\d\.\d+(?:e-\d+)?)", done.stdout)
+    if accuracy is None:
+        print(f"{folder.name} has no test_acc:\n{done.stdout[-2000:]}", file=sys.stderr)
+        return
+    rounds, took = len(rows(folder)), perf_counter() - start
+    found = {"test_acc": float(accuracy[1]), "rounds": rounds, "seconds": took}
+    result.write_text(json.dumps(found) + "\n")
+    print(f"{folder.name}: {100 * found['test_acc']:.2f} %", file=sys.stderr)
+
+
+def result(folder: Path) -> dict[str, Any] | None:
+    """Return what a run has found; None if it has not ended."""
+    path = folder / "result.json"
+    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return found
+
+
+def newest(folder: Path, name: str) -> Path:
+    """Return a file of the newest run in a folder."""
+    return max(folder.glob(f"version_*/{name}"), key=lambda path: path.stat().st_mtime)
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    """Return the table of rounds."""
+    return list(csv.DictReader(newest(folder, "rounds.csv").read_text().splitlines()))
+
+
+def check_options(out: Path, extra: Sequence[str]) -> str | None:
+    """Note the options of a folder of results; say what is wrong if it holds others."""
+    out.mkdir(parents=True, exist_ok=True)
+    options = out / "options.json"
+    if options.exists() and json.loads(options.read_text()) != list(extra):
+        return (
+            f"{out} holds results with the options {json.loads(options.read_text())}, not"
+            f" {list(extra)}: choose another --out"
+        )
+    options.write_text(json.dumps(list(extra)))
+    return None
+
+
+def publish(text: str, path: Path | None) -> None:
+    """Print a page, and write it where a path is given."""
+    print(text)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
