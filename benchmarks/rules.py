@@ -56,8 +56,16 @@ FEDAVG = "--federation.aggregator=FedAvg"
 FOUR = "--data.init_args.rotations=[0,90,180,270]"
 PERSONAL = '--trainer.callbacks=[{"class_path":"PersonalizedEvaluation","init_args":%s}]'
 SGD = '--model.init_args.optimizer={"class_path":"torch.optim.SGD","init_args":{"lr":%s}}'
+#: FedEM's component as a model for all.
+ONE_MODEL = (
+    '--model={"class_path":"ClientModule","init_args":{"net":{"class_path":"MLPClassifier",'
+    '"init_args":{"sizes":[784,50,10]}}}}'
+)
+MILD = (
+    '--data.init_args.partition={"class_path":"Dirichlet","init_args":{"alpha":0.4,"min_size":50}}'
+)
 #: The candidates of the config of policies.
-RATES = (0.0001, 0.001, 0.01, 0.1, 1.0)
+RATES = (0.001, 0.01, 0.03, 0.1, 0.3)
 
 EXPERIMENTS = {
     "fedprox": Experiment(
@@ -124,7 +132,7 @@ EXPERIMENTS = {
         ("server/mean", "kept/mean", "kept/worst", "personal/mean", "personal/worst"),
     ),
     "fedem": Experiment(
-        "A mixture of three models for each client, whose digits are skewed.",
+        "A mixture of three models for each client, who has two digits.",
         "fedem_mnist",
         {
             "FedEM": (),
@@ -132,11 +140,15 @@ EXPERIMENTS = {
                 "--federation.aggregator=Gossip",
                 "--federation.aggregator.graph=erdos_renyi",
             ),
-            "FedAvg": (
-                '--model={"class_path":"ClientModule","init_args":{"net":{"class_path":'
-                '"MLPClassifier","init_args":{"sizes":[784,50,10]}}}}',
-            ),
+            "FedAvg": (ONE_MODEL,),
         },
+        ("server/mean", "server/worst", "test_acc"),
+        "server/mean",
+    ),
+    "fedem-mild": Experiment(
+        "The same with mild skew, Dirichlet(0.4).",
+        "fedem_mnist",
+        {"FedEM": (MILD,), "FedAvg": (MILD, ONE_MODEL)},
         ("server/mean", "server/worst", "test_acc"),
         "server/mean",
     ),

@@ -62,6 +62,7 @@ from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.datamodules.federated import InMemory
 from lightning_fl.models import CifarCNN, KeywordCNN, MLPClassifier
+from lightning_fl.objectives import RepresentationMatching
 from lightning_fl.policies import Schedule
 
 #: Rounds of the federation that the library believes in.
@@ -148,10 +149,13 @@ class Stop(Callback):
         trainer.should_stop = trainer.current_epoch + 1 >= self.rounds
 
 
-def library(problem: Federation, rounds: int, processes: int = 1, **lanes: Any) -> Run:
+def library(
+    problem: Federation, rounds: int, processes: int = 1, matching: bool = False, **lanes: Any
+) -> Run:
     """Train with the library; in lanes, where options of theirs are given."""
     net = copy.deepcopy(problem.net)
-    module: Any = ClientModule(net, optimizer=lambda params: torch.optim.SGD(params, lr=LR))
+    terms = [RepresentationMatching(0.1, reduction="mean")] if matching else ()
+    module: Any = ClientModule(net, terms, lambda params: torch.optim.SGD(params, lr=LR))
     with tempfile.TemporaryDirectory() as folder:
         clock = Clock()
         loop = FederatedLoop(problem.clients, policy=Schedule(num_steps=problem.steps), seed=SEED)
@@ -202,9 +206,9 @@ class Contestant(NamedTuple):
     processes: int = 1
 
 
-def _library(threads: int = 2, processes: int = 1, **lanes: Any) -> Contestant:
+def _library(threads: int = 2, processes: int = 1, **options: Any) -> Contestant:
     def run(problem: Federation, rounds: int) -> Run:
-        return library(problem, rounds, processes, **lanes)
+        return library(problem, rounds, processes, **options)
 
     return Contestant(threads, run, processes)
 
@@ -225,6 +229,10 @@ CONTESTANTS: dict[str, Contestant] = {
     "2 processes, 1 lane": _library(processes=2, lanes=1),
     "2 processes, 10 lanes, compiled, fast matmul": _library(processes=2, lanes=10, compile=True),
     "auto": _library(lanes="auto"),
+    "library, one client at a time, with matching": _library(matching=True),
+    "10 lanes, compiled, fast matmul, with matching": _library(
+        matching=True, lanes=10, compile=True
+    ),
 }
 #: What there is for a GPU beside.
 ON_A_GPU: dict[str, Contestant] = {

@@ -92,7 +92,7 @@ class ImageDataModule(FederatedDataModule):
     def _dealt(self, data: Any) -> list[Tensor]:
         """Deal samples to the rotations, one after another."""
         n, each = 0 if data is None else len(data), len(self.rotations)
-        return [torch.arange(i, n, each) for i in range(each)]
+        return [torch.arange(n)[i::each] for i in range(each)]
 
     def _turn(self, data: Any, groups: Sequence[Tensor]) -> None:
         for i, group in enumerate(groups):

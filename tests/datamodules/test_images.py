@@ -1,12 +1,12 @@
 """The image data sets: digits that come with scikit-learn, and torchvision's on disk."""
 
-import pickle
 import sys
 
 import numpy as np
 import pytest
 import torch
 import torchvision
+from layouts import N_TEST, N_TRAIN, cifar_layout, mnist_layout
 from torch import nn
 
 from lightning_fl.callbacks import FederatedLoop
@@ -157,42 +157,6 @@ def test_statistics_are_made_once_for_a_device_and_dtype():
 
 # --- torchvision's layout, made here --------------------------------------------------------------
 
-N_TRAIN, N_TEST = 20, 10
-
-
-def write_idx(path, array):
-    """The format of MNIST's files: type and rank, sizes, bytes."""
-    header = np.array([0x0800 + array.ndim, *array.shape], dtype=">i4")
-    path.write_bytes(header.tobytes() + array.astype(np.uint8).tobytes())
-
-
-def mnist_layout(root, name="MNIST"):
-    """Every image is grey, its label is the last digit of the grey."""
-    folder = root / name / "raw"
-    folder.mkdir(parents=True)
-    for kind, count, first in (("train", N_TRAIN, 0), ("t10k", N_TEST, 100)):
-        grey = first + np.arange(count)
-        write_idx(
-            folder / f"{kind}-images-idx3-ubyte", grey[:, None, None].repeat(28, 1).repeat(28, 2)
-        )
-        write_idx(folder / f"{kind}-labels-idx1-ubyte", grey % 10)
-
-
-def cifar_layout(root):
-    """Every image has its own red, green 100 and blue 200."""
-    folder = root / "cifar-10-batches-py"
-    folder.mkdir(parents=True)
-    size = N_TRAIN // 5
-    greys = {f"data_batch_{i + 1}": np.arange(size) + i * size for i in range(5)}
-    greys["test_batch"] = 100 + np.arange(N_TEST)
-    for name, red in greys.items():
-        image = np.stack([red, np.full_like(red, 100), np.full_like(red, 200)], 1).repeat(1024, 1)
-        content = {"data": image.astype(np.uint8), "labels": (red % 10).tolist()}
-        (folder / name).write_bytes(pickle.dumps(content))
-    names = {"label_names": [f"class {i}" for i in range(10)]}
-    (folder / "batches.meta").write_bytes(pickle.dumps(names))
-
-
 LAYOUTS = {
     MNIST: mnist_layout,
     FashionMNIST: lambda root: mnist_layout(root, "FashionMNIST"),
@@ -298,7 +262,9 @@ def test_real_data_have_their_numbers_shapes_and_statistics(data_root, kind):
 
 def test_rotations_turn_each_clients_images_and_evaluation_images_in_turn():
     options = {"num_clients": 5, "local_test_size": 0.2, "seed": 3}
-    plain, turned = (loaded(Digits, **options, **r) for r in ({}, {"rotations": [0, 90, 180]}))
+    plain, turned = loaded(Digits, **options), Digits(**options, rotations=[0, 90, 180])
+    for stage in ("fit", "test", "fit"):
+        turned.setup(stage)
     a, b = plain.train.tensors[0], turned.train.tensors[0]
     for client in range(5):
         for own in (plain.parts[client], plain.local_tests[client]):

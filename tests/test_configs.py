@@ -1,0 +1,132 @@
+"""Every config runs, resumes bit-equal and trains on two processes, on small data of its kind."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from layouts import cifar_layout, mnist_layout
+
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.cli import main
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    for name in ("MNIST", "FashionMNIST"):
+        mnist_layout(root, name, train=1300, test=40)
+    cifar_layout(root)
+    return root
+
+
+def options(name, root, folder, rounds=4):
+    given = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    small = [
+        "fit",
+        "--config",
+        str(CONFIGS / f"{name}.yaml"),
+        f"--trainer.default_root_dir={folder}",
+        f"--trainer.max_epochs={rounds}",
+        "--trainer.check_val_every_n_epoch=1",
+        "--checkpoint.every_n_rounds=1",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.enable_model_summary=false",
+        "--threads=1",
+    ]
+    if given["data"]["class_path"] != "Digits":
+        small += [f"--data.init_args.root={root}", "--data.init_args.val_size=20"]
+    if given["data"]["class_path"] == "CIFAR10":  # 20 samples
+        small += ["--data.init_args.val_size=5", "--data.init_args.num_clients=5"]
+    policy = given["federation"]["policy"]
+    if policy["class_path"] == "StagedPolicy":  # into the second stage
+        small += [f"--federation.{rule}.init_args.rounds=[2]" for rule in ("policy", "aggregator")]
+    if policy["class_path"] == "Stragglers":
+        small += ["--federation.policy.init_args.policy.init_args.local_epochs=3"]
+    if given["federation"].get("aggregator", {}).get("class_path") == "ClusteredFL":  # does split
+        small += [f"--federation.aggregator.init_args.{o}" for o in ("warmup=1", "eps1=9")]
+        small += ["--federation.aggregator.init_args.eps2=0"]
+    return small
+
+
+def left(folder):
+    """Return what a run has left: its table, and what the next round would start from."""
+    (run,) = Path(folder).glob("version_*")
+    checkpoint = torch.load(run / "last.ckpt", weights_only=True)
+    state = checkpoint["callbacks"]["FederatedLoop"]
+    kept = {k: state[k] for k in ("aggregator", "policy", "store")}
+    return (run / "rounds.csv").read_text(), checkpoint["state_dict"], kept
+
+
+@pytest.fixture
+def run(monkeypatch):
+    def run(args):
+        monkeypatch.setattr(sys, "argv", ["lightning-fl", *args])
+        monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+        main()
+
+    return run
+
+
+class KilledError(Exception):
+    """The end of a process, without which no test could go on."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_resumes_bit_equal_after_its_end_in_a_round(
+    name, root, run, tmp_path, monkeypatch
+):
+    run(options(name, root, tmp_path / "whole"))
+    ended = FederatedLoop.on_train_batch_end
+
+    def killed(self, *args):
+        ended(self, *args)
+        if self.round == 2:
+            raise KilledError
+
+    with monkeypatch.context() as context:
+        context.setattr(FederatedLoop, "on_train_batch_end", killed)
+        context.setattr(FederatedLoop, "on_exception", lambda *_: None)
+        with pytest.raises(KilledError):
+            run(options(name, root, tmp_path / "parts"))
+    run([*options(name, root, tmp_path / "parts"), "--ckpt_path=last"])
+    whole, parts = left(tmp_path / "whole"), left(tmp_path / "parts")
+    assert whole[0] == parts[0]
+    assert whole[0].count("\n") == 5
+    _assert_equal(whole[1:], parts[1:], torch.equal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_trains_on_two_processes_as_on_one(name, root, run, tmp_path):
+    run(options(name, root, tmp_path / "one", rounds=3))
+    two = ["--trainer.strategy=client_parallel", "--trainer.devices=2", "--trainer.accelerator=cpu"]
+    line = [sys.executable, "-m", "lightning_fl", *options(name, root, tmp_path / "two", rounds=3)]
+    done = subprocess.run([*line, *two], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    one, two = left(tmp_path / "one"), left(tmp_path / "two")
+    for a, b in zip(one[0].splitlines(), two[0].splitlines(), strict=True):
+        for x, y in zip(a.split(","), b.split(","), strict=True):
+            assert x == y or float(x) == pytest.approx(float(y), rel=1e-3, abs=1e-5)
+    _assert_equal(one[1:], two[1:], lambda x, y: torch.allclose(x, y, rtol=1e-3, atol=1e-5))
+
+
+def _assert_equal(one, two, same):
+    """Compare trees of tensors."""
+    if isinstance(one, torch.Tensor):
+        assert one.shape == two.shape
+        assert same(one, two)
+    elif isinstance(one, dict):
+        assert one.keys() == two.keys()
+        for key in one:
+            _assert_equal(one[key], two[key], same)
+    elif isinstance(one, list | tuple):
+        for a, b in zip(one, two, strict=True):
+            _assert_equal(a, b, same)
+    else:
+        assert one == two
