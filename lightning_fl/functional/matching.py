@@ -1,0 +1,302 @@
+r"""Matching of neurons of networks that were trained apart (Yurochkin et al., 2019, "PFNM").
+
+A neuron is a vector of the weights that belong to it. Each is a noisy copy of a global one, an atom
+:math:`\theta_i \sim N(\mu_0, \sigma_0^2)`; which neurons are copies of the same atom, and how many
+atoms there are, is inferred under a Beta-Bernoulli process. All is in float64.
+
+Atom :math:`i` with clients :math:`j` has the natural parameters
+
+.. math:: S_i = \mu_0 p_0 + \sum_{(j, l) \to i} p_j v_{jl}, \qquad
+    P_i = p_0 + \sum_{(j, l) \to i} p_j
+
+for each coordinate, where :math:`p_0 = 1 / \sigma_0^2` and :math:`p_j = 1 / \sigma_j^2`, and its
+best value is :math:`S_i / P_i` (proposition 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Process:
+    r"""What is believed of neurons before any is seen.
+
+    Args:
+        mean: :math:`\mu_0` of each coordinate, ``[D]``.
+        precision: :math:`p_0 = 1 / \sigma_0^2` of each, ``[D]``, positive.
+        clients: :math:`J`.
+        gamma: :math:`\gamma_0`: the larger, the more atoms.
+        popularity: How much the Beta-Bernoulli process weighs beside the values: 2 is the paper's
+            equations 6 and 8, 1 its proposition 2 as printed, and its authors' program.
+        cap: Counts above it count as this.
+        most: Atoms there may be; as many as neurons where None.
+    """
+
+    mean: Tensor
+    precision: Tensor
+    clients: int
+    gamma: float = 1.0
+    popularity: float = 2.0
+    cap: int | None = None
+    most: int | None = None
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Which neurons are copies of which atoms.
+
+    Args:
+        assignments: Of each client, the atom of each of its neurons, ``[L_j]``.
+        sums: :math:`S`, ``[L, D]``.
+        precisions: :math:`P`, ``[L, D]``.
+        counts: Clients of each atom, ``[L]``.
+        objective: Its values, after the greedy pass and after each sweep.
+    """
+
+    assignments: list[Tensor]
+    sums: Tensor
+    precisions: Tensor
+    counts: Tensor
+    objective: list[float]
+
+    @property
+    def atoms(self) -> Tensor:
+        """The best values of the atoms, ``[L, D]``."""
+        return self.sums / self.precisions
+
+
+def gains(
+    prior: Process, sums: Tensor, precisions: Tensor, counts: Tensor, values: Tensor, own: Tensor
+) -> Tensor:
+    r"""Say what a client's neurons add to the objective, by the atom that each may become.
+
+    Neuron :math:`l` as a copy of atom :math:`i`, which :math:`m_i` others have, gains
+
+    .. math:: \sum_d \frac{(S_i + p v_l)^2}{P_i + p} - \frac{S_i^2}{P_i}
+        + \kappa \log \frac{m_i}{J - m_i},
+
+    and as the :math:`q`-th atom of its own
+
+    .. math:: \sum_d \frac{(\mu_0 p_0 + p v_l)^2}{p_0 + p} - \mu_0^2 p_0
+        + \kappa \Bigl(\log \frac{\gamma_0}{J} - \log q\Bigr),
+
+    with :math:`\kappa` = ``popularity``. Squares are expanded: it takes two matrix products.
+
+    Args:
+        prior: What is believed before.
+        sums: :math:`S` of the others, ``[L, D]``.
+        precisions: :math:`P` of the others, ``[L, D]``.
+        counts: :math:`m`, ``[L]``.
+        values: :math:`v`, ``[L_j, D]``.
+        own: :math:`p`, ``[D]``.
+
+    Returns:
+        ``[L_j, L + N]``, where :math:`N` is how many atoms there may be beside.
+
+    Example:
+        >>> prior = Process(torch.zeros(1), torch.ones(1), clients=2)
+        >>> one = torch.ones(1, 1)  # an atom of one other client, S = 1, P = 2
+        >>> gains(prior, one, 2 * one, torch.ones(1), one, torch.ones(1))
+        tensor([[ 0.8333, -0.8863]])
+    """
+    total, square = precisions + own, values.square()
+    known = (sums.square() / total - sums.square() / precisions).sum(1)
+    known = known + 2 * values @ (own * sums / total).mT + square @ (own.square() / total).mT
+    m = counts if prior.cap is None else counts.clamp(max=prior.cap)
+    known = known + prior.popularity * (m / (prior.clients - m)).log()
+    shift = prior.mean * prior.precision
+    new = ((shift + own * values).square() / (prior.precision + own)).sum(1)
+    new = new - (shift * prior.mean).sum()
+    q = torch.arange(1, _places(prior, len(sums), len(values)) + 1).to(values)
+    share = torch.full_like(q, prior.gamma / prior.clients).log() - q.log()
+    return torch.cat([known, new[:, None] + prior.popularity * share], 1)
+
+
+def _places(prior: Process, atoms: int, neurons: int) -> int:
+    """How many atoms a client may add: as many as it has neurons, if there is room."""
+    if prior.most is None:
+        return neurons
+    return min(neurons, max(prior.most - atoms, neurons - atoms, 0))
+
+
+def best_assignment(gain: Tensor) -> Tensor:
+    """Give each neuron an atom of its own such that the gains' sum is largest (Hungarian method).
+
+    Args:
+        gain: ``[L_j, N]`` with at least as many columns as rows.
+
+    Returns:
+        The column of each row, ``[L_j]``.
+
+    Example:
+        >>> best_assignment(torch.tensor([[3.0, 2.0], [3.0, 0.0]]))
+        tensor([1, 0])
+    """
+    _, columns = linear_sum_assignment(gain.cpu().numpy(), maximize=True)
+    return torch.as_tensor(columns, dtype=torch.int64)
+
+
+def objective(
+    prior: Process, sums: Tensor, precisions: Tensor, counts: Tensor, alone: Tensor
+) -> float:
+    r"""Twice the logarithm of the posterior of assignments, up to a constant (eq. 6).
+
+    .. math:: \sum_i \sum_d \Bigl(\frac{S_i^2}{P_i} - \mu_0^2 p_0\Bigr) + \kappa \Bigl(
+        \sum_i \log \frac{\gamma_0 (m_i - 1)!\, (J - m_i)!}{J!} - \sum_j \log K_j!\Bigr)
+
+    A client's own :func:`gains` are differences of it.
+
+    Args:
+        prior: What is believed before.
+        sums: :math:`S`, ``[L, D]``.
+        precisions: :math:`P`, ``[L, D]``.
+        counts: :math:`m`, ``[L]``, from 1 up.
+        alone: :math:`K`: how many atoms each client has alone, ``[J]``.
+    """
+    data = (sums.square() / precisions).sum() - len(sums) * (
+        prior.mean.square() * prior.precision
+    ).sum()
+    j = torch.tensor(float(prior.clients), dtype=torch.float64)
+    m = counts.double()
+    process = (m.lgamma() + (j - m + 1).lgamma() - (j + 1).lgamma()).sum()
+    process = process + len(sums) * torch.tensor(prior.gamma, dtype=torch.float64).log()
+    return float(data + prior.popularity * (process - (alone.double() + 1).lgamma().sum()))
+
+
+class _State:
+    """Assignments, and what they add up to."""
+
+    def __init__(self, prior: Process, values: Sequence[Tensor], own: Sequence[Tensor]) -> None:
+        self.prior = prior
+        self.values = [v.double() for v in values]
+        self.own = [p.double() for p in own]
+        #: Of each client, ``[L_j]``; those that are out have none.
+        self.assignments: list[Tensor | None] = [None] * len(values)
+        size = len(prior.mean)
+        self.sums, self.precisions = (torch.zeros(0, size, dtype=torch.float64) for _ in range(2))
+        self.counts = torch.zeros(0, dtype=torch.float64)
+
+    def add(self, client: int, atoms: Tensor) -> None:
+        """Assign a client's neurons; atoms beyond those that there are begin with the prior."""
+        more = max(int(atoms.max()) + 1 - len(self.counts), 0)
+        begin = (self.prior.mean * self.prior.precision).double().expand(more, -1)
+        self.sums = torch.cat([self.sums, begin])
+        self.precisions = torch.cat(
+            [self.precisions, self.prior.precision.double().expand(more, -1)]
+        )
+        self.counts = torch.cat([self.counts, self.counts.new_zeros(more)])
+        self.assignments = [atoms if i == client else a for i, a in enumerate(self.assignments)]
+        self._count(client, atoms, 1)
+
+    def remove(self, client: int) -> None:
+        """Take a client out, and the atoms that nobody else has."""
+        atoms = self.assignments[client]
+        assert atoms is not None
+        self._count(client, atoms, -1)
+        self.assignments = [None if i == client else a for i, a in enumerate(self.assignments)]
+        self.drop_empty()
+
+    def drop_empty(self) -> None:
+        """Forget atoms that nobody has."""
+        kept = self.counts > 0
+        place = kept.cumsum(0) - 1
+        self.sums, self.precisions = self.sums[kept], self.precisions[kept]
+        self.counts = self.counts[kept]
+        self.assignments = [None if a is None else place[a] for a in self.assignments]
+
+    def _count(self, client: int, atoms: Tensor, sign: int) -> None:
+        own = self.own[client]
+        self.sums = self.sums.index_add(0, atoms, own * self.values[client], alpha=sign)
+        self.precisions = self.precisions.index_add(
+            0, atoms, own.expand(len(atoms), -1), alpha=sign
+        )
+        self.counts = self.counts.index_add(0, atoms, torch.ones(len(atoms)).double(), alpha=sign)
+
+    def objective(self) -> float:
+        """Return the present value."""
+        alone = torch.stack(
+            [(self.counts[a] == 1).sum() for a in self.assignments if a is not None]
+        )
+        return objective(self.prior, self.sums, self.precisions, self.counts, alone)
+
+    def place(self, client: int) -> None:
+        """Match a client that is out to the atoms of the others."""
+        own, values = self.own[client], self.values[client]
+        gain = gains(self.prior, self.sums, self.precisions, self.counts, values, own)
+        found = best_assignment(gain)
+        fresh = found >= len(self.counts)
+        # Those of its own in the order of its neurons: which is the q-th is of no account.
+        found[fresh] = len(self.counts) + torch.arange(int(fresh.sum()))
+        self.add(client, found)
+
+    def replace(self, client: int) -> None:
+        """Match a client anew, unless that lowers the objective."""
+        before, value = dict(vars(self)), self.objective()
+        self.remove(client)
+        self.place(client)
+        if self.objective() < value:
+            vars(self).update(before)
+
+
+def match(
+    prior: Process,
+    values: Sequence[Tensor],
+    own: Sequence[Tensor],
+    sweeps: int = 5,
+    orders: Sequence[Sequence[int]] | None = None,
+    start: Sequence[Tensor] | None = None,
+    generator: torch.Generator | None = None,
+) -> Matching:
+    """Match the neurons of several clients.
+
+    The clients are placed one after another, the widest first, each by the Hungarian method; then
+    in each sweep every client is taken out and placed anew, where that does not lower the
+    objective: it never falls.
+
+    Args:
+        prior: What is believed before.
+        values: Neurons of each client, ``[L_j, D]``.
+        own: Precisions of each client's coordinates, ``[D]``, from 0 up.
+        sweeps: How often.
+        orders: Of the clients: the first is that of the greedy pass, then one a sweep; None draws
+            those of the sweeps.
+        start: Assignments to start with, instead of the greedy pass.
+        generator: Where orders come from; None is torch's.
+
+    Returns:
+        The matching.
+
+    Example:
+        >>> prior = Process(torch.zeros(1), torch.full((1,), 0.1), clients=2)
+        >>> values = [torch.tensor([[5.0], [-5.0]]), torch.tensor([[-5.2], [5.2], [0.5]])]
+        >>> found = match(prior, values, [torch.ones(1)] * 2)
+        >>> found.assignments, len(found.atoms)
+        ([tensor([1, 0]), tensor([0, 1, 2])], 3)
+    """
+    state = _State(prior, values, own)
+    everyone = range(len(values))
+    if start is None:
+        widest = sorted(everyone, key=lambda client: -len(values[client]))
+        for client in widest if orders is None else orders[0]:
+            state.place(client)
+    else:
+        for client, atoms in enumerate(start):
+            state.add(client, atoms)
+        state.drop_empty()
+    history = [state.objective()]
+    for sweep in range(sweeps):
+        if orders is None:
+            order = torch.randperm(len(values), generator=generator).tolist()
+        else:
+            order = list(orders[sweep + 1])
+        for client in order:
+            state.replace(client)
+        history.append(state.objective())
+    assigned = [atoms for atoms in state.assignments if atoms is not None]
+    return Matching(assigned, state.sums, state.precisions, state.counts, history)

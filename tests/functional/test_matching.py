@@ -1,0 +1,281 @@
+"""Matching of neurons: against brute force, closed forms and limit cases."""
+
+from itertools import pairwise, permutations, product
+from math import lgamma, log
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fl.functional.matching import Process, best_assignment, gains, match
+from lightning_fl.functional.networks import match_networks
+from lightning_fl.types import FederationError
+
+
+def rand(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def process(d, clients, **options):
+    return Process(0.3 * rand(d, seed=9), 0.2 + rand(d, seed=8).square(), clients, **options)
+
+
+def plainly(prior, values, own, assignments):
+    """The objective by loops over atoms, clients and coordinates."""
+    atoms = sorted({int(a) for each in assignments for a in each})
+    total, j = 0.0, prior.clients
+    for atom in atoms:
+        holders = [
+            (c, n) for c, each in enumerate(assignments) for n, a in enumerate(each) if a == atom
+        ]
+        for d in range(len(prior.mean)):
+            p0, m0 = float(prior.precision[d]), float(prior.mean[d])
+            s = m0 * p0 + sum(float(own[c][d] * values[c][n, d]) for c, n in holders)
+            p = p0 + sum(float(own[c][d]) for c, _ in holders)
+            total += s * s / p - m0 * m0 * p0
+        m = len(holders)
+        total += prior.popularity * (
+            log(prior.gamma) + lgamma(m) + lgamma(j - m + 1) - lgamma(j + 1)
+        )
+    for client in range(len(assignments)):
+        alone = sum(
+            1
+            for a in assignments[client]
+            if sum(a in [int(x) for x in e] for e in assignments) == 1
+        )
+        total -= prior.popularity * lgamma(alone + 1)
+    return total
+
+
+@pytest.mark.parametrize("popularity", [1.0, 2.0])
+def test_gains_are_what_an_assignment_adds_to_the_objective(popularity):
+    prior = process(3, 4, gamma=1.7, popularity=popularity)
+    values = [rand(2, 3, seed=1), rand(3, 3, seed=2), rand(2, 3, seed=3)]
+    own = [rand(3, seed=s).square() for s in (4, 5, 6)]
+    others = [[0, 1], [1, 2, 0]]
+    before = plainly(prior, values, own, [*others, []])
+    found = match(prior, values[:2], own[:2], sweeps=0, start=[torch.tensor(a) for a in others])
+    gain = gains(prior, found.sums, found.precisions, found.counts, values[2], own[2])
+    assert gain.shape == (2, 3 + 2)
+    for atoms in permutations(range(4), 2):  # the first atom of its own is number 3
+        expected = float(gain[0, atoms[0]] + gain[1, atoms[1]])
+        # Client 1 has one atom alone, or none where that gets a second holder: 1! is 0!.
+        after = plainly(prior, values, own, [*others, list(atoms)])
+        assert expected == pytest.approx(after - before, abs=1e-10)
+
+
+def test_the_objective_agrees_with_loops():
+    prior = process(2, 3, gamma=0.4)
+    values, own = [rand(3, 2, seed=s) for s in range(3)], [rand(2, seed=s).exp() for s in range(3)]
+    start = [[0, 1, 2], [3, 1, 0], [3, 4, 5]]
+    found = match(prior, values, own, sweeps=0, start=[torch.tensor(a) for a in start])
+    assert found.objective[0] == pytest.approx(plainly(prior, values, own, start), abs=1e-10)
+    for atom in range(6):  # proposition 1
+        holders = [(c, n) for c in range(3) for n in range(3) if start[c][n] == atom]
+        top = prior.mean * prior.precision + sum(own[c] * values[c][n] for c, n in holders)
+        low = prior.precision + sum(own[c] for c, _ in holders)
+        torch.testing.assert_close(found.atoms[atom], top / low, rtol=1e-12, atol=1e-12)
+    assert found.counts.tolist() == [2, 2, 1, 2, 1, 1]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_client_gets_the_best_of_all_assignments(seed):
+    gain = rand(3, 5, seed=seed)
+    found = best_assignment(gain)
+    best = max(
+        permutations(range(5), 3), key=lambda a: sum(float(gain[row, c]) for row, c in enumerate(a))
+    )
+    assert found.tolist() == list(best)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sweeps_find_what_no_single_client_can_better(seed):
+    prior = process(2, 3, gamma=1.0)
+    values = [rand(2, 2, seed=10 * seed + s) for s in range(3)]
+    own = [torch.full((2,), 5.0, dtype=torch.float64)] * 3
+    found = match(prior, values, own, sweeps=6, orders=[[0, 1, 2]] * 7)
+    best = found.objective[-1]
+    assert plainly(prior, values, own, [a.tolist() for a in found.assignments]) == pytest.approx(
+        best
+    )
+    every = [a for a in product(range(8), repeat=2) if a[0] != a[1]]
+    for client in range(3):
+        for other in every:
+            tried = [a.tolist() for a in found.assignments]
+            tried[client] = list(other)
+            gain = plainly(prior, values, own, tried) - best
+            # What others have alone then counts too, which a client's gains leave out.
+            assert gain <= prior.popularity * 2 * log(2) + 1e-9
+    assert found.objective == sorted(found.objective)
+
+
+def test_the_objective_never_falls_over_sweeps():
+    for seed in range(10):
+        values = [rand(6, 4, seed=100 * seed + s) for s in range(5)]
+        prior = Process(torch.zeros(4), torch.ones(4), 5, gamma=10.0)
+        generator = torch.Generator().manual_seed(seed)
+        found = match(prior, values, [torch.full((4,), 3.0)] * 5, sweeps=8, generator=generator)
+        assert found.objective == sorted(found.objective)
+        assert found.counts.sum() == 30
+        assert found.counts.max() <= 5
+        for each in found.assignments:
+            assert len(each.unique()) == len(each)
+
+
+def test_the_same_orders_give_the_same_matching():
+    values = [rand(5, 3, seed=s) for s in range(4)]
+    prior, own = Process(torch.zeros(3), torch.ones(3), 4), [torch.ones(3)] * 4
+    orders = [[2, 0, 1, 3], [3, 1, 0, 2]]
+    a, b = (match(prior, values, own, sweeps=1, orders=orders) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(a.assignments, b.assignments, strict=True))
+
+
+def test_identical_clients_collapse_and_far_ones_stay_apart():
+    prior, own = Process(torch.zeros(4), torch.full((4,), 0.1), 3), [torch.full((4,), 10.0)] * 3
+    values = 3 * rand(6, 4)
+    permuted = [
+        values[torch.randperm(6, generator=torch.Generator().manual_seed(s))] for s in (1, 2)
+    ]
+    found = match(prior, [values, *permuted], own)
+    assert len(found.atoms) == 6
+    torch.testing.assert_close(found.atoms, values * 30 / 30.1, rtol=1e-10, atol=1e-10)
+    far = [values, values + 40, values - 40]
+    assert len(match(prior, far, own).atoms) == 18
+
+
+def test_a_cap_and_a_limit():
+    prior = Process(torch.zeros(1), torch.ones(1), 4, cap=2, most=3)
+    gain = gains(
+        prior,
+        torch.zeros(2, 1),
+        torch.ones(2, 1),
+        torch.tensor([1.0, 3.0]),
+        torch.zeros(2, 1),
+        torch.zeros(1),
+    )
+    assert gain.shape == (2, 3)
+    expected = [2 * log(1 / 3), 2 * log(2 / 2), 2 * log(1 / 4)]
+    np.testing.assert_allclose(gain[0], expected, atol=1e-12)
+    found = match(prior, [10 * rand(3, 1, seed=s) for s in range(4)], [torch.ones(1)] * 4)
+    assert len(found.atoms) == 3
+
+
+# --- networks -------------------------------------------------------------------------------------
+
+
+def network(*sizes, seed=0):
+    return [
+        (rand(out, into, seed=seed + 2 * i), rand(out, seed=seed + 2 * i + 1))
+        for i, (into, out) in enumerate(pairwise(sizes))
+    ]
+
+
+def output(layers, x, activation=torch.tanh):
+    for weight, bias in layers[:-1]:
+        x = activation(x @ weight.mT + bias)
+    return x @ layers[-1][0].mT + layers[-1][1]
+
+
+def shuffled(layers, seed):
+    """The same function, with its hidden neurons in another order."""
+    found = [[w.clone(), b.clone()] for w, b in layers]
+    for i in range(len(found) - 1):
+        order = torch.randperm(len(found[i][1]), generator=torch.Generator().manual_seed(seed + i))
+        found[i] = [found[i][0][order], found[i][1][order]]
+        found[i + 1][0] = found[i + 1][0][:, order]
+    return [(w, b) for w, b in found]
+
+
+@pytest.mark.parametrize("sizes", [(4, 5, 3), (4, 5, 6, 3), (4, 6, 5, 4, 3)])
+def test_a_network_and_its_permutations_merge_to_itself(sizes):
+    net, x = network(*sizes), rand(7, 4, seed=99)
+    nets = [net, shuffled(net, 1), shuffled(net, 7)]
+    found = match_networks(nets, sigma2=1e-6, sigma02=1e4, popularity=1.0)
+    assert found.widths == list(sizes[1:-1])
+    torch.testing.assert_close(output(found.layers, x), output(net, x), rtol=1e-5, atol=1e-5)
+    for client in range(3):
+        torch.testing.assert_close(
+            output(found.of_client(client), x), output(net, x), rtol=1e-5, atol=1e-5
+        )
+        for (w, b), (v, c) in zip(found.of_client(client), nets[client], strict=True):
+            torch.testing.assert_close(w, v, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(b, c, rtol=1e-5, atol=1e-5)
+
+
+def test_the_order_of_neurons_changes_nothing():
+    nets = [network(4, 5, 4, 3, seed=s) for s in (0, 50, 90)]
+    moved = [nets[0], shuffled(nets[1], 3), shuffled(nets[2], 4)]
+    orders = [[0, 1, 2]] * 4
+    x = rand(6, 4, seed=77)
+    a, b = (
+        match_networks(n, sigma2=0.5, gamma=3.0, sweeps=3, orders=orders) for n in (nets, moved)
+    )
+    assert a.widths == b.widths
+    torch.testing.assert_close(output(a.layers, x), output(b.layers, x), rtol=1e-10, atol=1e-10)
+
+
+def test_one_client_of_several_widths_and_softmax_weights_by_hand():
+    """One neuron each, of the same kind: every weight is a mean with the prior's."""
+    one = [
+        (torch.tensor([[2.0]]), torch.tensor([1.0])),
+        (torch.tensor([[4.0], [8.0]]), torch.tensor([1.0, 2.0])),
+    ]
+    two = [
+        (torch.tensor([[3.0]]), torch.tensor([2.0])),
+        (torch.tensor([[6.0], [9.0]]), torch.tensor([3.0, 6.0])),
+    ]
+    counts = torch.tensor([[3, 0], [1, 5]])
+    found = match_networks([one, two], counts, sigma2=0.5, sigma02=2.0, bias_mean=0.1)
+    assert found.widths == [1]
+    (weight, bias), (out, last) = found.layers
+    assert float(weight) == pytest.approx((2 * 2 + 2 * 3) / (0.5 + 4))
+    assert float(bias) == pytest.approx((0.5 * 0.1 + 2 * 1 + 2 * 2) / (0.5 + 4))
+    expected = [(2 * (0.75 * 4 + 0.25 * 6)) / 2.5, (2 * 9) / 2.5]
+    assert out[:, 0].tolist() == pytest.approx(expected)
+    biases = [(0.05 + 2 * (0.75 * 1 + 0.25 * 3)) / 2.5, (0.05 + 2 * 6) / 2.5]
+    assert last.tolist() == pytest.approx(biases)
+
+
+def test_clients_of_different_widths_and_a_start():
+    nets = [network(4, 3, 3, seed=0), network(4, 6, 3, seed=20)]
+    found = match_networks(nets, gamma=5.0)
+    assert [len(a) for a in found.matchings[0].assignments] == [3, 6]
+    assert 6 <= found.widths[0] <= 9
+    again = match_networks(
+        nets, gamma=5.0, sweeps=0, start=[m.assignments for m in found.matchings]
+    )
+    for (w, b), (v, c) in zip(again.layers, found.layers, strict=True):
+        torch.testing.assert_close(w, v)
+        torch.testing.assert_close(b, c)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sigma2": 0.0}, "sigma2 must be positive and finite, got 0.0"),
+        ({"sigma02": -1.0}, "sigma02 must be positive"),
+        ({"gamma": float("nan")}, "gamma must be positive"),
+        (
+            {"class_counts": torch.tensor([[1, 0, 2], [3, 0, 1]])},
+            "no client has a sample of class 1",
+        ),
+        ({"class_counts": torch.ones(2, 2)}, "one number for each of 2 clients and 3 classes"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(FederationError, match=message):
+        match_networks([network(4, 3, 3), network(4, 5, 3)], **options)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (network(4, 3, 3, 3), "network of 3 layers, client 0 of 2"),
+        (network(5, 3, 3), "network of 5 inputs, client 0 of 4"),
+        (network(4, 3, 2), "network of 2 classes, client 0 of 3"),
+        ([(torch.full((3, 4), torch.nan), torch.zeros(3)), *network(3, 3)], "not finite"),
+    ],
+)
+def test_networks_that_do_not_fit(other, message):
+    with pytest.raises(FederationError, match=message):
+        match_networks([network(4, 3, 3), other])
