@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fl.types import FederationError
 
@@ -37,6 +37,13 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def on_device(trainer: Trainer, batch: Any) -> Any:
     """Bring a batch to where a module trains, as Lightning's loops do."""
     return trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
+
+
+def accuracy(module: LightningModule, batch: Any) -> Tensor:
+    """Return for each sample of ``(x, y)`` whether the largest output is the right one."""
+    x, y = batch
+    found: Tensor = module(x).argmax(1) == y
+    return found.double()
 
 
 def has_running_statistics(module: nn.Module) -> bool:

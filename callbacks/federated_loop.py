@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_fl.aggregators import Aggregator, FedAvg
 from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO
 from lightning_fl.callbacks.checks import (
+    accuracy,
     check_module,
     check_smallest_batch,
     check_trainer,
@@ -177,12 +178,13 @@ class FederatedLoop(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what breaks rounds, and set what rounds need on the Trainer."""
+        user = pl_module.module if isinstance(pl_module, Lanes) else pl_module
         if stage != "fit":
+            self.aggregator.prepare(user)
             return
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # not a user's own
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         check_trainer(trainer)
-        user = pl_module.module if isinstance(pl_module, Lanes) else pl_module
         check_module(user)
         data = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
         if not isinstance(data, FederatedData):
@@ -216,6 +218,14 @@ class FederatedLoop(Callback):
                 f" {type(user).__name__} has no method losses(batch) that returns each sample's:"
                 " write one, or use a ClientModule"
             )
+        if self.aggregator.replaces_network:
+            if self.policy.needs_credits:
+                raise FederationError(
+                    f"{type(self.policy).__name__} looks at the gradient of the server's model, and"
+                    f" {type(self.aggregator).__name__} replaces its network: choose another policy"
+                )
+            self.aggregator.class_counts = getattr(data, "class_counts", None)
+            self.aggregator.prepare(user, data.example())
         if self.buffers is None and has_running_statistics(user):
             rank_zero_warn(
                 "the module keeps running statistics (BatchNorm) and clients change them:"
@@ -250,6 +260,12 @@ class FederatedLoop(Callback):
                 f"{type(parallel).__name__} shares the samples of one client over processes, Lanes"
                 " trains many clients in each: choose strategy='client_parallel', or leave Lanes"
             )
+        if self._shares_samples and self.aggregator.replaces_network:
+            raise FederationError(
+                f"{type(self.aggregator).__name__} replaces the module's network, which"
+                f" {type(parallel).__name__} has to know beforehand: choose"
+                " strategy='client_parallel'"
+            )
         # Each process has had the whole sum already.
         self.aggregator.sync_on_compute = not self._shares_samples
         self._undo.enter_context(one_optimizer(pl_module))
@@ -258,6 +274,7 @@ class FederatedLoop(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take hold of the module's tensors and of its optimiser."""
+        self.aggregator.withdraw()
         self.lane = lane_host(
             pl_module,
             self.buffers or "average",
@@ -306,6 +323,7 @@ class FederatedLoop(Callback):
                 " epochs: give each Trainer a FederatedLoop of its own, or resume both from a"
                 " checkpoint with ckpt_path"
             )
+        self.aggregator.withdraw()
         if self._server_at_start is not None:
             self.lane.write(self._server_at_start)
             self._server_at_start = None
@@ -378,6 +396,7 @@ class FederatedLoop(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the snapshot that every client of the round starts from."""
         self._write_rounds(trainer)
+        self.aggregator.withdraw()
         plan = self.plan()
         if trainer.num_training_batches != len(plan.schedule):
             raise FederationError(
@@ -559,7 +578,24 @@ class FederatedLoop(Callback):
                 stacklevel=2,
             )
         self._leave_clients(server, round.schedule_after)
+        self.aggregator.publish(lambda: self._training_accuracy(round.plan.clients.tolist()))
         round.aggregated = True
+
+    def _training_accuracy(self, clients: Sequence[int]) -> float:
+        """Return the accuracy of the module as it is on these clients' training samples."""
+        module, data = self.lane.module, self._data
+        seed = derive_seed(self._seed, Purpose.CLIENT_LOSS, self.round)
+        rank, world_size = self._trainer.global_rank, self._trainer.world_size
+        right = torch.zeros(2, dtype=torch.float64, device=module.device)
+        with evaluating(module), torch.no_grad(), seeded_rng(seed, module.device):
+            for client in clients[rank::world_size]:
+                for batch in data.samples_of(client):
+                    with self._trainer.precision_plugin.val_step_context():
+                        found = accuracy(module, on_device(self._trainer, batch))
+                    right += torch.stack([found.sum(), torch.ones_like(found).sum()])
+        if world_size > 1:
+            torch.distributed.all_reduce(right)
+        return float(right[0] / right[1])
 
     def _merge(self, round: _Round) -> None:
         """Take in what the other processes know of their clients; the aggregator sums by itself."""
@@ -589,6 +625,7 @@ class FederatedLoop(Callback):
         """After a round that was cut short the server's model stays, never half a client."""
         if (round := self._round) is not None and not round.aggregated:
             self._leave_clients(round.server, round.schedule)
+            self.aggregator.publish()
             self.store.discard()
 
     def on_exception(

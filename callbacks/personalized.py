@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_fl.callbacks.checkpoint import write_atomically
-from lightning_fl.callbacks.checks import evaluating, on_device
+from lightning_fl.callbacks.checks import accuracy, evaluating, on_device
 from lightning_fl.callbacks.federated_loop import FederatedLoop
 from lightning_fl.functional.randomness import Purpose, derive_seed, generator, seeded_rng
 from lightning_fl.lanes import ModuleLane, optimizers_in
@@ -32,13 +32,6 @@ if TYPE_CHECKING:
 KINDS = ("server", "personal", "kept", "local")
 #: What a copy of a module shares with it.
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
-
-
-def accuracy(module: LightningModule, batch: Any) -> Tensor:
-    """Return for each sample of ``(x, y)`` whether the largest output is the right one."""
-    x, y = batch
-    found: Tensor = module(x).argmax(1) == y
-    return found.double()
 
 
 class PersonalizedEvaluation(Callback):
@@ -105,6 +98,12 @@ class PersonalizedEvaluation(Callback):
             raise FederationError(
                 "PersonalizedEvaluation needs a FederatedLoop, and test samples of each client: set"
                 " local_test_size of the data module (data.init_args.local_test_size=0.2)"
+            )
+        if self._loop.aggregator.replaces_network:
+            raise FederationError(
+                "PersonalizedEvaluation trains the server's model further, and"
+                f" {type(self._loop.aggregator).__name__} replaces its network by one of another"
+                " width: leave one of them out"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -583,6 +583,18 @@ class FederatedDataModule(LightningDataModule):
         return self._num_samples
 
     @property
+    def class_counts(self) -> Tensor | None:
+        """Training samples of each client and class, ``[num_clients, classes]``; None if unknown.
+
+        Classes are numbers from 0 up.
+        """
+        labels = self.class_labels
+        if labels is None or labels.is_floating_point() or int(labels.min()) < 0:
+            return None
+        most = int(labels.max()) + 1
+        return torch.stack([labels[part].bincount(minlength=most) for part in self.parts])
+
+    @property
     def batches_per_epoch(self) -> Tensor:
         """Batches in one pass over each client's samples, ``[num_clients]``."""
         return self._num_batches(self.num_samples)

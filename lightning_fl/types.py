@@ -256,6 +256,9 @@ class FederatedData(Protocol):
     def samples_of(self, client: int) -> Iterator[Any]:
         """All training samples of a client, in batches."""
 
+    def example(self) -> Any:
+        """Two training samples as the module gets them."""
+
     def batch_sizes(self, clients: Tensor, start: int, count: int) -> Tensor:
         """Samples in some local steps of these clients, ``[count, k]``."""
 

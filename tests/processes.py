@@ -22,6 +22,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fl import ClientModule, ClientParallelStrategy, Lanes
 from lightning_fl.aggregators import (
+    PFNM,
     ClusteredFL,
     FedAdam,
     FedAvg,
@@ -170,6 +171,11 @@ CASES = {
         {},
     ),
     "gossip": lambda: (wide_lanes(client_module()), {"aggregator": Gossip("ring")}, {}),
+    "neurons": lambda: (
+        client_module(),
+        {"aggregator": PFNM(sigma02=10.0, widths=[8, 5]), "participation": 5},
+        {},
+    ),
     "stages": lambda: (
         client_module(),
         {"aggregator": Staged([2], [FedAvgM(), FedAdam()]), "participation": 3},

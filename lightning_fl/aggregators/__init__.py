@@ -6,9 +6,11 @@ from lightning_fl.aggregators.control import FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.aggregators.fedavg import FedAvg
 from lightning_fl.aggregators.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 from lightning_fl.aggregators.gossip import Gossip
+from lightning_fl.aggregators.pfnm import PFNM
 from lightning_fl.aggregators.staged import Staged
 
 __all__ = [
+    "PFNM",
     "Aggregator",
     "ClusteredFL",
     "FedAdagrad",

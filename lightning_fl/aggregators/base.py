@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -32,6 +33,10 @@ class Aggregator(Metric, ABC):
     #: Whether it wants to know the loss over all samples of a client, before and after training:
     #: two more passes over them, by the module's method ``losses(batch)``.
     needs_losses = False
+    #: Whether the module gets a network of another shape than that which clients train.
+    replaces_network = False
+    #: Training samples of each client and class, ``[clients, classes]``, where a loop knows them.
+    class_counts: Tensor | None = None
     #: Clients of the federation; a ``FederatedLoop`` sets it where it is None.
     num_clients: int | None = None
     #: How many numbers of the server's vector are parameters; the others are floating buffers. None
@@ -74,6 +79,24 @@ class Aggregator(Metric, ABC):
             return server.reshape(-1)  # torchmetrics makes a scalar of one parameter, [1].
 
         return wrapped
+
+    def prepare(self, module: LightningModule, example: Any = None) -> None:
+        """Look at a module before it is trained or tested, for a rule that replaces its network.
+
+        Args:
+            module: The user's.
+            example: Two training samples as the module gets them; None, where nothing is trained.
+        """
+
+    def withdraw(self) -> None:
+        """Give the module the network that clients train."""
+
+    def publish(self, score: Callable[[], float] | None = None) -> None:
+        """Give the module the network that is validated, tested and saved.
+
+        Args:
+            score: Returns the training accuracy of the module as it is.
+        """
 
     def figures(self) -> dict[str, float]:
         """Return what is worth knowing after a round: it is logged, and put into the table."""

@@ -99,57 +99,42 @@ def match_networks(
         >>> found.widths, found.matchings[0].assignments
         ([2], [tensor([0]), tensor([1, 0])])
     """
-    count = len(networks)
     nets = [[(w.double(), b.double()) for w, b in layers] for layers in networks]
     for name, value in (("sigma2", sigma2), ("sigma02", sigma02), ("gamma", gamma)):
         if not 0 < value < float("inf"):
             raise FederationError(f"{name} must be positive and finite, got {value}")
     _check_networks(nets)
-    share = _shares(class_counts, count, len(nets[0][-1][1]))
-    options = {"clients": count, "gamma": gamma, "popularity": popularity}
-    options |= {"cap": cap, "most": max_width}
-    depth = len(nets[0]) - 1
+    share = _shares(class_counts, len(nets), len(nets[0][-1][1]))
     # The softmax bias: of one coordinate each, nothing to be matched.
     bias = bias_mean / sigma02 + sum(
-        s * b / sigma2 for s, (_, b) in zip(share, _last(nets), strict=True)
+        n * net[-1][1] / sigma2 for n, net in zip(share, nets, strict=True)
     )
     layers = [(torch.empty(0), bias / (1 / sigma02 + share.sum(0) / sigma2))]
     matchings: list[Matching] = []
-    above: list[Tensor] | None = None
-    for layer in reversed(range(depth)):
+    for layer in reversed(range(len(nets[0]) - 1)):
+        next_width = len(layers[0][1])
         values, own = [], []
         for client, net in enumerate(nets):
-            outgoing = net[layer + 1][0].mT  # [L_j, next]
-            weight = torch.full((outgoing.shape[1],), 1 / sigma2, dtype=torch.float64)
-            if above is None:
-                weight = share[client] / sigma2
-            else:  # in the order of the atoms above
-                wide = outgoing.new_zeros(len(outgoing), len(layers[0][1]))
-                wide[:, above[client]] = outgoing
-                outgoing, weight = wide, weight.new_full((wide.shape[1],), 1 / sigma2)
-            parts = [net[layer][1][:, None], outgoing]
-            weights = [weight.new_full((1,), 1 / sigma2), weight]
-            if layer == 0:
-                parts.append(net[0][0])
-                weights.append(weight.new_full((parts[-1].shape[1],), 1 / sigma2))
-            values.append(torch.cat(parts, 1))
-            own.append(torch.cat(weights))
-        mean = torch.zeros(values[0].shape[1], dtype=torch.float64)
+            outgoing = net[layer + 1][0].mT
+            trust = share[client]
+            if matchings:  # in the order of the atoms above
+                ordered = outgoing.new_zeros(len(outgoing), next_width)
+                ordered[:, matchings[0].assignments[client]] = outgoing
+                outgoing, trust = ordered, torch.ones(next_width).double()
+            incoming = net[0][0] if layer == 0 else outgoing[:, :0]
+            values.append(torch.cat([net[layer][1][:, None], outgoing, incoming], 1))
+            other = trust.new_ones(incoming.shape[1])
+            own.append(torch.cat([trust.new_ones(1), trust, other]) / sigma2)
+        mean = torch.zeros_like(own[0])
         mean[0] = bias_mean
-        prior = Process(mean, torch.full_like(mean, 1 / sigma02), **options)
+        precision = torch.full_like(mean, 1 / sigma02)
+        prior = Process(mean, precision, len(nets), gamma, popularity, cap, max_width)
         begun = None if start is None else start[layer]
-        found = match(prior, values, own, sweeps, orders, begun, generator)
-        matchings.insert(0, found)
-        above = found.assignments
-        wide = len(layers[0][1])
-        b, out, into = found.atoms.split([1, wide, len(mean) - 1 - wide], 1)
-        layers[0] = (out.mT, layers[0][1])
-        layers.insert(0, (into, b[:, 0]))
+        matchings.insert(0, match(prior, values, own, sweeps, orders, begun, generator))
+        atoms = matchings[0].atoms
+        layers[0] = (atoms[:, 1 : next_width + 1].mT, layers[0][1])
+        layers.insert(0, (atoms[:, next_width + 1 :], atoms[:, 0]))
     return MatchedNetwork(layers, matchings)
-
-
-def _last(nets: Sequence[Layers]) -> list[tuple[Tensor, Tensor]]:
-    return [net[-1] for net in nets]
 
 
 def _shares(class_counts: Tensor | None, clients: int, classes: int) -> Tensor:

@@ -32,6 +32,7 @@ class Purpose(IntEnum):
     GRAPH = 13
     LOCAL_TEST = 14
     PERSONAL = 15
+    NEURONS = 16
 
 
 def derive_seed(seed: int, *key: int) -> int:
