@@ -91,7 +91,7 @@ EXPERIMENTS = {
             "FedAdam": (),
             "FedYogi": ("--federation.aggregator=FedYogi", "--federation.aggregator.lr=0.01"),
             "FedAdagrad": ("--federation.aggregator=FedAdagrad", "--federation.aggregator.lr=0.01"),
-            "FedAvgM": ("--federation.aggregator=FedAvgM",),
+            "FedAvgM": ("--federation.aggregator=FedAvgM", "--federation.aggregator.lr=1"),
             "FedAvg": (FEDAVG,),
         },
     ),

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -19,7 +20,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_fl.types import FederationError
+from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.objectives import ClientModule
+from lightning_fl.types import FederatedData, FederationError
 
 
 @contextmanager
@@ -64,6 +67,23 @@ def check_module(module: LightningModule) -> None:
             raise FederationError(
                 f"{name}.{tensor_name} has no shape yet: run the module once on a sample before fit"
             )
+
+
+def check_network(trainer: Trainer, module: LightningModule, data: FederatedData) -> None:
+    """Refuse a network that does not take the samples, where it is known how to ask it."""
+    if not isinstance(module, ClientModule):
+        return
+    x, *_ = trainer.precision_plugin.convert_input(data.example())
+    with evaluating(module), torch.no_grad(), seeded_rng(0):
+        try:
+            module(x.to(module.device))
+        except RuntimeError as error:
+            if not any(word in str(error) for word in ("shape", "size", "channels")):
+                return  # the precision of the run is not in force yet
+            raise FederationError(
+                f"{type(module.net).__name__} does not take samples of shape {list(x.shape[1:])}:"
+                f" choose another network, or other sizes. It says: {error}"
+            ) from error
 
 
 def check_smallest_batch(module: nn.Module, data: Any) -> None:

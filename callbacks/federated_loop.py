@@ -20,12 +20,14 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torchmetrics.metric import jit_distributed_available
 
 from lightning_fl.aggregators import Aggregator, FedAvg
 from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO
 from lightning_fl.callbacks.checks import (
     accuracy,
     check_module,
+    check_network,
     check_smallest_batch,
     check_trainer,
     evaluating,
@@ -196,14 +198,20 @@ class FederatedLoop(Callback):
         # Once: the digest reads every index, and every checkpoint holds it.
         self._num_samples, self._batches_per_epoch = data.num_samples, data.batches_per_epoch
         self._checksum = data.checksum
-        if self.aggregator.num_clients is None:
-            self.aggregator.num_clients = len(self._num_samples)
+        n = len(self._num_samples)
+        if (told := self.aggregator.num_clients) not in (None, n):
+            raise FederationError(
+                f"{type(self.aggregator).__name__} is told num_clients={told}, the federation has"
+                f" {n}: leave it out"
+            )
+        self.aggregator.num_clients = n
         self._options = self._describe_options()
         if self._cohort_size() < self.min_clients and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             raise FederationError(
                 f"min_clients={self.min_clients}, but only {self._cohort_size()} clients take part"
                 f" in a round (participation={self.participation}): lower one or raise the other"
             )
+        check_network(trainer, user, data)
         check_smallest_batch(user, data)
         if self.policy.needs_credits and getattr(data, "val", None) is None:
             raise FederationError(
@@ -266,8 +274,11 @@ class FederatedLoop(Callback):
                 f" {type(parallel).__name__} has to know beforehand: choose"
                 " strategy='client_parallel'"
             )
-        # Each process has had the whole sum already.
-        self.aggregator.sync_on_compute = not self._shares_samples
+        for rule in self.aggregator.modules():  # of a Staged, too
+            if isinstance(rule, Aggregator):  # else each process has had the whole sum already
+                rule.distributed_available_fn = (
+                    _never if self._shares_samples else jit_distributed_available
+                )
         self._undo.enter_context(one_optimizer(pl_module))
         data.plan = self.plan
         self._undo.callback(setattr, data, "plan", None)
@@ -364,6 +375,11 @@ class FederatedLoop(Callback):
             name: full(torch.as_tensor(value).cpu(), clients)
             for name, value in self.policy.sample(self.round, clients).items()
         }
+        if unknown := sorted(values.keys() - KNOWN_VALUES):
+            rank_zero_warn(
+                f"{type(self.policy).__name__} sets {unknown[0]}, which the loop has no use for: it"
+                f" knows {sorted(KNOWN_VALUES)}. Others are in plan().values for code of your own"
+            )
         if (takes_part := values.pop("takes_part", None)) is not None:
             clients = clients[takes_part]
             values = {name: value[takes_part] for name, value in values.items()}
@@ -432,6 +448,8 @@ class FederatedLoop(Callback):
         if step.first:
             self._load(self._current, step)
             _call(pl_module, "on_client_start")
+            if self.aggregator.needs_losses:
+                self._current.losses = self._local_losses(step)
         self._step = step
         if self._lanes is not None:
             rows = list(step.rows)  # none in an idle step
@@ -445,8 +463,6 @@ class FederatedLoop(Callback):
         round.start = ServerState(start, round.server.counters)
         kept = [self.store.get(client) for client in clients.tolist()]
         self.lane.load(round.start, kept, [self._lr(round.plan, row) for row in step.rows])
-        if self.aggregator.needs_losses:
-            round.losses = self._local_losses(step)
         self.schedulers.write(round.schedule)
 
     def on_train_batch_end(
@@ -526,6 +542,8 @@ class FederatedLoop(Callback):
         # NaN or infinite if anything is; isfinite() of all would take six times as long.
         if not all(extreme.isfinite() for extreme in delta.aminmax()):
             finite = delta.isfinite().all(1).cpu()
+        if after is not None:  # a rule that weighs by losses would remember what is not finite
+            finite &= (after.isfinite() & round.losses.isfinite()).cpu()
         if not finite.all():
             failed = clients[~finite].tolist()
             if self.on_client_error == "raise":
@@ -577,6 +595,7 @@ class FederatedLoop(Callback):
                 f"{self.min_clients}: the server keeps its model",
                 stacklevel=2,
             )
+            self.aggregator.skip()
         self._leave_clients(server, round.schedule_after)
         self.aggregator.publish(lambda: self._training_accuracy(round.plan.clients.tolist()))
         round.aggregated = True
@@ -928,6 +947,8 @@ class FederatedLoop(Callback):
         self._undo.close()
 
 
+#: What a policy may say of a client, for the loop to act on.
+KNOWN_VALUES = {"lr", "lr_factor", "num_steps", "local_epochs", "takes_part"}
 _LOGGED = ("clients", "skipped", "num_samples", "num_steps", "lr")
 
 
@@ -951,6 +972,11 @@ class _Round:
         self.schedule: ScheduleState = ([], [])
         self.schedule_after: ScheduleState = ([], [])  # of the client that made most steps
         self.most_steps = 0
+
+
+def _never() -> bool:
+    """Say that processes need not talk to each other."""
+    return False
 
 
 def _call(module: nn.Module, name: str) -> None:

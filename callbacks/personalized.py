@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import csv
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fl.callbacks.checkpoint import write_atomically
 from lightning_fl.callbacks.checks import accuracy, evaluating, on_device
@@ -38,13 +39,16 @@ class PersonalizedEvaluation(Callback):
     r"""Measure models on each client's own test samples, before and after it made them its own.
 
     For each client: ``server`` is the model that it would start from; ``personal`` the same after
-    some local steps on its training samples, with the module's own loss and optimiser; ``kept`` the
-    personal model that its optimiser keeps (:class:`~lightning_fl.optimizers.MoreauEnvelope` with
-    ``optimizer_state: keep``); ``local`` a model that was trained by the client alone, from the
-    federation's first model. Of each it logs the mean over clients, the mean weighted by test
-    samples, the standard deviation, and the mean of the worst tenth of clients, as
-    ``personal/mean``, ``personal/weighted``, ``personal/std``, ``personal/worst``. A table of
-    clients and a picture lie beside the table of rounds.
+    some local steps on its training samples, with the module's own loss and optimiser and the
+    Trainer's clipping; ``kept`` the personal model that its optimiser keeps
+    (:class:`~lightning_fl.optimizers.MoreauEnvelope` with ``optimizer_state: keep``); ``local`` a
+    federation of the client alone, a local epoch a round, from the federation's first model. Where
+    an optimiser has a personal model, that is what ``personal`` and ``local`` measure.
+
+    Of each it logs the mean over clients, the mean weighted by test samples, the standard
+    deviation, and the mean of the worst tenth of clients, as ``personal/mean``,
+    ``personal/weighted``, ``personal/std``, ``personal/worst``. A table of clients and a picture
+    lie beside the table of rounds.
 
     Needs ``FederatedDataModule(local_test_size=...)``.
 
@@ -83,6 +87,7 @@ class PersonalizedEvaluation(Callback):
         self.every_n_rounds, self.metric, self.name = every_n_rounds, metric or accuracy, name
         #: The last table, a row a client.
         self.rows: list[dict[str, float]] = []
+        self._measured_at = 0
         self._first: Tensor | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -109,6 +114,11 @@ class PersonalizedEvaluation(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the federation's first model."""
         if self._first is None:
+            if self._federation.round and self.local_steps:
+                raise FederationError(
+                    "local_steps needs the federation's first model, which the checkpoint does not"
+                    " hold: set local_steps from the start of a run, or to 0"
+                )
             self._first = self._federation.lane.read().vector
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -117,11 +127,27 @@ class PersonalizedEvaluation(Callback):
         is_last = round == trainer.max_epochs or trainer.should_stop
         if not (is_last if self.every_n_rounds is None else round % self.every_n_rounds == 0):
             return
+        for name, value in self._measure(trainer, round).items():
+            pl_module.log(name, value)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure what was the last round after all: EarlyStopping is asked later than this."""
+        round = self._federation.round
+        if self.every_n_rounds is None and round and self._measured_at != round:
+            figures = self._measure(trainer, round)
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, trainer.global_step - 1)
+
+    def _measure(self, trainer: Trainer, round: int) -> dict[str, float]:
+        """Measure all clients, write the table, and return what is logged."""
+        self._measured_at = round
         self.rows = self._measured(trainer, round)
-        for kind in KINDS:
-            for figure, value in summary(self.rows, kind).items():
-                pl_module.log(f"{kind}/{figure}", value)
         self._write(trainer)
+        return {
+            f"{kind}/{figure}": value
+            for kind in KINDS
+            for figure, value in summary(self.rows, kind).items()
+        }
 
     @property
     def _federation(self) -> FederatedLoop:
@@ -175,28 +201,47 @@ class PersonalizedEvaluation(Callback):
             "test_samples": len(data.local_tests[client]),
         }
         self._load(host, state, rows, lr)
+        if not rows and callable(adapt := getattr(host.module, "adapt", None)):
+            adapt(self._all_of(trainer, client))  # it took no part yet
         row["server"] = self._score(trainer, host, client)
-        if kept := {p: s["theta"] for p, s in host.optimizer.state.items() if "theta" in s}:
-            for param, theta in kept.items():
-                param.data = theta.clone()
+        if _to_personal(host):
             row["kept"] = self._score(trainer, host, client)
             self._load(host, state, rows, lr)
+        batches = self._batches(client, round)
         if self.steps:
-            self._train(trainer, host, client, self.steps, round)
-            row["personal"] = self._score(trainer, host, client)
+            self._train(trainer, host, islice(batches, self.steps))
+            row["personal"] = self._trained_score(trainer, host, client)
         if self.local_steps and self._first is not None:
-            self._load(host, ServerState(self._first[None], server.counters), {}, lr)
-            self._train(trainer, host, client, self.local_steps, round)
-            row["local"] = self._score(trainer, host, client)
+            alone, rows = ServerState(self._first[None], server.counters), {}
+            batches, left = self._batches(client, round), self.local_steps
+            each = int(data.batches_per_epoch[client])
+            while left > 0:
+                self._load(host, alone, rows, lr)
+                self._train(trainer, host, islice(batches, min(each, left)))
+                left -= each
+                alone = ServerState(host.vector.read()[None], host.counters.read())
+                rows = {name: kept.detach().clone() for name, kept in host.rows()[0].items()}
+            row["local"] = self._trained_score(trainer, host, client)
         return row
+
+    def _trained_score(self, trainer: Trainer, host: ModuleLane, client: int) -> float:
+        """Score a client's model after its training: what it has found of its own counts, too."""
+        _to_personal(host)
+        _call_start(host)  # a mixture takes over the weights that its samples have led to
+        return self._score(trainer, host, client)
+
+    def _all_of(self, trainer: Trainer, client: int) -> Any:
+        """Return all training samples of a client as one batch ``(x, y)``."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        batches = [on_device(trainer, batch) for batch in data.samples_of(client)]
+        return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 
     def _load(
         self, host: ModuleLane, state: ServerState, rows: Mapping[str, Tensor], lr: float
     ) -> None:
         """Let the module be what a client has at the start of a round."""
         host.load(state, [rows], [lr])
-        if callable(hook := getattr(host.module, "on_client_start", None)):
-            hook()
+        _call_start(host)
 
     def _rate(self, host: ModuleLane, client: int) -> float:
         """Return the learning rate that a client would have in the next round."""
@@ -216,26 +261,37 @@ class PersonalizedEvaluation(Callback):
                 found.append(self.metric(host.module, on_device(trainer, batch)).double())
         return float(torch.cat(found).mean())
 
+    def _batches(self, client: int, round: int) -> Iterator[tuple[int, Any]]:
+        """Yield a client's batches without end, each with the seed of its step."""
+        data: Any = self._federation._data
+        seed = derive_seed(self._federation.run_seed, Purpose.PERSONAL, round, client)
+        batches = data.steps_of(client, generator(seed, Purpose.PERSONAL))
+        for step, batch in enumerate(batches):
+            yield derive_seed(seed, step), batch
+
     def _train(
-        self, trainer: Trainer, host: ModuleLane, client: int, steps: int, round: int
+        self, trainer: Trainer, host: ModuleLane, batches: Iterable[tuple[int, Any]]
     ) -> None:
         """Make local steps, as in a round."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        seed = derive_seed(self._federation.run_seed, Purpose.PERSONAL, round, client)
         module: Any = host.module
-        batches = data.steps_of(client, generator(seed, Purpose.PERSONAL))
         module.train()
-        with torch.enable_grad(), seeded_rng(seed, module.device):
-            for step, batch in zip(range(steps), batches, strict=False):
-                moved = on_device(trainer, batch)
-                host.optimizer.step(partial(self._loss, host, moved, step))
+        with torch.enable_grad():
+            for step, (seed, batch) in enumerate(batches):
+                with seeded_rng(seed, module.device):
+                    moved = on_device(trainer, batch)
+                    host.optimizer.step(partial(self._loss, trainer, host, moved, step))
 
-    def _loss(self, host: ModuleLane, batch: Any, step: int) -> float:
+    def _loss(self, trainer: Trainer, host: ModuleLane, batch: Any, step: int) -> float:
         """Go forward and back."""
         host.optimizer.zero_grad()
-        out: Any = host.module.training_step(batch, step)
+        with trainer.precision_plugin.train_step_context():
+            out: Any = host.module.training_step(batch, step)
         loss: Tensor = out["loss"] if isinstance(out, Mapping) else out
         loss.backward()
+        if value := trainer.gradient_clip_val:
+            by_value = str(trainer.gradient_clip_algorithm or "norm").endswith("value")
+            clip = nn.utils.clip_grad_value_ if by_value else nn.utils.clip_grad_norm_
+            clip(host.module.parameters(), value)
         return float(loss.detach())
 
     @rank_zero_only
@@ -266,6 +322,19 @@ class PersonalizedEvaluation(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the federation's first model."""
         self._first = state_dict.get("first")
+
+
+def _to_personal(host: ModuleLane) -> bool:
+    """Put the personal model of an optimiser that has one into the module; say whether it has."""
+    found = {p: s["theta"] for p, s in host.optimizer.state.items() if "theta" in s}
+    for param, theta in found.items():
+        param.data = theta.clone()
+    return bool(found)
+
+
+def _call_start(host: ModuleLane) -> None:
+    if callable(hook := getattr(host.module, "on_client_start", None)):
+        hook()
 
 
 def _copied(module: LightningModule) -> LightningModule:

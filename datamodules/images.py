@@ -60,8 +60,8 @@ class ImageDataModule(FederatedDataModule):
         local_test_size: float = 0.0,
         rotations: Sequence[int] = (),
     ) -> None:
-        if bad := [angle for angle in rotations if angle % 90]:
-            raise FederationError(f"rotations must be multiples of 90 degrees, got {bad[0]}")
+        if bad := [a for a in rotations if not isinstance(a, int) or a % 90]:
+            raise FederationError(f"rotations must be multiples of 90 degrees, got {bad[0]!r}")
         self.rotations = list(rotations)
         super().__init__(
             partition=partition,

@@ -55,8 +55,13 @@ class Adaptive(torch.optim.Optimizer):
             raise FederationError(f"lr and tau must be positive and finite, got {lr} and {tau}")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise FederationError(f"betas must be two numbers in [0, 1), got {betas}")
-        self.rule = rule
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "tau": tau})
+        options = {"rule": rule, "lr": lr, "betas": tuple(betas), "tau": tau}
+        super().__init__(params, options)
+
+    def fresh(self, param: Tensor, name: str) -> Tensor:
+        """Return a state of a parameter before the first step: of ``m`` or ``v``."""
+        tau = next(g["tau"] for g in self.param_groups if any(p is param for p in g["params"]))
+        return torch.full_like(param, tau**2 if name == "v" else 0.0)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -72,21 +77,21 @@ class Adaptive(torch.optim.Optimizer):
                     continue
                 state = self.state[param]
                 if not state:
-                    state["m"] = torch.zeros_like(param)
-                    state["v"] = torch.full_like(param, tau**2)
+                    state.update({name: self.fresh(param, name) for name in ("m", "v")})
                 m, v, square = state["m"], state["v"], param.grad.square()
                 m.mul_(beta1).sub_(param.grad, alpha=1 - beta1)
-                self._move(v, square, beta2)
+                _move(group["rule"], v, square, beta2)
                 param.add_(m / (v.sqrt() + tau), alpha=group["lr"])
         return loss
 
-    def _move(self, v: Tensor, square: Tensor, beta2: float) -> None:
-        if self.rule == "adagrad":
-            v.add_(square)
-        elif self.rule == "adam":
-            v.mul_(beta2).add_(square, alpha=1 - beta2)
-        else:
-            v.sub_(square * (v - square).sign(), alpha=1 - beta2)
+
+def _move(rule: str, v: Tensor, square: Tensor, beta2: float) -> None:
+    if rule == "adagrad":
+        v.add_(square)
+    elif rule == "adam":
+        v.mul_(beta2).add_(square, alpha=1 - beta2)
+    else:
+        v.sub_(square * (v - square).sign(), alpha=1 - beta2)
 
 
 class MoreauEnvelope(torch.optim.Optimizer):
@@ -145,6 +150,14 @@ class MoreauEnvelope(torch.optim.Optimizer):
             )
         options = {"lr": lr, "personal_lr": personal_lr, "lam": lam}
         super().__init__(params, {**options, "inner_steps": int(inner_steps), "warm": warm})
+        if len({group["inner_steps"] for group in self.param_groups}) > 1:
+            raise FederationError(
+                "inner_steps is one number for all parameter groups: each asks for the loss anew"
+            )
+
+    def fresh(self, param: Tensor, name: str) -> Tensor:
+        """Return the personal model of a client that has none yet: its local model."""
+        return param
 
     @property
     def evaluations(self) -> int:

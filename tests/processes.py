@@ -202,6 +202,12 @@ SHARED = {
     "client module": CASES["client module"],
     "uneven": CASES["uneven"],
     "matching": CASES["matching"],
+    "gossip": lambda: (client_module(), {"aggregator": Gossip("ring"), "participation": 5}, {}),
+    "clusters": lambda: (
+        client_module(),
+        {"aggregator": Staged([1], [FedAvg(), ClusteredFL(eps1=9.0, eps2=0.0, warmup=1)])},
+        {},
+    ),
     "foreign": lambda: (Foreign(dropout=0.0), {"participation": 4}, {"batch_size": 5}),
     "kept": lambda: (
         Foreign(dropout=0.0, optimizer=sgd),

@@ -237,6 +237,12 @@ def test_every_config_opens_with_its_command_and_its_result(config):
         (["--federation.participation=1.5"], "got 1.5"),
         (["--federation.aggregator=FedAvgg"], "FedAvgg"),
         (["--federation.policy.init_args.lr=-1"], "lr must be positive and finite, got -1"),
+        (["--federation.aggregator=FedAvgM", "--federation.aggregator.lr=-1"], "cannot be used"),
+        (
+            ["--federation.aggregator=Gossip", "--federation.aggregator.num_clients=4"],
+            "num_clients=4, the federation has 10",
+        ),
+        (["--model.init_args.net.init_args.sizes=[65,10]"], "does not take samples of shape"),
         (["--federation.nonsense=1"], "unrecognized arguments: --federation.nonsense"),
         (["--data.init_args.num_clients=5000"], "5000 clients cannot share 1294 samples"),
         (["--trainer.limit_train_batches=3"], "set num_steps instead"),

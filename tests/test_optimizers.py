@@ -186,3 +186,62 @@ def test_a_round_of_pfedme_is_the_algorithm(fit, linear, blobs):
 def test_wrong_options_of_pfedme(options, words):
     with pytest.raises(FederationError, match=words):
         MoreauEnvelope([torch.zeros(1)], **options)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        functools.partial(MoreauEnvelope, lr=0.02, personal_lr=0.04, lam=7.0, inner_steps=3),
+        functools.partial(MoreauEnvelope, lr=0.02, personal_lr=0.04, inner_steps=2, warm=False),
+        functools.partial(Adaptive, rule="adam", lr=0.05, tau=0.1),
+        functools.partial(Adaptive, rule="adagrad", lr=0.05, tau=0.1),
+    ],
+)
+def test_in_lanes_new_clients_beside_known_ones_begin_as_alone(fit, data, flat, optimizer):
+    found = []
+    for lanes in (None, 2, 3):
+        torch.manual_seed(0)
+        module = ClientModule(torch.nn.Linear(6, 3), optimizer=optimizer).double()
+        loop = FederatedLoop(3, optimizer_state="keep", policy=Schedule(num_steps=3), seed=4)
+        user = module if lanes is None else Lanes(module, lanes, compile=False)
+        fit(user, loop, data(num_clients=6), rounds=5)
+        kept = loop.store.state_dict()
+        found.append((flat(module), kept))
+    for other, kept in found[1:]:
+        torch.testing.assert_close(other, found[0][0], rtol=0, atol=1e-12)
+        for client, rows in found[0][1].items():
+            for name, row in rows.items():
+                torch.testing.assert_close(kept[client][name], row, rtol=0, atol=1e-12)
+
+
+class Offset(torch.optim.SGD):
+    """Begins with a momentum of one, and does not say so."""
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state.setdefault("velocity", torch.ones_like(p))
+                state["velocity"].mul_(0.5).add_(p.grad)
+                p.data.sub_(state["velocity"], alpha=group["lr"])
+        return loss
+
+
+def test_a_state_that_does_not_begin_at_0_is_not_kept_in_lanes(fit, data):
+    def run(keep):
+        module = ClientModule(torch.nn.Linear(6, 3), optimizer=functools.partial(Offset, lr=0.1))
+        loop = FederatedLoop(optimizer_state=keep)
+        fit(Lanes(module.double(), 2, compile=False), loop, data(), rounds=1)
+
+    run("reset")
+    with pytest.raises(FederationError, match="state does not begin at 0"):
+        run("keep")
+
+
+def test_inner_steps_are_one_number():
+    groups = [
+        {"params": [torch.nn.Parameter(torch.zeros(1))], "inner_steps": count} for count in (1, 2)
+    ]
+    with pytest.raises(FederationError, match="inner_steps is one number"):
+        MoreauEnvelope(groups)

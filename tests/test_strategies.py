@@ -30,9 +30,18 @@ CASES = [
     "lanes, kept",
     "matching",
     "lanes, matching",
+    "neurons",
     "poison",
 ]
-SHARED = ["ddp, client module", "ddp, uneven", "ddp, matching", "ddp, foreign", "ddp, kept"]
+SHARED = [
+    "ddp, client module",
+    "ddp, uneven",
+    "ddp, matching",
+    "ddp, gossip",
+    "ddp, clusters",
+    "ddp, foreign",
+    "ddp, kept",
+]
 
 
 def start(*arguments, launcher=()):

@@ -69,6 +69,9 @@ class Aggregator(Metric, ABC):
     def compute(self) -> Tensor:
         """Return the server's new parameters, ``[P]``."""
 
+    def skip(self) -> None:
+        """Let a round pass in which too few clients returned, for a rule that counts rounds."""
+
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         value = super()._wrap_compute(compute)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.cluster.hierarchy import cut_tree, linkage
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
@@ -147,6 +147,10 @@ class ClusteredFL(Aggregator):
         mean = weighted_mean(self.models.double(), members)
         return mean.to(self.server.dtype) if len(self.models) > 1 else self.models[0].clone()
 
+    def skip(self) -> None:
+        """Let a round pass."""
+        self.round = self.round + 1
+
     def _move(self, cluster: int, ids: Tensor, deltas: Tensor, weights: Tensor) -> None:
         """Move a cluster's model by its clients' mean, and split it where they point apart."""
         wide = deltas.double()
@@ -167,7 +171,8 @@ class ClusteredFL(Aggregator):
         distance = (1 - cosine_similarity(deltas)).cpu().numpy()
         upper = torch.triu_indices(len(deltas), len(deltas), 1).numpy()
         joined = linkage(distance[upper[0], upper[1]].clip(min=0), method=self.linkage)
-        parts = torch.from_numpy(fcluster(joined, 2, criterion="maxclust"))
+        # Not fcluster, which leaves one part where distances tie.
+        parts = torch.from_numpy(cut_tree(joined, n_clusters=[2])[:, 0])
         return (parts != parts[0]).to(deltas.device)
 
     def clusters(self) -> list[list[int]]:
@@ -182,6 +187,7 @@ class ClusteredFL(Aggregator):
     def figure(self) -> Figure:
         """Draw the tree of clusters over rounds, with the number of clients in each."""
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
 
         figure = Figure(figsize=(6, 1.5 + 0.4 * len(self.models)), layout="constrained")
         axes = figure.subplots()
@@ -190,13 +196,15 @@ class ClusteredFL(Aggregator):
         ):
             start = max(born, 0)
             axes.plot([start, int(self.round)], [cluster, cluster], color=f"C{cluster % 10}", lw=3)
-            if parent >= 0:
-                axes.plot([start, start], [parent, cluster], color="0.6", lw=1)
-            axes.annotate(
-                f" {len(members)} clients", (int(self.round), cluster), va="center", fontsize=9
-            )
+            if parent >= 0:  # of several splits in a round, each has a line of its own
+                at = start + 0.015 * cluster * max(int(self.round), 1) / len(self.models)
+                axes.plot([at, at], [parent, cluster], color=f"C{cluster % 10}", lw=1)
+            label = f" {len(members)} client{'s' * (len(members) != 1)}"
+            axes.annotate(label, (int(self.round), cluster), va="center", fontsize=9)
         axes.set(xlabel="round", ylabel="cluster", yticks=range(len(self.models)))
         axes.margins(x=0.2)
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.spines[["top", "right"]].set_visible(False)
         return figure
 

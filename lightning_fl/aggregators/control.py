@@ -122,6 +122,10 @@ class FedControl(Aggregator):
         move = (share / torch.where(none, self.weight[0], self.weight)) @ total
         return (self.server + move).to(self.server.dtype)
 
+    def skip(self) -> None:
+        """Let a round pass: the integrals of all decay."""
+        self.round = self.round + 1
+
     def _rows(self, ids: Tensor) -> Tensor:
         """Return what is known of clients, with place for all."""
         self.known = with_place(self.known, ids)
@@ -140,6 +144,12 @@ class FedControl(Aggregator):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Make place for as many clients as a checkpoint has."""
         if (saved := state_dict.get(prefix + "known")) is not None and hasattr(self, "known"):
+            if saved.shape[1] != self.columns:
+                raise FederationError(
+                    f"{type(self).__name__} cannot go on from the checkpoint, which remembers"
+                    f" {saved.shape[1] - 1} losses of a client: set window to that, or leave out"
+                    " ckpt_path"
+                )
             self.known = torch.zeros_like(saved, device=self.known.device)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

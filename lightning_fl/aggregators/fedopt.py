@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fl.aggregators.fedavg import FedAvg
 from lightning_fl.optimizers import Adaptive
+from lightning_fl.types import FederationError
 
 
 class FedOpt(FedAvg):
@@ -29,7 +30,8 @@ class FedOpt(FedAvg):
         weighting: See :class:`FedAvg`.
 
     Raises:
-        FederationError: If the weighting is unknown.
+        FederationError: If the weighting is unknown, or the optimiser refuses its options or wants
+            to ask for a loss (LBFGS).
 
     Example:
         >>> from lightning_fl.types import ClientUpdate
@@ -47,6 +49,8 @@ class FedOpt(FedAvg):
     ) -> None:
         super().__init__(weighting)
         self.make_optimizer = optimizer or partial(torch.optim.SGD, lr=1.0)
+        #: What the optimiser is, in words: another one cannot go on from its state.
+        self.optimizer = _tried(self.make_optimizer)
 
     def allocate(self, server: Tensor) -> None:
         """Make the optimiser; see :meth:`FedAvg.allocate`."""
@@ -69,12 +73,36 @@ class FedOpt(FedAvg):
     def get_extra_state(self) -> dict[str, Any]:
         """Return the optimiser's state, for the checkpoint."""
         made = getattr(self, "_optimizer", None)  # none before the first round
-        return {} if made is None else copy.deepcopy(made.state_dict())
+        if made is None:
+            return {}
+        return {"kind": type(made).__name__, "state": copy.deepcopy(made.state_dict()["state"])}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over the optimiser's state of a checkpoint."""
-        if state:
-            self._optimizer.load_state_dict(state)
+        """Take over the optimiser's state of a checkpoint; options are those that are given now."""
+        if not state:
+            return
+        if state["kind"] != (now := type(self._optimizer).__name__):
+            raise FederationError(
+                f"{type(self).__name__} cannot go on from the checkpoint: its optimiser was"
+                f" {state['kind']}, now it is {now}. Go back to the former, or leave out ckpt_path"
+            )
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
+
+
+def _tried(make: Any) -> str:
+    """Make an optimiser and a step with it, so that it complains now and not in round 1."""
+    param = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    param.grad = torch.ones_like(param)
+    try:
+        made = make([param])
+        made.step()
+    except FederationError:
+        raise
+    except Exception as error:
+        raise FederationError(f"the server's optimiser cannot be used: {error}") from error
+    options = {k: v for k, v in made.param_groups[0].items() if k != "params" and v is not None}
+    return f"{type(made).__name__}({', '.join(f'{k}={v}' for k, v in options.items())})"
 
 
 class FedAvgM(FedOpt):
@@ -104,7 +132,6 @@ class _Adaptive(FedOpt):
     def __init__(
         self, lr: float = 0.1, betas: tuple[float, float] = (0.9, 0.99), tau: float = 1e-3
     ) -> None:
-        Adaptive([torch.zeros(1)], self.rule, lr, betas, tau)  # complains now, not in round 1
         super().__init__(partial(Adaptive, rule=self.rule, lr=lr, betas=betas, tau=tau))
         self.lr, self.betas, self.tau = lr, betas, tau
 

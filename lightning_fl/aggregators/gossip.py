@@ -82,7 +82,7 @@ class Gossip(Aggregator):
         weights = self._mixing().to(server.device)
         #: The model of each client, ``[clients, P]``, and the mixing matrix.
         self.register_buffer("models", server.repeat(len(weights), 1))
-        self.register_buffer("weights", weights)
+        self.register_buffer("weights", weights, persistent=False)
         #: Whether clients have had a round.
         self.register_buffer("begun", torch.tensor(False))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.functional.stages import check_stages, stage_of
 from lightning_fl.types import ClientUpdate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Staged(Aggregator):
@@ -77,6 +80,11 @@ class Staged(Aggregator):
         self.round = self.round + 1
         return found
 
+    def skip(self) -> None:
+        """Let a round pass."""
+        self.active.skip()
+        self.round = self.round + 1
+
     def server_for(self, clients: Tensor) -> Tensor:
         """Return what each client starts from, ``[k, P]``."""
         return self.active.server_for(clients)
@@ -85,3 +93,8 @@ class Staged(Aggregator):
         """Return the figures of the rule whose round it was, and its stage."""
         stage = stage_of(self.rounds, max(int(self.round) - 1, 0))
         return {"stage": stage + 1, **cast("Aggregator", self.rules[stage]).figures()}
+
+    def figure(self) -> Figure | None:
+        """Draw what the rule of the last stage draws, of those that have a picture."""
+        drawn = (cast("Aggregator", rule).figure() for rule in reversed(list(self.rules)))
+        return next((figure for figure in drawn if figure is not None), None)

@@ -189,14 +189,18 @@ class StackedLanes(LaneHost):
         return stack.new_empty_strided(stack.shape, strides).copy_(stack)
 
     def _load_rows(self, rows: Sequence[Rows]) -> None:
-        """Put back what clients kept; a client without anything starts from zero."""
+        """Put back what clients kept; a client without anything starts from what an optimiser says.
+
+        That is zero, unless the optimiser has a method ``fresh``, from a parameter and the name of
+        a state to its value at first.
+        """
         stacks = {f"buffer.{name}": buffer for name, buffer in self.buffer_stack.items()}
         stacks |= {f"parameter.{name}": self.params[name].detach() for name in self.private}
         for i, (param, _) in enumerate(self._optimized()):
             prefix = f"optimizer.{i}."
             for key in sorted({key for kept in rows for key in kept if key.startswith(prefix)}):
-                stacks[key] = torch.zeros_like(param)
-                self.optimizer.state[param][key.removeprefix(prefix)] = stacks[key]
+                name = key.removeprefix(prefix)
+                self.optimizer.state[param][name] = stacks[key] = fresh(self.optimizer, param, name)
         for lane, kept in enumerate(rows):
             for key, row in kept.items():
                 stacks[key][lane] = row
@@ -569,6 +573,13 @@ def _first(batch: Any, count: int) -> Any:
     return tree_map(lambda t: t[:, :count] if isinstance(t, Tensor) else t, batch)
 
 
+def fresh(optimizer: torch.optim.Optimizer, param: Tensor, name: str) -> Tensor:
+    """Return what a state of an optimiser is before its first step."""
+    made = getattr(optimizer, "fresh", None)
+    value: Tensor = torch.zeros_like(param) if made is None else made(param, name)
+    return value.detach().clone()
+
+
 def check_separable(optimizer: torch.optim.Optimizer, keep: bool) -> bool:
     """Refuse an optimiser whose step for one client depends on the others in the lanes.
 
@@ -617,4 +628,21 @@ def check_separable(optimizer: torch.optim.Optimizer, keep: bool) -> bool:
             f"optimizer_state: keep does not work in lanes with {kind.__name__}, whose {what} is"
             f" one for all: choose reset, or {remedy}"
         )
+    if keep:  # beside a client that has a state, one that has none begins with a fresh one
+        param = nn.Parameter(start[0].to(device, copy=True))
+        again = kind([param], **options)
+        for name, value in made.state[made.param_groups[0]["params"][0]].items():
+            if value is not None:
+                again.state[param][name] = fresh(again, param, name)
+        first = nn.Parameter(start[0].to(device, copy=True))
+        other = kind([first], **options)
+        for each, tensor in ((again, param), (other, first)):
+            tensor.grad = grads[0][0].to(device)
+            each.step()
+        if not torch.allclose(param, first, rtol=1e-10, atol=1e-12):
+            raise FederationError(
+                f"optimizer_state: keep does not work in lanes with {kind.__name__}, whose state"
+                f" does not begin at 0: give it a method fresh(param, name), choose reset, or"
+                f" {remedy}"
+            )
     return torch.allclose(ratio, rate, rtol=1e-10, atol=1e-12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_fl.functional.mixture import mixture_log_probabilities, responsibilities
-from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.functional.randomness import run_seed, seeded_rng
 from lightning_fl.objectives.client_module import ClientModule
 from lightning_fl.types import FederationError
 
@@ -40,10 +41,12 @@ class FedEM(ClientModule):
         net: A component, from inputs to logits. The others are like it, each drawn anew.
         components: :math:`M`.
         optimizer: Makes the optimiser from the parameters.
-        seed: Component :math:`m` is drawn from seed + m.
+        seed: Component :math:`m` is drawn from seed + m; None is that of ``seed_everything``, else
+            0.
 
     Raises:
-        FederationError: If there is no component, or the network has buffers (BatchNorm).
+        FederationError: If there is no component, the network has buffers (BatchNorm), or its
+            parameters cannot be drawn anew.
 
     Example:
         >>> module = FedEM(nn.Linear(4, 3), components=2)
@@ -56,7 +59,7 @@ class FedEM(ClientModule):
         net: nn.Module,
         components: int = 3,
         optimizer: OptimizerCallable = torch.optim.SGD,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         if components < 1 or int(components) != components:
             raise FederationError(f"components must be a whole number from 1 up, got {components}")
@@ -65,7 +68,14 @@ class FedEM(ClientModule):
                 f"{type(net).__name__} has buffers (BatchNorm), and the E step looks at components"
                 " without changing them: use a network without, GroupNorm for example"
             )
-        nets = nn.ModuleList(_drawn(net, seed + m) for m in range(components))
+        first = run_seed(seed)
+        nets = nn.ModuleList(_drawn(net, first + m) for m in range(components))
+        for one, other in combinations(nets, 2):
+            if all(map(torch.equal, one.parameters(), other.parameters())):
+                raise FederationError(
+                    f"all components are equal, and would stay so: give {type(net).__name__} a"
+                    " method reset_parameters() that draws its parameters"
+                )
         super().__init__(nets, (), optimizer)
         # Not a child: it lends its forward to the components that the round started from.
         self._template = (copy.deepcopy(net).eval(),)
@@ -138,7 +148,7 @@ class FedEM(ClientModule):
 
     @torch.no_grad()
     def adapt(self, batch: Any) -> Tensor:
-        """Find the weights of a client that took no part: one E step over its samples.
+        """Find the weights of a client that took no part: one E step, from equal weights.
 
         Args:
             batch: ``(x, y)``, all of its samples.
@@ -147,7 +157,8 @@ class FedEM(ClientModule):
             The weights, ``[M]``, which the module has from now on.
         """
         params = {n: p.detach() for n, p in self.net.named_parameters(prefix="net")}
-        q = responsibilities(self._sample_losses(batch[0], batch[1], params), self._log_weights)
+        equal = torch.full_like(self.weights, 1 / len(self.weights)).log()
+        q = responsibilities(self._sample_losses(batch[0], batch[1], params), equal)
         self.weights.copy_(q.mean(0))
         return self.weights.detach().clone()
 
@@ -157,6 +168,7 @@ def _drawn(net: nn.Module, seed: int) -> nn.Module:
     made = copy.deepcopy(net)
     with seeded_rng(seed):
         for part in made.modules():
-            if callable(reset := getattr(part, "reset_parameters", None)):
-                reset()
+            for name in ("_reset_parameters", "reset_parameters"):  # torch's attention has the one
+                if callable(reset := getattr(part, name, None)):
+                    reset()
     return made

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 #: How much of a running mean is the past.
 KEPT = 0.9
+#: How bad a dropped update is at least, in root mean squares.
+DROPPED = 3.0
 
 
 class PersonalizedPolicyGradient(RandomPolicy):
@@ -37,6 +39,9 @@ class PersonalizedPolicyGradient(RandomPolicy):
     choice, and more variance.) With ``reward`` all clients share the reward :math:`R`, a figure of
     the validation that is better the higher it is:
     :math:`\alpha_i \leftarrow \alpha_i + \eta\, (R - \bar R) \nabla \log p(Z_i)`.
+
+    A client whose update is dropped, since it is not finite, counts as the worst of its round, and
+    with ``normalise`` as three times the usual.
 
     Args:
         candidates: Settings to choose from, each of the same names: ``lr``, ``num_steps``...
@@ -127,11 +132,22 @@ class PersonalizedPolicyGradient(RandomPolicy):
         signal = self._signal(feedback, rows)
         if signal is None:
             return
+        if (dropped := self._dropped(feedback)).any():
+            # An update that is not finite: as bad as can be said, or the policy would choose it.
+            worst = signal.abs().max()
+            signal = signal.where(~dropped, worst.clamp(min=DROPPED) if self.normalise else worst)
         took, chosen = self.logits[rows].softmax(1), self._draw(feedback.plan.round, clients)
         onehot = torch.nn.functional.one_hot(chosen, len(self.candidates)).double()
         at, p = torch.arange(len(rows)), self.probabilities(clients)
         share = (1 - self.floor) * took[at, chosen] / p[at, chosen]
         self.logits[rows] -= self.step * (signal * share)[:, None] * (onehot - took)
+
+    @staticmethod
+    def _dropped(feedback: Feedback) -> Tensor:
+        """Say whose updates were not used, ``[k]``."""
+        if feedback.weights is None:
+            return torch.zeros(len(feedback.plan.clients), dtype=torch.bool)
+        return feedback.weights.cpu() == 0
 
     def _signal(self, feedback: Feedback, rows: Tensor) -> Tensor | None:
         """Return how much each client's choice has raised the loss, ``[k]``; 0 where unknown."""
@@ -168,9 +184,10 @@ class PersonalizedPolicyGradient(RandomPolicy):
             raw = raw - mean
         if self.normalise:
             now = raw.square().mean()
-            past = self.square[0] if self.square[1] else now
-            self.square[0], self.square[1] = KEPT * past + (1 - KEPT) * now, 1
-            raw = raw / self.square[0].sqrt().clamp(min=1e-12)
+            if now > 0:  # the first of a client is its own baseline
+                past = self.square[0] if self.square[1] else now
+                self.square[0], self.square[1] = KEPT * past + (1 - KEPT) * now, 1
+                raw = raw / self.square[0].sqrt()
         return raw
 
     def _rows(self, clients: Tensor) -> Tensor:
@@ -191,6 +208,7 @@ class PersonalizedPolicyGradient(RandomPolicy):
     def figure(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
         """Draw mean probabilities over rounds, and those of each client now."""
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
 
         shown = [row for row in rows if "p_0" in row]
         if not shown:
@@ -205,6 +223,9 @@ class PersonalizedPolicyGradient(RandomPolicy):
         learnt = (self.logits != 0).any(1).nonzero()[:, 0]
         image = right.imshow(self.probabilities(learnt).numpy(), aspect="auto", vmin=0, vmax=1)
         right.set(xlabel="candidate", ylabel="client", xticks=range(len(self.candidates)))
+        some = range(0, len(learnt), max(1, len(learnt) // 20))
+        right.set(yticks=list(some), yticklabels=[int(learnt[row]) for row in some])
+        left.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.colorbar(image, ax=right, label="probability")
         return figure
 

@@ -175,3 +175,15 @@ def test_a_resumed_federation_is_bit_equal(federation, tmp_path):
 def test_wrong_options(options, words):
     with pytest.raises(FederationError, match=words):
         ClusteredFL(**options)
+
+
+@pytest.mark.parametrize("linkage", ["complete", "single"])
+def test_a_split_has_two_parts_also_where_distances_tie(linkage):
+    rule = ClusteredFL(eps1=0.9, eps2=0.5, warmup=0, linkage=linkage)
+    for _ in range(3):
+        rule.start(torch.zeros(3))
+        rule.update(ClientUpdate(torch.arange(3), torch.eye(3), torch.ones(3)))
+        rule.compute()
+        assert all(rule.clusters())
+    assert sorted(client for each in rule.clusters() for client in each) == [0, 1, 2]
+    assert rule.figure() is not None

@@ -7,7 +7,7 @@ from lightning_fl import ClientModule, Lanes
 from lightning_fl.aggregators import FedAvg, FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.partition import QuantitySkew
+from lightning_fl.partition import ByKey, QuantitySkew
 from lightning_fl.types import ClientUpdate, FederationError
 
 COHORTS = [[0, 1, 2], [1, 3], [0, 2, 200], [0, 1, 2, 3]]
@@ -247,3 +247,30 @@ def ragged_modules(fit, blobs):
 def test_a_module_without_losses_is_refused_at_once(fit, foreign):
     with pytest.raises(FederationError, match=r"Foreign has no method losses\(batch\)"):
         fit(foreign(), FederatedLoop(aggregator=FedCostWAvg(), buffers="average"))
+
+
+def test_a_client_whose_loss_is_not_finite_is_skipped(fit, data):
+    """Its update would be fine, and its loss would stay with the rule for ever."""
+
+    class Loud(ClientModule):
+        def losses(self, batch, *rest):
+            found = super().losses(batch, *rest)
+            bad = self.trainer.current_epoch == 0 and len(batch[0]) == 28
+            return torch.full_like(found, torch.inf) if bad else found
+
+    module = Loud(torch.nn.Linear(6, 3)).double()
+    loop = FederatedLoop(aggregator=FedControl())
+    keys = [0] * 28 + [1] * 30 + [2] * 31 + [3] * 31
+    sizes = data(partition=ByKey(), keys=keys)
+    with pytest.warns(UserWarning, match="skipped 1 of 4 clients"):
+        fit(module, loop, sizes, rounds=3)
+    assert [row["skipped_clients"] for row in loop.rows] == ["0", "", ""]
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+def test_a_window_of_another_run_is_refused():
+    rules = [FedPIDAvg(window=window) for window in (2, 3)]
+    for rule in rules:
+        rule.start(torch.zeros(2))
+    with pytest.raises(FederationError, match="set window to"):
+        rules[1].load_state_dict(rules[0].state_dict())

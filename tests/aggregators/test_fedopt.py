@@ -8,7 +8,7 @@ import torch
 from lightning_fl.aggregators import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedOpt, FedYogi
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.optimizers import Adaptive
-from lightning_fl.types import ClientUpdate, FederationError
+from lightning_fl.types import ClientUpdate, FederationError, describe
 
 
 def rounds(rule, count, server=None, seed=0):
@@ -119,3 +119,36 @@ def test_wrong_options_are_named_at_once():
         FedYogi(lr=-1.0)
     with pytest.raises(FederationError, match="weighting must be"):
         FedOpt(weighting="size")
+
+
+def test_a_resumed_run_has_the_options_that_are_given_now():
+    before = FedAvgM(lr=0.1)
+    rounds(before, 2)
+    after = FedAvgM(lr=0.4)
+    after.start(torch.zeros(3, dtype=torch.float64))
+    after.load_state_dict(before.state_dict())
+    assert after._optimizer.param_groups[0]["lr"] == 0.4
+    other = FedOpt(partial(torch.optim.Adam, lr=0.1))
+    other.start(torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(FederationError, match="its optimiser was SGD, now it is Adam"):
+        other.load_state_dict(before.state_dict())
+
+
+def test_what_an_optimiser_is_belongs_to_the_options_of_a_run():
+    one, two = (describe(FedOpt(partial(torch.optim.SGD, lr=lr))) for lr in (1.0, 0.1))
+    assert "lr=1.0" in one
+    assert one != two
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FedAvgM(lr=-1.0), "cannot be used: Invalid learning rate: -1.0"),
+        (lambda: FedOpt(partial(torch.optim.SGD, lr=-1.0)), "cannot be used: Invalid"),
+        (lambda: FedOpt(torch.optim.LBFGS), "cannot be used: .*closure"),
+        (lambda: FedAdam(tau=0.0), "lr and tau must be positive"),
+    ],
+)
+def test_optimisers_that_cannot_be_used_are_refused_at_once(make, message):
+    with pytest.raises(FederationError, match=message):
+        make()

@@ -101,3 +101,16 @@ def test_another_number_of_clients_and_none(fit, foreign):
         fit(foreign(), FederatedLoop(aggregator=Gossip(mixing_matrix=PATH), buffers="average"))
     with pytest.raises(FederationError, match="Gossip needs num_clients"):
         Gossip().start(torch.zeros(2))
+
+
+def test_a_graph_is_that_which_is_given_now():
+    before, after = Gossip("ring", num_clients=6), Gossip("complete", num_clients=6)
+    for rule in (before, after):
+        rule.start(torch.zeros(2))
+    after.load_state_dict(before.state_dict())
+    assert (after.weights > 0).all()
+
+
+def test_a_number_of_clients_that_is_not_the_federations(fit, foreign, data):
+    with pytest.raises(FederationError, match="num_clients=3, the federation has 4"):
+        fit(foreign(), FederatedLoop(aggregator=Gossip(num_clients=3), buffers="average"), data())

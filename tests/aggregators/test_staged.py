@@ -1,9 +1,18 @@
 """Stages: each rule in its rounds, with the state that it has, in a federation and resumed."""
 
+import lightning as L
 import pytest
 import torch
 
-from lightning_fl.aggregators import FedAdam, FedAvg, FedAvgM, Gossip, Staged
+from lightning_fl.aggregators import (
+    ClusteredFL,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedControl,
+    Gossip,
+    Staged,
+)
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.policies import Schedule, StagedPolicy
 from lightning_fl.types import ClientUpdate, FederationError
@@ -63,3 +72,30 @@ def test_stages_that_do_not_fit():
         Staged([3], [FedAvg()])
     with pytest.raises(FederationError, match="rounds must be whole numbers from 1 up"):
         StagedPolicy([0], [Schedule(), Schedule()])
+
+
+@pytest.mark.filterwarnings("ignore:round 1")
+def test_rules_and_policies_stay_in_step_where_too_few_return(fit, linear, data):
+    """A round in which nobody is of use counts for both."""
+    rule = Staged([2], [FedAvgM(), ClusteredFL(warmup=0)])
+    policy = StagedPolicy([2], [Schedule(num_steps=3), Schedule(num_steps=1)])
+    loop = FederatedLoop(aggregator=rule, policy=policy, seed=0)
+
+    class Poison(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.current_epoch == 0 and not loop.plan().schedule[batch_idx].last:
+                next(pl_module.parameters()).data.fill_(torch.inf)
+
+    fit(linear(features=6), loop, data(), rounds=4, callbacks=[Poison()])
+    assert [row["num_steps"] for row in loop.rows] == [12, 12, 4, 4]
+    assert [row["stage"] for row in loop.rows] == [1, 1, 2, 2]
+    assert rule.figure() is not None
+
+
+@pytest.mark.parametrize(
+    "rule", [FedControl(decay=0.5), ClusteredFL(), Staged([1], [FedAvg(), FedAvg()])]
+)
+def test_rules_that_count_rounds_count_those_without_an_update(rule):
+    rule.start(torch.zeros(3))
+    rule.skip()
+    assert rule.round == 1

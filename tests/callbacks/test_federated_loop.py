@@ -1396,3 +1396,12 @@ def test_a_step_may_return_what_its_clients_report(fit, data, linear, lanes, tas
     fit(user, FederatedLoop(policy=Listening(), seed=0), data(train, val=train), rounds=1)
     assert len(heard) == 4
     assert (heard == [5.0] * 4) == (task_loss(torch.ones(())) is not None)
+
+
+def test_a_value_that_nobody_uses_is_named(fit, foreign):
+    class Odd(Schedule):
+        def sample(self, round, clients):
+            return {"learning_rate": 0.1}
+
+    with pytest.warns(UserWarning, match="Odd sets learning_rate, which the loop has no use for"):
+        fit(foreign(), FederatedLoop(policy=Odd(), buffers="average"), rounds=1)

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
 from lightning_fl import ClientModule, Lanes
@@ -198,3 +199,65 @@ def test_what_is_missing_is_named(train, fit, data, foreign):
 def test_wrong_options(options, words):
     with pytest.raises(FederationError, match=words):
         PersonalizedEvaluation(**options)
+
+
+def test_of_pfedme_the_personal_model_is_measured(train):
+    """After local steps theta is scored, not the local model that follows it."""
+    callback = PersonalizedEvaluation(steps=4)
+    make = functools.partial(MoreauEnvelope, lr=1e-9, personal_lr=0.1, lam=0.1, inner_steps=5)
+    module = ClientModule(nn.Linear(6, 3), optimizer=make).double()
+    train(callback, module=module)
+    assert all(row["personal"] > row["server"] for row in callback.rows)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_is_the_trainers(train, algorithm):
+    def metric(module, batch):
+        return -module.losses(batch)
+
+    clipped, free = (PersonalizedEvaluation(20, 20, metric=metric) for _ in range(2))
+    train(clipped, gradient_clip_val=1e-9, gradient_clip_algorithm=algorithm, rounds=1)
+    train(free, rounds=1)
+    for row, other in zip(clipped.rows, free.rows, strict=True):
+        assert row["personal"] == pytest.approx(row["server"], abs=1e-6)
+        assert row["local"] == pytest.approx(row["server"], abs=1e-6)
+        assert other["personal"] > other["server"] + 0.01
+
+
+def test_a_local_baseline_is_a_federation_of_one(train, data):
+    """An epoch a round: what begins anew in a round, as momentum does, begins anew there, too."""
+    make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    torch.manual_seed(0)
+    module = ClientModule(nn.Linear(6, 3), optimizer=make).double()
+    first = copy.deepcopy(module.net.state_dict())
+    callback = PersonalizedEvaluation(steps=0, local_steps=3, lr=0.1)
+    _, _, data = train(callback, module=module)
+    for client, row in enumerate(callback.rows):
+        weight, bias = first["weight"].clone(), first["bias"].clone()
+        x, y = data.train.fetch(data.parts[client])
+        for _ in range(3):  # batches are all of a client's samples
+            w, b = weight.requires_grad_(), bias.requires_grad_()
+            grads = torch.autograd.grad(F.cross_entropy(x @ w.T + b, y), (w, b))
+            weight, bias = (p.detach() - 0.1 * g for p, g in zip((w, b), grads, strict=True))
+        assert row["local"] == accuracy(weight, bias, data, client)
+
+
+def test_a_run_that_ends_early_is_measured(train):
+    """Whoever stops it is asked after this callback."""
+    stop = EarlyStopping("train_loss", patience=0, mode="max", check_on_train_epoch_end=True)
+    callback = PersonalizedEvaluation(steps=1)
+    _, loop, _ = train(callback, rounds=9, callbacks=[stop])
+    assert 0 < loop.round < 9
+    assert len(callback.rows) == 4
+
+
+def test_a_baseline_needs_the_first_model(train, tmp_path):
+    saved = {"callbacks": [RoundCheckpoint(str(tmp_path))], "enable_checkpointing": True}
+    train(PersonalizedEvaluation(), rounds=1, **saved)
+    with pytest.raises(FederationError, match="federation's first model"):
+        train(
+            PersonalizedEvaluation(local_steps=3),
+            rounds=2,
+            ckpt_path=str(tmp_path / "last.ckpt"),
+            **saved,
+        )

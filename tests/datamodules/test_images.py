@@ -282,3 +282,5 @@ def test_rotations_turn_each_clients_images_and_evaluation_images_in_turn():
 def test_rotations_are_multiples_of_90_degrees():
     with pytest.raises(FederationError, match="multiples of 90 degrees, got 45"):
         Digits(rotations=[0, 45])
+    with pytest.raises(FederationError, match="got 'a'"):
+        Digits(rotations=["a"])

@@ -1,5 +1,6 @@
 """FedEM: E steps by brute force, whole rounds, its limit case, lanes, resumes, groups."""
 
+import copy
 import functools
 import math
 
@@ -223,3 +224,70 @@ def test_components_differ_and_belong_to_the_seed():
 def test_what_does_not_work_is_refused(make, words):
     with pytest.raises(FederationError, match=words):
         make()
+
+
+def test_components_that_cannot_be_drawn_are_refused():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 3))
+
+        def forward(self, x):
+            return x @ self.weight
+
+    with pytest.raises(FederationError, match="all components are equal"):
+        FedEM(Own())
+    assert FedEM(Own(), components=1)
+    layer = nn.Sequential(nn.TransformerEncoderLayer(4, 1, 4, batch_first=True), nn.Linear(4, 3))
+    one, other, _ = FedEM(layer).net
+    assert not torch.equal(one[0].self_attn.in_proj_weight, other[0].self_attn.in_proj_weight)
+
+
+def test_components_belong_to_the_runs_seed(monkeypatch):
+    def first(seed=None):
+        return FedEM(nn.Linear(4, 3), seed=seed).net[0].weight
+
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    assert torch.equal(first(), first(7))
+    monkeypatch.setenv("PL_GLOBAL_SEED", "8")
+    assert not torch.equal(first(), first(7))
+
+
+def test_adapting_begins_from_equal_weights():
+    torch.manual_seed(0)
+    module = FedEM(nn.Linear(4, 3))
+    batches = [(torch.randn(20, 4), torch.randint(3, (20,))) for _ in range(2)]
+    alone = module.adapt(batches[1])
+    module.adapt(batches[0])
+    assert torch.equal(module.adapt(batches[1]), alone)
+
+
+def test_who_took_no_part_gets_weights_of_its_own_before_it_is_scored(fit, blobs, monkeypatch):
+    data = FederatedDataModule(
+        blobs(160),
+        partition=Dirichlet(0.3, min_size=10),
+        num_clients=4,
+        batch_size=8,
+        local_test_size=0.3,
+        seed=1,
+    )
+    module = FedEM(nn.Linear(6, 3), optimizer=sgd).double()
+    callback = PersonalizedEvaluation(steps=2)
+    seen = []
+    score = PersonalizedEvaluation._score
+
+    def noted(self, trainer, host, client):
+        seen.append((client, host.module.weights.detach().clone()))
+        return score(self, trainer, host, client)
+
+    monkeypatch.setattr(PersonalizedEvaluation, "_score", noted)
+    loop = FederatedLoop(1, policy=Schedule(num_steps=3), seed=0)
+    fit(module, loop, data, rounds=1, callbacks=[callback])
+    for client in range(4):
+        server, personal = (weights for c, weights in seen if c == client)
+        assert not torch.allclose(server, torch.full_like(server, 1 / 3))
+        assert not torch.equal(server, personal)
+    absent = next(c for c in range(4) if not loop.store.get(c))
+    x, y = data.train.fetch(data.parts[absent])
+    found = copy.deepcopy(module).adapt((x, y))
+    torch.testing.assert_close(found, next(w for c, w in seen if c == absent))

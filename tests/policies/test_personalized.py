@@ -75,14 +75,38 @@ def test_reward_by_hand_with_a_running_baseline():
     assert policy.means[0, 0] == pytest.approx(-(0.9 * 0.5 + 0.1 * 0.8))
 
 
-def test_who_was_not_used_learns_nothing():
-    policy = PersonalizedPolicyGradient(TWO, seed=1)
-    for t in range(3):
-        weights = torch.tensor([0.6, 0.0, 0.4])
-        policy.update(feedback(t, [0, 1, 2], [0.1 * t, math.nan, -0.3 * t], weights))
-    assert policy.logits[[0, 2]].any()
-    assert not policy.logits[1].any()
-    assert policy.logits.isfinite().all()
+@pytest.mark.parametrize("normalise", [True, False])
+def test_who_was_not_used_counts_as_the_worst(normalise):
+    policy = PersonalizedPolicyGradient(
+        TWO, step=0.5, seed=1, floor=0.0, baseline=False, normalise=normalise
+    )
+    clients = torch.arange(3)
+    chosen = (policy.sample(0, clients)["lr"] == 0.3).long()
+    weights = torch.tensor([0.6, 0.0, 0.4])
+    policy.update(feedback(0, [0, 1, 2], [0.1, math.nan, -0.3], weights))
+    worst = 3.0 if normalise else 0.3
+    expected = -0.5 * worst * (F.one_hot(chosen[1], 2) - 0.5).double()
+    torch.testing.assert_close(policy.logits[1], expected, atol=1e-7, rtol=0)
+    assert not policy.means.any()
+
+
+@pytest.mark.parametrize("method", ["credit", "reward"])
+def test_a_setting_that_diverges_is_unlearnt(fit, data, method):
+    policy = PersonalizedPolicyGradient(
+        [{"lr": 0.1, "num_steps": 5}, {"lr": 1e306, "num_steps": 5}], method, step=0.5, seed=0
+    )
+    module = ClientModule(nn.Linear(6, 3)).double()
+    with pytest.warns(UserWarning, match="not finite|clients returned"):
+        fit(module, FederatedLoop(policy=policy, seed=0), data(num_clients=6), rounds=40)
+    assert (policy.probabilities(torch.arange(6))[:, 0] > 0.8).all()
+
+
+def test_the_first_signal_is_not_scaled_by_a_round_that_had_none():
+    policy = PersonalizedPolicyGradient(TWO, "reward", seed=1)
+    policy.update(feedback(0, [0, 1], val_acc=0.5))
+    assert not policy.square.any()
+    policy.update(feedback(1, [0, 1], val_acc=0.6))
+    assert policy.square[0] == pytest.approx(0.1**2)
 
 
 @pytest.mark.parametrize("method", ["credit", "reward"])
