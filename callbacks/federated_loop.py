@@ -917,6 +917,7 @@ class FederatedLoop(Callback):
                 " goes on, but it is not the run that one config describes"
             )
         self._loaded = checkpoint["state_dict"]
+        self.aggregator.withdraw()  # lanes are made of the shapes that clients train
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

@@ -49,7 +49,8 @@ class RunReport(Callback):
         if (folder := _folder(trainer)) is not None and rows:
             _save(round_figure(rows), folder / "rounds.png")
             loop = _loop(trainer)
-            if (figure := loop.aggregator.figure()) is not None:
+            has_begun = loop.aggregator.server.numel() > 0
+            if has_begun and (figure := loop.aggregator.figure()) is not None:
                 _save(figure, folder / "aggregator.png")
             if (figure := loop.policy.figure(rows)) is not None:
                 _save(figure, folder / "policy.png")

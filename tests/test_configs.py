@@ -44,6 +44,13 @@ def options(name, root, folder, rounds=4):
     if given["data"]["class_path"] == "CIFAR10":  # 20 samples
         small += ["--data.init_args.val_size=5", "--data.init_args.num_clients=5"]
     policy = given["federation"]["policy"]
+    if given["trainer"].get("callbacks"):
+        few = '[{"class_path":"PersonalizedEvaluation","init_args":{"steps":2,"local_steps":2}}]'
+        small.append(f"--trainer.callbacks={few}")
+    if policy["class_path"] == "Schedule":
+        small += [
+            f"--federation.policy.init_args.{o}" for o in ("local_epochs=null", "num_steps=3")
+        ]
     if policy["class_path"] == "StagedPolicy":  # into the second stage
         small += [f"--federation.{rule}.init_args.rounds=[2]" for rule in ("policy", "aggregator")]
     if policy["class_path"] == "Stragglers":

@@ -118,6 +118,8 @@ class PFNM(Aggregator):
         #: Samples of each client and class, ``[clients, classes]``, where a loop knows them.
         self.class_counts: Tensor | None = None
         self.chain: Chain | None = None
+        self._own = list[tuple[int, int]]()
+        self._at_start: Layers = []
         self._returned: tuple[Tensor, list[Layers]] | None = None
         self._figures: dict[str, float] = {}
 
@@ -133,9 +135,10 @@ class PFNM(Aggregator):
         if self.chain is None or self.chain.module is not module:
             self.chain = Chain(module)
             module.register_load_state_dict_pre_hook(self._fit_to)  # type: ignore[no-untyped-call]
-        self._own = self._the_chain.shapes
         if example is None:
             return
+        #: The shapes that clients train, and what the module came with.
+        self._own, self._at_start = self._the_chain.shapes, self._the_chain.read()
         self._check_classes()
         inert = self._the_chain.check_order(example[0])
         narrow = min(width for width, _ in self._own[:-1])
@@ -182,7 +185,8 @@ class PFNM(Aggregator):
         """Give the module the shapes that clients train, and the server's vector."""
         chain = self._the_chain
         if chain.shapes != self._own:
-            chain.write(chain.unpack(self.base, self._own))
+            is_begun = self.server.numel() > 0
+            chain.write(chain.unpack(self.base, self._own) if is_begun else self._at_start)
 
     def publish(self, score: Callable[[], float] | None = None) -> None:
         """Merge what clients returned, and give the module the network.

@@ -121,7 +121,7 @@ def test_the_search_takes_the_narrowest_of_the_good(fit, data):
 
 def test_it_resumes_bit_equal_and_loads_elsewhere(fit, data, trainer, tmp_path):
     def rule():
-        return PFNM(**ALL, seed=5)
+        return PFNM(gamma=1.0, sigma2=0.01, sigma02=1.0, seed=5)
 
     def run(folder, rounds, wrap=lambda m: m, **options):
         made = module()
@@ -144,6 +144,7 @@ def test_it_resumes_bit_equal_and_loads_elsewhere(fit, data, trainer, tmp_path):
         last = str(tmp_path / "parts" / "last.ckpt")
         parts, two = run(tmp_path / "parts", 5, wrap, ckpt_path=last)
         assert one.rows == two.rows
+        assert Chain(whole).shapes[0][0] > 8
         assert all(
             torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True)
         )
