@@ -57,7 +57,7 @@ def test_gains_are_what_an_assignment_adds_to_the_objective(popularity):
     found = match(prior, values[:2], own[:2], sweeps=0, start=[torch.tensor(a) for a in others])
     gain = gains(prior, found.sums, found.precisions, found.counts, values[2], own[2])
     assert gain.shape == (2, 3 + 2)
-    for atoms in permutations(range(4), 2):  # the first atom of its own is number 3
+    for atoms in [*permutations(range(4), 2), (3, 4)]:  # atoms of its own are numbers 3 and 4
         expected = float(gain[0, atoms[0]] + gain[1, atoms[1]])
         # Client 1 has one atom alone, or none where that gets a second holder: 1! is 0!.
         after = plainly(prior, values, own, [*others, list(atoms)])
