@@ -293,3 +293,32 @@ def test_a_module_of_any_kind(fit, data):
     made = Mine().double()
     fit(made, FederatedLoop(aggregator=PFNM(**ALL), policy=Schedule(num_steps=20)), data())
     assert made.first.out_features == made.last.in_features >= 8
+
+
+def test_the_search_leaves_out_what_is_much_worse():
+    made = module()
+    rule = begun(PFNM(seed=3), made)
+    ids = torch.arange(3)
+    moves = 0.3 * torch.randn(3, len(vector(made)), generator=torch.Generator().manual_seed(0))
+    widths = []
+
+    def chosen(score):
+        rule.update(ClientUpdate(ids, moves.double(), torch.ones(3)))
+        rule.compute()
+        rule.publish(score)
+        width = Chain(made).shapes[0][0]
+        rule.withdraw()
+        rule.reset()
+        rule.round.zero_()
+        rule.starts.zero_()
+        rule.known.zero_()
+        return width
+
+    def seen():
+        widths.append(Chain(made).shapes[0][0])
+        return 0.9
+
+    narrowest = chosen(seen)
+    assert narrowest == min(widths) < max(widths)
+    better = chosen(lambda: 0.9 - 0.1 * (Chain(made).shapes[0][0] == narrowest))
+    assert better == min(width for width in widths if width > narrowest)
