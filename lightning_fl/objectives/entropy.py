@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
 
 from lightning_fl.functional.entropy import entropy_hinge
 from lightning_fl.objectives.terms import Side, Term, check_strength
+from lightning_fl.types import FederationError
 
 
 class EntropyRegularizer(Term):
@@ -24,7 +26,8 @@ class EntropyRegularizer(Term):
         of_mean: Compare the mean entropy of the batch with the bound, not each sample's.
 
     Raises:
-        FederationError: If a value is negative or not finite.
+        FederationError: If a value is negative or not finite; in a step, if no prediction can have
+            so much entropy.
 
     Example:
         >>> import torch
@@ -41,4 +44,9 @@ class EntropyRegularizer(Term):
     def forward(self, own: Side, fixed: Side, batch: Any) -> Tensor:
         """Return the penalty of the client's predictions."""
         assert own.outputs is not None
+        if self.h_min > math.log(classes := own.outputs.shape[-1]) + 1e-6:
+            raise FederationError(
+                f"h_min is {self.h_min}, and predictions of {classes} classes have an entropy of at"
+                f" most ln {classes} = {math.log(classes):.4f}: lower it"
+            )
         return self.coefficient * entropy_hinge(own.outputs, self.h_min, self.of_mean)

@@ -54,3 +54,10 @@ def test_values_out_of_range_are_refused(value):
     for make in (EntropyRegularizer, WeightDivergence, lambda v: EntropyRegularizer(1.0, v)):
         with pytest.raises(FederationError, match=f"finite and at least 0, got {value}"):
             make(value)
+
+
+def test_a_bound_that_no_prediction_reaches_is_refused():
+    logits = torch.zeros(4, 3)
+    assert EntropyRegularizer(h_min=math.log(3))(Side({}, logits), Side({}), None) < 1e-6
+    with pytest.raises(FederationError, match="at most ln 3 ="):
+        EntropyRegularizer(h_min=1.2)(Side({}, logits), Side({}), None)
