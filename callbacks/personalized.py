@@ -142,7 +142,9 @@ class PersonalizedEvaluation(Callback):
         """Measure all clients, write the table, and return what is logged."""
         self._measured_at = round
         self.rows = self._measured(trainer, round)
-        self._write(trainer)
+        # Asked by all: Lightning lets the first process tell the others.
+        if (path := self._federation.table_path(trainer)) is not None:
+            self._write(path.parent)
         return {
             f"{kind}/{figure}": value
             for kind in KINDS
@@ -295,23 +297,21 @@ class PersonalizedEvaluation(Callback):
         return float(loss.detach())
 
     @rank_zero_only
-    def _write(self, trainer: Trainer) -> None:
+    def _write(self, folder: Path) -> None:
         """Write the table of clients and a picture beside the table of rounds."""
-        if (path := self._federation.table_path(trainer)) is None:
-            return
         columns = list(dict.fromkeys(name for row in self.rows for name in row))
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.rows)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         content = text.getvalue().encode()
-        write_atomically(path.parent / f"{self.name}.csv", lambda file: file.write(content))
+        write_atomically(folder / f"{self.name}.csv", lambda file: file.write(content))
         try:
             figure = client_figure(self.rows)
         except ImportError:  # matplotlib is optional
             return
-        figure.savefig(Path(path.parent, f"{self.name}.png"), dpi=120)
+        figure.savefig(folder / f"{self.name}.png", dpi=120)
 
     # --- checkpoints ------------------------------------------------------------------------------
 

@@ -108,8 +108,13 @@ def test_a_config_resumes_bit_equal_after_its_end_in_a_round(
     _assert_equal(whole[1:], parts[1:], torch.equal)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+#: Quick ones, in which processes have most to say to each other.
+QUICK = ("fedavgplus_mnist", "pfnm_digits")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES]
+)
 def test_a_config_trains_on_two_processes_as_on_one(name, root, run, tmp_path):
     run(options(name, root, tmp_path / "one", rounds=3))
     two = ["--trainer.strategy=client_parallel", "--trainer.devices=2", "--trainer.accelerator=cpu"]
