@@ -1,0 +1,80 @@
+"""The script runs arms once, and shows tables and pictures; no accuracy is judged."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def rules(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    spec = importlib.util.spec_from_file_location("rules", FOLDER / "rules.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    yield module
+    for name in ("overhead", "runs"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def commands(rules, monkeypatch):
+    """Stand in for the command line: two rounds, of which the second has all figures."""
+    seen = []
+
+    def run(line, **options):
+        seen.append(line)
+        folder = Path(next(a for a in line if "root_dir" in a).partition("=")[2])
+        if "fit" in line:
+            run = folder / "version_0"
+            run.mkdir(parents=True)
+            (run / "rounds.csv").write_text(
+                "round,val_acc,server/mean,clusters\n1,0.5,,1\n2,0.7,0.8,2\n"
+            )
+            (run / "config.yaml").write_text("rotations:\n  - 0\n  - 180\nnum_clients: 4\n")
+            rule = {"cluster_of": torch.tensor([0, 1, 0, 0, -1])}
+            state = {"FederatedLoop": {"aggregator": rule, "num_clients": 4}}
+            torch.save({"callbacks": state}, run / "last.ckpt")
+        return subprocess.CompletedProcess(line, 0, "│ test_acc │ 0.9 │", "")
+
+    monkeypatch.setattr(sys.modules["runs"].subprocess, "run", run)
+    return seen
+
+
+def test_arms_run_once_and_tables_show_means(rules, commands, tmp_path, capsys):
+    given = ["--experiments", "clustered2", "control", "--seeds", "1", "2", "--out", str(tmp_path)]
+    page = tmp_path / "docs" / "rules.md"
+    rules.main([*given, "--jobs", "2", "--markdown", str(page)])
+    assert len(commands) == 2 * 2 * (2 + 4)
+    rules.main(given)
+    assert len(commands) == 2 * 2 * (2 + 4)
+    text = page.read_text()
+    # Of six pairs that of 1 and 3 is apart, those of 3 with 0 and 2 are together: all wrongly.
+    row = "| ClusteredFL | 80.0 ± 0.0 | - | 2.000 ± 0.000 | 50.0 ± 0.0 |"
+    assert row in text
+    assert "| FedControl, lambda = 0.8 | 90.0 ± 0.0 | 2.000 ± 0.000 |" in text
+    for name in ("clustered2", "control"):
+        assert (page.parent / f"rules-{name}.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        rules.main([*given, "--", "--trainer.max_epochs=3"])
+    assert "choose another --out" in capsys.readouterr().err
+    assert json.loads((tmp_path / "options.json").read_text()) == []
+
+
+def test_every_arm_is_a_config_that_parses(rules, capsys, monkeypatch):
+    from lightning_fl.cli import main
+
+    for experiment in rules.EXPERIMENTS.values():
+        for arm in experiment.arms:
+            line = ["lightning-fl", "fit", *rules.options(experiment, arm, 1), "--print_config"]
+            monkeypatch.setattr(sys, "argv", line)
+            with pytest.raises(SystemExit) as end:
+                main()
+            assert not end.value.code, capsys.readouterr().err
