@@ -46,6 +46,7 @@ def test_a_seed_is_numpys_seed_sequence_on_every_machine():
         "GRAPH": 13,
         "LOCAL_TEST": 14,
         "PERSONAL": 15,
+        "NEURONS": 16,
     }
 
 
