@@ -104,7 +104,7 @@ class Chain:
             self.write([(state_dict[weight], state_dict[bias]) for weight, bias in keys])
 
     def pack(self, layers: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return weights and biases of the module's own shapes as a vector, as it orders them."""
+        """Return weights and biases, of whatever shapes, as a vector in the module's order."""
         tensors = dict(zip(self._names(), (t for pair in layers for t in pair), strict=True))
         return torch.cat([tensors[n].reshape(-1) for n, _ in self.module.named_parameters()])
 

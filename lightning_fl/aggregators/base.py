@@ -101,6 +101,25 @@ class Aggregator(Metric, ABC):
             score: Returns the training accuracy of the module as it is.
         """
 
+    def joined(self, *names: str) -> list[Tensor]:
+        """Return lists that were kept of a round's clients, each as one tensor, by client.
+
+        Processes return their clients in another order than one process does.
+
+        Args:
+            names: Of states; the first holds the clients' numbers.
+
+        Returns:
+            A tensor each; nothing where nobody returned.
+        """
+        # Lists, or what torchmetrics has gathered of them.
+        states: list[Any] = [getattr(self, name) for name in names]
+        if not len(states[0]):
+            return []
+        tensors = [torch.cat(state) if isinstance(state, list) else state for state in states]
+        order = tensors[0].argsort()
+        return [tensor[order] for tensor in tensors]
+
     def figures(self) -> dict[str, float]:
         """Return what is worth knowing after a round: it is logged, and put into the table."""
         return {}

@@ -128,14 +128,9 @@ class ClusteredFL(Aggregator):
     def compute(self) -> Tensor:
         """Move each cluster's model, split clusters, and return the mean of the models."""
         self.round = self.round + 1
-        if isinstance(self.ids, list) and not self.ids:
+        if not (returned := self.joined("ids", "deltas", "sizes")):
             return self.server
-        ids, deltas, sizes = (
-            torch.cat(state) if isinstance(state, list) else state
-            for state in (self.ids, self.deltas, self.sizes)
-        )
-        order = ids.argsort()  # processes return theirs in another order
-        ids, deltas, sizes = ids[order], deltas[order], sizes[order]
+        ids, deltas, sizes = returned
         weights = torch.ones_like(sizes) if self.weighting == "uniform" else sizes
         found = self._cluster(ids).clamp(min=0)
         self.cluster_of[ids] = found

@@ -116,9 +116,9 @@ class Gossip(Aggregator):
 
     def compute(self) -> Tensor:
         """Mix the clients' models, and return their mean."""
-        if isinstance(self.ids, list) and not self.ids:
+        if not (found := self.joined("ids", "deltas")):
             return self.server
-        ids, deltas = (torch.cat(s) if isinstance(s, list) else s for s in (self.ids, self.deltas))
+        ids, deltas = found
         mixed = torch.empty_like(self.models)
         pieces = (self.models.split(PIECE, 1), deltas.split(PIECE, 1), mixed.split(PIECE, 1))
         for own, delta, out in zip(*pieces, strict=True):

@@ -284,11 +284,10 @@ class PFNM(Aggregator):
 
     def compute(self) -> Tensor:
         """Take the clients' networks; they are merged by :meth:`publish`."""
-        if isinstance(self.ids, list) and not self.ids:
+        if not (found := self.joined("ids", "deltas")):
             return self.server
-        ids, deltas = (torch.cat(s) if isinstance(s, list) else s for s in (self.ids, self.deltas))
-        order = ids.argsort()  # processes return theirs in another order
-        ids, ends = ids[order], (self.server_for(ids) + deltas)[order]
+        ids, deltas = found
+        ends = self.server_for(ids) + deltas
         nets = [
             self._narrow(self._the_chain.unpack(end, self._own), client)
             for client, end in zip(ids.tolist(), ends, strict=True)
@@ -306,8 +305,7 @@ class PFNM(Aggregator):
             counts = torch.where(counts.sum(0) > 0, counts, 1)
         nets = [[(w.cpu(), b.cpu()) for w, b in net] for net in nets]
         found, options = self._best(nets, counts, score)
-        dtype = self.base
-        self.merged = torch.cat([t.reshape(-1) for t in self._ordered(found.layers)]).to(dtype)
+        self.merged = self._the_chain.pack(found.layers).to(self.base)
         shapes = [list(weight.shape) for weight, _ in found.layers]
         self.shapes = torch.tensor(shapes, device=self.shapes.device)
         for row, client in enumerate(ids.tolist()):
@@ -323,12 +321,6 @@ class PFNM(Aggregator):
             "objective": float(sum(m.objective[-1] for m in matching)),
             **options,
         }
-
-    def _ordered(self, layers: Layers) -> list[Tensor]:
-        """Return tensors in the order of a module's parameters."""
-        names = [f"{n}.{kind}" for n in self._the_chain.layers for kind in ("weight", "bias")]
-        tensors = dict(zip(names, (t for pair in layers for t in pair), strict=True))
-        return [tensors[name] for name, _ in self._the_chain.module.named_parameters()]
 
     def _best(
         self, nets: Sequence[Layers], counts: Tensor | None, score: Callable[[], float] | None

@@ -1,6 +1,5 @@
 """The script runs cells once, goes on where it was, and shows tables; no accuracy is judged."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -8,19 +7,10 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def mostafa(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))  # it describes the machine by overhead.py
-    spec = importlib.util.spec_from_file_location("mostafa2019", FOLDER / "mostafa2019.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    yield module
-    for name in ("overhead", "runs"):
-        sys.modules.pop(name, None)
+def mostafa(script):
+    return script("mostafa2019")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The script runs arms once, and shows tables and pictures; no accuracy is judged."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -9,19 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def rules(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    spec = importlib.util.spec_from_file_location("rules", FOLDER / "rules.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    yield module
-    for name in ("overhead", "runs"):
-        sys.modules.pop(name, None)
+def rules(script):
+    return script("rules")
 
 
 @pytest.fixture
