@@ -40,12 +40,12 @@ def fit_and_test(
     for name in ("fit", "test"):
         if (done := command(name, folder, options, environment)) is None:
             return
-    accuracy = re.search(r"test_acc\D+(\d\.\d+(?:e-\d+)?)", done.stdout)
-    if accuracy is None:
+    figures = re.findall(r"(test_\w+(?:/\w+)?)\D+(\d\.\d+(?:e-\d+)?)", done.stdout)
+    tested = {name: float(value) for name, value in figures}
+    if "test_acc" not in tested:
         print(f"{folder.name} has no test_acc:\n{done.stdout[-2000:]}", file=sys.stderr)
         return
-    rounds, took = len(rows(folder)), perf_counter() - start
-    found = {"test_acc": float(accuracy[1]), "rounds": rounds, "seconds": took}
+    found = {**tested, "rounds": len(rows(folder)), "seconds": perf_counter() - start}
     result.write_text(json.dumps(found) + "\n")
     print(f"{folder.name}: {100 * found['test_acc']:.2f} %", file=sys.stderr)
 

@@ -1,5 +1,6 @@
 """The federation itself, and what watches it."""
 
+from lightning_fl.callbacks.baselines import MatchingBaselines
 from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO, RoundCheckpoint
 from lightning_fl.callbacks.federated_loop import FederatedLoop
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
@@ -9,6 +10,7 @@ from lightning_fl.callbacks.report import RunReport
 __all__ = [
     "AtomicCheckpointIO",
     "FederatedLoop",
+    "MatchingBaselines",
     "PersonalizedEvaluation",
     "RoundCheckpoint",
     "RoundProgress",

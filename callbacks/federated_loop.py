@@ -361,7 +361,16 @@ class FederatedLoop(Callback):
             raise FederationError(f"participation={self.participation} clients, there are {n}")
         return self.participation
 
+    def _arrive(self) -> None:
+        """Let the samples of the round arrive, and note how many they are."""
+        data = self._data
+        data.arrive(self.round)
+        self._num_samples, self._batches_per_epoch = data.num_samples, data.batches_per_epoch
+        if self.aggregator.replaces_network:
+            self.aggregator.class_counts = getattr(data, "class_counts", None)
+
     def _draw(self) -> RoundPlan:
+        self._arrive()
         seed, n = self._seed, len(self._num_samples)
         random = generator(seed, Purpose.COHORT, self.round)
         count = self._cohort_size()

@@ -390,6 +390,8 @@ class FederatedDataModule(LightningDataModule):
         local_test_size: Fraction of each client's samples, in [0, 1), that it does not train on:
             its own test samples, for :class:`~lightning_fl.callbacks.PersonalizedEvaluation`. They
             have the proportions of its labels.
+        arrivals: A stream: each client's samples arrive in so many parts, drawn at random, and a
+            round has one of them, the next round the next; after the last the first comes again.
         labels: Labels of ``train`` for the rule, ``[n]``; None reads them off the data set.
         keys: Key of each training sample for ``ByKey``, ``[n]``, names or numbers (speaker,
             writer...); None reads the data set's attribute ``keys``.
@@ -425,6 +427,7 @@ class FederatedDataModule(LightningDataModule):
         *,
         val_size: int | float = 0.1,
         local_test_size: float = 0.0,
+        arrivals: int = 1,
         labels: Sequence[int] | None = None,
         keys: Sequence[int | str] | None = None,
         replacement: bool = False,
@@ -448,12 +451,17 @@ class FederatedDataModule(LightningDataModule):
         if not 0 <= local_test_size < 1:
             raise FederationError(f"local_test_size must be in [0, 1), got {local_test_size}")
         self.local_test_size = local_test_size
+        self.arrivals = _integer("arrivals", arrivals, 1)
         self.eval_batch_size = _integer("eval_batch_size", eval_batch_size, 1)
         self.num_workers = _integer("num_workers", num_workers, 0)
         self.collate_fn = collate_fn or default_collate
         self.seed = None if seed is None else _integer("seed", seed, 0)
         self.plan: Callable[[], RoundPlan] | None = None
+        #: Each client's training samples, of the whole stream.
         self.parts: list[Tensor] = []
+        #: Those of them that are there to be trained on.
+        self.present: list[Tensor] = []
+        self._arrivals: list[list[Tensor]] = []
         #: Each client's own test samples, which are in no part.
         self.local_tests: list[Tensor] = []
         self._num_samples = torch.zeros(0, dtype=torch.int64)
@@ -470,6 +478,7 @@ class FederatedDataModule(LightningDataModule):
             test = self.load(train=False) if self.test is None else self.test
             self.test = _in_memory(test, "test")
         if self.parts or stage in {"test", "predict"}:
+            self.present = self.parts
             return
         train = _in_memory(self.load(train=True), "train")
         if train is None:
@@ -491,12 +500,14 @@ class FederatedDataModule(LightningDataModule):
             )
         parts = [kept.nonzero()[:, 0][part] for part in split]
         parts, tests = self._local_tests(parts, seed)
+        arrivals = self._in_steps(parts, seed)
         # From here on nothing fails: a second try would take held-out samples for given ones.
         if self.val is None and len(held):
             fast = isinstance(train, InMemory)
             self.val = InMemory(*train.fetch(held)) if fast else Subset(train, held.tolist())
         self.num_clients = clients
         self.parts, self.local_tests = parts, tests
+        self.present, self._arrivals = parts, arrivals
 
     def _class_labels(self, train: Dataset[Any], n: int) -> Tensor | None:
         """Return one number a training sample, those that were given or that the data set has."""
@@ -540,6 +551,33 @@ class FederatedDataModule(LightningDataModule):
             tests.append(part[test])
         return kept, tests
 
+    def _in_steps(self, parts: list[Tensor], seed: int) -> list[list[Tensor]]:
+        """Return each client's samples in each step of the stream."""
+        if self.arrivals == 1:
+            return [parts]
+        steps: list[list[Tensor]] = [[] for _ in range(self.arrivals)]
+        for client, part in enumerate(parts):
+            if len(part) < self.arrivals:
+                raise FederationError(
+                    f"arrivals={self.arrivals}, but client {client} has {len(part)} samples, less"
+                    " than one for each step: lower it, or give every client more (min_size of a"
+                    " partition)"
+                )
+            random = generator(seed, Purpose.ARRIVALS, client)
+            order = part[torch.randperm(len(part), generator=random)]
+            for step, chunk in zip(steps, order.tensor_split(self.arrivals), strict=True):
+                step.append(chunk.sort().values)
+        return steps
+
+    def arrive(self, round: int) -> None:
+        """Let the samples of a round arrive: those of its step of the stream.
+
+        Args:
+            round: Counted from 0.
+        """
+        self.present = self._arrivals[round % self.arrivals]
+        self._num_samples = self._num_samples[:0]
+
     def _val_count(self, n: int) -> int:
         count = round(self.val_size * n) if isinstance(self.val_size, float) else self.val_size
         if count >= n:
@@ -577,22 +615,22 @@ class FederatedDataModule(LightningDataModule):
 
     @property
     def num_samples(self) -> Tensor:
-        """Training samples of each client, ``[num_clients]``."""
-        if len(self._num_samples) != len(self.parts):
-            self._num_samples = torch.tensor([len(part) for part in self.parts])
+        """Training samples of each client that are there, ``[num_clients]``."""
+        if len(self._num_samples) != len(self.present):
+            self._num_samples = torch.tensor([len(part) for part in self.present])
         return self._num_samples
 
     @property
     def class_counts(self) -> Tensor | None:
-        """Training samples of each client and class, ``[num_clients, classes]``; None if unknown.
+        """Training samples of each client and class that are there, ``[num_clients, classes]``.
 
-        Classes are numbers from 0 up.
+        None if they are unknown. Classes are numbers from 0 up.
         """
         labels = self.class_labels
         if labels is None or labels.is_floating_point() or int(labels.min()) < 0:
             return None
         most = int(labels.max()) + 1
-        return torch.stack([labels[part].bincount(minlength=most) for part in self.parts])
+        return torch.stack([labels[part].bincount(minlength=most) for part in self.present])
 
     @property
     def batches_per_epoch(self) -> Tensor:
@@ -606,11 +644,13 @@ class FederatedDataModule(LightningDataModule):
         BatchNorm cannot train on a batch of one sample; ``drop_last`` leaves out the incomplete
         batch, yet a client of one sample keeps its own.
         """
-        n = self.num_samples
-        size = self._full_batch(n)
-        if self.drop_last or self.replacement:
-            return size
-        return (n - 1) % size + 1
+        smallest = []
+        for parts in self._arrivals:
+            n = torch.tensor([len(part) for part in parts])
+            size = self._full_batch(n)
+            whole = self.drop_last or self.replacement
+            smallest.append(size if whole else (n - 1) % size + 1)
+        return torch.stack(smallest).amin(0)
 
     def batch_sizes(self, clients: Tensor, start: int, count: int) -> Tensor:
         """Return the samples in local steps ``start`` to ``start + count`` of clients.
@@ -663,7 +703,7 @@ class FederatedDataModule(LightningDataModule):
     @property
     def checksum(self) -> str:
         """A digest of the split."""
-        return checksum(self.parts)
+        return checksum([part for parts in self._arrivals for part in parts])
 
     def manifest(self) -> Manifest:
         """Describe the split: rule, parameters, seed, indices and class counts of each client."""
@@ -680,7 +720,8 @@ class FederatedDataModule(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the round's batches, or shuffled batches of all clients without a loop."""
         if self.plan is not None:
-            batches: OwnBatches = self._batches(self.plan(), self.parts)
+            plan = self.plan()  # with it the round's samples arrive
+            batches: OwnBatches = self._batches(plan, self.present)
         else:
             batches = EpochBatches(self._epoch)
         loader = self._loader(self.train, lambda data: batches)
@@ -708,7 +749,7 @@ class FederatedDataModule(LightningDataModule):
             test: Its own test samples instead.
         """
         batches = Batches(cast("Dataset[Any]", self.train), self.collate_fn, run_seed(self.seed))
-        part = (self.local_tests if test else self.parts)[client]
+        part = (self.local_tests if test else self.present)[client]
         for index in part.split(self.eval_batch_size):
             yield batches[batches.evaluation(index)]
 
@@ -716,7 +757,7 @@ class FederatedDataModule(LightningDataModule):
         """Yield batches of a client's training samples without end, as a round would."""
         batches = Batches(cast("Dataset[Any]", self.train), self.collate_fn, run_seed(self.seed))
         parts = client_batches(
-            self.parts[client], self.batch_size, generator, self.replacement, self.drop_last
+            self.present[client], self.batch_size, generator, self.replacement, self.drop_last
         )
         for index in parts:
             yield batches[Batch(index, [(generator.initial_seed(),)])]

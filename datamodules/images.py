@@ -31,6 +31,7 @@ class ImageDataModule(FederatedDataModule):
         eval_batch_size: Samples a batch in validation, test and prediction.
         seed: Seed of hold-out and split; None is that of ``seed_everything``, else 0.
         local_test_size: Fraction of each client's samples that are its own test samples.
+        arrivals: A stream: each client's samples arrive in so many parts, one a round.
         rotations: Make groups of clients that see the world differently: the images of client ``i``
             are turned by ``rotations[i % len(rotations)]`` degrees, multiples of 90. Validation and
             test images are turned by each of them in turn.
@@ -58,6 +59,7 @@ class ImageDataModule(FederatedDataModule):
         eval_batch_size: int = 250,
         seed: int | None = None,
         local_test_size: float = 0.0,
+        arrivals: int = 1,
         rotations: Sequence[int] = (),
     ) -> None:
         if bad := [a for a in rotations if not isinstance(a, int) or a % 90]:
@@ -69,6 +71,7 @@ class ImageDataModule(FederatedDataModule):
             batch_size=batch_size,
             val_size=val_size,
             local_test_size=local_test_size,
+            arrivals=arrivals,
             replacement=replacement,
             drop_last=drop_last,
             eval_batch_size=eval_batch_size,

@@ -1,4 +1,4 @@
-"""The linear layers of a module whose hidden neurons have no order of their own."""
+"""The layers of a module whose hidden neurons have no order of their own."""
 
 from __future__ import annotations
 
@@ -16,30 +16,34 @@ Layers = list[tuple[Tensor, Tensor]]
 
 
 class Chain:
-    """A module that is linear layers, one after another, with the same function on each neuron.
+    """A module that is convolutions and linear layers, with the same function on each neuron.
 
-    Layers can be given other widths: their parameters are the same objects, of other shapes.
+    Neurons are the filters of convolutions and the units of linear layers. Weights are read as
+    ``[out, in, ...]``: those of a convolution have its kernel behind, those of a linear layer after
+    a convolution the pixels of a map. Layers can be given other widths: their parameters are the
+    same objects, of other shapes.
 
     Args:
-        module: What has no parameters but those of ``nn.Linear`` layers with biases.
+        module: What has no parameters but those of ``nn.Linear`` and ``nn.Conv2d`` layers, with
+            biases, convolutions first.
 
     Raises:
         FederationError: If it has others, buffers, or layers that do not follow each other.
 
     Example:
-        >>> net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+        >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
         >>> chain = Chain(net)
-        >>> chain.write([(w.repeat(1, 1), b) for w, b in chain.read()])
-        >>> chain.shapes
-        [(3, 4), (2, 3)]
+        >>> chain.shapes, [tuple(weight.shape) for weight, _ in chain.read()]
+        ([(4, 1), (2, 4)], [(4, 1, 3, 3), (2, 4, 9)])
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         name = type(module).__name__
-        found = {n: m for n, m in module.named_modules() if isinstance(m, nn.Linear)}
+        found = {n: m for n, m in module.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
         #: Layers by name, from input to output.
-        self.layers: dict[str, nn.Linear] = found
+        self.layers: dict[str, nn.Linear | nn.Conv2d] = found
+        self._trained = {id(p) for p in module.parameters() if p.requires_grad}
         inside = {id(p) for layer in found.values() for p in layer.parameters()}
         kinds = (
             (type(m).__name__, t)
@@ -50,40 +54,69 @@ class Chain:
         for kind, tensor in kinds:
             if id(tensor) not in inside:
                 raise FederationError(
-                    f"{name} has a {kind}, whose neurons cannot be matched: use linear layers with"
-                    " activations between them, and no terms with parameters of their own"
+                    f"{name} has a {kind}, whose neurons cannot be matched: use convolutions and"
+                    " linear layers with activations between them, and no terms with parameters of"
+                    " their own"
                 )
         if len(found) < 2 or any(layer.bias is None for layer in found.values()):
             raise FederationError(
-                f"{name} needs two linear layers or more, each with a bias, for its hidden neurons"
-                " to be matched"
+                f"{name} needs two layers or more, each with a bias, for its hidden neurons to be"
+                " matched"
             )
-        for (above, one), (below, other) in pairwise(found.items()):
-            if one.out_features != other.in_features:
+        if isinstance(last := [*found.values()][-1], nn.Conv2d):
+            raise FederationError(
+                f"{name} ends with a {type(last).__name__}: neurons can be matched where a linear"
+                " layer is the last"
+            )
+        #: Behind ``[out, in]``: the kernel of a convolution, pixels of a linear layer after one.
+        self._kernels = [_kernel(layer) for layer in found.values()]
+        for i, ((above, one), (below, other)) in enumerate(pairwise(found.items())):
+            if isinstance(other, nn.Conv2d) and other.groups > 1:
                 raise FederationError(
-                    f"{name}.{above} has {one.out_features} outputs and {below}, the next linear"
-                    f" layer, {other.in_features} inputs: neurons can be matched where layers"
-                    " follow each other"
+                    f"{name}.{below} is a convolution in {other.groups} groups, whose filters see"
+                    " some of those before only: they cannot be matched"
+                )
+            outs, ins = _ends(one)[0], _ends(other)[1]
+            is_flattened = isinstance(one, nn.Conv2d) and isinstance(other, nn.Linear)
+            if is_flattened and ins % outs == 0:
+                self._kernels[i + 1] = (ins // outs,)
+            elif ins != outs or (isinstance(one, nn.Linear) and isinstance(other, nn.Conv2d)):
+                raise FederationError(
+                    f"{name}.{above} has {outs} outputs and {below}, the next layer, {ins} inputs:"
+                    " neurons can be matched where layers follow each other, convolutions first"
                 )
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Of each layer, outputs and inputs."""
-        return [(layer.out_features, layer.in_features) for layer in self.layers.values()]
+        """Of each layer, neurons and neurons before."""
+        found = [_ends(layer) for layer in self.layers.values()]
+        outs = [found[0][1], *(out for out, _ in found)]
+        return [(out, into) for into, out in pairwise(outs)]
 
     def read(self) -> Layers:
         """Return copies of weights and biases."""
+        each = zip(self._tensors(), self.shapes, self._kernels, strict=True)
         return [
-            (layer.weight.detach().clone(), layer.bias.detach().clone())
-            for layer in self.layers.values()
+            (weight.detach().reshape(*shape, *kernel).clone(), bias.detach().clone())
+            for (weight, bias), shape, kernel in each
         ]
+
+    def _tensors(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for layer in self.layers.values():
+            assert layer.bias is not None  # it was checked
+            yield layer.weight, layer.bias
 
     @torch.no_grad()
     def write(self, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Set weights and biases, whatever their shapes."""
-        for layer, (weight, bias) in zip(self.layers.values(), layers, strict=True):
-            layer.out_features, layer.in_features = weight.shape
-            for param, value in ((layer.weight, weight), (layer.bias, bias)):
+        own = zip(self.layers.values(), self._tensors(), layers, strict=True)
+        for layer, params, (weight, bias) in own:
+            if isinstance(layer, nn.Linear):
+                weight = weight.flatten(1)
+                layer.out_features, layer.in_features = weight.shape
+            else:
+                layer.out_channels, layer.in_channels = weight.shape[:2]
+            for param, value in zip(params, (weight, bias), strict=True):
                 param.data = value.to(param, copy=True)
                 param.grad = None
 
@@ -109,15 +142,30 @@ class Chain:
         return torch.cat([tensors[n].reshape(-1) for n, _ in self.module.named_parameters()])
 
     def unpack(self, vector: Tensor, shapes: Sequence[tuple[int, int]]) -> Layers:
-        """Undo :meth:`pack`, for layers of these shapes."""
+        """Undo :meth:`pack`, for layers of these :attr:`shapes`."""
         sizes: dict[str, tuple[int, ...]] = {}
-        for name, (out, into) in zip(self.layers, shapes, strict=True):
-            sizes[f"{name}.weight"], sizes[f"{name}.bias"] = (out, into), (out,)
+        for name, (out, into), kernel in zip(self.layers, shapes, self._kernels, strict=True):
+            sizes[f"{name}.weight"], sizes[f"{name}.bias"] = (out, into, *kernel), (out,)
         order = [name for name, _ in self.module.named_parameters()]
         counts = [torch.Size(sizes[name]).numel() for name in order]
         found = dict(zip(order, vector.split(counts), strict=True))
         each = [found[name].view(sizes[name]) for name in self._names()]
         return list(zip(each[::2], each[1::2], strict=True))
+
+    def drawn(self) -> Layers:
+        """Return weights and biases as the layers draw them."""
+        before = self.read()
+        for layer in self.layers.values():
+            layer.reset_parameters()
+        found = self.read()
+        self.write(before)
+        return found
+
+    def freeze(self, count: int) -> None:
+        """Keep the lowest layers from being trained, the others as they came."""
+        for i, layer in enumerate(self.layers.values()):
+            for param in layer.parameters():
+                param.requires_grad_(i >= count and id(param) in self._trained)
 
     def _names(self) -> list[str]:
         return [f"{name}.{kind}" for name in self.layers for kind in ("weight", "bias")]
@@ -154,3 +202,15 @@ class Chain:
             quiet = [(torch.zeros_like(w), torch.zeros_like(b)) for w, b in layers[:-1]]
             with self.holding([*quiet, wide[-1]]):
                 return torch.allclose(self.module(x), wide[-1][1].expand_as(before))
+
+
+def _ends(layer: nn.Linear | nn.Conv2d) -> tuple[int, int]:
+    """Return how many outputs and inputs a layer has."""
+    if isinstance(layer, nn.Linear):
+        return layer.out_features, layer.in_features
+    return layer.out_channels, layer.in_channels
+
+
+def _kernel(layer: nn.Linear | nn.Conv2d) -> tuple[int, ...]:
+    """Return what is behind ``[out, in]`` in a layer's own weight."""
+    return tuple(layer.kernel_size) if isinstance(layer, nn.Conv2d) else ()

@@ -253,6 +253,9 @@ class FederatedData(Protocol):
         The function takes the step, and whether it may use memory again that it has returned.
         """
 
+    def arrive(self, round: int) -> None:
+        """Let the samples of a round arrive: ``num_samples`` and what follows are of them."""
+
     def samples_of(self, client: int) -> Iterator[Any]:
         """All training samples of a client, in batches."""
 
@@ -277,7 +280,19 @@ def describe(rule: object) -> str:
         >>> describe(Dirichlet(alpha=0.5))
         'Dirichlet(alpha=0.5, min_size=1)'
     """
-    kept = {name: getattr(rule, name, ...) for name in inspect.signature(type(rule)).parameters}
+    kept = {name: getattr(rule, name, ...) for name in _arguments(type(rule))}
     plain = (int, float, str, bool, list, tuple, dict, type(None))
     arguments = (f"{name}={value!r}" for name, value in kept.items() if isinstance(value, plain))
     return f"{type(rule).__name__}({', '.join(arguments)})"
+
+
+def _arguments(kind: type) -> list[str]:
+    """Return the names of a constructor's arguments, also of those that it only passes on."""
+    found: dict[str, None] = {}
+    for parent in kind.__mro__:
+        if init := vars(parent).get("__init__"):
+            parameters = inspect.signature(init).parameters
+            found |= dict.fromkeys(list(parameters)[1:])
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+                break
+    return list(found)

@@ -288,7 +288,7 @@ def main(devices, out, *cases):
     found = {}
     task = cases[0] if cases else ""
     if task in ("raise", "kill", "freeze"):
-        strategy = ClientParallelStrategy(timeout=8 if task == "freeze" else 60)
+        strategy = ClientParallelStrategy(timeout=25 if task == "freeze" else 60)
         fit("uneven", devices, out, callbacks=[Fail(task)], strategy=strategy)
         return
     if task == "metric":

@@ -3,25 +3,33 @@
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.aggregators.clustered import ClusteredFL
 from lightning_fl.aggregators.control import FedControl, FedCostWAvg, FedPIDAvg
+from lightning_fl.aggregators.downpour import Downpour
 from lightning_fl.aggregators.fedavg import FedAvg
+from lightning_fl.aggregators.fedma import FedMA
 from lightning_fl.aggregators.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 from lightning_fl.aggregators.gossip import Gossip
+from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.aggregators.pfnm import PFNM
+from lightning_fl.aggregators.pfnm_streaming import StreamingPFNM
 from lightning_fl.aggregators.staged import Staged
 
 __all__ = [
     "PFNM",
     "Aggregator",
     "ClusteredFL",
+    "Downpour",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
     "FedAvgM",
     "FedControl",
     "FedCostWAvg",
+    "FedMA",
     "FedOpt",
     "FedPIDAvg",
     "FedYogi",
     "Gossip",
+    "NeuronMatching",
     "Staged",
+    "StreamingPFNM",
 ]

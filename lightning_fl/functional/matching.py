@@ -11,6 +11,10 @@ Atom :math:`i` with clients :math:`j` has the natural parameters
 
 for each coordinate, where :math:`p_0 = 1 / \sigma_0^2` and :math:`p_j = 1 / \sigma_j^2`, and its
 best value is :math:`S_i / P_i` (proposition 1).
+
+In a stream, where data arrive in steps, the posterior of a step is the prior of the next: an atom
+begins a step with what :math:`S_i` and :math:`P_i` were after the last, and stays even if nobody
+has it any more.
 """
 
 from __future__ import annotations
@@ -32,8 +36,8 @@ class Process:
         precision: :math:`p_0 = 1 / \sigma_0^2` of each, ``[D]``, positive.
         clients: :math:`J`.
         gamma: :math:`\gamma_0`: the larger, the more atoms.
-        popularity: How much the Beta-Bernoulli process weighs beside the values: 2 is the paper's
-            equations 6 and 8, 1 its proposition 2 as printed, and its authors' program.
+        popularity: :math:`\kappa`: how much it counts who else has an atom. 2 follows from the
+            paper's equations 6 and 8; 1 is its proposition 2 as printed, and its authors' program.
         cap: Counts above it count as this.
         most: Atoms there may be; as many as neurons where None.
     """
@@ -48,6 +52,38 @@ class Process:
 
 
 @dataclass(frozen=True)
+class Posterior:
+    """What the steps of a stream have taught.
+
+    Args:
+        sums: :math:`S`, ``[L, D]``.
+        precisions: :math:`P`, ``[L, D]``.
+        uses: Steps in which each client had each atom, ``[J, L]``.
+        steps: How many there were.
+    """
+
+    sums: Tensor
+    precisions: Tensor
+    uses: Tensor
+    steps: int
+
+    @classmethod
+    def before(cls, clients: int, size: int) -> Posterior:
+        """Return that of no step: no atoms, of ``size`` coordinates."""
+        none = torch.zeros(0, size, dtype=torch.float64)
+        return cls(none, none, torch.zeros(clients, 0, dtype=torch.float64), 0)
+
+    def with_atoms(self, sums: Tensor, precisions: Tensor) -> Posterior:
+        """Add atoms that nobody has."""
+        return Posterior(
+            torch.cat([self.sums, sums]),
+            torch.cat([self.precisions, precisions]),
+            torch.cat([self.uses, self.uses.new_zeros(len(self.uses), len(sums))], 1),
+            self.steps,
+        )
+
+
+@dataclass(frozen=True)
 class Matching:
     """Which neurons are copies of which atoms.
 
@@ -55,8 +91,9 @@ class Matching:
         assignments: Of each client, the atom of each of its neurons, ``[L_j]``.
         sums: :math:`S`, ``[L, D]``.
         precisions: :math:`P`, ``[L, D]``.
-        counts: Clients of each atom, ``[L]``.
+        counts: Clients of each atom, ``[L]``; none has some of a stream's.
         objective: Its values, after the greedy pass and after each sweep.
+        posterior: What is known after it, if another step follows.
     """
 
     assignments: list[Tensor]
@@ -64,6 +101,7 @@ class Matching:
     precisions: Tensor
     counts: Tensor
     objective: list[float]
+    posterior: Posterior
 
     @property
     def atoms(self) -> Tensor:
@@ -72,7 +110,13 @@ class Matching:
 
 
 def gains(
-    prior: Process, sums: Tensor, precisions: Tensor, counts: Tensor, values: Tensor, own: Tensor
+    prior: Process,
+    sums: Tensor,
+    precisions: Tensor,
+    counts: Tensor,
+    values: Tensor,
+    own: Tensor,
+    step: int | None = None,
 ) -> Tensor:
     r"""Say what a client's neurons add to the objective, by the atom that each may become.
 
@@ -84,9 +128,12 @@ def gains(
     and as the :math:`q`-th atom of its own
 
     .. math:: \sum_d \frac{(\mu_0 p_0 + p v_l)^2}{p_0 + p} - \mu_0^2 p_0
-        + \kappa \Bigl(\log \frac{\gamma_0}{J} - \log q\Bigr),
+        + 2 \log \frac{\gamma_0}{J} - 2 \log q,
 
-    with :math:`\kappa` = ``popularity``. Squares are expanded: it takes two matrix products.
+    with :math:`\kappa` = ``popularity`` (propositions 1 and 2). In step :math:`s` of a stream
+    :math:`m_i` is in how many steps before this client had the atom, the fraction is
+    :math:`\frac{1 + m_i}{s - m_i}`, and :math:`\frac{\gamma_0}{J}` is :math:`\frac{\gamma_0}{s J}`
+    (supplement, equation 11). Squares are expanded: it takes two matrix products.
 
     Args:
         prior: What is believed before.
@@ -95,6 +142,7 @@ def gains(
         counts: :math:`m`, ``[L]``.
         values: :math:`v`, ``[L_j, D]``.
         own: :math:`p`, ``[D]``.
+        step: :math:`s`, from 1; None where there is no stream.
 
     Returns:
         ``[L_j, L + N]``, where :math:`N` is how many atoms there may be beside.
@@ -108,14 +156,24 @@ def gains(
     total, square = precisions + own, values.square()
     known = (sums.square() / total - sums.square() / precisions).sum(1)
     known = known + 2 * values @ (own * sums / total).mT + square @ (own.square() / total).mT
-    m = counts if prior.cap is None else counts.clamp(max=prior.cap)
-    known = known + prior.popularity * (m / (prior.clients - m)).log()
+    known = known + prior.popularity * _odds(prior, counts, step)
     shift = prior.mean * prior.precision
     new = ((shift + own * values).square() / (prior.precision + own)).sum(1)
     new = new - (shift * prior.mean).sum()
     q = torch.arange(1, _places(prior, len(sums), len(values)) + 1).to(values)
-    share = torch.full_like(q, prior.gamma / prior.clients).log() - q.log()
-    return torch.cat([known, new[:, None] + prior.popularity * share], 1)
+    share = torch.full_like(q, _rate(prior, step)).log() - q.log()
+    return torch.cat([known, new[:, None] + 2 * share], 1)
+
+
+def _odds(prior: Process, counts: Tensor, step: int | None) -> Tensor:
+    """Return the logarithm of the odds that a client has an atom."""
+    m = counts if prior.cap is None else counts.clamp(max=prior.cap)
+    return (m / (prior.clients - m) if step is None else (1 + m) / (step - m)).log()
+
+
+def _rate(prior: Process, step: int | None) -> float:
+    """Return how many atoms of its own a client is expected to have."""
+    return prior.gamma / (prior.clients * (step or 1))
 
 
 def _places(prior: Process, atoms: int, neurons: int) -> int:
@@ -147,8 +205,8 @@ def objective(
 ) -> float:
     r"""Twice the logarithm of the posterior of assignments, up to a constant (eq. 6).
 
-    .. math:: \sum_i \sum_d \Bigl(\frac{S_i^2}{P_i} - \mu_0^2 p_0\Bigr) + \kappa \Bigl(
-        \sum_i \log \frac{\gamma_0 (m_i - 1)!\, (J - m_i)!}{J!} - \sum_j \log K_j!\Bigr)
+    .. math:: \sum_i \Bigl(\sum_d \frac{S_i^2}{P_i} - \mu_0^2 p_0 + 2 \log \frac{\gamma_0}{J}
+        + \kappa \log \frac{(m_i - 1)!\, (J - m_i)!}{(J - 1)!}\Bigr) - 2 \sum_j \log K_j!
 
     A client's own :func:`gains` are differences of it.
 
@@ -164,23 +222,36 @@ def objective(
     ).sum()
     j = torch.tensor(float(prior.clients), dtype=torch.float64)
     m = counts.double()
-    process = (m.lgamma() + (j - m + 1).lgamma() - (j + 1).lgamma()).sum()
-    process = process + len(sums) * torch.tensor(prior.gamma, dtype=torch.float64).log()
-    return float(data + prior.popularity * (process - (alone.double() + 1).lgamma().sum()))
+    shared = (m.lgamma() + (j - m + 1).lgamma() - j.lgamma()).sum()
+    return float(data + prior.popularity * shared + _process(prior, len(sums), alone, None))
+
+
+def _process(prior: Process, atoms: int, alone: Tensor, step: int | None) -> Tensor:
+    """Return the part of the objective that new atoms and those of one client have."""
+    rate = torch.tensor(_rate(prior, step), dtype=torch.float64)
+    return 2 * (atoms * rate.log() - (alone.double() + 1).lgamma().sum())
 
 
 class _State:
     """Assignments, and what they add up to."""
 
-    def __init__(self, prior: Process, values: Sequence[Tensor], own: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        prior: Process,
+        values: Sequence[Tensor],
+        own: Sequence[Tensor],
+        past: Posterior | None,
+    ) -> None:
         self.prior = prior
         self.values = [v.double() for v in values]
         self.own = [p.double() for p in own]
         #: Of each client, ``[L_j]``; those that are out have none.
         self.assignments: list[Tensor | None] = [None] * len(values)
-        size = len(prior.mean)
-        self.sums, self.precisions = (torch.zeros(0, size, dtype=torch.float64) for _ in range(2))
-        self.counts = torch.zeros(0, dtype=torch.float64)
+        #: The number of a stream's step, None where there is none.
+        self.step = None if past is None else past.steps + 1
+        self.past = Posterior.before(len(values), len(prior.mean)) if past is None else past
+        self.sums, self.precisions = self.past.sums.double(), self.past.precisions.double()
+        self.counts = torch.zeros(len(self.sums), dtype=torch.float64)
 
     def add(self, client: int, atoms: Tensor) -> None:
         """Assign a client's neurons; atoms beyond those that there are begin with the prior."""
@@ -205,6 +276,7 @@ class _State:
     def drop_empty(self) -> None:
         """Forget atoms that nobody has."""
         kept = self.counts > 0
+        kept[: len(self.past.sums)] = True
         place = kept.cumsum(0) - 1
         self.sums, self.precisions = self.sums[kept], self.precisions[kept]
         self.counts = self.counts[kept]
@@ -219,16 +291,42 @@ class _State:
         self.counts = self.counts.index_add(0, atoms, torch.ones(len(atoms)).double(), alpha=sign)
 
     def objective(self) -> float:
-        """Return the present value."""
-        alone = torch.stack(
-            [(self.counts[a] == 1).sum() for a in self.assignments if a is not None]
-        )
-        return objective(self.prior, self.sums, self.precisions, self.counts, alone)
+        """Return the present value; in a stream what the step has added, by the gains alike."""
+        old, assigned = len(self.past.sums), [a for a in self.assignments if a is not None]
+        alone = torch.stack([((self.counts[a] == 1) & (a >= old)).sum() for a in assigned])
+        if self.step is None:
+            return objective(self.prior, self.sums, self.precisions, self.counts, alone)
+        data = (self.sums.square() / self.precisions).sum()
+        data = data - (self.past.sums.square() / self.past.precisions).sum()
+        new = self.counts[old:]
+        data = data - len(new) * (self.prior.mean.square() * self.prior.precision).sum()
+        shared = _odds(self.prior, torch.zeros(()).double(), self.step) * (new - 1).sum()
+        for client, atoms in enumerate(self.assignments):
+            if atoms is not None:
+                odds = _odds(self.prior, self.past.uses[client], self.step)
+                shared = shared + odds[atoms[atoms < old]].sum()
+        process = _process(self.prior, len(new), alone, self.step)
+        return float(data + self.prior.popularity * shared + process)
+
+    def uses(self) -> Tensor:
+        """Return in how many steps each client had each atom, with this one, ``[J, L]``."""
+        uses = self._earlier()
+        for client, atoms in enumerate(self.assignments):
+            if atoms is not None:
+                uses[client, atoms] += 1
+        return uses
+
+    def _earlier(self) -> Tensor:
+        """Return in how many steps before each client had each atom, ``[J, L]``."""
+        uses = self.counts.new_zeros(len(self.values), len(self.counts))
+        uses[:, : self.past.uses.shape[1]] = self.past.uses
+        return uses
 
     def place(self, client: int) -> None:
         """Match a client that is out to the atoms of the others."""
         own, values = self.own[client], self.values[client]
-        gain = gains(self.prior, self.sums, self.precisions, self.counts, values, own)
+        counts = self.counts if self.step is None else self._earlier()[client]
+        gain = gains(self.prior, self.sums, self.precisions, counts, values, own, self.step)
         found = best_assignment(gain)
         fresh = found >= len(self.counts)
         # Those of its own in the order of its neurons: which is the q-th is of no account.
@@ -252,6 +350,7 @@ def match(
     orders: Sequence[Sequence[int]] | None = None,
     start: Sequence[Tensor] | None = None,
     generator: torch.Generator | None = None,
+    past: Posterior | None = None,
 ) -> Matching:
     """Match the neurons of several clients.
 
@@ -268,6 +367,8 @@ def match(
             those of the sweeps.
         start: Assignments to start with, instead of the greedy pass.
         generator: Where orders come from; None is torch's.
+        past: What the steps of a stream before this one have taught; that of none is
+            :meth:`Posterior.before`, None is no stream.
 
     Returns:
         The matching.
@@ -279,7 +380,7 @@ def match(
         >>> found.assignments, len(found.atoms)
         ([tensor([1, 0]), tensor([0, 1, 2])], 3)
     """
-    state = _State(prior, values, own)
+    state = _State(prior, values, own, past)
     everyone = range(len(values))
     if start is None:
         widest = sorted(everyone, key=lambda client: -len(values[client]))
@@ -299,4 +400,5 @@ def match(
             state.replace(client)
         history.append(state.objective())
     assigned = [atoms for atoms in state.assignments if atoms is not None]
-    return Matching(assigned, state.sums, state.precisions, state.counts, history)
+    after = Posterior(state.sums, state.precisions, state.uses(), state.past.steps + 1)
+    return Matching(assigned, state.sums, state.precisions, state.counts, history, after)

@@ -1,23 +1,41 @@
-r"""Multilayer perceptrons matched layer by layer (Yurochkin et al., 2019, "PFNM").
+r"""Networks matched layer by layer (Yurochkin et al., 2019, "PFNM"; Wang et al., 2020, "FedMA").
 
-A network is a list of layers, each a weight, ``[out, in]``, and a bias, ``[out]``; the last is the
-softmax layer. Hidden layers are matched from the top down: a neuron is the vector of its bias and
-its outgoing weights, in the order of the atoms above, which is known by then; in the lowest hidden
-layer, of its incoming weights too.
+A network is a list of layers, each a weight, ``[out, in, ...]``, and a bias, ``[out]``; the last is
+the softmax layer. A neuron is what has a bias: the unit of a linear layer, ``[out, in]``, or the
+filter of a convolution, ``[out, in, height, width]``. Where a linear layer follows a convolution,
+its weight is ``[out, in, pixels]``: each filter goes in with all pixels of its map.
+
+:func:`match_networks` goes from the top down: a neuron is the vector of its bias and its outgoing
+weights, in the order of the atoms above, which is known by then; in the lowest hidden layer, of its
+incoming weights too. :func:`match_upwards` goes from the input up: a neuron is its bias and its
+incoming weights, in the order of the atoms below.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from lightning_fl.functional.matching import Matching, Process, match
+from lightning_fl.functional.matching import Matching, Posterior, Process, match
 from lightning_fl.types import FederationError
 
 Layers = Sequence[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class NetworkPosterior:
+    """What the steps of a stream have taught of a network; without arguments that is nothing.
+
+    Args:
+        layers: Of each hidden layer, the lowest first.
+        bias: Sums and precisions of the softmax layer's bias, ``[classes]`` each.
+    """
+
+    layers: list[Posterior] = field(default_factory=list)
+    bias: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -27,10 +45,12 @@ class MatchedNetwork:
     Args:
         layers: The network.
         matchings: Of each hidden layer, the lowest first.
+        posterior: What is known after it, if another step follows.
     """
 
     layers: list[tuple[Tensor, Tensor]]
     matchings: list[Matching]
+    posterior: NetworkPosterior
 
     @property
     def widths(self) -> list[int]:
@@ -63,6 +83,7 @@ def match_networks(
     orders: Sequence[Sequence[int]] | None = None,
     start: Sequence[Sequence[Tensor]] | None = None,
     generator: torch.Generator | None = None,
+    past: NetworkPosterior | None = None,
 ) -> MatchedNetwork:
     r"""Merge networks that were trained apart, of any widths, into one whose widths are inferred.
 
@@ -85,10 +106,13 @@ def match_networks(
         orders: See :func:`match`; the same in all layers.
         start: Assignments to start with, of each hidden layer and client, the lowest layer first.
         generator: See :func:`match`.
+        past: What the steps of a stream before this one have taught, ``NetworkPosterior()`` in the
+            first; None is no stream.
 
     Raises:
-        FederationError: If networks differ in depth, inputs or classes, hold numbers that are not
-            finite, a variance is not positive, or nobody has a sample of a class.
+        FederationError: If networks differ in depth, inputs, classes or kernels, hold numbers that
+            are not finite, a variance is not positive, or nobody has a sample of a class (but in a
+            stream).
 
     Example:
         >>> def one(*neurons):  # of one input and one output: weights in, bias, weights out
@@ -99,46 +123,182 @@ def match_networks(
         >>> found.widths, found.matchings[0].assignments
         ([2], [tensor([0]), tensor([1, 0])])
     """
-    nets = [[(w.double(), b.double()) for w, b in layers] for layers in networks]
+    nets = _checked(networks, sigma2, sigma02, gamma)
+    share = _shares(class_counts, len(nets), len(nets[0][-1][1]), past is not None)
+    # The softmax bias: of one coordinate each, nothing to be matched.
+    known = None if past is None else past.bias
+    top, total = (bias_mean / sigma02, 1 / sigma02) if known is None else known
+    top = top + sum(n * net[-1][1] / sigma2 for n, net in zip(share, nets, strict=True))
+    total = total + share.sum(0) / sigma2
+    layers = [(torch.empty(0), top / total)]
+    matchings: list[Matching] = []
+    for layer in reversed(range(len(nets[0]) - 1)):
+        next_width, kernel = len(layers[0][1]), nets[0][layer + 1][0].shape[2:]
+        wires = next_width * kernel.numel()
+        values, own = [], []
+        for client, net in enumerate(nets):
+            outgoing, trust = net[layer + 1][0].movedim(1, 0), share[client]
+            if matchings:  # in the order of the atoms above
+                outgoing = _ordered(outgoing, matchings[0].assignments[client], next_width)
+                trust = torch.ones(next_width).double()
+            incoming = net[0][0].flatten(1) if layer == 0 else outgoing.new_zeros(len(outgoing), 0)
+            values.append(torch.cat([net[layer][1][:, None], outgoing.flatten(1), incoming], 1))
+            each, other = trust.repeat_interleave(kernel.numel()), trust.new_ones(1)
+            own.append(torch.cat([other, each, other.expand(incoming.shape[1])]) / sigma2)
+        prior = _prior(values, sigma02, gamma, bias_mean, popularity, cap, max_width)
+        before = None
+        if past is not None:
+            before = Posterior.before(len(nets), len(prior.mean))
+            if past.layers:
+                before = _grown(past.layers[layer], prior, 1 + wires)
+        begun = None if start is None else start[layer]
+        found = match(prior, values, own, sweeps, orders, begun, generator, before)
+        matchings.insert(0, found)
+        above = found.atoms[:, 1 : 1 + wires].unflatten(1, (next_width, *kernel)).movedim(0, 1)
+        layers[0] = (above, layers[0][1])
+        layers.insert(0, (found.atoms[:, 1 + wires :], found.atoms[:, 0]))
+    layers[0] = (layers[0][0].unflatten(1, nets[0][0][0].shape[1:]), layers[0][1])
+    posterior = NetworkPosterior([m.posterior for m in matchings], (top, total))
+    return MatchedNetwork(layers, matchings, posterior)
+
+
+def match_upwards(
+    networks: Sequence[Layers],
+    class_counts: Tensor | None = None,
+    sigma2: float = 1.0,
+    sigma02: float = 1.0,
+    gamma: float = 7.0,
+    *,
+    bias_mean: float = 0.1,
+    popularity: float = 2.0,
+    cap: int | None = None,
+    max_width: int | None = None,
+    sweeps: int = 5,
+    orders: Sequence[Sequence[int]] | None = None,
+    generator: torch.Generator | None = None,
+    known: Sequence[Sequence[Tensor]] = (),
+) -> MatchedNetwork:
+    r"""Merge networks from the input up, as FedMA does (Wang et al., 2020, algorithm 1).
+
+    A hidden neuron is its bias and its incoming weights, each client's in the order of the atoms
+    below. Weights of the softmax layer are averaged by class counts, each client's in the order
+    of the atoms below:
+
+    .. math:: w_k = \sum_j \frac{n_{jk}}{\sum_i n_{ik}} w_{jk}.
+
+    Args:
+        networks: See :func:`match_networks`.
+        class_counts: See :func:`match_networks`.
+        sigma2: See :func:`match_networks`.
+        sigma02: See :func:`match_networks`.
+        gamma: See :func:`match_networks`.
+        bias_mean: See :func:`match_networks`.
+        popularity: See :class:`Process`.
+        cap: See :class:`Process`.
+        max_width: See :func:`match_networks`.
+        sweeps: See :func:`match`.
+        orders: See :func:`match`.
+        generator: See :func:`match`.
+        known: Assignments of the lowest hidden layers, of each client, that are not to be found:
+            layers that the clients have been given and have not changed since.
+
+    Raises:
+        FederationError: See :func:`match_networks`.
+    """
+    nets = _checked(networks, sigma2, sigma02, gamma)
+    share = _shares(class_counts, len(nets), len(nets[0][-1][1]))
+    layers: list[tuple[Tensor, Tensor]] = []
+    matchings: list[Matching] = []
+    for layer in range(len(nets[0]) - 1):
+        kernel = nets[0][layer][0].shape[2:]
+        incoming = _incoming(nets, layer, matchings)
+        values = [
+            torch.cat([net[layer][1][:, None], weight.flatten(1)], 1)
+            for net, weight in zip(nets, incoming, strict=True)
+        ]
+        prior = _prior(values, sigma02, gamma, bias_mean, popularity, cap, max_width)
+        own = [torch.full_like(prior.mean, 1 / sigma2)] * len(nets)
+        begun = known[layer] if layer < len(known) else None
+        found = match(prior, values, own, 0 if begun else sweeps, orders, begun, generator)
+        matchings.append(found)
+        atoms = found.atoms if begun is None else _given(values, found)
+        layers.append((atoms[:, 1:].unflatten(1, (-1, *kernel)), atoms[:, 0]))
+    weights = _incoming(nets, len(nets[0]) - 1, matchings)
+    last = sum(n.view(-1, *[1] * (w.ndim - 1)) * w for n, w in zip(share, weights, strict=True))
+    bias = sum(n * net[-1][1] for n, net in zip(share, nets, strict=True))
+    return MatchedNetwork([*layers, (last, bias)], matchings, NetworkPosterior())
+
+
+def _ordered(weight: Tensor, atoms: Tensor, width: int) -> Tensor:
+    """Put weights, ``[neurons, others, ...]``, in the order of the others' atoms."""
+    ordered = weight.new_zeros(len(weight), width, *weight.shape[2:])
+    ordered[:, atoms] = weight
+    return ordered
+
+
+def _incoming(nets: Sequence[Layers], layer: int, matchings: Sequence[Matching]) -> list[Tensor]:
+    """Return each client's weights into a layer, in the order of the atoms below."""
+    if not matchings:
+        return [net[layer][0] for net in nets]
+    below = matchings[-1]
+    return [
+        _ordered(net[layer][0], atoms, len(below.atoms))
+        for net, atoms in zip(nets, below.assignments, strict=True)
+    ]
+
+
+def _given(values: Sequence[Tensor], found: Matching) -> Tensor:
+    """Return atoms that the clients have copies of."""
+    atoms = found.atoms.clone()
+    for value, own in zip(values, found.assignments, strict=True):
+        atoms[own] = value
+    return atoms
+
+
+def _prior(
+    values: Sequence[Tensor],
+    sigma02: float,
+    gamma: float,
+    bias_mean: float,
+    popularity: float,
+    cap: int | None,
+    max_width: int | None,
+) -> Process:
+    """Return what is believed of neurons, whose first coordinate is the bias."""
+    mean = values[0].new_zeros(values[0].shape[1])
+    mean[0] = bias_mean
+    precision = torch.full_like(mean, 1 / sigma02)
+    return Process(mean, precision, len(values), gamma, popularity, cap, max_width)
+
+
+def _grown(past: Posterior, prior: Process, end: int) -> Posterior:
+    """Give a stream's atoms the coordinates, before ``end``, of atoms that came to be above."""
+    at = end - (len(prior.mean) - past.sums.shape[1])
+
+    def grown(tensor: Tensor, begin: Tensor) -> Tensor:
+        new = begin[at:end].expand(len(tensor), -1)
+        return torch.cat([tensor[:, :at], new, tensor[:, at:]], 1)
+
+    sums = grown(past.sums, prior.mean * prior.precision)
+    return replace(past, sums=sums, precisions=grown(past.precisions, prior.precision))
+
+
+def _checked(
+    networks: Sequence[Layers], sigma2: float, sigma02: float, gamma: float
+) -> list[list[tuple[Tensor, Tensor]]]:
+    """Return networks in float64, if they can be matched with these options."""
     for name, value in (("sigma2", sigma2), ("sigma02", sigma02), ("gamma", gamma)):
         if not 0 < value < float("inf"):
             raise FederationError(f"{name} must be positive and finite, got {value}")
+    nets = [[(w.double(), b.double()) for w, b in layers] for layers in networks]
     _check_networks(nets)
-    share = _shares(class_counts, len(nets), len(nets[0][-1][1]))
-    # The softmax bias: of one coordinate each, nothing to be matched.
-    bias = bias_mean / sigma02 + sum(
-        n * net[-1][1] / sigma2 for n, net in zip(share, nets, strict=True)
-    )
-    layers = [(torch.empty(0), bias / (1 / sigma02 + share.sum(0) / sigma2))]
-    matchings: list[Matching] = []
-    for layer in reversed(range(len(nets[0]) - 1)):
-        next_width = len(layers[0][1])
-        values, own = [], []
-        for client, net in enumerate(nets):
-            outgoing = net[layer + 1][0].mT
-            trust = share[client]
-            if matchings:  # in the order of the atoms above
-                ordered = outgoing.new_zeros(len(outgoing), next_width)
-                ordered[:, matchings[0].assignments[client]] = outgoing
-                outgoing, trust = ordered, torch.ones(next_width).double()
-            incoming = net[0][0] if layer == 0 else outgoing[:, :0]
-            values.append(torch.cat([net[layer][1][:, None], outgoing, incoming], 1))
-            other = trust.new_ones(incoming.shape[1])
-            own.append(torch.cat([trust.new_ones(1), trust, other]) / sigma2)
-        mean = torch.zeros_like(own[0])
-        mean[0] = bias_mean
-        precision = torch.full_like(mean, 1 / sigma02)
-        prior = Process(mean, precision, len(nets), gamma, popularity, cap, max_width)
-        begun = None if start is None else start[layer]
-        matchings.insert(0, match(prior, values, own, sweeps, orders, begun, generator))
-        atoms = matchings[0].atoms
-        layers[0] = (atoms[:, 1 : next_width + 1].mT, layers[0][1])
-        layers.insert(0, (atoms[:, next_width + 1 :], atoms[:, 0]))
-    return MatchedNetwork(layers, matchings)
+    return nets
 
 
-def _shares(class_counts: Tensor | None, clients: int, classes: int) -> Tensor:
-    """Return what part of each class's samples a client has, ``[J, K]``."""
+def _shares(
+    class_counts: Tensor | None, clients: int, classes: int, may_lack: bool = False
+) -> Tensor:
+    """Return what part of each class's samples a client has, ``[J, K]``; 0 if nobody has any."""
     counts = class_counts
     if counts is None:
         counts = torch.ones(clients, classes)
@@ -148,13 +308,13 @@ def _shares(class_counts: Tensor | None, clients: int, classes: int) -> Tensor:
             f" got the shape {tuple(counts.shape)}"
         )
     total = counts.double().sum(0)
-    if not (total > 0).all():
+    if not (may_lack or (total > 0).all()):
         absent = (total <= 0).nonzero()[:, 0].tolist()
         raise FederationError(
             f"no client has a sample of class {absent[0]}: nobody knows its weights. Leave the"
             " class out of the network, or leave class_counts out"
         )
-    return counts.double() / total
+    return counts.double() / torch.where(total > 0, total, 1)
 
 
 def _check_networks(nets: Sequence[Layers]) -> None:
@@ -178,6 +338,12 @@ def _check_networks(nets: Sequence[Layers]) -> None:
                     " to be matched have the same inputs and classes"
                 )
         for layer, (weight, bias) in enumerate(net):
+            if weight.shape[2:] != first[layer][0].shape[2:]:
+                raise FederationError(
+                    f"layer {layer} of client {client} has kernels of {tuple(weight.shape[2:])},"
+                    f" of client 0 {tuple(first[layer][0].shape[2:])}: networks to be matched have"
+                    " the same"
+                )
             if not (weight.isfinite().all() and bias.isfinite().all()):
                 raise FederationError(
                     f"layer {layer} of client {client} has weights that are not finite: train it"

@@ -33,6 +33,9 @@ class Purpose(IntEnum):
     LOCAL_TEST = 14
     PERSONAL = 15
     NEURONS = 16
+    ARRIVALS = 17
+    POSTERIOR = 18
+    DISTILLATION = 19
 
 
 def derive_seed(seed: int, *key: int) -> int:

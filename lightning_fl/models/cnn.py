@@ -124,3 +124,33 @@ class FashionCNN(_ConvNet):
         ]
         head = [num_classes] if hidden is None else [hidden, num_classes]
         super().__init__(blocks, (1, 28, 28), head)
+
+
+class LeNet(_ConvNet):
+    """5x5 convolutions of 20 and 50 maps, unpadded, on 28x28 inputs, and a layer of 500 units.
+
+    What "LeNet" is in papers on matching (Wang et al., 2020), after LeCun et al. (1998).
+
+    Args:
+        width: Maps of the first convolution; the second has two and a half times as many.
+        hidden: Units of the fully connected layer.
+        num_classes: Classes.
+        in_channels: Channels of the inputs.
+
+    Raises:
+        FederationError: If a size is not positive.
+
+    Example:
+        >>> LeNet()(torch.zeros(2, 1, 28, 28)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self, width: int = 20, hidden: int = 500, num_classes: int = 10, in_channels: int = 1
+    ) -> None:
+        _check(width=width, hidden=hidden, num_classes=num_classes, in_channels=in_channels)
+        blocks: list[list[nn.Module]] = [
+            [nn.Conv2d(in_channels, width, 5)],
+            [nn.Conv2d(width, 5 * width // 2, 5)],
+        ]
+        super().__init__(blocks, (in_channels, 28, 28), [hidden, num_classes])

@@ -62,7 +62,7 @@ def test_a_round_merges_what_clients_have_become(sizes):
         tensors = [t.view_as(p) for t, p in zip(pieces, module(sizes).parameters(), strict=True)]
         nets.append(list(zip(tensors[::2], tensors[1::2], strict=True)))
     counts = rule.class_counts[torch.tensor([0, 1, 3])]
-    seeds = rule._matched(nets, counts, ALL)  # the same orders
+    seeds = rule._matched([0, 1, 3], nets, {**ALL, **rule._options()})  # the same orders
     begin = [matching.assignments for matching in seeds.matchings]
     expected = match_networks(nets, counts, **ALL, start=begin, sweeps=0)
     rule.publish()
@@ -207,7 +207,7 @@ class Residual(nn.Module):
             ),
             "LayerNorm",
         ),
-        (nn.Linear(6, 3), "two linear layers or more"),
+        (nn.Linear(6, 3), "two layers or more"),
         (nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 3)), "each with a bias"),
     ],
 )

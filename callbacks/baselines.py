@@ -1,0 +1,229 @@
+"""What networks that a rule merges are worth in other ways: ensembles, averages, distillation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from lightning_fl.aggregators import NeuronMatching
+from lightning_fl.callbacks.checks import evaluating, on_device
+from lightning_fl.callbacks.federated_loop import FederatedLoop
+from lightning_fl.chain import Chain, Layers
+from lightning_fl.functional.randomness import Purpose, derive_seed, generator, seeded_rng
+from lightning_fl.lanes import Lanes
+from lightning_fl.types import FederationError
+
+
+class MatchingBaselines(Callback):
+    r"""Measure what else could be made of the networks that a matching rule merges.
+
+    Beside ``val_acc`` of the merged network it logs, after each round, the accuracy on the same
+    samples of (Yurochkin et al., 2019, section 4):
+
+    - ``ensemble/uniform``: the mean of all networks' probabilities,
+      :math:`\frac{1}{J} \sum_j p_{jk}`;
+    - ``ensemble/weighted``: :math:`\sum_j \frac{n_{jk}}{\sum_i n_{ik}} p_{jk}` with :math:`n_{jk}`
+      samples of class :math:`k` at client :math:`j`;
+    - ``ensemble/local``: the networks by themselves, the mean of their accuracies;
+    - ``ensemble/average``: one network, of the means of their weights by position;
+    - ``ensemble/distilled``: a ``student`` that was trained on all clients' inputs to say what the
+      uniform ensemble says, by cross-entropy and Adam (Hinton et al., 2015).
+
+    In a test it logs ``test_ensemble/uniform`` and so on. The module takes ``x`` of a batch
+    ``(x, y)`` to logits. The networks are in the checkpoint.
+
+    Args:
+        student: The network to be distilled into; None leaves it out. It sees all clients' inputs
+            in one place.
+        epochs: Of distillation, in each round.
+        lr: Learning rate of distillation.
+        batch_size: Samples a step of distillation.
+
+    Raises:
+        FederationError: If an option is out of range; at the start of a fit, if the rule matches no
+            neurons.
+    """
+
+    def __init__(
+        self,
+        student: nn.Module | None = None,
+        epochs: int = 10,
+        lr: float = 0.01,
+        batch_size: int = 32,
+    ) -> None:
+        for name, value, least in (("epochs", epochs, 1), ("batch_size", batch_size, 1)):
+            if value < least or int(value) != value:
+                raise FederationError(f"{name} must be a whole number from 1 up, got {value}")
+        if not 0 < lr < float("inf"):
+            raise FederationError(f"lr must be positive and finite, got {lr}")
+        self.student, self.epochs, self.lr, self.batch_size = student, epochs, lr, batch_size
+        #: The networks of the last round, and samples of each and class where they are known.
+        self.networks: list[Layers] = []
+        self.class_counts: Tensor | None = None
+        self._loop: FederatedLoop | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a run whose rule merges no networks."""
+        self._loop = next(
+            (c for c in trainer.callbacks if isinstance(c, FederatedLoop)),  # type: ignore[attr-defined]
+            None,
+        )
+        if self._loop is None or not isinstance(self._loop.aggregator, NeuronMatching):
+            rule = "no loop" if self._loop is None else type(self._loop.aggregator).__name__
+            raise FederationError(
+                "MatchingBaselines looks at the networks that PFNM, StreamingPFNM or FedMA merge,"
+                f" and there is {rule}: choose one of these, or leave it out"
+            )
+        if self.student is not None:
+            self.student = copy.deepcopy(self.student).to(pl_module.device)
+
+    @property
+    def _rule(self) -> NeuronMatching:
+        assert self._loop is not None
+        rule = self._loop.aggregator
+        assert isinstance(rule, NeuronMatching)
+        return rule
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take the networks at the end of a round, and distil them."""
+        ids, networks = self._rule.returned()
+        if not ids:
+            return
+        counts = self._rule.class_counts
+        self.networks = networks
+        self.class_counts = None if counts is None else counts[ids]
+        if self.student is not None:
+            self._distil(trainer, pl_module, ids)
+
+    @torch.no_grad()
+    def _probabilities(self, module: nn.Module, x: Any) -> Tensor:
+        """Return each network's probabilities, ``[J, n, classes]``."""
+        chain: Chain = self._rule.module_chain
+        found = []
+        for layers in self.networks:
+            with chain.holding(layers):
+                found.append(module(x).softmax(1))
+        return torch.stack(found)
+
+    def _distil(self, trainer: Trainer, pl_module: LightningModule, ids: list[int]) -> None:
+        """Train the student to say what the uniform ensemble says."""
+        module, data = _user(pl_module), trainer.datamodule  # type: ignore[attr-defined]
+        assert self.student is not None
+        assert self._loop is not None
+        student = self.student.to(pl_module.device).train()
+        key = (Purpose.DISTILLATION, self._loop.round)
+        seed = derive_seed(self._loop.run_seed, *key)
+        with evaluating(module), seeded_rng(seed, pl_module.device):
+            batches = [on_device(trainer, b) for client in ids for b in data.samples_of(client)]
+            x = torch.cat([x for x, _ in batches])
+            wanted = torch.cat([self._probabilities(module, part).mean(0) for part, _ in batches])
+            optimizer = torch.optim.Adam(student.parameters(), self.lr)
+            random = generator(self._loop.run_seed, *key)
+            with torch.enable_grad():
+                for _ in range(self.epochs):
+                    order = torch.randperm(len(x), generator=random).to(x.device)
+                    for index in order.split(self.batch_size):
+                        loss = cross_entropy(student(x[index]), wanted[index])
+                        optimizer.zero_grad()
+                        loss.backward()
+                        optimizer.step()
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure on the server's validation samples."""
+        if not trainer.sanity_checking and self.networks:
+            self._measure(trainer, pl_module, trainer.val_dataloaders, "")
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure on the test samples."""
+        if self.networks:
+            self._measure(trainer, pl_module, trainer.test_dataloaders, "test_")
+
+    def _measure(
+        self, trainer: Trainer, pl_module: LightningModule, batches: Any, prefix: str
+    ) -> None:
+        module = _user(pl_module)
+        judges = self._judges(module)
+        right = torch.zeros(len(judges) + 1, dtype=torch.float64, device=pl_module.device)
+        assert self._loop is not None
+        seed = derive_seed(self._loop.run_seed, Purpose.EVALUATION_SAMPLES, self._loop.round)
+        with (
+            torch.inference_mode(False),  # else the module's weights could not be trained any more
+            torch.no_grad(),
+            evaluating(module),
+            seeded_rng(seed, pl_module.device),
+        ):
+            for batch in batches:
+                x, y = on_device(trainer, batch)
+                each = self._probabilities(module, x)
+                hits = [judge(x, each, y) for judge in judges.values()]
+                right = right + torch.stack([*hits, torch.ones_like(y).sum()]).to(right)
+        if trainer.world_size > 1:
+            torch.distributed.all_reduce(right)
+        for name, count in zip(judges, right, strict=False):
+            pl_module.log(f"{prefix}ensemble/{name}", (count / right[-1]).float())
+
+    def _judges(self, module: nn.Module) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+        """Return functions of samples, probabilities and labels that count right answers."""
+
+        def hits(votes: Tensor, y: Tensor) -> Tensor:
+            return (votes.argmax(-1) == y).double().sum(-1)
+
+        found: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+            "uniform": lambda x, each, y: hits(each.mean(0), y),
+            "local": lambda x, each, y: hits(each, y).mean(),
+        }
+        if (counts := self.class_counts) is not None:
+            share = counts.double() / counts.sum(0).clamp(min=1)
+            found["weighted"] = lambda x, each, y: hits((each * share.to(each)[:, None]).sum(0), y)
+        if len({tuple(w.shape for w, _ in layers) for layers in self.networks}) == 1:
+            mean = [
+                tuple(torch.stack(tensors).mean(0) for tensors in zip(*layer, strict=True))
+                for layer in zip(*self.networks, strict=True)
+            ]
+
+            def average(x: Tensor, each: Tensor, y: Tensor) -> Tensor:
+                with self._rule.module_chain.holding([(w, b) for w, b in mean]):
+                    return hits(module(x), y)
+
+            found["average"] = average
+        if (student := self.student) is not None:
+
+            def distilled(x: Tensor, each: Tensor, y: Tensor) -> Tensor:
+                with evaluating(student):
+                    return hits(student(x), y)
+
+            found["distilled"] = distilled
+        return found
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the networks, and the student."""
+        return {
+            "networks": [
+                [tensor for layer in layers for tensor in layer] for layers in self.networks
+            ],
+            "class_counts": self.class_counts,
+            "student": None if self.student is None else self.student.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over networks and student."""
+        self.networks = [
+            list(zip(flat[::2], flat[1::2], strict=True)) for flat in state_dict["networks"]
+        ]
+        self.class_counts = state_dict["class_counts"]
+        if self.student is not None and state_dict["student"] is not None:
+            self.student.load_state_dict(state_dict["student"])
+
+
+def _user(module: LightningModule) -> LightningModule:
+    return module.module if isinstance(module, Lanes) else module

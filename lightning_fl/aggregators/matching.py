@@ -1,0 +1,460 @@
+"""What rules share that merge networks by matching their neurons."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_fl.aggregators.base import Aggregator
+from lightning_fl.chain import Chain, Layers
+from lightning_fl.functional.networks import MatchedNetwork
+from lightning_fl.functional.randomness import (
+    Purpose,
+    derive_seed,
+    generator,
+    run_seed,
+    seeded_rng,
+)
+from lightning_fl.functional.tables import PLACES, with_place
+from lightning_fl.types import ClientUpdate, FederationError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class NeuronMatching(Aggregator):
+    r"""Networks that were trained apart, merged by matching their neurons; what such rules share.
+
+    Clients start from networks of their own. After a round their hidden neurons are matched, layer
+    by layer, and merged. The module has the merged network, of the widths that were inferred, when
+    it is validated, tested and saved, and the clients' own in training.
+
+    Options that are None are searched: of all combinations whose merged network is within
+    ``tolerance`` of the best training accuracy (of the round's clients) the narrowest is taken.
+
+    Args:
+        gamma: :math:`\gamma_0`: the larger, the wider.
+        sigma2: :math:`\sigma^2`, the variance of a client's weights around the atom's.
+        sigma02: :math:`\sigma_0^2`, the variance of atoms around the prior's mean.
+        widths: Hidden neurons of client ``i`` are ``widths[i % len(widths)]`` in each layer, at
+            most as many as the module's; None is the module's.
+        start: Where clients start from in their first round: ``own`` draws each client's network
+            anew, ``server`` is the module's, the same for all.
+        std: Standard deviation of weights that are drawn, with biases of ``bias_mean``; None lets
+            the layers draw both themselves, as torch does.
+        bias_mean: Mean of biases in the prior.
+        sweeps: Over clients, in the first round; three at most in later ones.
+        popularity: How much it counts who else has an atom; see
+            :class:`~lightning_fl.functional.matching.Process`.
+        cap: Counts of an atom above it count as this.
+        max_width: Neurons of a merged layer at most.
+        tolerance: See above.
+        seed: Of starts and orders; None is that of ``seed_everything``, else 0.
+
+    Raises:
+        FederationError: If an option is out of range; at the start of a fit, if the module has
+            hidden neurons that cannot be matched.
+    """
+
+    #: What is tried where an option is None (the authors' program).
+    searched: ClassVar[dict[str, tuple[float, ...]]] = {
+        "gamma": (1.0, 1e-3, 50.0),
+        "sigma2": (1.0, 0.1, 0.5),
+        "sigma02": (1.0, 10.0),
+    }
+    #: Buffers whose shapes depend on what was matched.
+    grown: tuple[str, ...] = ("starts", "known", "merged", "shapes", "places")
+    replaces_network = True
+    starts: Tensor
+    base: Tensor
+    merged: Tensor
+    shapes: Tensor
+    places: Tensor
+    known: Tensor
+    round: Tensor
+    ids: list[Tensor] | Tensor
+    deltas: list[Tensor] | Tensor
+
+    def __init__(
+        self,
+        gamma: float | None = None,
+        sigma2: float | None = None,
+        sigma02: float | None = None,
+        widths: Sequence[int] | None = None,
+        start: Literal["own", "server"] = "own",
+        std: float | None = 0.1,
+        bias_mean: float = 0.1,
+        sweeps: int = 5,
+        popularity: float = 2.0,
+        cap: int | None = None,
+        max_width: int | None = None,
+        tolerance: float = 0.005,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        given = {"gamma": gamma, "sigma2": sigma2, "sigma02": sigma02}
+        for name, value in given.items():
+            if value is not None and not 0 < value < float("inf"):
+                raise FederationError(f"{name} must be positive and finite, or null, got {value}")
+        if start not in ("own", "server"):
+            raise FederationError(f"start must be own or server, got {start!r}")
+        for name, least, number in (
+            ("std", 0, 0 if std is None else std),
+            ("sweeps", 0, sweeps),
+            ("popularity", 0, popularity),
+            ("tolerance", 0, tolerance),
+            ("cap", 1, 1 if cap is None else cap),
+            ("max_width", 1, 1 if max_width is None else max_width),
+            ("widths", 1, min(widths) if widths else 1),
+        ):
+            if not least <= number < float("inf"):
+                raise FederationError(f"{name} must be at least {least}, got {number}")
+        self.gamma, self.sigma2, self.sigma02 = gamma, sigma2, sigma02
+        self.widths = None if widths is None else list(widths)
+        self.start_from, self.std, self.bias_mean = start, std, bias_mean
+        self.sweeps, self.popularity, self.cap = sweeps, popularity, cap
+        self.max_width, self.tolerance, self.seed = max_width, tolerance, seed
+        #: Samples of each client and class, ``[clients, classes]``, where a loop knows them.
+        self.class_counts: Tensor | None = None
+        self.chain: Chain | None = None
+        self._own = list[tuple[int, int]]()
+        self._at_start: Layers = []
+        self._returned: tuple[Tensor, list[Layers]] | None = None
+        self._merged: tuple[list[int], list[Layers]] = ([], [])
+        self._figures: dict[str, float] = {}
+
+    # --- the module ---------------------------------------------------------------------------
+
+    def prepare(self, module: LightningModule, example: Any = None) -> None:
+        """Find the layers of a module, and let it load networks of other widths.
+
+        Args:
+            module: The user's, with the shapes that clients train.
+            example: A batch ``(x, ...)`` of training samples, or None in a test.
+        """
+        if self.chain is None or self.chain.module is not module:
+            self.chain = Chain(module)
+            module.register_load_state_dict_pre_hook(self._fit_to)  # type: ignore[no-untyped-call]
+        if example is None:
+            return
+        #: The shapes that clients train, and what the module came with.
+        self._own, self._at_start = self.module_chain.shapes, self.module_chain.read()
+        self._check_classes()
+        inert = self.module_chain.check_order(example[0])
+        narrow = min(width for width, _ in self._own[:-1])
+        if self.widths is not None and max(self.widths) > narrow:
+            raise FederationError(
+                f"widths has {max(self.widths)} neurons, the module's network {narrow}: give the"
+                " module the width of the widest client"
+            )
+        if self.widths is not None and not inert:
+            raise FederationError(
+                "widths gives clients networks of different widths, and the module's activation"
+                " does not map 0 to 0: use ReLU or tanh, or leave widths out"
+            )
+
+    def _check_classes(self) -> None:
+        """Refuse a class that nobody has: nobody would know its weights."""
+        if self.class_counts is None:
+            return
+        classes = self._own[-1][0]
+        counts = torch.zeros(len(self.class_counts), classes, dtype=torch.int64)
+        if self.class_counts.shape[1] > classes:
+            raise FederationError(
+                f"labels go up to {self.class_counts.shape[1] - 1}, the network has {classes}"
+                " outputs: give it one for each class"
+            )
+        counts[:, : self.class_counts.shape[1]] = self.class_counts
+        if absent := (counts.sum(0) == 0).nonzero()[:, 0].tolist():
+            raise FederationError(
+                f"no client has a training sample of class {absent[0]}, of {classes}: nobody could"
+                " know its weights. Give the network as many outputs as there are classes"
+            )
+        self.class_counts = counts
+
+    def _fit_to(self, module: Any, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.module_chain.fit_to(state_dict, prefix)
+
+    @property
+    def module_chain(self) -> Chain:
+        """The layers of the module."""
+        if self.chain is None:
+            raise FederationError(
+                f"{type(self).__name__} has to know the module: use it in a FederatedLoop"
+            )
+        return self.chain
+
+    def withdraw(self) -> None:
+        """Give the module the shapes that clients train, and the server's vector."""
+        chain = self.module_chain
+        if chain.shapes != self._own:
+            is_begun = self.server.numel() > 0
+            chain.write(chain.unpack(self.base, self._own) if is_begun else self._at_start)
+
+    def publish(self, score: Callable[[], float] | None = None) -> None:
+        """Merge what clients returned, and give the module the network.
+
+        Args:
+            score: Returns the training accuracy of the module as it is.
+        """
+        if self._returned is not None:
+            self._merge(score)
+        if len(self.merged):
+            self.module_chain.write(self.network())
+
+    def returned(self) -> tuple[list[int], list[Layers]]:
+        """Return the clients that were merged last, and their networks; once."""
+        found, self._merged = self._merged, ([], [])
+        return found
+
+    def network(self) -> Layers:
+        """Return the merged network."""
+        return self.module_chain.unpack(self.merged, [(a, b) for a, b in self.shapes.tolist()])
+
+    # --- rounds -------------------------------------------------------------------------------
+
+    def allocate(self, server: Tensor) -> None:
+        """Declare the updates of the round, and what outlives it."""
+        for name in ("ids", "deltas"):
+            self.add_state(name, [], dist_reduce_fx="cat")
+        device = server.device
+        #: What the module holds in training between clients: its own start.
+        self.register_buffer("base", server.clone())
+        #: What each client starts from, ``[places, P]``, and whether it is known.
+        self.register_buffer("starts", server.new_zeros(PLACES, len(server)))
+        self.register_buffer("known", torch.zeros(PLACES, dtype=torch.bool, device=device))
+        #: The merged network as a vector, and the shapes of its layers, ``[layers, 2]``.
+        self.register_buffer("merged", server.new_zeros(0))
+        self.register_buffer("shapes", torch.zeros(0, 2, dtype=torch.int64))
+        #: Atoms of each client's neurons of the last round, ``[clients, layers, neurons]``, -1
+        #: where there is none; after the client's number.
+        self.register_buffer("places", torch.zeros(0, 0, 0, dtype=torch.int64))
+        self.register_buffer("round", torch.zeros((), dtype=torch.int64))
+
+    def server_for(self, clients: Tensor) -> Tensor:
+        """Return what each client starts from, ``[k, P]``."""
+        ids = clients.to(self.known.device)
+        self.starts = with_place(self.starts, ids)
+        self.known = with_place(self.known, ids)
+        for client in ids[~self.known[ids]].tolist():
+            layers = self._wide(self._narrow(self._first(client), client))
+            self.starts[client] = self.module_chain.pack(layers).to(self.starts)
+            self.known[client] = True
+        return self.starts[ids]
+
+    def _first(self, client: int) -> Layers:
+        """Return a client's first network."""
+        chain, key = self.module_chain, (run_seed(self.seed), Purpose.NEURONS, client)
+        if self.start_from == "server":
+            return chain.unpack(self.base.clone(), self._own)
+        if self.std is None:
+            with seeded_rng(derive_seed(*key), self.base.device):
+                return chain.drawn()
+        random, std = generator(*key), self.std
+        return [
+            (std * torch.randn(w.shape, generator=random), torch.full(b.shape, self.bias_mean))
+            for w, b in chain.unpack(self.base, self._own)
+        ]
+
+    def _client_widths(self, client: int) -> list[int]:
+        """Return a client's hidden widths."""
+        if self.widths is None:
+            return [width for width, _ in self._own[:-1]]
+        return [self.widths[client % len(self.widths)]] * (len(self._own) - 1)
+
+    def _narrow(self, layers: Layers, client: int) -> Layers:
+        """Leave out the neurons that a client does not have."""
+        widths = self._client_widths(client)
+        outs, ins = [*widths, None], [None, *widths]
+        return [
+            (w[:out, :into], b[:out]) for (w, b), out, into in zip(layers, outs, ins, strict=True)
+        ]
+
+    def _wide(self, layers: Layers) -> Layers:
+        """Undo :meth:`_narrow`."""
+        found = []
+        for (w, b), shape in zip(layers, self._own, strict=True):
+            weight, bias = w.new_zeros(*shape, *w.shape[2:]), b.new_zeros(shape[0])
+            weight[: w.shape[0], : w.shape[1]] = w
+            bias[: len(b)] = b
+            found.append((weight, bias))
+        return found
+
+    def update(self, clients: ClientUpdate) -> None:
+        """Keep updates until all are there."""
+        self.ids.append(clients.clients.to(self.starts.device))  # type: ignore[union-attr]
+        self.deltas.append(clients.delta.clone())  # type: ignore[union-attr]
+
+    def compute(self) -> Tensor:
+        """Take the clients' networks; they are merged by :meth:`publish`."""
+        if not (found := self.joined("ids", "deltas")):
+            return self.server
+        ids, deltas = found
+        ends = self.server_for(ids) + deltas
+        nets = [
+            self._narrow(self.module_chain.unpack(end, self._own), client)
+            for client, end in zip(ids.tolist(), ends, strict=True)
+        ]
+        self._returned = ids, nets
+        return self.server
+
+    # --- merging ------------------------------------------------------------------------------
+
+    def _merge(self, score: Callable[[], float] | None) -> None:
+        assert self._returned is not None
+        (ids, nets), self._returned = self._returned, None
+        rows = [row for row, client in enumerate(ids.tolist()) if self._is_usable(client)]
+        if not rows:
+            return
+        ids = ids.cpu()[rows]
+        nets = [[(w.cpu(), b.cpu()) for w, b in nets[row]] for row in rows]
+        self._merged = ids.tolist(), nets
+        found, options = self._best(ids.tolist(), nets, score)
+        self.merged = self.module_chain.pack(found.layers).to(self.base)
+        shapes = [list(weight.shape[:2]) for weight, _ in found.layers]
+        self.shapes = torch.tensor(shapes, device=self.shapes.device)
+        self._note(ids, found)
+        self._next(ids.tolist(), nets, found, options)
+        self.round += 1
+        matching = found.matchings
+        self._figures = {
+            **{f"width_{i + 1}": float(width) for i, width in enumerate(found.widths)},
+            "neurons": float(sum(len(a) for m in matching for a in m.assignments)),
+            "popularity": float(torch.cat([m.counts for m in matching]).mean()),
+            "objective": float(sum(m.objective[-1] for m in matching)),
+            **options,
+        }
+
+    def _is_usable(self, client: int) -> bool:
+        """Say whether a client's network can be merged with the others'."""
+        return True
+
+    @abstractmethod
+    def _matched(
+        self, ids: Sequence[int], nets: Sequence[Layers], options: dict[str, Any]
+    ) -> MatchedNetwork:
+        """Merge the networks of clients."""
+
+    def _next(
+        self,
+        ids: Sequence[int],
+        nets: Sequence[Layers],
+        found: MatchedNetwork,
+        options: dict[str, float],
+    ) -> None:
+        """Give clients what they start the next round from: their part of the network."""
+        for row, client in enumerate(ids):
+            self._start_with(client, found.of_client(row))
+
+    def _start_with(self, client: int, layers: Layers) -> None:
+        self.starts[client] = self.module_chain.pack(self._wide(layers)).to(self.starts)
+
+    def _counts(self, ids: Sequence[int]) -> Tensor | None:
+        """Return samples of each client and class; of a class that nobody has, one each."""
+        if self.class_counts is None:
+            return None
+        counts = self.class_counts[list(ids)]
+        return torch.where(counts.sum(0) > 0, counts, 1)
+
+    def _options(self) -> dict[str, Any]:
+        """Return what is the same in all of a search."""
+        return {
+            "bias_mean": self.bias_mean,
+            "popularity": self.popularity,
+            "cap": self.cap,
+            "max_width": self.max_width,
+            "sweeps": self.sweeps if self.round == 0 else min(self.sweeps, 3),
+            "generator": generator(run_seed(self.seed), Purpose.NEURONS, 0, int(self.round)),
+        }
+
+    def _given(self, name: str) -> float | None:
+        """Return the value of an option, None if it is to be searched."""
+        value: float | None = getattr(self, name)
+        return value
+
+    def _best(
+        self, ids: Sequence[int], nets: Sequence[Layers], score: Callable[[], float] | None
+    ) -> tuple[MatchedNetwork, dict[str, float]]:
+        """Merge with the options that were given, or those that the search finds."""
+        axes = {
+            name: values if (given := self._given(name)) is None else (given,)
+            for name, values in self.searched.items()
+        }
+        tried = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+        if len(tried) > 1 and score is None:
+            raise FederationError(
+                f"{type(self).__name__} searches its options on training samples: give them all"
+            )
+        found = [self._matched(ids, nets, {**self._options(), **options}) for options in tried]
+        if len(found) == 1:
+            return found[0], tried[0]
+        assert score is not None
+        accuracies = []
+        for each in found:
+            self.module_chain.write(each.layers)
+            accuracies.append(score())
+        least = max(accuracies) - self.tolerance
+        good = [i for i, accuracy in enumerate(accuracies) if accuracy >= least]
+        best = min(good, key=lambda i: (sum(found[i].widths), -accuracies[i]))
+        return found[best], {**tried[best], "train_accuracy": accuracies[best]}
+
+    def _note(self, ids: Tensor, found: MatchedNetwork) -> None:
+        """Keep which neuron went where."""
+        most = max(len(a) for m in found.matchings for a in m.assignments)
+        places = torch.full((len(ids), len(found.matchings), most + 1), -1)
+        for layer, matching in enumerate(found.matchings):
+            for row, atoms in enumerate(matching.assignments):
+                places[row, layer, 0] = ids[row]
+                places[row, layer, 1 : len(atoms) + 1] = atoms
+        self.places = places
+
+    def assignments(self) -> dict[int, list[list[int]]]:
+        """Return the atoms of the last round's neurons, by client and hidden layer."""
+        found: dict[int, list[list[int]]] = {}
+        for rows in self.places.tolist():
+            found[rows[0][0]] = [[atom for atom in row[1:] if atom >= 0] for row in rows]
+        return found
+
+    def figures(self) -> dict[str, float]:
+        """Return widths, neurons that went into them, clients of an atom, objective, options."""
+        return self._figures
+
+    def figure(self) -> Figure | None:
+        """Draw which atoms each client's neurons became, a panel a hidden layer."""
+        from matplotlib.figure import Figure
+
+        found = self.assignments()
+        if not found:
+            return None
+        depth = len(next(iter(found.values())))
+        figure = Figure(figsize=(9, 0.8 + 2.2 * depth), layout="constrained")
+        for layer, axes in enumerate(figure.subplots(depth, 1, squeeze=False)[:, 0]):
+            width = int(self.shapes[layer, 0])
+            has = torch.zeros(len(found), width)
+            for row, layers in enumerate(found.values()):
+                has[row, layers[layer]] = 1
+            order = has.sum(0).argsort(descending=True, stable=True)
+            axes.imshow(has[:, order].numpy(), aspect="auto", cmap="Greys", interpolation="nearest")
+            axes.set(
+                xlabel=f"{width} neurons, those of most clients first",
+                ylabel=f"client, layer {layer + 1}",
+                yticks=range(len(found)),
+                yticklabels=list(found),
+            )
+        return figure
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Make place for as many neurons and clients as a checkpoint has."""
+        for name in self.grown:
+            saved = state_dict.get(prefix + name)
+            if saved is not None and hasattr(self, name):
+                setattr(self, name, torch.zeros_like(saved, device=self.base.device))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
