@@ -190,7 +190,9 @@ class Chain:
                 before = self.module(x)
             for i in range(count - 1):
                 (w, b), (v, c) = wide[i : i + 2]
-                moved = [*wide[:i], (w.flip(0), b.flip(0)), (v.flip(1), c), *wide[i + 2 :]]
+                # Not merely turned round: what looks at neighbours would not see that.
+                order = torch.cat([torch.arange(1, len(b), 2), torch.arange(0, len(b), 2)])
+                moved = [*wide[:i], (w[order], b[order]), (v[:, order], c), *wide[i + 2 :]]
                 with self.holding(moved):
                     after = self.module(x)
                 if not torch.allclose(before, after, rtol=1e-3, atol=1e-3 * float(before.std())):

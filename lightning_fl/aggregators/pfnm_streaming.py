@@ -120,7 +120,7 @@ class StreamingPFNM(NeuronMatching):
     ) -> None:
         """Keep the posterior: all clients start from it."""
         self.known.fill_(False)
-        self.chosen = torch.tensor([options[name] for name in self.searched]).to(self.chosen)
+        self.chosen = self.chosen.new_tensor([options[name] for name in self.searched])
         assert found.posterior.bias is not None
         self.top = torch.stack(found.posterior.bias).to(self.top)
         for i, layer in enumerate(found.posterior.layers):

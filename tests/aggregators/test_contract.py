@@ -9,6 +9,7 @@ import torch
 
 from lightning_fl.aggregators import (
     ClusteredFL,
+    Downpour,
     FedAdagrad,
     FedAdam,
     FedAvg,
@@ -27,6 +28,7 @@ RULES = {
     "FedAvg": FedAvg,
     "FedAvg(uniform)": lambda: FedAvg(weighting="uniform"),
     "FedOpt": FedOpt,
+    "Downpour": Downpour,
     "FedAvgM": FedAvgM,
     "FedAdagrad": FedAdagrad,
     "FedAdam": FedAdam,

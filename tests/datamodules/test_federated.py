@@ -1130,3 +1130,65 @@ def test_too_few_validation_samples_for_the_processes_are_refused_at_the_start()
     data._processes = lambda: (0, 3)
     with pytest.raises(FederationError, match="2 validation samples cannot be shared by 3"):
         data.setup("fit")
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+def test_samples_arrive_in_steps(blobs):
+    def made(**options):
+        options = {"num_clients": 4, "val_size": 0, "seed": 3, "batch_size": 4} | options
+        data = FederatedDataModule(blobs(), **options)
+        data.setup("fit")
+        return data
+
+    whole, data = made(), made(arrivals=4)
+    assert data.num_samples.tolist() == whole.num_samples.tolist() == [30] * 4
+    assert torch.equal(data.class_counts, whole.class_counts)
+    steps = []
+    for round in range(4):
+        data.arrive(round)
+        assert data.num_samples.tolist() == [len(part) for part in data.present]
+        assert data.batches_per_epoch.tolist() == [2] * 4
+        assert int(data.class_counts.sum()) == int(data.num_samples.sum())
+        steps.append(data.present)
+    for client in range(4):
+        each = [parts[client] for parts in steps]
+        assert {len(part) for part in each} == {7, 8}
+        assert torch.equal(torch.cat(each).sort().values, whole.parts[client])
+    data.arrive(4)  # the first step again
+    assert all(torch.equal(a, b) for a, b in zip(data.present, steps[0], strict=True))
+    assert data.smallest_batch.tolist() == [3] * 4  # of 7 samples in batches of 4
+    again = made(arrivals=4)
+    again.arrive(2)
+    assert all(torch.equal(a, b) for a, b in zip(again.present, steps[2], strict=True))
+    checks = {made(arrivals=a, seed=s).checksum for a, s in ((1, 3), (4, 3), (4, 4), (3, 3))}
+    assert len(checks) == 4
+    assert str(made(arrivals=4).manifest()) == str(whole.manifest())
+
+
+def test_a_round_trains_on_what_has_arrived(fit, blobs, linear):
+    class Seen(FederatedDataModule):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            if self.trainer.training:
+                seen.setdefault(self.trainer.current_epoch, []).append(batch[0])
+            return super().on_before_batch_transfer(batch, dataloader_idx)
+
+    seen = {}
+    x = torch.arange(36.0, dtype=torch.float64)[:, None].expand(-1, 3) / 36
+    data = Seen(TensorDataset(x, x[:, 0]), num_clients=3, val_size=0, arrivals=3, batch_size=4)
+    fit(linear(), FederatedLoop(0.5, seed=1), data, rounds=4, limit_val_batches=0)
+    each = [torch.cat(seen[round])[:, 0].mul(36).round().long() for round in range(4)]
+    for round in range(4):
+        data.arrive(round)
+        assert set(each[round].tolist()) <= set(torch.cat(data.present).tolist())
+        assert len(each[round]) == 8  # two of three clients, four samples each
+    assert not set(each[0].tolist()) & set(each[1].tolist())
+
+
+def test_a_stream_needs_a_sample_a_step(blobs):
+    data = FederatedDataModule(blobs(), num_clients=10, val_size=0, arrivals=13)
+    with pytest.raises(FederationError, match="arrivals=13, but client 0 has 12 samples"):
+        data.setup("fit")
+    with pytest.raises(FederationError, match="arrivals must be an integer of at least 1"):
+        FederatedDataModule(blobs(), arrivals=0)

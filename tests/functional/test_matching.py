@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fl.functional.matching import Process, best_assignment, gains, match
-from lightning_fl.functional.networks import match_networks
+from lightning_fl.functional.matching import (
+    Posterior,
+    Process,
+    best_assignment,
+    gains,
+    match,
+)
+from lightning_fl.functional.networks import NetworkPosterior, match_networks, match_upwards
 from lightning_fl.types import FederationError
 
 
@@ -159,6 +165,168 @@ def test_a_cap_and_a_limit():
     assert len(found.atoms) == 3
 
 
+def test_popularity_weighs_who_else_has_an_atom_alone():
+    """Proposition 2 as printed has a factor of 1 there, and of 2 for new atoms."""
+    gain = {}
+    for popularity in (1.0, 2.0):
+        prior = Process(torch.zeros(1), torch.ones(1), 5, gamma=3.0, popularity=popularity)
+        counts = torch.tensor([1.0, 4.0]).double()
+        nothing = torch.zeros(2, 1).double()
+        gain[popularity] = gains(
+            prior, nothing, nothing + 1, counts, nothing, torch.zeros(1).double()
+        )
+    new = [2 * log(3 / 5), 2 * log(3 / 5) - 2 * log(2)]
+    np.testing.assert_allclose(gain[1.0][0], [log(1 / 4), log(4), *new], atol=1e-12)
+    np.testing.assert_allclose(gain[2.0][0], [2 * log(1 / 4), 2 * log(4), *new], atol=1e-12)
+
+
+def every_assignment(neurons, atoms):
+    """All ways to give a client's neurons different atoms, of its own in order."""
+    for chosen in product([*range(atoms), None], repeat=neurons):
+        old = [a for a in chosen if a is not None]
+        if len(set(old)) == len(old):
+            fresh = iter(range(atoms, atoms + neurons))
+            yield [next(fresh) if a is None else a for a in chosen]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_two_clients_find_the_best_of_all_assignments(seed):
+    prior = process(2, 2, gamma=0.5)
+    values = [2 * rand(3, 2, seed=10 * seed + s) for s in range(2)]
+    own = [torch.full((2,), 2.0, dtype=torch.float64)] * 2
+    found = match(prior, values, own, sweeps=4, orders=[[0, 1]] * 5)
+    each = [plainly(prior, values, own, [[0, 1, 2], a]) for a in every_assignment(3, 3)]
+    assert len(each) == 34
+    # What the first has alone counts too, which the second's gains leave out: up to 2 log 3!.
+    assert max(each) - 2 * log(6) <= found.objective[-1] <= max(each) + 1e-9
+    # For the second client by itself, with the first as it is, it is the best without exception.
+    alone = match(prior, values[:1], own[:1], sweeps=0)
+    gain = gains(prior, alone.sums, alone.precisions, alone.counts, values[1], own[1])
+    best = max(
+        every_assignment(3, 3), key=lambda a: sum(float(gain[i, c]) for i, c in enumerate(a))
+    )
+    assert float(gain[range(3), best_assignment(gain)].sum()) == pytest.approx(
+        sum(float(gain[i, c]) for i, c in enumerate(best))
+    )
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+def streamed(prior, past, values, own, assignments):
+    """What a step adds to the objective (supplement, equation 11), by loops."""
+    s, total, old = past.steps + 1, 0.0, len(past.sums)
+    atoms = sorted({int(a) for each in assignments for a in each})
+    for atom in atoms:
+        begin = past.sums[atom] if atom < old else prior.mean * prior.precision
+        trust = past.precisions[atom] if atom < old else prior.precision
+        holders = [
+            (c, n) for c, each in enumerate(assignments) for n, a in enumerate(each) if a == atom
+        ]
+        top = begin + sum(own[c] * values[c][n] for c, n in holders)
+        low = trust + sum(own[c] for c, _ in holders)
+        total += float((top * top / low - begin * begin / trust).sum())
+        for i, (client, _) in enumerate(holders):
+            m = float(past.uses[client, atom]) if atom < old else 0.0
+            if atom >= old and i == 0:
+                total += 2 * log(prior.gamma / (s * prior.clients))
+            else:
+                total += prior.popularity * log((1 + m) / (s - m))
+    for each in assignments:
+        alone = sum(1 for a in each if a >= old and sum(a in list(e) for e in assignments) == 1)
+        total -= 2 * lgamma(alone + 1)
+    return total
+
+
+@pytest.mark.parametrize("popularity", [1.0, 2.0])
+def test_gains_in_a_stream(popularity):
+    prior = process(3, 2, gamma=1.7, popularity=popularity)
+    uses = torch.tensor([[2.0, 0.0, 1.0], [1.0, 2.0, 0.0]]).double()
+    past = Posterior(rand(3, 3, seed=1), 1 + rand(3, 3, seed=2).square(), uses, 2)
+    values, own = [rand(2, 3, seed=3), rand(2, 3, seed=4)], [rand(3, seed=s).exp() for s in (5, 6)]
+    first = [0, 3]
+    before = streamed(prior, past, values, own, [first, []])
+    start = match(
+        prior,
+        values[:1],
+        own[:1],
+        sweeps=0,
+        start=[torch.tensor(first)],
+        past=Posterior(past.sums, past.precisions, past.uses[:1], 2),
+    )
+    counts = torch.cat([uses[1], torch.zeros(1).double()])
+    gain = gains(prior, start.sums, start.precisions, counts, values[1], own[1], step=3)
+    assert gain.shape == (2, 4 + 2)
+    for atoms in [*permutations(range(5), 2), (4, 5)]:
+        if 5 in atoms and 4 not in atoms:
+            continue
+        expected = float(gain[0, atoms[0]] + gain[1, atoms[1]])
+        after = streamed(prior, past, values, own, [first, list(atoms)])
+        assert expected == pytest.approx(after - before, abs=1e-10)
+
+
+def test_the_posterior_of_a_step_is_the_prior_of_the_next():
+    prior = process(3, 2)
+    own = [rand(3, seed=s).exp() for s in (5, 6)]
+    past, sums, precisions = Posterior.before(2, 3), {}, {}
+    uses = torch.zeros(2, 0).double()
+    for step in range(3):
+        values = [3 * rand(2, 3, seed=10 * step + s) for s in range(2)]
+        found = match(prior, values, own, past=past, generator=torch.Generator().manual_seed(step))
+        assert found.objective == sorted(found.objective)
+        now = [a.tolist() for a in found.assignments]
+        assert found.objective[-1] == pytest.approx(streamed(prior, past, values, own, now))
+        for client, atoms in enumerate(now):
+            for neuron, atom in enumerate(atoms):
+                sums.setdefault(atom, prior.mean * prior.precision)
+                precisions.setdefault(atom, prior.precision)
+                sums[atom] = sums[atom] + own[client] * values[client][neuron]
+                precisions[atom] = precisions[atom] + own[client]
+        past = found.posterior
+        assert len(past.sums) == len(sums)  # atoms that nobody has any more are still there
+        for atom in sums:
+            torch.testing.assert_close(past.sums[atom], sums[atom])
+            torch.testing.assert_close(past.precisions[atom], precisions[atom])
+            torch.testing.assert_close(found.atoms[atom], sums[atom] / precisions[atom])
+        uses = torch.cat([uses, uses.new_zeros(2, len(sums) - uses.shape[1])], 1)
+        for client, atoms in enumerate(now):
+            uses[client, atoms] += 1
+        assert torch.equal(past.uses, uses)
+        assert past.steps == step + 1
+    assert (past.uses.sum(0) < 3).any()
+
+
+def test_a_stream_of_networks_grows_upwards():
+    """An atom of the lower layer knows nothing yet of one that came to be above."""
+    past, top = NetworkPosterior(), torch.tensor([[4, 0, 2], [1, 0, 5]])
+    width = 0
+    for step in range(3):
+        nets = [network(4, 3, 5, 3, seed=30 * step + 9 * j) for j in range(2)]
+        found = match_networks(nets, top, 0.5, 2.0, gamma=3.0, past=past)
+        lower, upper = found.posterior.layers
+        assert lower.sums.shape == (found.widths[0], 1 + found.widths[1] + 4)
+        assert upper.sums.shape == (found.widths[1], 1 + 3)
+        assert found.widths[1] > width
+        if step:  # what was known, and what a neuron that nobody had this time is
+            still = torch.ones(len(past.layers[0].sums), dtype=torch.bool)
+            for atoms in found.matchings[0].assignments:
+                still[atoms[atoms < len(still)]] = False
+            before, after = past.layers[0], lower
+            assert still.any()
+            torch.testing.assert_close(
+                after.sums[: len(still)][still][:, : 1 + width], before.sums[still][:, : 1 + width]
+            )
+            torch.testing.assert_close(
+                after.sums[: len(still)][still][:, -4:], before.sums[still][:, -4:]
+            )
+            more = after.precisions[: len(still)][still][:, 1 + width : -4]
+            assert torch.equal(more, torch.full_like(more, 0.5))
+        past, width = found.posterior, found.widths[1]
+    # Nobody has ever had a sample of class 1: its weights are the prior's.
+    assert torch.equal(found.layers[-1][0][1], torch.zeros(width).double())
+    assert found.layers[-1][1][1] == pytest.approx(0.1)
+
+
 # --- networks -------------------------------------------------------------------------------------
 
 
@@ -233,6 +401,90 @@ def test_one_client_of_several_widths_and_softmax_weights_by_hand():
     assert out[:, 0].tolist() == pytest.approx(expected)
     biases = [(0.05 + 2 * (0.75 * 1 + 0.25 * 3)) / 2.5, (0.05 + 2 * 6) / 2.5]
     assert last.tolist() == pytest.approx(biases)
+
+
+def filters(seed=0, kernel=3):
+    """A convolution of two channels, another, a linear layer on 2 x 2 pixels, and classes."""
+    return [
+        (rand(4, 2, kernel, kernel, seed=seed), rand(4, seed=seed + 1)),
+        (rand(5, 4, 2, 2, seed=seed + 2), rand(5, seed=seed + 3)),
+        (rand(6, 5, 4, seed=seed + 4), rand(6, seed=seed + 5)),
+        (rand(3, 6, seed=seed + 6), rand(3, seed=seed + 7)),
+    ]
+
+
+def seen(layers, x):
+    for weight, bias in layers[:2]:
+        x = torch.tanh(torch.nn.functional.conv2d(x, weight, bias))
+    x = torch.tanh(x.flatten(1) @ layers[2][0].flatten(1).mT + layers[2][1])
+    return x @ layers[3][0].mT + layers[3][1]
+
+
+@pytest.mark.parametrize("how", [match_networks, match_upwards])
+def test_filters_and_their_permutations_merge_to_themselves(how):
+    net, x = filters(), rand(7, 2, 5, 5, seed=99)
+    found = how([net, shuffled(net, 1), shuffled(net, 7)], sigma2=1e-6, sigma02=1e4, gamma=1.0)
+    assert found.widths == [4, 5, 6]
+    torch.testing.assert_close(seen(found.layers, x), seen(net, x), rtol=1e-5, atol=1e-5)
+    for client in range(3):
+        torch.testing.assert_close(
+            seen(found.of_client(client), x), seen(net, x), rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("how", [match_networks, match_upwards])
+def test_the_order_of_filters_changes_nothing(how):
+    nets = [filters(seed) for seed in (0, 50, 90)]
+    moved = [nets[0], shuffled(nets[1], 3), shuffled(nets[2], 4)]
+    x = rand(6, 2, 5, 5, seed=77)
+    a, b = (how(n, sigma2=0.5, gamma=3.0, sweeps=3, orders=[[0, 1, 2]] * 4) for n in (nets, moved))
+    assert a.widths == b.widths > [4, 5, 6]
+    torch.testing.assert_close(seen(a.layers, x), seen(b.layers, x), rtol=1e-10, atol=1e-10)
+
+
+def test_upwards_by_hand():
+    """Two clients of two neurons, the second's in the other order; one neuron is its own."""
+    one = [
+        (torch.tensor([[5.0], [-4.0]]), torch.tensor([1.0, 2.0])),
+        (torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1.0, 3.0])),
+    ]
+    two = [
+        (torch.tensor([[9.0], [5.2]]), torch.tensor([0.0, 1.2])),
+        (torch.tensor([[5.0, 6.0], [7.0, 8.0]]), torch.tensor([2.0, 5.0])),
+    ]
+    counts = torch.tensor([[3, 1], [1, 1]])
+    found = match_upwards([one, two], counts, sigma2=0.1, sigma02=10.0, gamma=1.0)
+    assert [a.tolist() for a in found.matchings[0].assignments] == [[0, 1], [2, 0]]
+    (weight, bias), (last, top) = found.layers
+    assert weight[:, 0].tolist() == pytest.approx(
+        [10 * (5 + 5.2) / 20.1, 10 * -4 / 10.1, 10 * 9 / 10.1]
+    )
+    assert bias[0] == pytest.approx((0.01 + 10 * (1 + 1.2)) / 20.1)
+    torch.testing.assert_close(
+        last,
+        torch.tensor(
+            [[0.75 * 1 + 0.25 * 6, 0.75 * 2, 0.25 * 5], [0.5 * 3 + 0.5 * 8, 0.5 * 4, 0.5 * 7]]
+        ).double(),
+    )
+    assert top.tolist() == [1.25, 4.0]
+
+
+def test_layers_that_clients_were_given_are_not_matched_again():
+    nets = [filters(seed) for seed in (0, 50)]
+    first = match_upwards(nets, sigma2=0.5, gamma=3.0)
+    given = [
+        [first.of_client(j)[0], *[(w + 0.1 * rand(*w.shape, seed=7 + j), b) for w, b in net[1:]]]
+        for j, net in enumerate(nets)
+    ]
+    again = match_upwards(given, gamma=1e9, known=[first.matchings[0].assignments])
+    for a, b in zip(again.layers[0], first.layers[0], strict=True):
+        assert torch.equal(a, b)
+    assert again.widths[1] == 10  # the next layer is
+
+
+def test_kernels_have_to_be_the_same():
+    with pytest.raises(FederationError, match=r"layer 0 of client 1 has kernels of \(2, 2\)"):
+        match_networks([filters(), filters(kernel=2)])
 
 
 def test_clients_of_different_widths_and_a_start():

@@ -1,0 +1,259 @@
+"""Federated matched averaging: a layer a round, those below fixed; filters; resume; lanes."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fl import ClientModule, Lanes
+from lightning_fl.aggregators import PFNM, FedMA
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.chain import Chain
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.functional.networks import match_upwards
+from lightning_fl.functional.randomness import Purpose, generator
+from lightning_fl.models import LeNet
+from lightning_fl.policies import Schedule
+from lightning_fl.samplers import ClientSampler
+from lightning_fl.types import FederationError
+
+
+def module(seed=0, optimizer=torch.optim.SGD, **options):
+    torch.manual_seed(seed)
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(4 * 9, 6), nn.ReLU(), nn.Linear(6, 3),
+    )  # fmt: skip
+    options = {"lr": 0.05} | options
+    return ClientModule(net, optimizer=lambda p: optimizer(p, **options)).double()
+
+
+@pytest.fixture
+def images():
+    """A federation of small images of three classes."""
+
+    def make(num_clients=3, **options):
+        random = torch.Generator().manual_seed(0)
+        y = torch.arange(96) % 3
+        means = torch.randn(3, 1, 8, 8, generator=random, dtype=torch.float64)
+        x = means[y] + 0.3 * torch.randn(96, 1, 8, 8, generator=random, dtype=torch.float64)
+        train = torch.utils.data.TensorDataset(x[:72], y[:72])
+        val = torch.utils.data.TensorDataset(x[72:], y[72:])
+        return FederatedDataModule(
+            train, val, num_clients=num_clients, batch_size=8, seed=1, **options
+        )
+
+    return make
+
+
+class Watch(FedMA):
+    """Notes what clients started from and returned."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seen = []
+
+    def compute(self):
+        found = self.joined("ids", "deltas")
+        starts = self.server_for(found[0]).clone()
+        super().compute()
+        self.seen.append((starts, found[1].clone(), self._returned[1]))
+        return self.server
+
+
+def run(fit, images, rule, rounds=3, wrap=lambda m: m, made=None, **options):
+    made = module(momentum=0.9, weight_decay=0.1) if made is None else made
+    loop = FederatedLoop(aggregator=rule, policy=Schedule(num_steps=4), seed=2)
+    fit(wrap(made), loop, images(), rounds=rounds, **options)
+    return made, loop
+
+
+@pytest.mark.parametrize("lanes", [None, 2, 3])
+def test_layers_are_matched_from_below_and_stay(fit, images, lanes):
+    rule = Watch(seed=4)
+    made, loop = run(fit, images, rule, wrap=lambda m: m if lanes is None else Lanes(m, lanes))
+    chain, own = Chain(made), [(4, 1), (6, 4), (3, 6)]
+    assert [row["layer"] for row in loop.rows] == [1, 2, 3]
+    for round, (_, deltas, _) in enumerate(rule.seen):
+        for delta in deltas:
+            moves = [bool(w.any()) for w, _ in rule.module_chain.unpack(delta, own)]
+            assert moves == [layer >= round for layer in range(3)]
+    # By hand: the layers below are given, the next is matched, and taken over.
+    known = []
+    for round, (_, _, nets) in enumerate(rule.seen):
+        options = {"generator": rule_orders(4, round), "sweeps": 5 if round == 0 else 3}
+        found = match_upwards(nets, rule.class_counts, 1.0, 1.0, 7.0, known=known, **options)
+        known = [matching.assignments for matching in found.matchings[: round + 1]]
+        if round < 2:
+            following = rule.seen[round + 1][0]
+            for client in range(3):
+                start = rule.module_chain.unpack(following[client], own)
+                mine = found.of_client(client)
+                for layer in range(3):
+                    wanted = mine if layer <= round else nets[client]
+                    torch.testing.assert_close(start[layer], wanted[layer])
+    for (w, b), (v, c) in zip(chain.read(), found.layers, strict=True):
+        torch.testing.assert_close(w, v)
+        torch.testing.assert_close(b, c)
+    assert all(p.requires_grad for p in made.parameters())
+
+
+def rule_orders(seed, round):
+    return generator(seed, Purpose.NEURONS, 0, round)
+
+
+def test_lanes_train_as_one(fit, images):
+    one, _ = run(fit, images, FedMA(seed=4), rounds=4)
+    many, _ = run(fit, images, FedMA(seed=4), rounds=4, wrap=lambda m: Lanes(m, 3))
+    for a, b in zip(one.parameters(), many.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_compiled_lanes_keep_layers_fixed(fit, images):
+    rule = Watch(seed=4)
+    one, _ = run(fit, images, FedMA(seed=4))
+    many, _ = run(fit, images, rule, wrap=lambda m: Lanes(m, 3, compile=True))
+    assert not rule.module_chain.unpack(rule.seen[2][1][0], [(4, 1), (6, 4), (3, 6)])[1][0].any()
+    for a, b in zip(one.parameters(), many.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+def test_it_resumes_bit_equal_in_the_middle_of_a_pass(fit, images, tmp_path):
+    def options(folder):
+        return {"callbacks": [RoundCheckpoint(str(folder))], "enable_checkpointing": True}
+
+    whole, one = run(fit, images, FedMA(seed=4), 5, **options(tmp_path / "whole"))
+    run(fit, images, FedMA(seed=4), 2, **options(tmp_path / "parts"))
+    last = str(tmp_path / "parts" / "last.ckpt")
+    parts, two = run(fit, images, FedMA(seed=4), 5, ckpt_path=last, **options(tmp_path / "parts"))
+    assert one.rows == two.rows
+    assert [row["layer"] for row in one.rows] == [1, 2, 3, 1, 2]
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+class Turns(ClientSampler):
+    """Other clients in later rounds."""
+
+    def __init__(self, cohorts):
+        self.cohorts = cohorts
+
+    def sample(self, round, count, num_samples, generator):
+        return torch.tensor(self.cohorts[round])
+
+
+def test_who_was_not_there_from_below_waits_for_the_next_pass(fit, images):
+    rule = FedMA(seed=4)
+    cohorts = [[0, 1], [1, 2], [0, 2], [0, 2]]
+    loop = FederatedLoop(2, rule, Schedule(num_steps=2), Turns(cohorts))
+    seen = []
+
+    class Look(RoundCheckpoint):
+        def on_train_epoch_end(self, trainer, pl_module):
+            seen.append((sorted(rule.assignments()), rule.layer))
+
+    fit(module(), loop, images(), rounds=4, callbacks=[Look()], enable_checkpointing=True)
+    # Of the third round nobody was in the second: a new pass begins.
+    assert seen == [([0, 1], 1), ([1], 2), ([1], 0), ([0, 2], 1)]
+
+
+def test_one_round_of_filters_from_the_top(fit, images):
+    rule = PFNM(gamma=1.0, sigma2=0.5, sigma02=5.0, std=None, widths=[4, 3])
+    made, loop = run(fit, images, rule, rounds=2)
+    chain = Chain(made)
+    assert chain.shapes[1][1] == chain.shapes[0][0] == int(loop.rows[-1]["width_1"]) >= 4
+    assert tuple(made.net[4].weight.shape) == (chain.shapes[1][0], 9 * chain.shapes[0][0])
+    rule.withdraw()
+    narrow = rule.module_chain.unpack(rule.starts[1], [(4, 1), (6, 4), (3, 6)])
+    assert not narrow[0][0][3:].any()
+    assert not narrow[1][0][:, 3:].any()
+    assert not narrow[2][0][:, 3:].any()
+    assert narrow[1][0][:3, :3].all()
+
+
+def test_layers_draw_their_own_starts(fit, images):
+    rule = Watch(seed=4)
+    run(fit, images, rule, rounds=1)
+    starts = rule.seen[0][0]
+    assert len({float(start[0]) for start in starts}) == 3
+    assert starts[:, :36].abs().max() <= 1 / 3  # as nn.Conv2d draws: 1 / sqrt(9)
+    again = Watch(seed=4)
+    run(fit, images, again, rounds=1)
+    assert torch.equal(again.seen[0][0], starts)
+
+
+def test_what_the_user_froze_stays_frozen(fit, images):
+    made = module()
+    made.net[4].weight.requires_grad_(False)
+    run(fit, images, FedMA(seed=4), made=made)
+    assert [p.requires_grad for p in made.parameters()] == [True, True, False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (
+            nn.Sequential(
+                nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(64, 3)
+            ),
+            "a convolution in 2 groups",
+        ),
+        (nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 3, 6), nn.Flatten()), "ends with a Conv2d"),
+        (
+            nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 3)),
+            "BatchNorm2d",
+        ),
+        (
+            nn.Sequential(
+                nn.Conv2d(1, 4, 3),
+                nn.LocalResponseNorm(3, alpha=9.0),
+                nn.Flatten(),
+                nn.Linear(144, 3),
+            ),
+            "order counts",
+        ),
+    ],
+)
+def test_networks_that_cannot_be_matched(fit, images, network, message):
+    with pytest.raises(FederationError, match=message):
+        fit(
+            ClientModule(network).double(),
+            FederatedLoop(buffers="average", aggregator=FedMA()),
+            images(),
+        )
+
+
+def test_channels_that_are_not_those_of_the_layer_before():
+    with pytest.raises(FederationError, match="layers follow each other"):
+        Chain(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 9 + 1, 3)))
+
+
+def test_a_chain_reads_and_writes_other_widths():
+    made = LeNet(width=4, hidden=7)
+    chain, x = Chain(made), torch.rand(2, 1, 28, 28)
+    before, layers = made(x), chain.read()
+    assert [tuple(w.shape) for w, _ in layers] == [
+        (4, 1, 5, 5),
+        (10, 4, 5, 5),
+        (7, 10, 16),
+        (10, 7),
+    ]
+    doubled = [
+        (
+            torch.cat([w, w])[:, :1] if i == 0 else torch.cat([w, w], 1) / 2,
+            torch.cat([b, b]) if i == 0 else b,
+        )
+        for i, (w, b) in enumerate(layers[:2])
+    ]
+    with chain.holding([*doubled, *layers[2:]]):
+        assert made[0].out_channels == made[3].in_channels == 8
+        torch.testing.assert_close(made(x), before)
+        vector = chain.pack(chain.read())
+        again = chain.unpack(vector, chain.shapes)
+        assert all(torch.equal(a, b) for a, b in zip(again[0], doubled[0], strict=True))
+        state = {name: value.clone() for name, value in made.state_dict().items()}
+    assert torch.equal(made(x), before)
+    other = LeNet(width=4, hidden=7)
+    Chain(other).fit_to(state)
+    other.load_state_dict(state)
+    torch.testing.assert_close(other(x), before)

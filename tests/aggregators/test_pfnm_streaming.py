@@ -1,0 +1,186 @@
+"""Streaming neural matching in a federation: what is remembered, where clients start, resume."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fl import ClientModule, Lanes
+from lightning_fl.aggregators import PFNM, FedAvg, StreamingPFNM
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.functional.networks import NetworkPosterior, match_networks
+from lightning_fl.functional.randomness import Purpose, generator
+from lightning_fl.policies import Schedule
+from lightning_fl.types import FederationError
+
+ALL = {"gamma": 1.0, "sigma2": 0.5, "sigma02": 5.0}
+
+
+def module(sizes=(6, 8, 3), seed=0):
+    torch.manual_seed(seed)
+    layers = []
+    for into, out in pairwise(sizes):
+        layers += [nn.Linear(into, out), nn.ReLU()]
+    net = nn.Sequential(*layers[:-1])
+    return ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
+
+
+class Watch(StreamingPFNM):
+    """Notes what was merged in each round."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seen = []
+
+    def _matched(self, ids, nets, options):
+        self.seen.append((list(ids), nets, self.class_counts.clone()))
+        return super()._matched(ids, nets, options)
+
+
+@pytest.mark.parametrize("sizes", [(6, 8, 3), (6, 8, 5, 3)])
+def test_each_round_goes_on_from_the_posterior_of_the_last(fit, data, sizes):
+    rule = Watch(**ALL, seed=3)
+    made, samples = module(sizes), data(arrivals=3)
+    fit(made, FederatedLoop(aggregator=rule, policy=Schedule(num_steps=5)), samples)
+    past = NetworkPosterior()
+    for round, (ids, nets, counts) in enumerate(rule.seen):
+        samples.arrive(round)
+        assert torch.equal(counts, samples.class_counts)
+        assert counts.sum() == len(samples.train) // 3
+        options = {**rule._options(), **ALL}
+        options["sweeps"] = 5 if round == 0 else 3
+        options["generator"] = generator(3, Purpose.NEURONS, 0, round)
+        found = match_networks(nets, counts[ids], **options, past=past)
+        past = found.posterior
+    for i, layer in enumerate(past.layers):
+        for name in ("sums", "precisions"):
+            torch.testing.assert_close(getattr(rule, f"{name}_{i}"), getattr(layer, name))
+        assert torch.equal(getattr(rule, f"uses_{i}")[:4], layer.uses)
+        assert getattr(rule, f"uses_{i}").sum() == 3 * 4 * sizes[i + 1]
+    for (w, b), (v, c) in zip(found.layers, rule.network(), strict=True):
+        torch.testing.assert_close(w, v)
+        torch.testing.assert_close(b, c)
+
+
+def test_clients_start_from_neurons_they_have_used(fit, data):
+    rule = StreamingPFNM(**ALL, fresh=2, noise=0.0, seed=1)
+    fit(module(), FederatedLoop(0.5, rule, Schedule(num_steps=5)), data(arrivals=3), rounds=2)
+    (w, b), (v, _) = rule.network()
+    rule.withdraw()
+    starts = rule.server_for(torch.arange(4))
+    assert not torch.equal(starts[0], starts[1])
+    for client in range(4):
+        weight, bias = starts[client, :48].view(8, 6), starts[client, 48:56]
+        out = starts[client, 56:80].view(3, 8)
+        assert not weight[6:].any()
+        assert bias[6:].tolist() == [0.1, 0.1]
+        assert not out[:, 6:].any()
+        chosen = [int((w == row).all(1).nonzero()) for row in weight[:6]]
+        assert len(set(chosen)) == 6
+        assert torch.equal(bias[:6], b[chosen])
+        assert torch.equal(out[:, :6], v[:, chosen])
+        uses = rule.uses_0[client] if client < len(rule.uses_0) else torch.zeros(len(w))
+        if (uses > 0).sum() >= 6:
+            assert (uses[chosen] > 0).all()
+
+
+def test_popular_neurons_are_drawn_more_often(fit, data):
+    rule = StreamingPFNM(**ALL, fresh=6, seed=1, noise=0.0)
+    fit(module(), FederatedLoop(1, rule, Schedule(num_steps=5)), data(), rounds=1)
+    rule.withdraw()
+    rule.uses_0[:] = 0
+    rule.uses_0[0, :4] = torch.tensor([1.0, 6.0, 0.0, 3.0])
+    (w, _), _ = rule.network()
+    drawn = torch.zeros(len(w))
+    for round in range(1, 400):
+        rule.round.fill_(round)
+        weight = rule._first(0)[0][0]
+        drawn[[int((w == row).all(1).nonzero()) for row in weight[:2]]] += 1
+    # Two of three without replacement: 1 - P(not drawn).
+    p = torch.tensor([1.0, 6.0, 3.0]) / 10
+    expected = [
+        float(p[i] + sum(p[j] * p[i] / (1 - p[j]) for j in range(3) if j != i)) for i in range(3)
+    ]
+    torch.testing.assert_close(drawn[[0, 1, 3]] / 399, torch.tensor(expected), rtol=0, atol=0.08)
+    assert drawn.sum() == drawn[[0, 1, 3]].sum()
+
+
+def test_noise_and_narrow_clients(fit, data):
+    rule = StreamingPFNM(**ALL, noise=0.05, widths=[8, 3], seed=1)
+    fit(module(), FederatedLoop(aggregator=rule, policy=Schedule(num_steps=5)), data(), rounds=2)
+    rule.withdraw()
+    starts = rule.server_for(torch.arange(2))
+    narrow = starts[1, :48].view(8, 6)
+    assert not narrow[3:].any()
+    rule.noise, rule.known[:] = 0.0, False
+    still = rule.server_for(torch.arange(2))
+    moved = (starts - still)[0]
+    assert 0.02 < float(moved.std()) < 0.1
+    assert not (starts - still)[1, :48].view(8, 6)[3:].any()
+
+
+def test_the_search_is_made_once(fit, data):
+    rule = StreamingPFNM(sigma02=5.0)
+    loop = fit(module(), FederatedLoop(aggregator=rule), data(arrivals=3))
+    first = loop.rows[0]
+    assert "train_accuracy" in first
+    for row in loop.rows[1:]:
+        assert "train_accuracy" not in row
+        assert [row[n] for n in ("gamma", "sigma2", "sigma02")] == [
+            first[n] for n in ("gamma", "sigma2", "sigma02")
+        ]
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: Lanes(m, lanes=2)], ids=["one", "lanes"])
+def test_it_resumes_bit_equal(fit, data, tmp_path, wrap):
+    def run(folder, rounds, **options):
+        made = module((6, 8, 5, 3))
+        rule = StreamingPFNM(gamma=1.0, sigma2=0.01, fresh=2, seed=5)
+        loop = FederatedLoop(0.5, rule, Schedule(num_steps=5), seed=2)
+        callbacks = [RoundCheckpoint(str(folder))]
+        options |= {"callbacks": callbacks, "enable_checkpointing": True}
+        fit(wrap(made), loop, data(arrivals=4), rounds=rounds, **options)
+        return made, loop
+
+    whole, one = run(tmp_path / "whole", 5)
+    run(tmp_path / "parts", 3)
+    parts, two = run(tmp_path / "parts", 5, ckpt_path=str(tmp_path / "parts" / "last.ckpt"))
+    assert one.rows == two.rows
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True)
+    )
+    for name, buffer in one.aggregator.named_buffers():
+        assert torch.equal(buffer, dict(two.aggregator.named_buffers())[name]), name
+
+
+def test_networks_that_go_on_alone(fit, data):
+    class Own(PFNM):
+        def _next(self, ids, nets, found, options):
+            super()._next(ids, nets, found, options)
+            self.ends = nets
+
+    rule = Own(**ALL, restart="own")
+    fit(module(), FederatedLoop(aggregator=rule), data(arrivals=3))
+    for client, net in enumerate(rule.ends):
+        assert torch.equal(rule.module_chain.pack(net), rule.starts[client])
+    with pytest.raises(FederationError, match="restart must be matched or own, got 'new'"):
+        PFNM(restart="new")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"fresh": -1}, "fresh must be at least 0"), ({"noise": float("nan")}, "noise must be")],
+)
+def test_bad_options(options, message):
+    with pytest.raises(FederationError, match=message):
+        StreamingPFNM(**options)
+
+
+def test_a_stream_without_matching(fit, data):
+    """Arrivals belong to the data: any rule sees the round's samples alone."""
+    samples = data(arrivals=3)
+    loop = fit(module(), FederatedLoop(aggregator=FedAvg()), samples, rounds=4)
+    each = [int(torch.tensor([len(part) for part in parts]).sum()) for parts in samples._arrivals]
+    assert [row["num_samples"] for row in loop.rows] == [*each, each[0]]
+    assert sum(each) == len(samples.train)
