@@ -24,12 +24,15 @@ from lightning_fl import ClientModule, ClientParallelStrategy, Lanes
 from lightning_fl.aggregators import (
     PFNM,
     ClusteredFL,
+    Downpour,
     FedAdam,
     FedAvg,
     FedAvgM,
     FedControl,
+    FedMA,
     Gossip,
     Staged,
+    StreamingPFNM,
 )
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
@@ -176,6 +179,13 @@ CASES = {
         {"aggregator": PFNM(sigma02=10.0, widths=[8, 5]), "participation": 5},
         {},
     ),
+    "stream": lambda: (
+        client_module(),
+        {"aggregator": StreamingPFNM(sigma02=10.0, fresh=2), "participation": 5},
+        {"arrivals": 3},
+    ),
+    "layers": lambda: (wide_lanes(client_module()), {"aggregator": FedMA(widths=[8, 5])}, {}),
+    "downpour": lambda: (client_module(), {"aggregator": Downpour(), "participation": 5}, {}),
     "stages": lambda: (
         client_module(),
         {"aggregator": Staged([2], [FedAvgM(), FedAdam()]), "participation": 3},

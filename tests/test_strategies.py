@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import lightning as L
+import processes
 import pytest
 import torch
 from torch import nn
@@ -17,22 +18,7 @@ from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 
 SCRIPT = Path(__file__).with_name("processes.py")
-CASES = [
-    "client module",
-    "participation",
-    "uneven",
-    "fewer clients than processes",
-    "foreign",
-    "batchnorm",
-    "kept",
-    "uniform",
-    "lanes",
-    "lanes, kept",
-    "matching",
-    "lanes, matching",
-    "neurons",
-    "poison",
-]
+CASES = [*processes.CASES, "poison"]
 SHARED = [
     "ddp, client module",
     "ddp, uneven",

@@ -25,7 +25,8 @@ class FedMA(NeuronMatching):
     The module has all layers merged also when it is validated in between. A client that was not in
     the rounds of all layers below is left out until the lowest is matched again.
 
-    Unlike the paper's, clients keep their own widths: each gets the filters that it has a part in.
+    Unlike the paper's, clients keep their own widths: each gets the filters that its own were
+    matched to.
 
     Args:
         gamma: See :class:`NeuronMatching`; None is searched.
