@@ -206,10 +206,16 @@ class FederatedLoop(Callback):
             )
         self.aggregator.num_clients = n
         self._options = self._describe_options()
-        if self._cohort_size() < self.min_clients and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        takes_part = self._cohort_size()
+        if takes_part < self.min_clients and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             raise FederationError(
-                f"min_clients={self.min_clients}, but only {self._cohort_size()} clients take part"
+                f"min_clients={self.min_clients}, but only {takes_part} clients take part"
                 f" in a round (participation={self.participation}): lower one or raise the other"
+            )
+        if takes_part < (least := self.aggregator.least_clients):
+            raise FederationError(
+                f"{describe(self.aggregator)} needs {least} clients in a round, and {takes_part}"
+                f" take part (participation={self.participation}): raise it, or choose another rule"
             )
         check_network(trainer, user, data)
         check_smallest_batch(user, data)
@@ -595,13 +601,14 @@ class FederatedLoop(Callback):
                 f" {len(round.plan.clients)} clients, their updates are not finite: {named}",
                 stacklevel=2,
             )
-        if returned >= (1 if self._trainer.fast_dev_run else self.min_clients):  # type: ignore[attr-defined]
+        least = 1 if self._trainer.fast_dev_run else self.min_clients  # type: ignore[attr-defined]
+        if returned >= (least := max(least, self.aggregator.least_clients)):
             vector = self.aggregator.compute().view_as(server.vector)
             server = ServerState(vector, round.counters)
         else:
             rank_zero_warn(
-                f"round {self.round + 1}: {returned} clients returned, fewer than min_clients="
-                f"{self.min_clients}: the server keeps its model",
+                f"round {self.round + 1}: {returned} clients returned, fewer than the {least} that"
+                " min_clients or the rule asks for: the server keeps its model",
                 stacklevel=2,
             )
             self.aggregator.skip()

@@ -11,12 +11,21 @@ from lightning_fl.aggregators.gossip import Gossip
 from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.aggregators.pfnm import PFNM
 from lightning_fl.aggregators.pfnm_streaming import StreamingPFNM
+from lightning_fl.aggregators.robust import (
+    CoordinateMedian,
+    GeometricMedian,
+    Krum,
+    NormClipping,
+    RobustAggregator,
+    TrimmedMean,
+)
 from lightning_fl.aggregators.staged import Staged
 
 __all__ = [
     "PFNM",
     "Aggregator",
     "ClusteredFL",
+    "CoordinateMedian",
     "Downpour",
     "FedAdagrad",
     "FedAdam",
@@ -28,8 +37,13 @@ __all__ = [
     "FedOpt",
     "FedPIDAvg",
     "FedYogi",
+    "GeometricMedian",
     "Gossip",
+    "Krum",
     "NeuronMatching",
+    "NormClipping",
+    "RobustAggregator",
     "Staged",
     "StreamingPFNM",
+    "TrimmedMean",
 ]

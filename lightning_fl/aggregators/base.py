@@ -35,6 +35,8 @@ class Aggregator(Metric, ABC):
     needs_losses = False
     #: Whether the module gets a network of another shape than that which clients train.
     replaces_network = False
+    #: With fewer updates it cannot say anything: the server keeps its model.
+    least_clients = 1
     #: Training samples of each client and class, ``[clients, classes]``, where a loop knows them.
     class_counts: Tensor | None = None
     #: Clients of the federation; a ``FederatedLoop`` sets it where it is None.

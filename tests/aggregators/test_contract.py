@@ -9,6 +9,7 @@ import torch
 
 from lightning_fl.aggregators import (
     ClusteredFL,
+    CoordinateMedian,
     Downpour,
     FedAdagrad,
     FedAdam,
@@ -19,8 +20,12 @@ from lightning_fl.aggregators import (
     FedOpt,
     FedPIDAvg,
     FedYogi,
+    GeometricMedian,
     Gossip,
+    Krum,
+    NormClipping,
     Staged,
+    TrimmedMean,
 )
 from lightning_fl.types import ClientUpdate
 
@@ -39,6 +44,11 @@ RULES = {
     "ClusteredFL": ClusteredFL,
     "ClusteredFL(splits)": lambda: ClusteredFL(eps1=99.0, eps2=0.0, warmup=0),
     "Gossip": lambda: Gossip("ring", num_clients=20),
+    "CoordinateMedian": CoordinateMedian,
+    "TrimmedMean": TrimmedMean,
+    "Krum": Krum,
+    "GeometricMedian": GeometricMedian,
+    "NormClipping": NormClipping,
     "Staged": lambda: Staged([1], [FedAvg(), FedAdam()]),
 }
 every_rule = pytest.mark.parametrize("make", RULES.values(), ids=RULES)

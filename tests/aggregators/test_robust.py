@@ -1,0 +1,151 @@
+"""Robust rules in rounds and in a federation with attackers."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fl import ClientModule
+from lightning_fl.aggregators import (
+    CoordinateMedian,
+    FedAvg,
+    GeometricMedian,
+    Krum,
+    NormClipping,
+    Staged,
+    TrimmedMean,
+)
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.functional.robust import (
+    clipped,
+    coordinate_median,
+    geometric_median,
+    krum_scores,
+    trimmed_mean,
+)
+from lightning_fl.policies import Schedule
+from lightning_fl.types import ClientUpdate, FederationError
+
+
+def problem(k=7, p=5, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    server = torch.randn(p, generator=random, dtype=torch.float64)
+    delta = torch.randn(k, p, generator=random, dtype=torch.float64)
+    samples = torch.randint(1, 30, (k,), generator=random)
+    return server, ClientUpdate(torch.arange(k), delta, samples)
+
+
+def after(rule, server, update):
+    rule.start(server)
+    rule.update(update)
+    return rule.compute()
+
+
+def multi_krum(delta, f, m):
+    return delta[krum_scores(delta, f).argsort()[:m]].mean(0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "centre"),
+    [
+        (CoordinateMedian(), lambda d, n: coordinate_median(d)),
+        (TrimmedMean(0.3), lambda d, n: trimmed_mean(d, 2)),
+        (TrimmedMean(0.0), lambda d, n: d.mean(0)),
+        (Krum(2), lambda d, n: d[krum_scores(d, 2).argmin()]),
+        (Krum(1, keep=3), lambda d, n: multi_krum(d, 1, 3)),
+        (GeometricMedian(), lambda d, n: geometric_median(d, torch.ones(7))),
+        (GeometricMedian("samples"), lambda d, n: geometric_median(d, n)),
+        (NormClipping(1.5), lambda d, n: n.double() @ clipped(d, 1.5) / n.sum()),
+        (NormClipping(1.5, "uniform"), lambda d, n: clipped(d, 1.5).mean(0)),
+    ],
+)
+def test_the_server_moves_by_the_centre(rule, centre):
+    server, update = problem()
+    expected = server + centre(update.delta, update.num_samples)
+    torch.testing.assert_close(after(rule, server, update), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_part_of_clients_is_counted_exactly():
+    """29 of 100 are 29, whatever 0.29 is in binary."""
+    rule = TrimmedMean(0.29)
+    server, update = problem(100, 2)
+    expected = server + trimmed_mean(update.delta, 29)
+    torch.testing.assert_close(after(rule, server, update), expected)
+
+
+def test_clipping_says_how_many_and_leaves_buffers():
+    rule = NormClipping(1.0)
+    rule.num_parameters = 1
+    update = ClientUpdate(
+        torch.arange(2), torch.tensor([[4.0, 50.0], [0.5, 10.0]]), torch.tensor([1, 1])
+    )
+    assert after(rule, torch.zeros(2), update).tolist() == [0.75, 30.0]
+    assert rule.figures() == {"clipped": 0.5}
+
+
+def test_krum_does_not_look_at_buffers():
+    rule = Krum(0)
+    rule.num_parameters = 1
+    delta = torch.tensor([[0.0, 9.0], [0.1, -9.0], [5.0, 0.0]])
+    found = after(rule, torch.zeros(2), ClientUpdate(torch.arange(3), delta, torch.ones(3)))
+    assert found.tolist() == [0.0, 9.0]
+
+
+def attack(rule, evil):
+    update = rule.update
+
+    def attacked(clients):
+        delta = clients.delta.clone()
+        for row, client in enumerate(clients.clients.tolist()):
+            if client in evil:
+                delta[row] *= -20.0
+        update(ClientUpdate(clients.clients, delta, clients.num_samples))
+
+    rule.update = attacked
+    return rule
+
+
+@pytest.mark.parametrize(
+    ("rule", "stands"),
+    [
+        (FedAvg(), False),
+        (CoordinateMedian(), True),
+        (TrimmedMean(0.3), True),
+        (Krum(3), True),
+        (Krum(3, keep=6), True),
+        (GeometricMedian(), True),
+    ],
+)
+def test_sign_flipping_attackers(fit, data, rule, stands):
+    torch.manual_seed(0)
+    made = ClientModule(nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
+    loop = FederatedLoop(
+        aggregator=attack(rule, {1, 4, 8}), policy=Schedule(num_steps=10), table=None
+    )
+    fit(made, loop, data(num_clients=10), rounds=6)
+    assert (loop.rows[-1]["val_acc"] > 0.9) == stands
+
+
+def test_too_few_clients(fit, data):
+    made = ClientModule(nn.Linear(6, 3)).double()
+    with pytest.raises(FederationError, match=r"Krum\(attackers=1, keep=1\) needs 5 clients in a"):
+        fit(made, FederatedLoop(aggregator=Krum(1)), data(num_clients=4))
+    rules = Staged([1], [FedAvg(), Krum(1)])
+    with pytest.raises(FederationError, match="needs 5 clients"):
+        fit(made, FederatedLoop(aggregator=rules), data(num_clients=4))
+    server, few = problem(4)
+    assert torch.equal(after(Krum(1), server, few), server)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TrimmedMean(0.5), r"fraction must be in \[0, 0.5\), got 0.5"),
+        (lambda: Krum(-1), "attackers must be a whole number"),
+        (lambda: Krum(1, keep=5), "keep must be from 1 to attackers"),
+        (lambda: GeometricMedian("size"), "weighting must be samples or uniform"),
+        (lambda: NormClipping(0.0), "max_norm must be positive"),
+    ],
+)
+def test_bad_options(make, message):
+    with pytest.raises(FederationError, match=message):
+        make()
