@@ -52,6 +52,7 @@ from lightning_fl.policies import HyperParameterPolicy, RandomPolicy, Schedule
 from lightning_fl.samplers import ClientSampler, UniformSampler
 from lightning_fl.store import ClientStore
 from lightning_fl.strategies import ClientParallelStrategy, gathered, merge_logs
+from lightning_fl.transforms import Message, UpdateTransform
 from lightning_fl.types import (
     ClientUpdate,
     FederatedData,
@@ -93,6 +94,8 @@ class FederatedLoop(Callback):
         monitor: The validation loss that policies learn from.
         table: File of the table of rounds, beside the logger's files; None writes none.
         seed: The run's seed; None is that of ``seed_everything``, else the checkpoint's, else 0.
+        transforms: What happens to each client's update on its way to the server, in order:
+            compression, for example.
         client_memory: GiB of what clients keep from round to round that stay in memory; with more,
             all of it is in a file in the Trainer's ``default_root_dir`` while the run lasts.
 
@@ -120,6 +123,7 @@ class FederatedLoop(Callback):
         monitor: str = "val_loss",
         table: str | None = "rounds.csv",
         seed: int | None = None,
+        transforms: Sequence[UpdateTransform] = (),
         client_memory: float = 1.0,
     ) -> None:
         is_count = isinstance(participation, int | np.integer) and participation >= 1
@@ -148,6 +152,9 @@ class FederatedLoop(Callback):
         ):
             if value not in allowed:
                 raise FederationError(f"{name} must be one of {allowed}, got {value!r}")
+        for transform in transforms:
+            if not isinstance(transform, UpdateTransform):
+                raise FederationError(f"transforms must be UpdateTransforms, got {transform!r}")
         if not client_memory >= 0:
             raise FederationError(f"client_memory must be at least 0 GiB, got {client_memory!r}")
         self.participation: int | float = int(participation) if is_count else float(participation)
@@ -156,6 +163,7 @@ class FederatedLoop(Callback):
         self.sampler = sampler or UniformSampler()
         self.on_client_error, self.optimizer_state = on_client_error, optimizer_state
         self.buffers, self.monitor, self.table, self.seed = buffers, monitor, table, seed
+        self.transforms = list(transforms)
         #: Rounds that ended.
         self.round = 0
         self.rounds = RoundTable()
@@ -476,7 +484,7 @@ class FederatedLoop(Callback):
         clients = round.plan.clients[list(step.rows)]
         start = self.aggregator.server_for(clients)
         round.start = ServerState(start, round.server.counters)
-        kept = [self.store.get(client) for client in clients.tolist()]
+        kept = [self.kept_by(client) for client in clients.tolist()]
         self.lane.load(round.start, kept, [self._lr(round.plan, row) for row in step.rows])
         self.schedulers.write(round.schedule)
 
@@ -572,6 +580,7 @@ class FederatedLoop(Callback):
                 return
             clients = clients[finite]
             delta, counters = delta[finite], counters[finite]
+        delta, memories = self._sent(clients, delta)
         weights = self._num_samples[clients]
         good = finite.to(round.reports.device)
         reports, before = round.reports[good], round.reports if after is None else round.losses
@@ -583,10 +592,45 @@ class FederatedLoop(Callback):
         rows = [
             row for row, is_good in zip(self.lane.rows(), finite.tolist(), strict=True) if is_good
         ]
-        for client, kept in zip(clients.tolist(), rows, strict=True):
-            self.store.put(client, kept)
+        for client, kept, memory in zip(clients.tolist(), rows, memories, strict=True):
+            self.store.put(client, {**kept, **memory})
         round.counters = torch.maximum(round.counters, counters.amax(0))
         round.num_samples += int(weights.sum())
+
+    def kept_by(self, client: int) -> dict[str, Tensor]:
+        """Return what a client finds again in its lane."""
+        stored = self.store.get(client)
+        return {name: row for name, row in stored.items() if not name.startswith(_TRANSFORM)}
+
+    def _sent(self, clients: Tensor, delta: Tensor) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        """Return updates as the server gets them, and what transforms leave with each client."""
+        memories: list[dict[str, Tensor]] = [{} for _ in clients]
+        if not self.transforms:
+            return delta, memories
+        delta, n = delta.clone(), self.lane.num_parameters
+        for row, client in enumerate(clients.tolist()):
+            stored = self.store.get(client)
+            for i, transform in enumerate(self.transforms):
+                prefix = f"{_TRANSFORM}{i}."
+                memory = {
+                    name.removeprefix(prefix): tensor.to(delta.device)
+                    for name, tensor in stored.items()
+                    if name.startswith(prefix)
+                }
+                random = generator(self._seed, Purpose.TRANSFORM, self.round, client, i)
+                delta[row, :n] = transform(delta[row, :n], memory, random)
+                memories[row] |= {prefix + name: tensor for name, tensor in memory.items()}
+        return delta, memories
+
+    def _bytes(self) -> tuple[int, int]:
+        """Return the bytes that go up and down between the server and a client."""
+        n, numbers = self.lane.num_parameters, sum(self.lane.vector.sizes)
+        each = torch.empty(0, dtype=self.lane.vector.dtype).element_size()
+        rest = (numbers - n) * each + 8 * sum(self.lane.counters.sizes)
+        message = Message(n, 8 * each)
+        for transform in self.transforms:
+            message = transform.message(n, message)
+        return message.bytes + rest, n * each + rest
 
     def _aggregate(self, round: _Round) -> None:
         server = round.server
@@ -806,7 +850,7 @@ class FederatedLoop(Callback):
             )
 
     def _figures(self, round: _Round) -> dict[str, Any]:
-        plan = round.plan
+        plan, (up, down) = round.plan, self._bytes()
         lr = fmean(self._lr(plan, row) for row in range(len(plan.clients)))
         return {
             "round": self.round + 1,
@@ -816,6 +860,8 @@ class FederatedLoop(Callback):
             "num_samples": round.num_samples,
             "num_steps": int(plan.num_steps.sum()),
             "lr": lr,
+            "bytes_up": up * (len(plan.clients) - len(round.skipped)),
+            "bytes_down": down * len(plan.clients),
         }
 
     def _lr(self, plan: RoundPlan, row: int) -> float:
@@ -881,6 +927,7 @@ class FederatedLoop(Callback):
             "sampler": describe(self.sampler),
             "aggregator": describe(self.aggregator),
             "policy": describe(self.policy),
+            "transforms": [describe(transform) for transform in self.transforms],
             "batches in a local epoch": int(self._batches_per_epoch.sum()),
         }
 
@@ -966,7 +1013,9 @@ class FederatedLoop(Callback):
 
 #: What a policy may say of a client, for the loop to act on.
 KNOWN_VALUES = {"lr", "lr_factor", "num_steps", "local_epochs", "takes_part"}
-_LOGGED = ("clients", "skipped", "num_samples", "num_steps", "lr")
+_LOGGED = ("clients", "skipped", "num_samples", "num_steps", "lr", "bytes_up", "bytes_down")
+#: How names begin of what transforms leave with a client.
+_TRANSFORM = "transform."
 
 
 class _Round:

@@ -193,7 +193,7 @@ class PersonalizedEvaluation(Callback):
         self, trainer: Trainer, host: ModuleLane, server: ServerState, client: int, round: int
     ) -> dict[str, float]:
         loop, data = self._federation, trainer.datamodule  # type: ignore[attr-defined]
-        rows = loop.store.get(client)
+        rows = loop.kept_by(client)
         start = loop.aggregator.server_for(torch.tensor([client]))
         state = ServerState(start, server.counters)
         lr = self._rate(host, client)

@@ -36,6 +36,7 @@ class Purpose(IntEnum):
     ARRIVALS = 17
     POSTERIOR = 18
     DISTILLATION = 19
+    TRANSFORM = 20
 
 
 def derive_seed(seed: int, *key: int) -> int:

@@ -1,0 +1,6 @@
+"""What happens to an update between client and server, one kind a file."""
+
+from lightning_fl.transforms.base import Message, UpdateTransform
+from lightning_fl.transforms.compression import Quantize, TopK
+
+__all__ = ["Message", "Quantize", "TopK", "UpdateTransform"]

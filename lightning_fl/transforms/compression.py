@@ -1,0 +1,122 @@
+"""Updates in fewer bytes."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from lightning_fl.functional.compression import quantized, signs, top_k
+from lightning_fl.transforms.base import Message, UpdateTransform
+from lightning_fl.types import FederationError
+
+
+class Compression(UpdateTransform):
+    r"""Send less than an update; with error feedback a client sends later what it left out.
+
+    .. math:: e \leftarrow e + \Delta, \qquad \text{send } C(e), \qquad e \leftarrow e - C(e)
+
+    (Seide et al., 2014; Karimireddy et al., 2019). A child class says what :math:`C` is.
+
+    Args:
+        error_feedback: Whether a client keeps :math:`e`: one vector a client.
+    """
+
+    def __init__(self, error_feedback: bool) -> None:
+        self.error_feedback = error_feedback
+
+    def __call__(
+        self, update: Tensor, memory: dict[str, Tensor], generator: torch.Generator
+    ) -> Tensor:
+        """Return what the server gets; see :class:`UpdateTransform`."""
+        if not self.error_feedback:
+            return self.compressed(update, generator)
+        wanted = update + memory["error"] if "error" in memory else update
+        sent = self.compressed(wanted, generator)
+        memory["error"] = wanted - sent
+        return sent
+
+    @abstractmethod
+    def compressed(self, update: Tensor, generator: torch.Generator) -> Tensor:
+        """Return :math:`C(x)`, ``[P]``."""
+
+
+class TopK(Compression):
+    r"""Send the largest numbers of an update only.
+
+    See :func:`~lightning_fl.functional.compression.top_k`.
+
+    Args:
+        fraction: Of the parameters that are sent, in (0, 1], rounded up.
+        error_feedback: See :class:`Compression`.
+
+    Raises:
+        FederationError: If the fraction is out of range.
+
+    Example:
+        >>> transform, memory = TopK(0.5), {}
+        >>> transform(torch.tensor([1.0, 4.0]), memory, torch.Generator())
+        tensor([0., 4.])
+        >>> transform(torch.tensor([2.0, 1.0]), memory, torch.Generator())  # 1 was left
+        tensor([3., 0.])
+    """
+
+    def __init__(self, fraction: float = 0.1, error_feedback: bool = True) -> None:
+        super().__init__(error_feedback)
+        if not 0 < fraction <= 1:
+            raise FederationError(f"fraction must be in (0, 1], got {fraction}")
+        self.fraction = fraction
+
+    def _count(self, numbers: int) -> int:
+        return max(1, math.ceil(self.fraction * numbers - 1e-9))
+
+    def compressed(self, update: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the largest numbers; see :class:`Compression`."""
+        return top_k(update, self._count(len(update)))
+
+    def message(self, numbers: int, before: Message) -> Message:
+        """Return fewer values, with an index of 32 bits each."""
+        count = self._count(numbers)
+        return Message(count, before.bits, before.extra + 4 * count)
+
+
+class Quantize(Compression):
+    r"""Send each number in a few bits, and one scale.
+
+    From two bits up rounding is at random and unbiased
+    (:func:`~lightning_fl.functional.compression.quantized`), one bit is the sign
+    (:func:`~lightning_fl.functional.compression.signs`), which needs error feedback to converge.
+
+    Args:
+        bits: 1 to 16.
+        error_feedback: See :class:`Compression`; None is with one bit, and without with more.
+
+    Raises:
+        FederationError: If bits are out of range.
+
+    Example:
+        >>> Quantize(1)(torch.tensor([1.0, -5.0]), {}, torch.Generator())
+        tensor([ 3., -3.])
+        >>> Quantize(1).message(1000, Message(values=1000, bits=32)).bytes
+        129
+    """
+
+    def __init__(self, bits: int = 8, error_feedback: bool | None = None) -> None:
+        if not 1 <= bits <= 16 or int(bits) != bits:
+            raise FederationError(f"bits must be a whole number from 1 to 16, got {bits}")
+        super().__init__(bits == 1 if error_feedback is None else error_feedback)
+        self.bits = int(bits)
+
+    def compressed(self, update: Tensor, generator: torch.Generator) -> Tensor:
+        """Return rounded numbers; see :class:`Compression`."""
+        if self.bits == 1:
+            return signs(update)
+        uniform = torch.rand(len(update), generator=generator).to(update)
+        return quantized(update, self.bits, uniform)
+
+    def message(self, numbers: int, before: Message) -> Message:
+        """Return fewer bits, with a scale of 32; a sign has to be sent of zeros, too."""
+        values = numbers if self.bits == 1 else before.values
+        return Message(values, self.bits, before.extra + 4)

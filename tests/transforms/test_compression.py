@@ -1,0 +1,171 @@
+"""Compression between client and server: error feedback, bytes, federations, resume, lanes."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fl import ClientModule, Lanes
+from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
+from lightning_fl.policies import Schedule
+from lightning_fl.transforms import Quantize, TopK, UpdateTransform
+from lightning_fl.types import FederationError
+
+
+def module(seed=0, lr=0.1, network=None):
+    torch.manual_seed(seed)
+    network = nn.Linear(6, 3) if network is None else network
+    return ClientModule(network, optimizer=lambda p: torch.optim.SGD(p, lr=lr)).double()
+
+
+def test_error_feedback_by_hand():
+    transform, memory, random = TopK(0.3), {}, torch.Generator()
+    error = torch.zeros(5).double()
+    for round in range(6):
+        update = torch.randn(5, generator=torch.Generator().manual_seed(round)).double()
+        sent = transform(update, memory, random)
+        wanted = update + error
+        largest = wanted.abs().argsort(descending=True)[:2]
+        expected = torch.zeros(5).double()
+        expected[largest] = wanted[largest]
+        assert torch.equal(sent, expected)
+        error = wanted - expected
+        assert torch.equal(memory["error"], error)
+
+
+def test_nothing_is_lost_but_later():
+    """All that was sent and what is left is all that there was."""
+    for transform in (TopK(0.2), Quantize(1), Quantize(4, error_feedback=True)):
+        memory, random, total = {}, torch.Generator().manual_seed(0), torch.zeros(10).double()
+        sent = torch.zeros(10).double()
+        for round in range(20):
+            update = torch.randn(10, generator=torch.Generator().manual_seed(round)).double()
+            total += update
+            sent += transform(update, memory, random)
+        torch.testing.assert_close(sent + memory["error"], total)
+
+
+@pytest.mark.parametrize(
+    ("transforms", "expected"),
+    [
+        ([], 21 * 8),
+        ([TopK(0.1)], 3 * (8 + 4)),
+        ([TopK(1.0)], 21 * 12),
+        ([Quantize(8)], 21 + 4),
+        ([Quantize(1)], 3 + 4),
+        ([TopK(0.1), Quantize(8)], 3 * (1 + 4) + 4),
+        ([TopK(0.1), Quantize(1)], 3 * 4 + 3 + 4),
+    ],
+)
+def test_bytes_are_counted(fit, data, transforms, expected):
+    loop = FederatedLoop(0.5, transforms=transforms)
+    fit(module(), loop, data(), rounds=2)
+    for row in loop.rows:
+        assert row["bytes_up"] == 2 * expected
+        assert row["bytes_down"] == 2 * 21 * 8
+
+
+def test_buffers_go_as_they_are(fit, data, foreign):
+    loop = FederatedLoop(buffers="average", transforms=[Quantize(1)])
+    fit(foreign(), loop, data(), rounds=1)
+    numbers = sum(p.numel() for p in foreign().parameters())
+    # Of BatchNorm: mean and variance of eight features, and a counter of 64 bits.
+    rest = 16 * 8 + 8
+    assert loop.rows[0]["bytes_up"] == 4 * (-(-numbers // 8) + 4 + rest)
+    assert loop.rows[0]["bytes_down"] == 4 * (8 * numbers + rest)
+
+
+class Half(UpdateTransform):
+    def __call__(self, update, memory, generator):
+        memory["calls"] = memory.get("calls", torch.zeros(())) + 1
+        return update / 2
+
+
+def test_the_server_gets_what_was_sent(fit, data, flat):
+    start = flat(module())
+    plain, half = module(), module()
+    fit(plain, FederatedLoop(), data(), rounds=1)
+    loop = FederatedLoop(transforms=[Half()])
+    fit(half, loop, data(), rounds=1)
+    torch.testing.assert_close(flat(half) - start, (flat(plain) - start) / 2)
+    fit(module(), loop := FederatedLoop(0.5, transforms=[Half(), Half()], seed=3), data(), rounds=3)
+    for client in range(4):
+        calls = loop.store.get(client)
+        assert float(calls.get("transform.0.calls", 0)) == float(calls.get("transform.1.calls", 0))
+    assert sum(float(loop.store.get(c).get("transform.0.calls", 0)) for c in range(4)) == 6
+
+
+@pytest.mark.parametrize("transform", [lambda: TopK(0.2), lambda: Quantize(1), lambda: Quantize(4)])
+def test_lanes_resume_and_convergence(fit, data, tmp_path, transform):
+    def run(folder, rounds, wrap=lambda m: m, **options):
+        made = module()
+        loop = FederatedLoop(
+            0.5, transforms=[transform()], policy=Schedule(num_steps=6), seed=2,
+            optimizer_state="keep",
+        )  # fmt: skip
+        options |= {
+            "callbacks": [RoundCheckpoint(str(tmp_path / folder))],
+            "enable_checkpointing": True,
+        }
+        fit(wrap(made), loop, data(), rounds=rounds, **options)
+        return made, loop
+
+    whole, one = run("whole", 20)
+    assert one.rows[-1]["val_acc"] > 0.9
+    lanes, two = run("lanes", 20, lambda m: Lanes(m, lanes=2))
+    for a, b in zip(whole.parameters(), lanes.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    run("parts", 7)
+    parts, two = run("parts", 20, ckpt_path=str(tmp_path / "parts" / "last.ckpt"))
+    assert one.rows == two.rows
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_client_whose_update_is_dropped_remembers_nothing_of_it(fit, data):
+    loop = FederatedLoop(transforms=[TopK(0.2)])
+    errors = []
+
+    class Look(RoundCheckpoint):
+        def on_train_epoch_end(self, trainer, pl_module):
+            errors.append({c: loop.store.get(c)["transform.0.error"].clone() for c in range(4)})
+
+    callbacks = [Look()]
+    made = module()
+    poison(made, loop)
+    callbacks = [Look()]
+    with pytest.warns(UserWarning, match="round 2: "):
+        fit(made, loop, data(), rounds=2, callbacks=callbacks, enable_checkpointing=True)
+    assert all(torch.equal(errors[0][c], errors[1][c]) for c in range(4))
+    assert loop.rows[1]["bytes_up"] == 0
+
+
+def poison(made, loop):
+    step = made.training_step
+
+    def poisoned(batch, batch_idx):
+        out = step(batch, batch_idx)
+        factor = torch.nan if loop.round == 1 else 1.0
+        return {**out, "loss": out["loss"] * factor} if isinstance(out, dict) else out * factor
+
+    made.training_step = poisoned
+
+
+def test_personal_evaluation_is_not_disturbed(fit, data):
+    loop = FederatedLoop(transforms=[TopK(0.2)], optimizer_state="keep")
+    callbacks = [PersonalizedEvaluation(steps=2)]
+    fit(module(), loop, data(local_test_size=0.3), rounds=2, callbacks=callbacks)
+    assert "personal/mean" in loop.rows[-1]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TopK(0.0), r"fraction must be in \(0, 1\], got 0.0"),
+        (lambda: Quantize(0), "bits must be a whole number from 1 to 16"),
+        (lambda: Quantize(2.5), "bits must be a whole number"),
+        (lambda: FederatedLoop(transforms=[TopK]), "transforms must be UpdateTransforms"),
+    ],
+)
+def test_bad_options(make, message):
+    with pytest.raises(FederationError, match=message):
+        make()
