@@ -39,8 +39,8 @@ class MatchingBaselines(Callback):
     ``(x, y)`` to logits. The networks are in the checkpoint.
 
     Args:
-        student: The network to be distilled into; None leaves it out. It sees all clients' inputs
-            in one place.
+        student: The network to be distilled into, in each round from these weights; None leaves it
+            out. It sees all clients' inputs in one place.
         epochs: Of distillation, in each round.
         lr: Learning rate of distillation.
         batch_size: Samples a step of distillation.
@@ -49,6 +49,9 @@ class MatchingBaselines(Callback):
         FederationError: If an option is out of range; at the start of a fit, if the rule matches no
             neurons.
     """
+
+    #: For the loop: a round that is done again makes it anew.
+    is_of_the_round = True
 
     def __init__(
         self,
@@ -62,11 +65,17 @@ class MatchingBaselines(Callback):
                 raise FederationError(f"{name} must be a whole number from 1 up, got {value}")
         if not 0 < lr < float("inf"):
             raise FederationError(f"lr must be positive and finite, got {lr}")
-        self.student, self.epochs, self.lr, self.batch_size = student, epochs, lr, batch_size
+        self.epochs, self.lr, self.batch_size = epochs, lr, batch_size
+        #: What each distillation begins with: the user's own stays as it is.
+        self._first = copy.deepcopy(student)
+        #: What the last has led to.
+        self.student = copy.deepcopy(student)
         #: The networks of the last round, and samples of each and class where they are known.
         self.networks: list[Layers] = []
         self.class_counts: Tensor | None = None
         self._loop: FederatedLoop | None = None
+        self._votes: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+        self._right = torch.zeros(1)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a run whose rule merges no networks."""
@@ -80,8 +89,6 @@ class MatchingBaselines(Callback):
                 "MatchingBaselines looks at the networks that PFNM, StreamingPFNM or FedMA merge,"
                 f" and there is {rule}: choose one of these, or leave it out"
             )
-        if self.student is not None:
-            self.student = copy.deepcopy(self.student).to(pl_module.device)
 
     @property
     def _rule(self) -> NeuronMatching:
@@ -89,6 +96,29 @@ class MatchingBaselines(Callback):
         rule = self._loop.aggregator
         assert isinstance(rule, NeuronMatching)
         return rule
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse a student that does not fit the data."""
+        if self._first is None or self.student is None:
+            return
+        module, data = _user(pl_module), trainer.datamodule  # type: ignore[attr-defined]
+        own = next(module.parameters())
+        for each in (self._first, self.student):
+            each.to(own.device, own.dtype)
+        x = data.example()[0]
+        x = (x.to(own.dtype) if x.is_floating_point() else x).to(own.device)
+        with evaluating(module), evaluating(self._first), torch.no_grad():
+            self._rule.withdraw()
+            wanted = module(x).shape
+            try:
+                got: Any = self._first(x).shape
+            except (RuntimeError, TypeError) as error:
+                got = error
+        if got != wanted:
+            raise FederationError(
+                f"the student makes {got} of samples {tuple(x.shape)}, the module {tuple(wanted)}:"
+                " give it the module's inputs and classes"
+            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -100,8 +130,8 @@ class MatchingBaselines(Callback):
         counts = self._rule.class_counts
         self.networks = networks
         self.class_counts = None if counts is None else counts[ids]
-        if self.student is not None:
-            self._distil(trainer, pl_module, ids)
+        if self._first is not None:
+            self.student = self._distilled(trainer, pl_module, ids, copy.deepcopy(self._first))
 
     @torch.no_grad()
     def _probabilities(self, module: nn.Module, x: Any) -> Tensor:
@@ -113,14 +143,15 @@ class MatchingBaselines(Callback):
                 found.append(module(x).softmax(1))
         return torch.stack(found)
 
-    def _distil(self, trainer: Trainer, pl_module: LightningModule, ids: list[int]) -> None:
-        """Train the student to say what the uniform ensemble says."""
+    def _distilled(
+        self, trainer: Trainer, pl_module: LightningModule, ids: list[int], student: nn.Module
+    ) -> nn.Module:
+        """Train a student to say what the uniform ensemble says."""
         module, data = _user(pl_module), trainer.datamodule  # type: ignore[attr-defined]
-        assert self.student is not None
         assert self._loop is not None
-        student = self.student.to(pl_module.device).train()
         key = (Purpose.DISTILLATION, self._loop.round)
         seed = derive_seed(self._loop.run_seed, *key)
+        student.train()
         with evaluating(module), seeded_rng(seed, pl_module.device):
             batches = [on_device(trainer, b) for client in ids for b in data.samples_of(client)]
             x = torch.cat([x for x, _ in batches])
@@ -135,39 +166,63 @@ class MatchingBaselines(Callback):
                         optimizer.zero_grad()
                         loss.backward()
                         optimizer.step()
+        return student
+
+    # --- evaluation -------------------------------------------------------------------------------
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count."""
+        self._begin(pl_module)
+
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count."""
+        self._begin(pl_module)
+
+    def _begin(self, pl_module: LightningModule) -> None:
+        # The networks' average is made here: no tensors of inference mode.
+        with torch.inference_mode(False):
+            self._votes = self._judges(_user(pl_module)) if self.networks else {}
+            self._right = torch.zeros(
+                len(self._votes) + 1, dtype=torch.float64, device=pl_module.device
+            )
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *index: int
+    ) -> None:
+        """Count right answers."""
+        self._count(pl_module, batch)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *index: int
+    ) -> None:
+        """Count right answers."""
+        self._count(pl_module, batch)
+
+    def _count(self, pl_module: LightningModule, batch: Any) -> None:
+        if not self._votes:
+            return
+        module, (x, y) = _user(pl_module), batch
+        # Else the module's weights, which are put aside and back, could not be trained any more.
+        with torch.inference_mode(False), torch.no_grad(), evaluating(module):
+            each = self._probabilities(module, x)
+            hits = [judge(x, each, y) for judge in self._votes.values()]
+            found = torch.stack([*hits, torch.ones_like(y).sum()])
+            self._right = self._right + found.to(self._right)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure on the server's validation samples."""
-        if not trainer.sanity_checking and self.networks:
-            self._measure(trainer, pl_module, trainer.val_dataloaders, "")
+        """Log the figures of the server's validation samples."""
+        if not trainer.sanity_checking:
+            self._log(trainer, pl_module, "")
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure on the test samples."""
-        if self.networks:
-            self._measure(trainer, pl_module, trainer.test_dataloaders, "test_")
+        """Log the figures of the test samples."""
+        self._log(trainer, pl_module, "test_")
 
-    def _measure(
-        self, trainer: Trainer, pl_module: LightningModule, batches: Any, prefix: str
-    ) -> None:
-        module = _user(pl_module)
-        judges = self._judges(module)
-        right = torch.zeros(len(judges) + 1, dtype=torch.float64, device=pl_module.device)
-        assert self._loop is not None
-        seed = derive_seed(self._loop.run_seed, Purpose.EVALUATION_SAMPLES, self._loop.round)
-        with (
-            torch.inference_mode(False),  # else the module's weights could not be trained any more
-            torch.no_grad(),
-            evaluating(module),
-            seeded_rng(seed, pl_module.device),
-        ):
-            for batch in batches:
-                x, y = on_device(trainer, batch)
-                each = self._probabilities(module, x)
-                hits = [judge(x, each, y) for judge in judges.values()]
-                right = right + torch.stack([*hits, torch.ones_like(y).sum()]).to(right)
+    def _log(self, trainer: Trainer, pl_module: LightningModule, prefix: str) -> None:
+        right = self._right
         if trainer.world_size > 1:
             torch.distributed.all_reduce(right)
-        for name, count in zip(judges, right, strict=False):
+        for name, count in zip(self._votes, right, strict=False):
             pl_module.log(f"{prefix}ensemble/{name}", (count / right[-1]).float())
 
     def _judges(self, module: nn.Module) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
@@ -222,7 +277,12 @@ class MatchingBaselines(Callback):
         ]
         self.class_counts = state_dict["class_counts"]
         if self.student is not None and state_dict["student"] is not None:
-            self.student.load_state_dict(state_dict["student"])
+            try:
+                self.student.load_state_dict(state_dict["student"])
+            except RuntimeError as error:
+                raise FederationError(
+                    f"the student is another network than the checkpoint's: {error}"
+                ) from error
 
 
 def _user(module: LightningModule) -> LightningModule:

@@ -247,7 +247,8 @@ class FederatedLoop(Callback):
                     f" {type(self.aggregator).__name__} replaces its network: choose another policy"
                 )
             self.aggregator.class_counts = getattr(data, "class_counts", None)
-            self.aggregator.prepare(user, data.example())
+            with evaluating(user), seeded_rng(0, user.device):  # dropout would be a difference
+                self.aggregator.prepare(user, data.example())
         if self.buffers is None and has_running_statistics(user):
             rank_zero_warn(
                 "the module keeps running statistics (BatchNorm) and clients change them:"
@@ -702,10 +703,12 @@ class FederatedLoop(Callback):
 
     def _abandon(self) -> None:
         """After a round that was cut short the server's model stays, never half a client."""
-        if (round := self._round) is not None and not round.aggregated:
+        round = self._round
+        if round is not None and not round.aggregated and not round.abandoned:
             self._leave_clients(round.server, round.schedule)
             self.aggregator.publish()
             self.store.discard()
+            round.abandoned = True
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -884,7 +887,12 @@ class FederatedLoop(Callback):
     # --- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs; between rounds, or as of the round's start."""
+        """Return what a resumed run needs; between rounds, or as of the round's start.
+
+        Nothing before the fit has begun: a callback may save what is there after an error.
+        """
+        if not hasattr(self, "lane"):
+            return {}
         round, metrics = self._round, self._trainer.callback_metrics
         self.rounds.complete(metrics)
         if round is None and self._progress:
@@ -995,10 +1003,12 @@ class FederatedLoop(Callback):
                     checkpoint[name] = copy.deepcopy(self._progress[name])
             return
         checkpoint["callbacks"].update(round.callbacks)
-        if not round.aggregated:
+        if not round.aggregated and not round.abandoned:  # else the server's model is there
             now, state = self.lane.read(), dict(self.lane.optimizer.state)
             self.lane.write(round.server)
+            self.aggregator.publish()
             checkpoint["state_dict"] = _clone(pl_module.state_dict())
+            self.aggregator.withdraw()
             self.lane.write(now)
             self.lane.optimizer.state.update(state)
         progress = copy.deepcopy(self._progress)
@@ -1032,7 +1042,7 @@ class _Round:
         self.reports = self.losses = torch.empty(0)
         self.client_losses: dict[int, float] = {}
         self.moves: dict[int, Tensor] = {}  # of this process's clients, where they are wanted
-        self.aggregated = self.validated = False
+        self.aggregated = self.abandoned = self.validated = False
         self.rng: Mapping[str, Any] = {}
         self.callbacks: dict[str, Any] = {}
         self.schedule: ScheduleState = ([], [])
@@ -1056,11 +1066,15 @@ def _clone(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _callback_states(trainer: Trainer) -> dict[str, Any]:
-    """States of callbacks that count rounds, as EarlyStopping; not of those that save files."""
+    """States of callbacks that count rounds, as EarlyStopping.
+
+    Not of those that save files, or whose state each round makes anew (``is_of_the_round``).
+    """
     others = (
         c
         for c in trainer.callbacks  # type: ignore[attr-defined]  # set by the connector
         if not isinstance(c, FederatedLoop | Checkpoint)
+        and not getattr(c, "is_of_the_round", False)
     )
     return {c.state_key: copy.deepcopy(state) for c in others if (state := c.state_dict())}
 

@@ -478,7 +478,7 @@ class FederatedDataModule(LightningDataModule):
             test = self.load(train=False) if self.test is None else self.test
             self.test = _in_memory(test, "test")
         if self.parts or stage in {"test", "predict"}:
-            self.present = self.parts
+            self.present, self._num_samples = self.parts, self._num_samples[:0]
             return
         train = _in_memory(self.load(train=True), "train")
         if train is None:

@@ -184,6 +184,7 @@ class Chain:
             FederationError: If the order counts, as with residual connections.
         """
         layers, count = self.read(), len(self.layers)
+        x = x.to(layers[0][0].dtype) if x.is_floating_point() else x
         wide = [(torch.randn_like(w), torch.randn_like(b)) for w, b in layers]
         with torch.no_grad():
             with self.holding(wide):

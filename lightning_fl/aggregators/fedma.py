@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 
 from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.chain import Layers
 from lightning_fl.functional.networks import MatchedNetwork, match_upwards
+from lightning_fl.types import FederationError
 
 
 class FedMA(NeuronMatching):
@@ -52,6 +54,16 @@ class FedMA(NeuronMatching):
         **options: Any,
     ) -> None:
         super().__init__(gamma=gamma, sigma2=sigma2, sigma02=sigma02, std=std, **options)
+
+    def prepare(self, module: LightningModule, example: Any = None) -> None:
+        """Find the layers of a module; see :meth:`NeuronMatching.prepare`."""
+        super().prepare(module, example)
+        last = list(self.module_chain.layers.values())[-1]
+        if example is not None and not any(p.requires_grad for p in last.parameters()):
+            raise FederationError(
+                "FedMA trains the last layer alone in its last round, and it is frozen"
+                " (requires_grad): let it be trained, or use PFNM"
+            )
 
     @property
     def layer(self) -> int:

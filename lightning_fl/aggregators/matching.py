@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -53,7 +54,7 @@ class NeuronMatching(Aggregator):
         popularity: How much it counts who else has an atom; see
             :class:`~lightning_fl.functional.matching.Process`.
         cap: Counts of an atom above it count as this.
-        max_width: Neurons of a merged layer at most.
+        max_width: Neurons of a merged layer at most, but where a client alone has more.
         tolerance: See above.
         seed: Of starts and orders; None is that of ``seed_everything``, else 0.
 
@@ -100,8 +101,18 @@ class NeuronMatching(Aggregator):
         super().__init__()
         given = {"gamma": gamma, "sigma2": sigma2, "sigma02": sigma02}
         for name, value in given.items():
-            if value is not None and not 0 < value < float("inf"):
-                raise FederationError(f"{name} must be positive and finite, or null, got {value}")
+            is_number = isinstance(value, int | float)
+            if value is not None and not (is_number and 0 < value < float("inf")):
+                raise FederationError(f"{name} must be positive and finite, or null, got {value!r}")
+        if widths is not None and not (isinstance(widths, list | tuple) and widths):
+            raise FederationError(f"widths must be a list of one number or more, got {widths!r}")
+        if not math.isfinite(bias_mean):
+            raise FederationError(f"bias_mean must be finite, got {bias_mean}")
+        whole = {"sweeps": sweeps, "cap": cap, "max_width": max_width}
+        whole |= {f"widths[{i}]": width for i, width in enumerate(widths or ())}
+        for name, count in whole.items():
+            if count is not None and (not isinstance(count, int) or isinstance(count, bool)):
+                raise FederationError(f"{name} must be a whole number, got {count!r}")
         if start not in ("own", "server"):
             raise FederationError(f"start must be own or server, got {start!r}")
         for name, least, number in (
@@ -146,7 +157,7 @@ class NeuronMatching(Aggregator):
         #: The shapes that clients train, and what the module came with.
         self._own, self._at_start = self.module_chain.shapes, self.module_chain.read()
         self._check_classes()
-        inert = self.module_chain.check_order(example[0])
+        inert = self._check_order(example)
         narrow = min(width for width, _ in self._own[:-1])
         if self.widths is not None and max(self.widths) > narrow:
             raise FederationError(
@@ -158,6 +169,22 @@ class NeuronMatching(Aggregator):
                 "widths gives clients networks of different widths, and the module's activation"
                 " does not map 0 to 0: use ReLU or tanh, or leave widths out"
             )
+
+    def _check_order(self, example: Any) -> bool:
+        """Check the module on samples; see :meth:`Chain.check_order`."""
+        is_pair = isinstance(example, list | tuple) and isinstance(example[0], Tensor)
+        if not is_pair:
+            raise FederationError(
+                f"{type(self).__name__} looks at what the module makes of x in a batch (x, ...),"
+                f" and a batch is a {type(example).__name__}: let the data be such tuples"
+            )
+        try:
+            return self.module_chain.check_order(example[0])
+        except NotImplementedError as error:
+            raise FederationError(
+                f"{type(self).__name__} looks at what the module makes of x, and"
+                f" {type(self.module_chain.module).__name__} has no forward(x): write one"
+            ) from error
 
     def _check_classes(self) -> None:
         """Refuse a class that nobody has: nobody would know its weights."""
@@ -218,6 +245,11 @@ class NeuronMatching(Aggregator):
         return self.module_chain.unpack(self.merged, [(a, b) for a, b in self.shapes.tolist()])
 
     # --- rounds -------------------------------------------------------------------------------
+
+    def start(self, server: Tensor) -> None:
+        """Begin a round."""
+        super().start(server)
+        self._figures = {}
 
     def allocate(self, server: Tensor) -> None:
         """Declare the updates of the round, and what outlives it."""

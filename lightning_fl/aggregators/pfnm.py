@@ -25,7 +25,8 @@ class PFNM(NeuronMatching):
         sigma2: See :class:`NeuronMatching`.
         sigma02: See :class:`NeuronMatching`.
         restart: What a client starts the next round from: ``matched`` neurons, or its ``own``
-            network as it was: then nothing is ever sent to it.
+            network as it was: then nothing is ever sent to it. In a stream class counts are those
+            of the round's samples, not of all that a network has seen.
         options: Others of :class:`NeuronMatching`.
 
     Raises:

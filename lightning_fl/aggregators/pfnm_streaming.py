@@ -59,6 +59,8 @@ class StreamingPFNM(NeuronMatching):
         **options: Any,
     ) -> None:
         super().__init__(gamma=gamma, sigma2=sigma2, sigma02=sigma02, **options)
+        if not isinstance(fresh, int):
+            raise FederationError(f"fresh must be a whole number, got {fresh!r}")
         for name, value in (("fresh", fresh), ("noise", noise)):
             if not 0 <= value < math.inf:
                 raise FederationError(f"{name} must be at least 0, got {value}")
@@ -146,7 +148,10 @@ class StreamingPFNM(NeuronMatching):
         for posterior, width in zip(known, self._client_widths(client), strict=True):
             weights = posterior.uses[0] + 1e-9
             count = min(max(width - self.fresh, 0), len(weights))
-            chosen.append(torch.multinomial(weights, count, generator=random))
+            drawn = torch.arange(0)
+            if count:
+                drawn = torch.multinomial(weights, count, generator=random)
+            chosen.append(drawn)
         inputs: list[Tensor | slice] = [slice(None), *chosen]
         outputs: list[Tensor | slice] = [*chosen, slice(None)]
         found = []

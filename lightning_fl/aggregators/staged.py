@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.functional.stages import check_stages, stage_of
-from lightning_fl.types import ClientUpdate
+from lightning_fl.types import ClientUpdate, FederationError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,6 +42,12 @@ class Staged(Aggregator):
     def __init__(self, rounds: Sequence[int], aggregators: Sequence[Aggregator]) -> None:
         super().__init__()
         check_stages(rounds, aggregators, "aggregators")
+        for rule in aggregators:
+            if rule.replaces_network:
+                raise FederationError(
+                    f"{type(rule).__name__} replaces the module's network and cannot be a stage:"
+                    " use it alone"
+                )
         self.rounds = list(rounds)
         self.rules = nn.ModuleList(aggregators)
         self.forgets = all(rule.forgets for rule in aggregators)

@@ -208,7 +208,9 @@ def objective(
     .. math:: \sum_i \Bigl(\sum_d \frac{S_i^2}{P_i} - \mu_0^2 p_0 + 2 \log \frac{\gamma_0}{J}
         + \kappa \log \frac{(m_i - 1)!\, (J - m_i)!}{(J - 1)!}\Bigr) - 2 \sum_j \log K_j!
 
-    A client's own :func:`gains` are differences of it.
+    without a ``cap``; with one the odds of which it is the product have it, too. A client's own
+    :func:`gains` are differences of it, but for :math:`K_j!` of other clients: who joins an atom
+    that another had alone makes that one's factorial smaller.
 
     Args:
         prior: What is believed before.
@@ -220,9 +222,9 @@ def objective(
     data = (sums.square() / precisions).sum() - len(sums) * (
         prior.mean.square() * prior.precision
     ).sum()
-    j = torch.tensor(float(prior.clients), dtype=torch.float64)
-    m = counts.double()
-    shared = (m.lgamma() + (j - m + 1).lgamma() - j.lgamma()).sum()
+    others = torch.arange(1, prior.clients, dtype=torch.float64)
+    odds = torch.cat([others.new_zeros(1), _odds(prior, others, None).cumsum(0)])
+    shared = odds[counts.long() - 1].sum()
     return float(data + prior.popularity * shared + _process(prior, len(sums), alone, None))
 
 

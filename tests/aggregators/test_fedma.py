@@ -182,6 +182,13 @@ def test_layers_draw_their_own_starts(fit, images):
     assert torch.equal(again.seen[0][0], starts)
 
 
+def test_a_frozen_last_layer_is_refused(fit, images):
+    made = module()
+    made.net[6].requires_grad_(False)
+    with pytest.raises(FederationError, match="trains the last layer alone in its last round"):
+        run(fit, images, FedMA(), made=made)
+
+
 def test_what_the_user_froze_stays_frozen(fit, images):
     made = module()
     made.net[4].weight.requires_grad_(False)

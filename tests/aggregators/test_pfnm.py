@@ -1,14 +1,16 @@
 """PFNM in a federation: what is merged, where clients go on, checkpoints, and what is refused."""
 
+import warnings
 from itertools import pairwise
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import nn
 
 from lightning_fl import ClientModule, Lanes
-from lightning_fl.aggregators import PFNM
+from lightning_fl.aggregators import PFNM, FedAvg, Staged
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
 from lightning_fl.chain import Chain
 from lightning_fl.functional.networks import match_networks
@@ -186,6 +188,109 @@ def test_a_round_that_fails_leaves_the_network_of_before(fit, data):
         assert torch.equal(layer.bias, b)
 
 
+def test_a_stop_in_a_round_leaves_the_network_of_before(fit, data, trainer):
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.should_stop = trainer.current_epoch == 2 and batch_idx == 1
+
+    made, rule = module(), PFNM(gamma=50.0, sigma2=0.1, sigma02=1.0)
+    loop = fit(
+        made,
+        FederatedLoop(aggregator=rule, policy=Schedule(num_steps=4)),
+        data(),
+        rounds=4,
+        callbacks=[Stop()],
+    )
+    assert loop.round == 2
+    assert Chain(made).shapes[0][0] == int(loop.rows[-1]["width_1"]) > 8
+    for (w, b), layer in zip(rule.network(), Chain(made).layers.values(), strict=True):
+        assert torch.equal(layer.weight, w)
+        assert torch.equal(layer.bias, b)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: Lanes(m, lanes=2)], ids=["one", "lanes"])
+def test_checkpoints_of_all_moments(fit, data, tmp_path, wrap):
+    """In a round, after an exception: as of the round's start, with the network of before."""
+
+    class Fail(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.current_epoch == 2 and batch_idx == trainer.num_training_batches - 1:
+                raise KeyError("stop")
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.current_epoch == 2 and batch_idx == 0:
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+    def run(callbacks=(), **options):
+        made = module()
+        rule = PFNM(gamma=50.0, sigma2=0.1, sigma02=1.0, seed=5)
+        loop = FederatedLoop(aggregator=rule, policy=Schedule(num_steps=9), seed=2)
+        with warnings.catch_warnings():  # of callbacks that a checkpoint had
+            warnings.simplefilter("ignore")
+            fit(wrap(made), loop, data(), rounds=4, callbacks=callbacks, **options)
+        return made, loop
+
+    whole, one = run()
+    saver = OnExceptionCheckpoint(str(tmp_path), "failed")
+    with pytest.raises(KeyError, match="stop"):
+        run([Save(), Fail(), saver], enable_checkpointing=True)
+    plain = torch.utils.data.DataLoader(data().val or data().train, batch_size=60)
+    x = next(iter(plain))[0]
+    for name in ("within", "failed"):
+        saved = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
+        rows = saved["callbacks"]["FederatedLoop"]["rows"]
+        assert len(rows) == 2
+        fresh = module(seed=9)
+        Chain(fresh).fit_to(saved["state_dict"])
+        fresh.load_state_dict(saved["state_dict"])
+        assert Chain(fresh).shapes[0][0] == int(rows[-1]["width_1"]) > 8
+        assert fresh(x).isfinite().all()
+        again, two = run(ckpt_path=str(tmp_path / f"{name}.ckpt"))
+        assert one.rows == two.rows
+        for a, b in zip(whole.parameters(), again.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_round_without_anybody_has_no_figures_of_another(fit, data, tmp_path):
+    def run(rounds, folder, **options):
+        made = module()
+        loop = FederatedLoop(aggregator=PFNM(**ALL, seed=1), policy=Schedule(num_steps=2), seed=2)
+        step = made.training_step
+
+        def poisoned(batch, batch_idx):
+            return step(batch, batch_idx) * (torch.nan if loop.round == 2 else 1.0)
+
+        made.training_step = poisoned
+        options |= {"callbacks": [RoundCheckpoint(str(folder))], "enable_checkpointing": True}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fit(made, loop, data(), rounds=rounds, **options)
+        return loop.rows
+
+    whole = run(4, tmp_path / "whole")
+    assert [("width_1" in row and row["width_1"] != "") for row in whole] == [
+        True,
+        True,
+        False,
+        True,
+    ]
+    run(2, tmp_path / "parts")
+    parts = run(4, tmp_path / "parts", ckpt_path=str(tmp_path / "parts" / "last.ckpt"))
+    assert str(parts) == str(whole)  # as text: a loss is NaN
+
+
+def test_dropout_is_no_order_and_nothing_is_drawn_elsewhere(fit, data):
+    network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
+    drawn = []
+    for made, rule in ((network, PFNM(**ALL)), (nn.Linear(6, 3), FedAvg())):
+        user = ClientModule(made).double()
+        torch.manual_seed(5)
+        fit(user, FederatedLoop(aggregator=rule), data(), rounds=1)
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
+
+
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
@@ -235,6 +340,8 @@ def test_what_does_not_go_together(fit, data):
             data(local_test_size=0.2),
             callbacks=[PersonalizedEvaluation()],
         )
+    with pytest.raises(FederationError, match="PFNM replaces the module's network and cannot be"):
+        Staged([1], [PFNM(**ALL), FedAvg()])
     policy = PersonalizedPolicyGradient([{"lr": 0.1}, {"lr": 0.2}])
     with pytest.raises(FederationError, match="replaces its network"):
         fit(module(), FederatedLoop(aggregator=PFNM(**ALL), policy=policy), data())
@@ -252,6 +359,13 @@ def test_what_does_not_go_together(fit, data):
         ({"cap": 0}, "cap must be at least 1"),
         ({"max_width": 0}, "max_width must be at least 1"),
         ({"tolerance": -0.1}, "tolerance must be at least 0"),
+        ({"widths": []}, "widths must be a list of one number or more"),
+        ({"widths": 5}, "widths must be a list"),
+        ({"widths": [2.5]}, r"widths\[0\] must be a whole number, got 2.5"),
+        ({"gamma": "1"}, "gamma must be positive and finite, or null, got '1'"),
+        ({"sweeps": 1.5}, "sweeps must be a whole number"),
+        ({"max_width": 9.5}, "max_width must be a whole number"),
+        ({"bias_mean": float("nan")}, "bias_mean must be finite"),
     ],
 )
 def test_bad_options(options, message):
@@ -293,6 +407,28 @@ def test_a_module_of_any_kind(fit, data):
     made = Mine().double()
     fit(made, FederatedLoop(aggregator=PFNM(**ALL), policy=Schedule(num_steps=20)), data())
     assert made.first.out_features == made.last.in_features >= 8
+
+
+def test_what_is_no_pair_or_has_no_forward(fit, data):
+    class Silent(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = net(6, 8, 3)
+
+        def training_step(self, batch, batch_idx):
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.raises(FederationError, match=r"Silent has no forward\(x\)"):
+        fit(Silent().double(), FederatedLoop(aggregator=PFNM(**ALL)), data())
+    rule = PFNM(**ALL)
+    with pytest.raises(FederationError, match="a batch is a dict"):
+        rule.prepare(module(), {"x": torch.ones(2, 6)})
 
 
 def test_the_search_leaves_out_what_is_much_worse():

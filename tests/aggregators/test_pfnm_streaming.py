@@ -106,6 +106,13 @@ def test_popular_neurons_are_drawn_more_often(fit, data):
     assert drawn.sum() == drawn[[0, 1, 3]].sum()
 
 
+def test_all_neurons_may_be_fresh(fit, data):
+    rule = StreamingPFNM(**ALL, fresh=3, widths=[8, 3], noise=0.0)
+    fit(module(), FederatedLoop(aggregator=rule, policy=Schedule(num_steps=5)), data(), rounds=2)
+    rule.withdraw()
+    assert not rule.server_for(torch.tensor([1]))[0, :48].any()
+
+
 def test_noise_and_narrow_clients(fit, data):
     rule = StreamingPFNM(**ALL, noise=0.05, widths=[8, 3], seed=1)
     fit(module(), FederatedLoop(aggregator=rule, policy=Schedule(num_steps=5)), data(), rounds=2)
@@ -170,7 +177,11 @@ def test_networks_that_go_on_alone(fit, data):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"fresh": -1}, "fresh must be at least 0"), ({"noise": float("nan")}, "noise must be")],
+    [
+        ({"fresh": 2.5}, "fresh must be a whole number"),
+        ({"fresh": -1}, "fresh must be at least 0"),
+        ({"noise": float("nan")}, "noise must be"),
+    ],
 )
 def test_bad_options(options, message):
     with pytest.raises(FederationError, match=message):

@@ -1,9 +1,11 @@
 """What else could be made of networks that a rule merges: ensembles, averages, distillation."""
 
 import copy
+import warnings
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_fl import ClientModule, Lanes
@@ -44,7 +46,9 @@ def run(fit, skewed):
         loop = FederatedLoop(aggregator=rule, policy=Schedule(num_steps=9), seed=3)
         callbacks = [callback, *options.pop("callbacks", ())]
         datamodule = skewed() if datamodule is None else datamodule
-        fit(wrap(made), loop, datamodule, rounds=rounds, callbacks=callbacks, **options)
+        with warnings.catch_warnings():  # of callbacks that a checkpoint had
+            warnings.simplefilter("ignore")
+            fit(wrap(made), loop, datamodule, rounds=rounds, callbacks=callbacks, **options)
         return made, loop
 
     return run
@@ -142,6 +146,66 @@ def test_resume_and_test_from_a_checkpoint(run, trainer, skewed, tmp_path):
     ).test(module(5), samples, ckpt_path=str(tmp_path / "whole" / "last.ckpt"), verbose=False)
     for name in ("uniform", "weighted", "average", "local", "distilled"):
         assert found[0][f"test_ensemble/{name}"] == pytest.approx(one.rows[-1][f"ensemble/{name}"])
+
+
+def test_the_same_samples_as_validation(run, skewed):
+    _, loop = run(MatchingBaselines(), datamodule=skewed(eval_batch_size=10), limit_val_batches=2)
+    for name in ("uniform", "average"):
+        hits = loop.rows[0][f"ensemble/{name}"] * 20
+        assert hits == pytest.approx(round(hits), abs=1e-4)
+    samples = skewed()
+    samples.setup("fit")
+    assert len(samples.val) == 60
+
+
+def test_checkpoints_at_validation_hold_the_rounds_networks(run, trainer, skewed, tmp_path):
+    saver = ModelCheckpoint(
+        tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False, monitor="val_loss"
+    )
+    callback = MatchingBaselines(student(), epochs=1)
+    _, loop = run(callback, rounds=3, callbacks=[saver], enable_checkpointing=True)
+    for round in range(3):
+        path = tmp_path / f"epoch={round}.ckpt"
+        samples = skewed()
+        samples.setup("fit")
+        samples.test = samples.val
+        tester = trainer(
+            FederatedLoop(aggregator=PFNM(**ALL)), callbacks=[MatchingBaselines(student())]
+        )
+        with warnings.catch_warnings():  # of the callback that saved
+            warnings.simplefilter("ignore")
+            found = tester.test(module(5), samples, ckpt_path=str(path), verbose=False)
+        for name in ("uniform", "local", "distilled"):
+            wanted = loop.rows[round][f"ensemble/{name}"]
+            assert found[0][f"test_ensemble/{name}"] == pytest.approx(wanted), (round, name)
+        again = MatchingBaselines(student(), epochs=1)
+        _, two = run(again, rounds=3, ckpt_path=str(path))
+        assert two.rows == loop.rows
+
+
+@pytest.mark.parametrize(
+    "network", [nn.Linear(5, 3), nn.Linear(6, 4), nn.Sequential(nn.Flatten(0), nn.Linear(12, 3))]
+)
+def test_a_student_that_does_not_fit_is_refused_at_the_start(run, network):
+    with pytest.raises(FederationError, match="give it the module's inputs and classes"):
+        run(MatchingBaselines(network.double()))
+
+
+def test_a_student_takes_the_modules_dtype(run):
+    callback = MatchingBaselines(student().float(), epochs=1)
+    run(callback)
+    assert callback.student[0].weight.dtype == torch.float64
+
+
+def test_another_student_than_the_checkpoints(run, tmp_path):
+    options = {"callbacks": [RoundCheckpoint(str(tmp_path))], "enable_checkpointing": True}
+    run(MatchingBaselines(student(), epochs=1), **options)
+    with pytest.raises(FederationError, match="another network than the checkpoint's"):
+        run(
+            MatchingBaselines(nn.Linear(6, 3).double()),
+            rounds=2,
+            ckpt_path=str(tmp_path / "last.ckpt"),
+        )
 
 
 def test_networks_of_different_widths_have_no_average(run):

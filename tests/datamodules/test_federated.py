@@ -1186,6 +1186,15 @@ def test_a_round_trains_on_what_has_arrived(fit, blobs, linear):
     assert not set(each[0].tolist()) & set(each[1].tolist())
 
 
+def test_a_data_module_begins_anew_after_a_stream(fit, linear):
+    x = torch.rand(36, 3).double()
+    data = FederatedDataModule(TensorDataset(x, x[:, 0]), num_clients=3, val_size=0, arrivals=3)
+    fit(linear(), FederatedLoop(), data, rounds=1, limit_val_batches=0)
+    assert data.num_samples.tolist() == [4] * 3
+    data.setup("fit")
+    assert data.num_samples.tolist() == [12] * 3
+
+
 def test_a_stream_needs_a_sample_a_step(blobs):
     data = FederatedDataModule(blobs(), num_clients=10, val_size=0, arrivals=13)
     with pytest.raises(FederationError, match="arrivals=13, but client 0 has 12 samples"):

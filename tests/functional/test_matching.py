@@ -165,6 +165,20 @@ def test_a_cap_and_a_limit():
     assert len(found.atoms) == 3
 
 
+def test_a_cap_counts_in_placing_and_in_accepting():
+    prior = process(2, 4, cap=1)
+    values = [rand(2, 2, seed=s) for s in range(4)]
+    own = [torch.ones(2).double()] * 4
+    start = [torch.tensor([0, 1])] * 3 + [torch.tensor([0, 2])]
+    found = match(prior, values, own, sweeps=0, start=start)
+    free = match(process(2, 4), values, own, sweeps=0, start=start)
+    # Atom 0 has four holders: log(1/3), log(2/2), log(3/1) became three times log(1/3).
+    rise = 2 * (log(2 / 2) + log(3 / 1) - 2 * log(1 / 3)) + 2 * (log(2 / 2) - log(1 / 3))
+    assert free.objective[0] - found.objective[0] == pytest.approx(rise)
+    swept = match(prior, values, own, sweeps=4, orders=[[0, 1, 2, 3]] * 5)
+    assert swept.objective == sorted(swept.objective)
+
+
 def test_popularity_weighs_who_else_has_an_atom_alone():
     """Proposition 2 as printed has a factor of 1 there, and of 2 for new atoms."""
     gain = {}
