@@ -47,6 +47,10 @@ def test_a_seed_is_numpys_seed_sequence_on_every_machine():
         "LOCAL_TEST": 14,
         "PERSONAL": 15,
         "NEURONS": 16,
+        "ARRIVALS": 17,
+        "POSTERIOR": 18,
+        "DISTILLATION": 19,
+        "TRANSFORM": 20,
     }
 
 
