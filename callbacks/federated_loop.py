@@ -171,6 +171,8 @@ class FederatedLoop(Callback):
         self.val_loss: float | None = None
         self._plan: RoundPlan | None = None
         self._round: _Round | None = None
+        #: The plan of the round that ended last, for callbacks; None if it was cut short.
+        self.plan_of_the_round: RoundPlan | None = None
         self._pending: dict[str, Any] = {}
         self._server_at_start: ServerState | None = None
         self._progress: dict[str, Any] = {}
@@ -258,6 +260,8 @@ class FederatedLoop(Callback):
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         # First, so that the others see the aggregate at a round's last batch, and the round closed.
         others = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
+        #: Callbacks that see updates on their way to the server.
+        self._watchers = [c for c in others if callable(getattr(c, "on_client_updates", None))]
         trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
         self._log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._undo.callback(setattr, trainer, "log_every_n_steps", self._log_every_n_steps)
@@ -562,6 +566,8 @@ class FederatedLoop(Callback):
         if self._shares_samples:  # Running statistics are those of each process's own samples.
             for tensor in (delta, counters := counters.contiguous()):
                 torch.distributed.broadcast(tensor, 0)
+        for callback in self._watchers:
+            delta = callback.on_client_updates(round.plan, clients, delta)
         finite = torch.ones(len(clients), dtype=torch.bool)
         # NaN or infinite if anything is; isfinite() of all would take six times as long.
         if not all(extreme.isfinite() for extreme in delta.aminmax()):
@@ -623,8 +629,8 @@ class FederatedLoop(Callback):
                 memories[row] |= {prefix + name: tensor for name, tensor in memory.items()}
         return delta, memories
 
-    def _bytes(self) -> tuple[int, int]:
-        """Return the bytes that go up and down between the server and a client."""
+    def bytes_of_a_client(self) -> tuple[int, int]:
+        """Return the bytes that go up and down between the server and a client in a round."""
         n, numbers = self.lane.num_parameters, sum(self.lane.vector.sizes)
         each = torch.empty(0, dtype=self.lane.vector.dtype).element_size()
         rest = (numbers - n) * each + 8 * sum(self.lane.counters.sizes)
@@ -776,6 +782,7 @@ class FederatedLoop(Callback):
         round = self._current
         if not round.aggregated:  # Stopped in the middle; a resumed run does this round again.
             self._abandon()
+            self.plan_of_the_round = None
             if not trainer.should_stop:
                 raise FederationError(
                     f"round {self.round + 1} ended after {round.position} of"
@@ -793,6 +800,7 @@ class FederatedLoop(Callback):
         figures = self._figures(round)
         learnt = self.aggregator.figures() | self.policy.figures()
         self.rounds.add(figures | learnt)
+        self.plan_of_the_round = round.plan
         self._round, self.round = None, self.round + 1
         self._progress = _progress(trainer)
         self._log(trainer, {k: v for k, v in figures.items() if k in _LOGGED} | learnt)
@@ -853,7 +861,7 @@ class FederatedLoop(Callback):
             )
 
     def _figures(self, round: _Round) -> dict[str, Any]:
-        plan, (up, down) = round.plan, self._bytes()
+        plan, (up, down) = round.plan, self.bytes_of_a_client()
         lr = fmean(self._lr(plan, row) for row in range(len(plan.clients)))
         return {
             "round": self.round + 1,

@@ -37,6 +37,9 @@ class Purpose(IntEnum):
     POSTERIOR = 18
     DISTILLATION = 19
     TRANSFORM = 20
+    FAULTS = 21
+    ATTACKERS = 22
+    SPEEDS = 23
 
 
 def derive_seed(seed: int, *key: int) -> int:

@@ -143,7 +143,10 @@ def test_resume_and_test_from_a_checkpoint(run, trainer, skewed, tmp_path):
         FederatedLoop(aggregator=PFNM(**ALL)),
         callbacks=[callback(), RoundCheckpoint(str(tmp_path / "whole"))],
         enable_checkpointing=True,
-    ).test(module(5), samples, ckpt_path=str(tmp_path / "whole" / "last.ckpt"), verbose=False)
+    ).test(
+        fresh := module(5), samples, ckpt_path=str(tmp_path / "whole" / "last.ckpt"), verbose=False
+    )
+    assert not any(p.is_inference() for p in fresh.parameters())  # can be trained again
     for name in ("uniform", "weighted", "average", "local", "distilled"):
         assert found[0][f"test_ensemble/{name}"] == pytest.approx(one.rows[-1][f"ensemble/{name}"])
 

@@ -335,6 +335,7 @@ def test_a_stream_of_networks_grows_upwards():
             )
             more = after.precisions[: len(still)][still][:, 1 + width : -4]
             assert torch.equal(more, torch.full_like(more, 0.5))
+            assert not after.sums[: len(still)][still][:, 1 + width : -4].any()
         past, width = found.posterior, found.widths[1]
     # Nobody has ever had a sample of class 1: its weights are the prior's.
     assert torch.equal(found.layers[-1][0][1], torch.zeros(width).double())
@@ -494,6 +495,22 @@ def test_layers_that_clients_were_given_are_not_matched_again():
     for a, b in zip(again.layers[0], first.layers[0], strict=True):
         assert torch.equal(a, b)
     assert again.widths[1] == 10  # the next layer is
+
+
+def test_class_counts_of_a_softmax_layer_on_pixels():
+    """One filter each, of the same kind, on two pixels and two classes."""
+    out = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]])
+    nets = [
+        [(torch.full((1, 1, 1, 1), 9.0), torch.ones(1)), (out * factor, torch.zeros(2))]
+        for factor in (1.0, 1.5)
+    ]
+    found = match_networks(nets, torch.tensor([[3, 1], [1, 1]]), sigma2=0.5, sigma02=2.0)
+    assert found.widths == [1]
+    last = found.layers[1][0][:, 0]
+    for k, share in enumerate(((0.75, 0.25), (0.5, 0.5))):
+        for pixel in range(2):
+            top = 2 * float(out[k, 0, pixel]) * (share[0] + 1.5 * share[1])
+            assert float(last[k, pixel]) == pytest.approx(top / 2.5)
 
 
 def test_kernels_have_to_be_the_same():

@@ -51,6 +51,9 @@ def test_a_seed_is_numpys_seed_sequence_on_every_machine():
         "POSTERIOR": 18,
         "DISTILLATION": 19,
         "TRANSFORM": 20,
+        "FAULTS": 21,
+        "ATTACKERS": 22,
+        "SPEEDS": 23,
     }
 
 

@@ -1,0 +1,336 @@
+"""Clients that fail, are slow, or send what they should not; and how long rounds would take."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_fl.callbacks.checkpoint import write_atomically
+from lightning_fl.callbacks.federated_loop import FederatedLoop
+from lightning_fl.functional.randomness import Purpose, generator
+from lightning_fl.types import FederationError, RoundPlan
+
+#: What may happen to a client in a round; nothing arrives of the first four.
+FAULTS = ("dropout", "crash", "nan", "late", "explode")
+#: What an update becomes that is too large to be true.
+EXPLODED = 1e30
+
+
+class _OnUpdates(Callback):
+    """A callback that sees updates on their way to the server; the loop calls it."""
+
+    _loop: FederatedLoop
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a run without a loop."""
+        loops = [c for c in trainer.callbacks if isinstance(c, FederatedLoop)]  # type: ignore[attr-defined]
+        if stage == "fit" and not loops:
+            raise FederationError(
+                f"{type(self).__name__} changes what clients send, and there is no federation: add"
+                " a FederatedLoop to the callbacks"
+            )
+        if loops:
+            self._loop = loops[0]
+
+    def on_client_updates(self, plan: RoundPlan, clients: Tensor, delta: Tensor) -> Tensor:
+        """Return what the server gets; a row that is not finite is a client that is lost.
+
+        Args:
+            plan: The round's.
+            clients: Ids, ``[k]``.
+            delta: Their moves, ``[k, P]``, which may be written to.
+        """
+        return delta
+
+
+class ClientFaults(_OnUpdates):
+    r"""Let clients fail, at random or by a trace, and say how long rounds would take.
+
+    A client of a round has at most one fault:
+
+    - ``dropout``: it never answers; ``crash``: it dies in training; ``nan``: it sends NaN. The loop
+      drops, counts and names all three (``skipped``), or ends the run (``on_client_error: raise``);
+    - ``explode``: it sends finite numbers as large as :math:`10^{30}`, for robust rules to stand;
+    - ``late``: it answers after the ``deadline``, and is dropped, too.
+
+    Faults are a function of (run seed, round, client). What happened is written to ``faults.csv``
+    beside the table of rounds, which is a trace to be replayed.
+
+    The virtual clock gives client :math:`i` a round of
+    :math:`f_i (n_i s + \frac{\text{bytes}}{b})` seconds, with :math:`n_i` local steps, bytes down
+    and up, and a factor :math:`f_i = e^{\sigma z_i}`, :math:`z_i \sim N(0, 1)`, that it has for
+    good; a straggler takes ``slowness`` times as long. The server waits for the last who answers,
+    or until the deadline. Column ``virtual_time`` of the table of rounds is the sum so far.
+
+    Args:
+        dropout: Probability of each of a round's clients.
+        crash: Likewise.
+        nan: Likewise.
+        explode: Likewise.
+        straggler: Probability that a client is slow in a round, whatever else happens.
+        slowness: How many times slower a straggler is.
+        trace: A CSV file with the columns ``round`` (from 1), ``client`` and ``fault``: what is in
+            it happens, and nothing at random.
+        step_seconds: :math:`s`, seconds of a local step.
+        bandwidth: :math:`b`, bytes a second.
+        spread: :math:`\sigma`.
+        deadline: Seconds of a round after which nobody is waited for; None waits for all.
+        name: Of the file of what happened; None writes none.
+
+    Raises:
+        FederationError: If an option is out of range, or a line of the trace cannot be read.
+
+    Example:
+        >>> faults = ClientFaults(dropout=0.2, straggler=0.1, deadline=60.0)
+        >>> faults.rates["dropout"]
+        0.2
+    """
+
+    def __init__(
+        self,
+        dropout: float = 0.0,
+        crash: float = 0.0,
+        nan: float = 0.0,
+        explode: float = 0.0,
+        straggler: float = 0.0,
+        slowness: float = 10.0,
+        trace: str | Path | None = None,
+        step_seconds: float = 0.01,
+        bandwidth: float = 1e6,
+        spread: float = 0.0,
+        deadline: float | None = None,
+        name: str | None = "faults.csv",
+    ) -> None:
+        self.rates = {"dropout": dropout, "crash": crash, "nan": nan, "explode": explode}
+        for option, value in {**self.rates, "straggler": straggler}.items():
+            if not 0 <= value <= 1:
+                raise FederationError(f"{option} must be a probability from 0 to 1, got {value}")
+        if (total := sum(self.rates.values())) > 1 + 1e-9:
+            raise FederationError(
+                f"dropout, crash, nan and explode add up to {total:g}: a client has one fault a"
+                " round at most, lower them to 1 together"
+            )
+        for option, value, least in (
+            ("slowness", slowness, 1.0),
+            ("step_seconds", step_seconds, 0.0),
+            ("spread", spread, 0.0),
+        ):
+            if not least <= value < math.inf:
+                raise FederationError(f"{option} must be at least {least:g}, got {value}")
+        for option, limit in (("bandwidth", bandwidth), ("deadline", deadline)):
+            if limit is not None and not limit > 0:
+                raise FederationError(f"{option} must be positive, got {limit}")
+        self.straggler, self.slowness = straggler, slowness
+        self.step_seconds, self.bandwidth = step_seconds, bandwidth
+        self.spread, self.deadline, self.name = spread, deadline, name
+        self.trace = None if trace is None else read_trace(trace)
+        #: What happened: round (from 1), client, fault.
+        self.happened: list[tuple[int, int, str]] = []
+        #: Seconds of all rounds so far.
+        self.virtual_time = 0.0
+
+    def fault_of(self, seed: int, round: int, client: int) -> str | None:
+        """Return what happens to a client, but for being late.
+
+        Args:
+            seed: The run's.
+            round: Counted from 0.
+            client: Its number.
+        """
+        if self.trace is not None:
+            return self.trace.get((round + 1, client))
+        draw = float(torch.rand((), generator=generator(seed, Purpose.FAULTS, round, client)))
+        for fault, rate in self.rates.items():
+            if draw < rate:
+                return fault
+            draw -= rate
+        return None
+
+    def seconds_of(self, seed: int, round: int, client: int, steps: int) -> float:
+        """Return how long a client takes for a round.
+
+        Args:
+            seed: The run's.
+            round: Counted from 0.
+            client: Its number.
+            steps: Local steps.
+        """
+        own = generator(seed, Purpose.SPEEDS, 0, client)
+        factor = math.exp(self.spread * float(torch.randn((), generator=own)))
+        now = generator(seed, Purpose.SPEEDS, round + 1, client)
+        if float(torch.rand((), generator=now)) < self.straggler:
+            factor *= self.slowness
+        up, down = self._loop.bytes_of_a_client()
+        return factor * (steps * self.step_seconds + (up + down) / self.bandwidth)
+
+    def on_client_updates(self, plan: RoundPlan, clients: Tensor, delta: Tensor) -> Tensor:
+        """Let clients fail; see :class:`ClientFaults`."""
+        for row, client in enumerate(clients.tolist()):
+            fault = self._what(plan, client)
+            if fault == "explode":
+                delta[row] = EXPLODED * torch.ones_like(delta[row]).copysign(delta[row])
+            elif fault is not None:
+                delta[row] = torch.nan
+        return delta
+
+    def _what(self, plan: RoundPlan, client: int) -> str | None:
+        fault = self.fault_of(plan.seed, plan.round, client)
+        return "late" if fault is None and self._is_late(plan, client) else fault
+
+    def _is_late(self, plan: RoundPlan, client: int) -> bool:
+        return self.deadline is not None and self._seconds(plan, client) > self.deadline
+
+    def _seconds(self, plan: RoundPlan, client: int) -> float:
+        steps = int(plan.num_steps[plan.clients == client])
+        return self.seconds_of(plan.seed, plan.round, client, steps)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note what happened, and how long the round took."""
+        plan = self._loop.plan_of_the_round
+        if plan is None:  # the round was cut short
+            return
+        times, waits = [0.0], False
+        for client in plan.clients.tolist():
+            fault = self._what(plan, client)
+            if fault is not None:
+                self.happened.append((plan.round + 1, client, fault))
+            # Of who has dropped out or crashed the server hears nothing until its deadline.
+            waits |= fault in ("dropout", "crash", "late")
+            if fault not in ("dropout", "crash", "late"):
+                times.append(self._seconds(plan, client))
+        is_late = waits and self.deadline is not None
+        self.virtual_time += float(self.deadline or 0.0) if is_late else max(times)
+        pl_module.log("virtual_time", self.virtual_time)
+        path = self._loop.table_path(trainer)
+        if self.name and path is not None and trainer.is_global_zero:
+            lines = ["round,client,fault", *(f"{r},{c},{f}" for r, c, f in self.happened)]
+            text = ("\n".join(lines) + "\n").encode()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path.with_name(self.name), lambda file: file.write(text))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what happened, and the time."""
+        return {"happened": list(self.happened), "virtual_time": self.virtual_time}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what happened, and the time."""
+        self.happened = [(r, c, f) for r, c, f in state_dict["happened"]]
+        self.virtual_time = state_dict["virtual_time"]
+
+
+def read_trace(path: str | Path) -> dict[tuple[int, int], str]:
+    """Read what happens to clients.
+
+    Args:
+        path: A CSV file with the columns ``round``, ``client``, ``fault``.
+
+    Returns:
+        Faults, by round (from 1) and client.
+
+    Raises:
+        FederationError: If there is no such file, or a line cannot be read; which, and why.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        lines = list(csv.reader(text.splitlines(), strict=True))
+    except (OSError, UnicodeError, csv.Error) as error:
+        raise FederationError(f"the trace {path} cannot be read: {error}") from error
+    if not lines or [name.strip() for name in lines[0]] != ["round", "client", "fault"]:
+        raise FederationError(f"the trace {path} must begin with the line 'round,client,fault'")
+    found: dict[tuple[int, int], str] = {}
+    for number, line in enumerate(lines[1:], 2):
+        if not line:
+            continue
+        fault = line[2].strip() if len(line) == 3 else ""
+        whole = [part.strip() for part in line[:2]]
+        if fault not in FAULTS or not all(p.isdecimal() and len(p) < 16 for p in whole):
+            raise FederationError(
+                f"line {number} of the trace {path} is {','.join(line)!r}: it must be a round from"
+                f" 1 up, a client from 0 up and one of {', '.join(FAULTS)}"
+            )
+        key = int(whole[0]), int(whole[1])
+        if key[0] < 1 or key in found:
+            raise FederationError(
+                f"line {number} of the trace {path} says round {key[0]}, client {key[1]}:"
+                + (" twice" if key in found else " rounds are counted from 1")
+            )
+        found[key] = fault
+    return found
+
+
+class ClientAttack(_OnUpdates):
+    r"""Let some clients send what harms, round after round, to test robust rules.
+
+    Args:
+        clients: Who: numbers, or a fraction of all, drawn once by the run's seed and rounded down.
+        kind: ``sign_flip`` sends :math:`-c \Delta`; ``noise`` a vector of normal numbers with
+            :math:`c` times the update's norm; ``scale`` sends :math:`c \Delta`.
+        strength: :math:`c`.
+
+    Raises:
+        FederationError: If an option is out of range; at the start of a fit, if a client does not
+            exist.
+
+    Example:
+        >>> ClientAttack(0.2, "noise", strength=10.0).kind
+        'noise'
+    """
+
+    def __init__(
+        self,
+        clients: float | Sequence[int] = 0.2,
+        kind: Literal["sign_flip", "noise", "scale"] = "sign_flip",
+        strength: float = 1.0,
+    ) -> None:
+        if isinstance(clients, int | float) and not 0 <= clients <= 1:
+            raise FederationError(
+                f"clients must be a fraction from 0 to 1, or a list of numbers, got {clients}"
+            )
+        if kind not in ("sign_flip", "noise", "scale"):
+            raise FederationError(f"kind must be sign_flip, noise or scale, got {kind!r}")
+        if not 0 <= strength < math.inf:
+            raise FederationError(f"strength must be at least 0, got {strength}")
+        self.clients, self.kind, self.strength = clients, kind, strength
+        self._who: set[int] | None = None
+
+    def attackers(self, seed: int, count: int) -> set[int]:
+        """Return who attacks.
+
+        Args:
+            seed: The run's.
+            count: Clients of the federation.
+        """
+        if not isinstance(self.clients, int | float):
+            found = {int(client) for client in self.clients}
+            if beyond := sorted(c for c in found if not 0 <= c < count):
+                raise FederationError(f"clients names client {beyond[0]}, there are {count}")
+            return found
+        random = generator(seed, Purpose.ATTACKERS)
+        number = math.floor(self.clients * count + 1e-9)
+        return set(torch.randperm(count, generator=random)[:number].tolist())
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Choose who attacks."""
+        count = len(trainer.datamodule.num_samples)  # type: ignore[attr-defined]
+        self._who = self.attackers(self._loop.run_seed, count)
+
+    def on_client_updates(self, plan: RoundPlan, clients: Tensor, delta: Tensor) -> Tensor:
+        """Let attackers send what harms; see :class:`ClientAttack`."""
+        for row, client in enumerate(clients.tolist()):
+            if client not in (self._who or ()):
+                continue
+            if self.kind == "noise":
+                random = generator(plan.seed, Purpose.ATTACKERS, plan.round + 1, client)
+                noise = torch.randn(delta.shape[1], generator=random).to(delta)
+                delta[row] = noise * (self.strength * delta[row].norm() / noise.norm())
+            else:
+                sign = -1.0 if self.kind == "sign_flip" else 1.0
+                delta[row] *= sign * self.strength
+        return delta
