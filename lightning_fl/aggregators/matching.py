@@ -423,18 +423,20 @@ class NeuronMatching(Aggregator):
             raise FederationError(
                 f"{type(self).__name__} searches its options on training samples: give them all"
             )
-        found = [self._matched(ids, nets, {**self._options(), **options}) for options in tried]
-        if len(found) == 1:
-            return found[0], tried[0]
+        if len(tried) == 1:
+            return self._matched(ids, nets, {**self._options(), **tried[0]}), tried[0]
         assert score is not None
-        accuracies = []
-        for each in found:
-            self.module_chain.write(each.layers)
-            accuracies.append(score())
-        least = max(accuracies) - self.tolerance
-        good = [i for i, accuracy in enumerate(accuracies) if accuracy >= least]
-        best = min(good, key=lambda i: (sum(found[i].widths), -accuracies[i]))
-        return found[best], {**tried[best], "train_accuracy": accuracies[best]}
+        seen = []
+        for options in tried:
+            found = self._matched(ids, nets, {**self._options(), **options})
+            self.module_chain.write(found.layers)
+            seen.append((score(), sum(found.widths), options))
+        least = max(accuracy for accuracy, *_ in seen) - self.tolerance
+        good = (each for each in seen if each[0] >= least)
+        accuracy, _, best = min(good, key=lambda each: (each[1], -each[0]))
+        # Again, with the same orders: to keep all of them would take much memory.
+        found = self._matched(ids, nets, {**self._options(), **best})
+        return found, {**best, "train_accuracy": accuracy}
 
     def _note(self, ids: Tensor, found: MatchedNetwork) -> None:
         """Keep which neuron went where."""

@@ -26,6 +26,9 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+#: Numbers that are worked on at once: few enough to stay in a processor's cache.
+PIECE = 2**18
+
 
 @dataclass(frozen=True)
 class Process:
@@ -153,9 +156,9 @@ def gains(
         >>> gains(prior, one, 2 * one, torch.ones(1), one, torch.ones(1))
         tensor([[ 0.8333, -0.8863]])
     """
-    total, square = precisions + own, values.square()
-    known = (sums.square() / total - sums.square() / precisions).sum(1)
-    known = known + 2 * values @ (own * sums / total).mT + square @ (own.square() / total).mT
+    rows = max(PIECE // len(own), 1)
+    pieces = zip(sums.split(rows), precisions.split(rows), strict=True)
+    known = torch.cat([_fit(s, p, values, own) for s, p in pieces] or [values[:, :0]], 1)
     known = known + prior.popularity * _odds(prior, counts, step)
     shift = prior.mean * prior.precision
     new = ((shift + own * values).square() / (prior.precision + own)).sum(1)
@@ -163,6 +166,13 @@ def gains(
     q = torch.arange(1, _places(prior, len(sums), len(values)) + 1).to(values)
     share = torch.full_like(q, _rate(prior, step)).log() - q.log()
     return torch.cat([known, new[:, None] + 2 * share], 1)
+
+
+def _fit(sums: Tensor, precisions: Tensor, values: Tensor, own: Tensor) -> Tensor:
+    """Return what values add to the terms of atoms, ``[L_j, L]``."""
+    part = own / (precisions + own)
+    alone = (part * sums.square() / precisions).sum(1)
+    return 2 * values @ (part * sums).mT + values.square() @ (part * own).mT - alone
 
 
 def _odds(prior: Process, counts: Tensor, step: int | None) -> Tensor:
@@ -219,13 +229,16 @@ def objective(
         counts: :math:`m`, ``[L]``, from 1 up.
         alone: :math:`K`: how many atoms each client has alone, ``[J]``.
     """
-    data = (sums.square() / precisions).sum() - len(sums) * (
-        prior.mean.square() * prior.precision
-    ).sum()
+    return _objective(prior, (sums.square() / precisions).sum(1), counts, alone)
+
+
+def _objective(prior: Process, terms: Tensor, counts: Tensor, alone: Tensor) -> float:
+    r"""Return the objective, of which each atom's :math:`\sum_d S_i^2 / P_i` is known."""
+    data = terms.sum() - len(terms) * (prior.mean.square() * prior.precision).sum()
     others = torch.arange(1, prior.clients, dtype=torch.float64)
     odds = torch.cat([others.new_zeros(1), _odds(prior, others, None).cumsum(0)])
     shared = odds[counts.long() - 1].sum()
-    return float(data + prior.popularity * shared + _process(prior, len(sums), alone, None))
+    return float(data + prior.popularity * shared + _process(prior, len(terms), alone, None))
 
 
 def _process(prior: Process, atoms: int, alone: Tensor, step: int | None) -> Tensor:
@@ -252,8 +265,11 @@ class _State:
         #: The number of a stream's step, None where there is none.
         self.step = None if past is None else past.steps + 1
         self.past = Posterior.before(len(values), len(prior.mean)) if past is None else past
-        self.sums, self.precisions = self.past.sums.double(), self.past.precisions.double()
+        self.sums = self.past.sums.double().clone()
+        self.precisions = self.past.precisions.double().clone()
         self.counts = torch.zeros(len(self.sums), dtype=torch.float64)
+        #: Each atom's sum of S^2 / P: few change at a time.
+        self.terms = (self.sums.square() / self.precisions).sum(1)
 
     def add(self, client: int, atoms: Tensor) -> None:
         """Assign a client's neurons; atoms beyond those that there are begin with the prior."""
@@ -264,6 +280,7 @@ class _State:
             [self.precisions, self.prior.precision.double().expand(more, -1)]
         )
         self.counts = torch.cat([self.counts, self.counts.new_zeros(more)])
+        self.terms = torch.cat([self.terms, self.terms.new_zeros(more)])
         self.assignments = [atoms if i == client else a for i, a in enumerate(self.assignments)]
         self._count(client, atoms, 1)
 
@@ -279,27 +296,27 @@ class _State:
         """Forget atoms that nobody has."""
         kept = self.counts > 0
         kept[: len(self.past.sums)] = True
+        if kept.all():
+            return
         place = kept.cumsum(0) - 1
         self.sums, self.precisions = self.sums[kept], self.precisions[kept]
-        self.counts = self.counts[kept]
+        self.counts, self.terms = self.counts[kept], self.terms[kept]
         self.assignments = [None if a is None else place[a] for a in self.assignments]
 
     def _count(self, client: int, atoms: Tensor, sign: int) -> None:
         own = self.own[client]
-        self.sums = self.sums.index_add(0, atoms, own * self.values[client], alpha=sign)
-        self.precisions = self.precisions.index_add(
-            0, atoms, own.expand(len(atoms), -1), alpha=sign
-        )
-        self.counts = self.counts.index_add(0, atoms, torch.ones(len(atoms)).double(), alpha=sign)
+        self.sums.index_add_(0, atoms, own * self.values[client], alpha=sign)
+        self.precisions.index_add_(0, atoms, own.expand(len(atoms), -1), alpha=sign)
+        self.counts.index_add_(0, atoms, torch.ones(len(atoms)).double(), alpha=sign)
+        self.terms[atoms] = (self.sums[atoms].square() / self.precisions[atoms]).sum(1)
 
     def objective(self) -> float:
         """Return the present value; in a stream what the step has added, by the gains alike."""
         old, assigned = len(self.past.sums), [a for a in self.assignments if a is not None]
         alone = torch.stack([((self.counts[a] == 1) & (a >= old)).sum() for a in assigned])
         if self.step is None:
-            return objective(self.prior, self.sums, self.precisions, self.counts, alone)
-        data = (self.sums.square() / self.precisions).sum()
-        data = data - (self.past.sums.square() / self.past.precisions).sum()
+            return _objective(self.prior, self.terms, self.counts, alone)
+        data = self.terms.sum() - (self.past.sums.square() / self.past.precisions).sum()
         new = self.counts[old:]
         data = data - len(new) * (self.prior.mean.square() * self.prior.precision).sum()
         shared = _odds(self.prior, torch.zeros(()).double(), self.step) * (new - 1).sum()
@@ -341,6 +358,8 @@ class _State:
         By more than rounding does: else the atoms' order would depend on it.
         """
         before, value = dict(vars(self)), self.objective()
+        for name in ("sums", "precisions", "counts", "terms"):  # they are changed in place
+            before[name] = before[name].clone()
         self.remove(client)
         self.place(client)
         if self.objective() <= value + 1e-9 * abs(value):
