@@ -550,13 +550,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--out", type=Path, default=Path("runs", "pfnm"))
+    parser.add_argument("--show", action="store_true", help="run nothing, show what is there")
     parser.add_argument("--markdown", type=Path, help="write tables here, pictures beside them")
     args = parser.parse_args(given)
     if wrong := check_options(args.out, extra):
         parser.error(wrong)
     with ThreadPoolExecutor(args.jobs) as pool:
         waiting = [
-            pool.submit(fit_and_test, run.place, [*run.options, *extra]) for run in runs(args)
+            pool.submit(fit_and_test, run.place, [*run.options, *extra])
+            for run in ([] if args.show else runs(args))
         ]
     for each in waiting:
         each.result()  # raises what a worker raised

@@ -1,0 +1,102 @@
+"""The script runs each point once, and shows tables and pictures; no accuracy is judged."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def pfnm(script):
+    return script("pfnm")
+
+
+@pytest.fixture
+def commands(pfnm, monkeypatch):
+    """Stand in for the command line: a round with all figures, two networks of two neurons."""
+    seen = []
+
+    def run(line, **options):
+        seen.append(line)
+        folder = Path(next(a for a in line if "root_dir" in a).partition("=")[2])
+        if "fit" in line:
+            run = folder / "version_0"
+            run.mkdir(parents=True)
+            (run / "rounds.csv").write_text(
+                "round,width_1,neurons,ensemble/uniform,ensemble/average,val_acc\n"
+                "1,3,4,0.9,0.2,0.8\n"
+            )
+        return subprocess.CompletedProcess(
+            line, 0, "│ test_acc │ 0.9 │\n│ test_ensemble/uniform │ 0.95 │\n", ""
+        )
+
+    monkeypatch.setattr(sys.modules["runs"].subprocess, "run", run)
+    return seen
+
+
+def test_points_run_once_and_tables_show_means(pfnm, commands, tmp_path):
+    given = ["--figures", "clients", "depth", "--data", "mnist", "--seeds", "1", "2"]
+    given += ["--out", str(tmp_path)]
+    page = tmp_path / "docs" / "pfnm.md"
+    pfnm.main([*given, "--jobs", "2", "--markdown", str(page)])
+    # Six values of each sweep, ten clients with one layer in both; two splits, two seeds, two runs
+    # of fit and test each.
+    assert len(commands) == (6 + 6 - 1) * 2 * 2 * 2 * 2
+    pfnm.main(given)
+    assert len(commands) == (6 + 6 - 1) * 2 * 2 * 2 * 2
+    text = page.read_text()
+    assert "### mnist, heterogeneous, 2 trial(s)" in text
+    assert "| uniform ensemble | 95.0 ± 0.0 |" in text
+    assert "| downpour SGD | 90.0 ± 0.0 |" in text
+    assert "| neurons of the merged network | 3 ± 0 |" in text
+    for name in ("clients", "depth"):
+        assert (page.parent / f"pfnm-{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_arms(pfnm, commands, tmp_path):
+    page = tmp_path / "pfnm.md"
+    given = ["--figures", "streaming", "communication", "--seeds", "1", "--out", str(tmp_path)]
+    pfnm.main([*given, "--markdown", str(page)])
+    assert len(commands) == 2 * (4 + 4)
+    assert "| StreamingPFNM | 90.0 | 95.0 |" in page.read_text()
+
+
+def test_sensitivity_and_cost(pfnm, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        pfnm, "GRID", {"sigma2": (0.5,), "sigma02": (1.0, 9.0), "gamma": (1.0, 5.0)}
+    )
+    place = pfnm.point(tmp_path, "clients", "mnist", "homogeneous", 25, 1)["pfnm"].place
+    run = place / "version_0"
+    run.mkdir(parents=True)
+    (place / "result.json").write_text('{"test_acc": 0.9}')
+    flat = [torch.eye(2), torch.zeros(2), torch.eye(2), torch.zeros(2)]
+    state = {"networks": [flat, flat], "class_counts": torch.ones(2, 2)}
+    torch.save({"callbacks": {"MatchingBaselines": state}}, run / "last.ckpt")
+    samples = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1])
+    monkeypatch.setattr(pfnm, "test_samples", lambda place: samples)
+    monkeypatch.setattr(pfnm, "seconds", lambda clients, width: clients * width / 1000)
+    page = tmp_path / "pfnm.md"
+    given = ["--figures", "sensitivity", "cost", "--seeds", "1", "--out", str(tmp_path)]
+    pfnm.main([*given, "--show", "--markdown", str(page)])
+    assert "| 1, 0.5 | 100.0 (2) | 100.0 (2) |" in page.read_text()
+    assert "| seconds | 0.50 | 1.00 |" in page.read_text()
+
+
+def test_matching_is_timed(pfnm):
+    assert 0 < pfnm.seconds(3, 6) < 5
+
+
+def test_every_run_is_a_config_that_parses(pfnm, tmp_path, capsys, monkeypatch):
+    from lightning_fl.cli import main
+
+    runs = [pfnm.arm_run(tmp_path, figure, arm, 1) for figure, a in pfnm.ARMS.items() for arm in a]
+    for data, split in (("mnist", "homogeneous"), ("cifar10", "heterogeneous")):
+        runs += pfnm.point(tmp_path, "depth", data, split, 3, 1).values()
+    for run in runs:
+        line = ["lightning-fl", "fit", *run.options, "--print_config"]
+        monkeypatch.setattr(sys, "argv", line)
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code, capsys.readouterr().err
