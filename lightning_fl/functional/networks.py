@@ -121,7 +121,7 @@ def match_networks(
         >>> found = match_networks([one((5.0, 0.0, 3.0)), one((-4.0, 0.0, 2.0), (5.2, 0.0, 3.2))],
         ...                        sigma2=0.1, sigma02=10.0)
         >>> found.widths, found.matchings[0].assignments
-        ([2], [tensor([0]), tensor([1, 0])])
+        ([2], [tensor([1]), tensor([0, 1])])
     """
     nets = _checked(networks, sigma2, sigma02, gamma)
     share = _shares(class_counts, len(nets), len(nets[0][-1][1]), past is not None)
