@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +36,7 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from overhead import machine
 
-from runs import check_options, command, fit_and_test, newest, publish, result, rows
+from runs import apart, check_options, command, fit_and_test, newest, publish, result, rows
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "mostafa2019"
 TASKS, SPLITS = ("mnist", "cifar10", "kws"), ("iid", "noniid")
@@ -238,9 +237,7 @@ def overhead_table(found: dict[str, dict[str, list[float]]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> dict[Cell, dict[str, Any]]:
     """Run what is missing, print the tables of what is there."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    extra = given[given.index("--") + 1 :] if "--" in given else []
-    given = given[: given.index("--")] if "--" in given else given
+    given, extra = apart(arguments)
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS))

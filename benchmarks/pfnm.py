@@ -13,7 +13,6 @@ What follows ``--`` goes to ``fit`` and ``test`` of every run.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -28,7 +27,7 @@ from matplotlib.axes import Axes
 from overhead import machine
 
 from lightning_fl.functional.networks import Layers, match_networks
-from runs import check_options, fit_and_test, newest, publish, result, rows
+from runs import apart, check_options, fit_and_test, newest, publish, result, rows
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 #: Options of the data: its inputs, and what the paper's table 1 has for it.
@@ -550,9 +549,7 @@ PAGES: dict[str, Callable[[argparse.Namespace], list[str]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what is missing, show what is there."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    extra = given[given.index("--") + 1 :] if "--" in given else []
-    given = given[: given.index("--")] if "--" in given else given
+    given, extra = apart(arguments)
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--figures", nargs="+", choices=PAGES, default=list(PAGES))
     parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))

@@ -12,7 +12,6 @@ What follows ``--`` goes to ``fit`` and ``test`` of every arm.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 from overhead import machine
 
-from runs import check_options, fit_and_test, newest, publish, result, rows
+from runs import apart, check_options, fit_and_test, newest, publish, result, rows
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -298,9 +297,7 @@ def picture(name: str, out: Path, seeds: Sequence[int], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what is missing, show what is there."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    extra = given[given.index("--") + 1 :] if "--" in given else []
-    given = given[: given.index("--")] if "--" in given else given
+    given, extra = apart(arguments)
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--experiments", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])

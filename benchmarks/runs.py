@@ -67,6 +67,13 @@ def rows(folder: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(newest(folder, "rounds.csv").read_text().splitlines()))
 
 
+def apart(arguments: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """Return a script's own arguments, and those after ``--``."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    at = given.index("--") if "--" in given else len(given)
+    return given[:at], given[at + 1 :]
+
+
 def check_options(out: Path, extra: Sequence[str]) -> str | None:
     """Note the options of a folder of results; say what is wrong if it holds others."""
     out.mkdir(parents=True, exist_ok=True)

@@ -13,10 +13,9 @@ from torch.nn.functional import cross_entropy
 
 from lightning_fl.aggregators import NeuronMatching
 from lightning_fl.callbacks.checks import evaluating, on_device
-from lightning_fl.callbacks.federated_loop import FederatedLoop
+from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of, user_module
 from lightning_fl.chain import Chain, Layers
 from lightning_fl.functional.randomness import Purpose, derive_seed, generator, seeded_rng
-from lightning_fl.lanes import Lanes
 from lightning_fl.types import FederationError
 
 
@@ -79,10 +78,7 @@ class MatchingBaselines(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a run whose rule merges no networks."""
-        self._loop = next(
-            (c for c in trainer.callbacks if isinstance(c, FederatedLoop)),  # type: ignore[attr-defined]
-            None,
-        )
+        self._loop = loop_of(trainer)
         if self._loop is None or not isinstance(self._loop.aggregator, NeuronMatching):
             rule = "no loop" if self._loop is None else type(self._loop.aggregator).__name__
             raise FederationError(
@@ -101,7 +97,7 @@ class MatchingBaselines(Callback):
         """Refuse a student that does not fit the data."""
         if self._first is None or self.student is None:
             return
-        module, data = _user(pl_module), trainer.datamodule  # type: ignore[attr-defined]
+        module, data = user_module(pl_module), trainer.datamodule  # type: ignore[attr-defined]
         own = next(module.parameters())
         for each in (self._first, self.student):
             each.to(own.device, own.dtype)
@@ -147,7 +143,7 @@ class MatchingBaselines(Callback):
         self, trainer: Trainer, pl_module: LightningModule, ids: list[int], student: nn.Module
     ) -> nn.Module:
         """Train a student to say what the uniform ensemble says."""
-        module, data = _user(pl_module), trainer.datamodule  # type: ignore[attr-defined]
+        module, data = user_module(pl_module), trainer.datamodule  # type: ignore[attr-defined]
         assert self._loop is not None
         key = (Purpose.DISTILLATION, self._loop.round)
         seed = derive_seed(self._loop.run_seed, *key)
@@ -181,7 +177,7 @@ class MatchingBaselines(Callback):
     def _begin(self, pl_module: LightningModule) -> None:
         # The networks' average is made here: no tensors of inference mode.
         with torch.inference_mode(False):
-            self._votes = self._judges(_user(pl_module)) if self.networks else {}
+            self._votes = self._judges(user_module(pl_module)) if self.networks else {}
             self._right = torch.zeros(
                 len(self._votes) + 1, dtype=torch.float64, device=pl_module.device
             )
@@ -201,7 +197,7 @@ class MatchingBaselines(Callback):
     def _count(self, pl_module: LightningModule, batch: Any) -> None:
         if not self._votes:
             return
-        module, (x, y) = _user(pl_module), batch
+        module, (x, y) = user_module(pl_module), batch
         # Else the module's weights, which are put aside and back, could not be trained any more.
         with torch.inference_mode(False), torch.no_grad(), evaluating(module):
             each = self._probabilities(module, x)
@@ -283,7 +279,3 @@ class MatchingBaselines(Callback):
                 raise FederationError(
                     f"the student is another network than the checkpoint's: {error}"
                 ) from error
-
-
-def _user(module: LightningModule) -> LightningModule:
-    return module.module if isinstance(module, Lanes) else module

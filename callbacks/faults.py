@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_fl.callbacks.checkpoint import write_atomically
-from lightning_fl.callbacks.federated_loop import FederatedLoop
+from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.functional.randomness import Purpose, generator
 from lightning_fl.types import FederationError, RoundPlan
 
@@ -30,14 +30,14 @@ class _OnUpdates(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a run without a loop."""
-        loops = [c for c in trainer.callbacks if isinstance(c, FederatedLoop)]  # type: ignore[attr-defined]
-        if stage == "fit" and not loops:
+        loop = loop_of(trainer)
+        if stage == "fit" and loop is None:
             raise FederationError(
                 f"{type(self).__name__} changes what clients send, and there is no federation: add"
                 " a FederatedLoop to the callbacks"
             )
-        if loops:
-            self._loop = loops[0]
+        if loop is not None:
+            self._loop = loop
 
     def on_client_updates(self, plan: RoundPlan, clients: Tensor, delta: Tensor) -> Tensor:
         """Return what the server gets; a row that is not finite is a client that is lost.

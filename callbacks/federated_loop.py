@@ -190,7 +190,7 @@ class FederatedLoop(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what breaks rounds, and set what rounds need on the Trainer."""
-        user = pl_module.module if isinstance(pl_module, Lanes) else pl_module
+        user = user_module(pl_module)
         if stage != "fit":
             self.aggregator.prepare(user)
             return
@@ -383,7 +383,8 @@ class FederatedLoop(Callback):
     def _arrive(self) -> None:
         """Let the samples of the round arrive, and note how many they are."""
         data = self._data
-        data.arrive(self.round)
+        if not data.arrive(self.round):  # as they were at the start
+            return
         self._num_samples, self._batches_per_epoch = data.num_samples, data.batches_per_epoch
         if self.aggregator.replaces_network:
             self.aggregator.class_counts = getattr(data, "class_counts", None)
@@ -1056,6 +1057,17 @@ class _Round:
         self.schedule: ScheduleState = ([], [])
         self.schedule_after: ScheduleState = ([], [])  # of the client that made most steps
         self.most_steps = 0
+
+
+def loop_of(trainer: Trainer) -> FederatedLoop | None:
+    """Return the federation of a Trainer; None where there is none."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by the connector
+    return next((c for c in callbacks if isinstance(c, FederatedLoop)), None)
+
+
+def user_module(module: LightningModule) -> LightningModule:
+    """Return the user's module, without the lanes that train it."""
+    return module.module if isinstance(module, Lanes) else module
 
 
 def _never() -> bool:

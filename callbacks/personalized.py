@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_fl.callbacks.checkpoint import write_atomically
 from lightning_fl.callbacks.checks import accuracy, evaluating, on_device
-from lightning_fl.callbacks.federated_loop import FederatedLoop
+from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.functional.randomness import Purpose, derive_seed, generator, seeded_rng
 from lightning_fl.lanes import ModuleLane, optimizers_in
 from lightning_fl.strategies import gathered
@@ -94,10 +94,7 @@ class PersonalizedEvaluation(Callback):
         """Refuse a run without a loop or without local tests."""
         if stage != "fit":
             return
-        self._loop = next(
-            (c for c in trainer.callbacks if isinstance(c, FederatedLoop)),  # type: ignore[attr-defined]
-            None,
-        )
+        self._loop = loop_of(trainer)
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if self._loop is None or not getattr(data, "local_tests", None):
             raise FederationError(

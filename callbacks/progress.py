@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
-from lightning_fl.callbacks.federated_loop import FederatedLoop
+from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.types import FederationError
 
 
@@ -70,10 +70,9 @@ class RoundProgress(ProgressBar):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the federation."""
         super().setup(trainer, pl_module, stage)
-        loops = [c for c in trainer.callbacks if isinstance(c, FederatedLoop)]  # type: ignore[attr-defined]
-        if not loops:
+        if (loop := loop_of(trainer)) is None:
             raise FederationError("RoundProgress shows rounds: add a FederatedLoop to callbacks")
-        self._loop = loops[0]
+        self._loop = loop
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw the bar."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_fl.callbacks.federated_loop import FederatedLoop
+from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.partition import plot
 from lightning_fl.types import FederationError
 
@@ -98,10 +98,9 @@ def round_figure(rows: Sequence[dict[str, Any]]) -> Figure:
 
 
 def _loop(trainer: Trainer) -> FederatedLoop:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the connector
-        if isinstance(callback, FederatedLoop):
-            return callback
-    raise FederationError("RunReport reports rounds: add a FederatedLoop to callbacks")
+    if (loop := loop_of(trainer)) is None:
+        raise FederationError("RunReport reports rounds: add a FederatedLoop to callbacks")
+    return loop
 
 
 def _folder(trainer: Trainer) -> Path | None:

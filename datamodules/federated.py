@@ -569,14 +569,20 @@ class FederatedDataModule(LightningDataModule):
                 step.append(chunk.sort().values)
         return steps
 
-    def arrive(self, round: int) -> None:
+    def arrive(self, round: int) -> bool:
         """Let the samples of a round arrive: those of its step of the stream.
 
         Args:
             round: Counted from 0.
+
+        Returns:
+            Whether rounds have samples of their own: there is a stream.
         """
+        if self.arrivals == 1:
+            return False
         self.present = self._arrivals[round % self.arrivals]
         self._num_samples = self._num_samples[:0]
+        return True
 
     def _val_count(self, n: int) -> int:
         count = round(self.val_size * n) if isinstance(self.val_size, float) else self.val_size

@@ -253,8 +253,8 @@ class FederatedData(Protocol):
         The function takes the step, and whether it may use memory again that it has returned.
         """
 
-    def arrive(self, round: int) -> None:
-        """Let the samples of a round arrive: ``num_samples`` and what follows are of them."""
+    def arrive(self, round: int) -> bool:
+        """Let the samples of a round arrive; say whether rounds have samples of their own."""
 
     def samples_of(self, client: int) -> Iterator[Any]:
         """All training samples of a client, in batches."""

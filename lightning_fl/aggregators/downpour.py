@@ -59,13 +59,5 @@ class Downpour(FedOpt):
 
     def compute(self) -> Tensor:
         """Return the server's model after a step for each client."""
-        if not (found := self.joined("ids", "deltas")):
-            return self.server
-        server, mean = self.server.double(), self.total / self.weight
-        param: Tensor = self._optimizer.param_groups[0]["params"][0]
-        n = param.numel()
-        param.data = server[:n].clone()
-        for delta in found[1]:
-            param.grad = -delta[:n].double()
-            self._optimizer.step()
-        return torch.cat([param.detach(), (server + mean)[n:]]).to(self.server.dtype)
+        found = self.joined("ids", "deltas")
+        return self._stepped(found[1]) if found else self.server

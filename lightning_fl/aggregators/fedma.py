@@ -86,8 +86,9 @@ class FedMA(NeuronMatching):
         if self.round == before:  # nobody had all layers below
             self.round.zero_()
 
-    def _is_usable(self, client: int) -> bool:
-        return self.layer == 0 or client in self.assignments()
+    def _usable(self, ids: Sequence[int]) -> list[int]:
+        known = ids if self.layer == 0 else self.assignments()
+        return [row for row, client in enumerate(ids) if client in known]
 
     def _matched(
         self, ids: Sequence[int], nets: Sequence[Layers], options: dict[str, Any]

@@ -62,12 +62,16 @@ class FedOpt(FedAvg):
 
     def compute(self) -> Tensor:
         """Return the server's model after a step; the server itself when nobody returned."""
-        if not self.weight:
-            return self.server
+        return self._stepped(self.total[None] / self.weight) if self.weight else self.server
+
+    def _stepped(self, moves: Tensor) -> Tensor:
+        """Return the server's model after a step for each move, ``[steps, P]``."""
         param: Tensor = self._optimizer.param_groups[0]["params"][0]
         server, mean, n = self.server.double(), self.total / self.weight, param.numel()
-        param.data, param.grad = server[:n].clone(), -mean[:n]
-        self._optimizer.step()
+        param.data = server[:n].clone()
+        for move in moves:
+            param.grad = -move[:n].double()
+            self._optimizer.step()
         return torch.cat([param.detach(), (server + mean)[n:]]).to(self.server.dtype)
 
     def get_extra_state(self) -> dict[str, Any]:

@@ -341,7 +341,7 @@ class NeuronMatching(Aggregator):
     def _merge(self, score: Callable[[], float] | None) -> None:
         assert self._returned is not None
         (ids, nets), self._returned = self._returned, None
-        rows = [row for row, client in enumerate(ids.tolist()) if self._is_usable(client)]
+        rows = self._usable(ids.tolist())
         if not rows:
             return
         ids = ids.cpu()[rows]
@@ -363,9 +363,9 @@ class NeuronMatching(Aggregator):
             **options,
         }
 
-    def _is_usable(self, client: int) -> bool:
-        """Say whether a client's network can be merged with the others'."""
-        return True
+    def _usable(self, ids: Sequence[int]) -> list[int]:
+        """Return the positions of clients whose networks can be merged with each other."""
+        return list(range(len(ids)))
 
     @abstractmethod
     def _matched(

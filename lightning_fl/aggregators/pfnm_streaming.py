@@ -12,7 +12,12 @@ from torch import Tensor
 from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.chain import Layers
 from lightning_fl.functional.matching import Posterior
-from lightning_fl.functional.networks import MatchedNetwork, NetworkPosterior, match_networks
+from lightning_fl.functional.networks import (
+    MatchedNetwork,
+    NetworkPosterior,
+    match_networks,
+    part_of,
+)
 from lightning_fl.functional.randomness import Purpose, generator, run_seed
 from lightning_fl.functional.tables import with_place
 from lightning_fl.types import FederationError
@@ -143,24 +148,21 @@ class StreamingPFNM(NeuronMatching):
             return super()._first(client)
         random = generator(run_seed(self.seed), Purpose.POSTERIOR, client, int(self.round))
         layers = [(w.cpu(), b.cpu()) for w, b in self.network()]
-        known = self.posterior([client]).layers
         chosen = []
-        for posterior, width in zip(known, self._client_widths(client), strict=True):
-            weights = posterior.uses[0] + 1e-9
+        for i, width in enumerate(self._client_widths(client)):
+            uses = with_place(getattr(self, f"uses_{i}").cpu(), torch.tensor([client]))
+            weights = uses[client] + 1e-9
             count = min(max(width - self.fresh, 0), len(weights))
             drawn = torch.arange(0)
             if count:
                 drawn = torch.multinomial(weights, count, generator=random)
             chosen.append(drawn)
-        inputs: list[Tensor | slice] = [slice(None), *chosen]
-        outputs: list[Tensor | slice] = [*chosen, slice(None)]
         found = []
         narrow = self._narrow(self.module_chain.unpack(self.base.cpu(), self._own), client)
-        for (w, b), into, out, (like, bias) in zip(layers, inputs, outputs, narrow, strict=True):
-            piece = w[out][:, into]
+        for (piece, known), (like, bias) in zip(part_of(layers, chosen), narrow, strict=True):
             weight, shift = torch.zeros_like(like), torch.full_like(bias, self.bias_mean)
             weight[: piece.shape[0], : piece.shape[1]] = piece
-            shift[: piece.shape[0]] = b[out]
+            shift[: len(known)] = known
             found.append(
                 tuple(
                     t + self.noise * torch.randn(t.shape, generator=random) for t in (weight, shift)

@@ -59,13 +59,27 @@ class MatchedNetwork:
 
     def of_client(self, client: int) -> list[tuple[Tensor, Tensor]]:
         """Return the part of the network that a client's neurons were matched to, in its order."""
-        chosen = [matching.assignments[client] for matching in self.matchings]
-        inputs: list[Tensor | slice] = [slice(None), *chosen]
-        outputs: list[Tensor | slice] = [*chosen, slice(None)]
-        return [
-            (weight[out][:, into], bias[out])
-            for (weight, bias), into, out in zip(self.layers, inputs, outputs, strict=True)
-        ]
+        return part_of(self.layers, [m.assignments[client] for m in self.matchings])
+
+
+def part_of(layers: Layers, chosen: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return the part of a network that has these hidden neurons, in this order.
+
+    Args:
+        layers: The network.
+        chosen: Neurons of each hidden layer.
+
+    Example:
+        >>> net = [(torch.eye(3), torch.arange(3.0)), (torch.ones(1, 3), torch.zeros(1))]
+        >>> part_of(net, [torch.tensor([2, 0])])[0][1]
+        tensor([2., 0.])
+    """
+    inputs: list[Tensor | slice] = [slice(None), *chosen]
+    outputs: list[Tensor | slice] = [*chosen, slice(None)]
+    return [
+        (weight[out][:, into], bias[out])
+        for (weight, bias), into, out in zip(layers, inputs, outputs, strict=True)
+    ]
 
 
 def match_networks(
