@@ -304,11 +304,7 @@ class PersonalizedEvaluation(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         content = text.getvalue().encode()
         write_atomically(folder / f"{self.name}.csv", lambda file: file.write(content))
-        try:
-            figure = client_figure(self.rows)
-        except ImportError:  # matplotlib is optional
-            return
-        figure.savefig(folder / f"{self.name}.png", dpi=120)
+        client_figure(self.rows).savefig(folder / f"{self.name}.png", dpi=120)
 
     # --- checkpoints ------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import rich.console
+import rich.progress
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
@@ -22,21 +24,13 @@ class RoundProgress(ProgressBar):
         lines: How many lines to print where the output is not a terminal.
 
     Raises:
-        FederationError: If rich is not installed, or ``lines`` is not positive.
+        FederationError: If ``lines`` is not positive.
     """
 
     def __init__(self, lines: int = 20) -> None:
         super().__init__()
         if lines < 1:
             raise FederationError(f"lines must be at least 1, got {lines}")
-        try:
-            import rich.console
-            import rich.progress
-        except ImportError as error:
-            raise FederationError(
-                "RoundProgress draws with rich, which is not installed: pip install"
-                " 'lightning_fl[demo]'"
-            ) from error
         self.lines = lines
         self._console = rich.console.Console()
         # Without its own thread: that would take time from the training, ten times a second.

@@ -24,18 +24,7 @@ class RunReport(Callback):
     and loss over rounds) at the end, also after an interruption, and ``aggregator.png`` where the
     server's rule has a picture of its own (the tree of clusters), ``policy.png`` likewise.
 
-    Raises:
-        FederationError: If matplotlib is not installed.
     """
-
-    def __init__(self) -> None:
-        try:
-            import matplotlib  # noqa: F401  # to fail here and not at the end of the run
-        except ImportError as error:
-            raise FederationError(
-                "RunReport draws with matplotlib, which is not installed: pip install"
-                " 'lightning_fl[demo]'"
-            ) from error
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write how the data were split."""

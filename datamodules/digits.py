@@ -7,7 +7,6 @@ import torch
 from lightning_fl.datamodules.federated import InMemory, hold_out
 from lightning_fl.datamodules.images import ImageDataModule
 from lightning_fl.functional.randomness import Purpose, generator
-from lightning_fl.types import FederationError
 
 
 class Digits(ImageDataModule):
@@ -17,7 +16,7 @@ class Digits(ImageDataModule):
     the test set here. Options are those of :class:`ImageDataModule`.
 
     Raises:
-        FederationError: If scikit-learn is not installed, or an option is out of range.
+        FederationError: If an option is out of range.
 
     Example:
         >>> data = Digits(num_clients=5)
@@ -31,13 +30,8 @@ class Digits(ImageDataModule):
 
     def load(self, train: bool) -> InMemory:
         """Return the training or the test samples."""
-        try:
-            from sklearn.datasets import load_digits
-        except ImportError as error:
-            raise FederationError(
-                "Digits come with scikit-learn, which is not installed: pip install"
-                " 'lightning_fl[demo]'"
-            ) from error
+        from sklearn.datasets import load_digits
+
         digits = load_digits()
         images = torch.as_tensor(digits.images).to(torch.uint8)[:, None]
         labels = torch.as_tensor(digits.target)

@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -171,9 +172,9 @@ class FederatedCLI(LightningCLI):
         if checkpoint.dirpath is None:
             checkpoint.dirpath = str(self.run_folder)
         if self.subcommand == "fit":
-            if find_spec("rich") and config.enable_progress_bar is not False:
+            if config.enable_progress_bar is not False:
                 callbacks.append(RoundProgress())
-            if find_spec("matplotlib") and not config.fast_dev_run:
+            if not config.fast_dev_run:
                 callbacks.append(RunReport())
         if config.logger in (None, True):
             kwargs["logger"] = self._loggers() if self.subcommand == "fit" else False
@@ -243,8 +244,40 @@ def _short(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
+#: The configs that come with the package.
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def with_shipped_configs(args: Sequence[str]) -> list[str]:
+    """Let ``--config digits.yaml`` mean the one that comes with the package.
+
+    A file of the user's with that name goes first.
+
+    Args:
+        args: Of the command line.
+
+    Example:
+        >>> *_, found = with_shipped_configs(["fit", "--config", "configs/digits.yaml"])
+        >>> Path(found).is_file()
+        True
+    """
+    found, before = [], ""
+    for arg in args:
+        option, _, value = arg.partition("=") if arg.startswith("--config=") else (before, "", arg)
+        shipped = CONFIGS / value.removeprefix("configs/")
+        if option == "--config" and not Path(value).exists() and shipped.is_file():
+            arg = arg.removesuffix(value) + str(shipped)
+        found.append(arg)
+        before = arg
+    return found
+
+
 def main(args: ArgsType = None) -> None:
     """Run the command line; a user's mistake ends with a message, not with a traceback."""
+    if args is None:
+        sys.argv[1:] = with_shipped_configs(sys.argv[1:])
+    elif isinstance(args, list):
+        args = with_shipped_configs(args)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # Lightning's own, of torch 2.14.

@@ -192,6 +192,16 @@ def test_a_wrong_option_of_lanes_is_named(cli, option, named):
     assert named in cli(*FIT, f"--lanes.{option}", expect=2)
 
 
+@pytest.mark.parametrize("config", ["--config=digits.yaml", "--config=configs/digits.yaml"])
+def test_a_config_that_comes_with_the_package_is_found_by_its_name(cli, tmp_path, config):
+    cli("fit", config, "--trainer.max_epochs=1")
+    assert len(rounds(tmp_path / "runs/digits/version_0")) == 1
+    mine = tmp_path / config.removeprefix("--config=")
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("trainer: {max_epochs: none}\n")
+    assert "max_epochs" in cli("fit", *config.split("="), expect=2)  # the user's own goes first
+
+
 def test_the_number_of_threads_is_an_option(cli, monkeypatch):
     seen = []
     monkeypatch.setattr(torch, "set_num_threads", seen.append)

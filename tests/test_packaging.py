@@ -1,4 +1,5 @@
 import importlib.metadata
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 import lightning_fl
 import lightning_fl.callbacks
@@ -16,7 +18,8 @@ import lightning_fl.datamodules
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("callbacks", "datamodules")
-FOLDERS = ("lightning_fl", *LINKED, "configs", "docs", "tests")
+LINKS = (*LINKED, "configs")
+FOLDERS = ("lightning_fl", *LINKS, "docs", "tests")
 FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "Makefile")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -68,7 +71,7 @@ def wheel(request, tmp_path_factory):
 def test_every_folder_with_an_init_is_listed_as_a_package():
     inits = (Path(module) for module in modules() if module.endswith("__init__.py"))
     folders = {".".join(init.parent.parts) for init in inits}
-    assert sorted(folders) == PYPROJECT["tool"]["setuptools"]["packages"]
+    assert sorted(folders | {"lightning_fl.configs"}) == PYPROJECT["tool"]["setuptools"]["packages"]
 
 
 def test_every_folder_with_modules_has_an_init():
@@ -80,10 +83,10 @@ def test_the_package_says_that_it_is_typed():
     assert (ROOT / "lightning_fl" / "py.typed").is_file()
 
 
-def test_two_relative_links_and_no_other_lead_into_the_package():
+def test_three_relative_links_and_no_other_lead_into_the_package():
     found = (path for name in ("lightning_fl", *LINKED) for path in (ROOT / name).rglob("*"))
     links = {path.relative_to(ROOT): path.readlink() for path in found if path.is_symlink()}
-    assert links == {Path("lightning_fl", name): Path("..", name) for name in LINKED}
+    assert links == {Path("lightning_fl", name): Path("..", name) for name in LINKS}
 
 
 @pytest.mark.parametrize("name", LINKED)
@@ -98,10 +101,11 @@ def test_the_version_is_that_of_the_metadata():
     assert lightning_fl.__version__ == PYPROJECT["project"]["version"]
 
 
-def test_the_wheel_holds_every_module_once_and_nothing_else(wheel):
+def test_the_wheel_holds_every_module_and_config_once_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = Counter(name for name in archive.namelist() if ".dist-info/" not in name)
-    assert names == Counter(modules() | {"lightning_fl/py.typed"})
+    configs = {f"lightning_fl/{p.relative_to(ROOT)}" for p in (ROOT / "configs").rglob("*.yaml")}
+    assert names == Counter(modules() | configs | {"lightning_fl/py.typed"})
 
 
 def test_the_wheel_carries_licence_and_command(wheel):
@@ -112,6 +116,35 @@ def test_the_wheel_carries_licence_and_command(wheel):
     assert "lightning-fl = lightning_fl.cli:main" in commands
 
 
+def test_the_wheel_runs_a_config_that_it_brings(wheel, tmp_path):
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    empty.mkdir()
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(site)]
+    subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
+    command = [sys.executable, "-m", "lightning_fl", "fit", "--config", "digits.yaml"]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [*command, "--trainer.max_epochs=1"],
+        cwd=empty,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    written = yaml.safe_load((empty / "runs/digits/version_0/config.yaml").read_text())
+    where = subprocess.run(
+        [sys.executable, "-c", "import lightning_fl as l; print(l.__file__)"],
+        cwd=empty,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert Path(where.stdout.strip()).is_relative_to(site)
+    assert written["data"]["class_path"].endswith("Digits")
+
+
 def test_the_sdist_holds_the_checkout_once(checkout, sdist):
     with tarfile.open(sdist) as archive:
         names = Counter(Path(*Path(name).parts[1:]).as_posix() for name in archive.getnames())
@@ -119,4 +152,4 @@ def test_the_sdist_holds_the_checkout_once(checkout, sdist):
     found = [path for name in FOLDERS for path in (checkout / name).rglob("*") if path.is_file()]
     assert {path.relative_to(checkout).as_posix() for path in found} | set(FILES) <= names.keys()
     # The links stay behind: followed, they would ship their folders a second time.
-    assert names.keys().isdisjoint(f"lightning_fl/{name}" for name in LINKED)
+    assert names.keys().isdisjoint(f"lightning_fl/{name}" for name in LINKS)

@@ -32,7 +32,7 @@ def plot(
         A figure that belongs to no window: ``figure.savefig("split.png")``.
 
     Raises:
-        FederationError: If matplotlib is missing or a class has no name.
+        FederationError: If a class has no name.
 
     Example:
         >>> from lightning_fl.partition import ByLabel
@@ -41,14 +41,10 @@ def plot(
         >>> plot(parts, labels).axes[1].get_xlabel()
         'client (largest dot: 6 samples)'
     """
-    try:
-        from matplotlib.colors import PowerNorm
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise FederationError(
-            f"plot needs matplotlib ({error}): pip install 'lightning_fl[demo]'"
-        ) from error
+    from matplotlib.colors import PowerNorm
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     classes, codes, _ = classes_of(labels)
     names = [str(label) for label in classes.tolist()]
     if class_names is not None:

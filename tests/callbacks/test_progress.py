@@ -2,7 +2,6 @@
 
 import functools
 import io
-import sys
 
 import pytest
 import rich.console
@@ -276,9 +275,3 @@ def test_without_a_federation_there_are_no_rounds_to_show(trainer, data):
 def test_one_line_is_the_least(lines):
     with pytest.raises(FederationError, match=f"lines must be at least 1, got {lines}"):
         RoundProgress(lines)
-
-
-def test_without_rich_the_error_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich.progress", None)
-    with pytest.raises(FederationError, match=r"with rich.*pip install 'lightning_fl\[demo\]'"):
-        RoundProgress()

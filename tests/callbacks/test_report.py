@@ -1,7 +1,6 @@
 """Pictures of a run: which files, when, and what is in them."""
 
 import os
-import sys
 
 import pytest
 import torch
@@ -176,9 +175,3 @@ def test_without_a_federation_there_is_nothing_to_report(trainer, data):
     module = ClientModule(nn.Linear(6, 3)).double()
     with pytest.raises(FederationError, match="RunReport reports rounds: add a FederatedLoop"):
         trainer(False, callbacks=[RunReport()]).fit(module, datamodule=data())
-
-
-def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(FederationError, match=r"matplotlib.*pip install 'lightning_fl\[demo\]'"):
-        RunReport()

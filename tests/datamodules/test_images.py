@@ -85,12 +85,6 @@ def test_options_of_images_are_those_of_any_data():
         Digits(val_size=-1)
 
 
-def test_without_scikit_learn_the_error_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(FederationError, match=r"pip install 'lightning_fl\[demo\]'"):
-        loaded(Digits)
-
-
 # --- normalisation --------------------------------------------------------------------------------
 
 

@@ -1,7 +1,6 @@
 """The picture shows the counts."""
 
 import io
-import sys
 
 import pytest
 import torch
@@ -59,9 +58,3 @@ def test_classes_have_names():
 def test_a_class_without_a_name_is_an_error():
     with pytest.raises(FederationError, match=r"has 2 names, the labels go from 0 to 2"):
         picture(ByLabel(), 3, 3, class_names=["cat", "dog"])
-
-
-def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(FederationError, match=r"pip install 'lightning_fl\[demo\]'"):
-        plot([torch.tensor([0])], torch.tensor([0]))
