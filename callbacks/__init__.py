@@ -1,8 +1,9 @@
 """The federation itself, and what watches it."""
 
+from lightning_fl.callbacks.attacks import Backdoor, ClientAttack, LabelFlip
 from lightning_fl.callbacks.baselines import MatchingBaselines
 from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO, RoundCheckpoint
-from lightning_fl.callbacks.faults import ClientAttack, ClientFaults
+from lightning_fl.callbacks.faults import ClientFaults
 from lightning_fl.callbacks.federated_loop import FederatedLoop
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
 from lightning_fl.callbacks.progress import RoundProgress
@@ -10,9 +11,11 @@ from lightning_fl.callbacks.report import RunReport
 
 __all__ = [
     "AtomicCheckpointIO",
+    "Backdoor",
     "ClientAttack",
     "ClientFaults",
     "FederatedLoop",
+    "LabelFlip",
     "MatchingBaselines",
     "PersonalizedEvaluation",
     "RoundCheckpoint",

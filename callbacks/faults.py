@@ -1,12 +1,11 @@
-"""Clients that fail, are slow, or send what they should not; and how long rounds would take."""
+"""Clients that fail or are slow, and how long rounds would take."""
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -23,7 +22,7 @@ FAULTS = ("dropout", "crash", "nan", "late", "explode")
 EXPLODED = 1e30
 
 
-class _OnUpdates(Callback):
+class OnUpdates(Callback):
     """A callback that sees updates on their way to the server; the loop calls it."""
 
     _loop: FederatedLoop
@@ -50,7 +49,7 @@ class _OnUpdates(Callback):
         return delta
 
 
-class ClientFaults(_OnUpdates):
+class ClientFaults(OnUpdates):
     r"""Let clients fail, at random or by a trace, and say how long rounds would take.
 
     A client of a round has at most one fault:
@@ -197,7 +196,7 @@ class ClientFaults(_OnUpdates):
         if plan is None:  # the round was cut short
             return
         times, waits = [0.0], False
-        for client in plan.clients.tolist():
+        for client in plan.cohort.tolist():
             fault = self._what(plan, client)
             if fault is not None:
                 self.happened.append((plan.round + 1, client, fault))
@@ -263,74 +262,3 @@ def read_trace(path: str | Path) -> dict[tuple[int, int], str]:
             )
         found[key] = fault
     return found
-
-
-class ClientAttack(_OnUpdates):
-    r"""Let some clients send what harms, round after round, to test robust rules.
-
-    Args:
-        clients: Who: numbers, or a fraction of all, drawn once by the run's seed and rounded down.
-        kind: ``sign_flip`` sends :math:`-c \Delta`; ``noise`` a vector of normal numbers with
-            :math:`c` times the update's norm; ``scale`` sends :math:`c \Delta`.
-        strength: :math:`c`.
-
-    Raises:
-        FederationError: If an option is out of range; at the start of a fit, if a client does not
-            exist.
-
-    Example:
-        >>> ClientAttack(0.2, "noise", strength=10.0).kind
-        'noise'
-    """
-
-    def __init__(
-        self,
-        clients: float | Sequence[int] = 0.2,
-        kind: Literal["sign_flip", "noise", "scale"] = "sign_flip",
-        strength: float = 1.0,
-    ) -> None:
-        if isinstance(clients, int | float) and not 0 <= clients <= 1:
-            raise FederationError(
-                f"clients must be a fraction from 0 to 1, or a list of numbers, got {clients}"
-            )
-        if kind not in ("sign_flip", "noise", "scale"):
-            raise FederationError(f"kind must be sign_flip, noise or scale, got {kind!r}")
-        if not 0 <= strength < math.inf:
-            raise FederationError(f"strength must be at least 0, got {strength}")
-        self.clients, self.kind, self.strength = clients, kind, strength
-        self._who: set[int] | None = None
-
-    def attackers(self, seed: int, count: int) -> set[int]:
-        """Return who attacks.
-
-        Args:
-            seed: The run's.
-            count: Clients of the federation.
-        """
-        if not isinstance(self.clients, int | float):
-            found = {int(client) for client in self.clients}
-            if beyond := sorted(c for c in found if not 0 <= c < count):
-                raise FederationError(f"clients names client {beyond[0]}, there are {count}")
-            return found
-        random = generator(seed, Purpose.ATTACKERS)
-        number = math.floor(self.clients * count + 1e-9)
-        return set(torch.randperm(count, generator=random)[:number].tolist())
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Choose who attacks."""
-        count = len(trainer.datamodule.num_samples)  # type: ignore[attr-defined]
-        self._who = self.attackers(self._loop.run_seed, count)
-
-    def on_client_updates(self, plan: RoundPlan, clients: Tensor, delta: Tensor) -> Tensor:
-        """Let attackers send what harms; see :class:`ClientAttack`."""
-        for row, client in enumerate(clients.tolist()):
-            if client not in (self._who or ()):
-                continue
-            if self.kind == "noise":
-                random = generator(plan.seed, Purpose.ATTACKERS, plan.round + 1, client)
-                noise = torch.randn(delta.shape[1], generator=random).to(delta)
-                delta[row] = noise * (self.strength * delta[row].norm() / noise.norm())
-            else:
-                sign = -1.0 if self.kind == "sign_flip" else 1.0
-                delta[row] *= sign * self.strength
-        return delta

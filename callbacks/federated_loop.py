@@ -55,6 +55,7 @@ from lightning_fl.strategies import ClientParallelStrategy, gathered, merge_logs
 from lightning_fl.transforms import Message, UpdateTransform
 from lightning_fl.types import (
     ClientUpdate,
+    Cohort,
     FederatedData,
     FederationError,
     Feedback,
@@ -179,7 +180,8 @@ class FederatedLoop(Callback):
         self._monitored: dict[str, float] = {}
         self._seed = 0
         self._loaded: dict[str, Any] = {}
-        self._undo = ExitStack()
+        #: What is put back when a fit ends, however it ends, the last first.
+        self.undo = ExitStack()
 
     @property
     def state_key(self) -> str:
@@ -251,6 +253,11 @@ class FederatedLoop(Callback):
             self.aggregator.class_counts = getattr(data, "class_counts", None)
             with evaluating(user), seeded_rng(0, user.device):  # dropout would be a difference
                 self.aggregator.prepare(user, data.example())
+        if self.aggregator.is_private and self.policy.needs_credits:
+            raise FederationError(
+                f"{type(self.policy).__name__} learns from what single clients sent, which"
+                f" {type(self.aggregator).__name__} is to hide: choose another policy"
+            )
         if self.buffers is None and has_running_statistics(user):
             rank_zero_warn(
                 "the module keeps running statistics (BatchNorm) and clients change them:"
@@ -264,7 +271,7 @@ class FederatedLoop(Callback):
         self._watchers = [c for c in others if callable(getattr(c, "on_client_updates", None))]
         trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
         self._log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        self._undo.callback(setattr, trainer, "log_every_n_steps", self._log_every_n_steps)
+        self.undo.callback(setattr, trainer, "log_every_n_steps", self._log_every_n_steps)
         self._trainer = trainer
         if "://" not in (folder := str(trainer.default_root_dir)):  # else no place for a file
             self.store.folder = folder
@@ -298,9 +305,9 @@ class FederatedLoop(Callback):
                 rule.distributed_available_fn = (
                     _never if self._shares_samples else jit_distributed_available
                 )
-        self._undo.enter_context(one_optimizer(pl_module))
+        self.undo.enter_context(one_optimizer(pl_module))
         data.plan = self.plan
-        self._undo.callback(setattr, data, "plan", None)
+        self.undo.callback(setattr, data, "plan", None)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take hold of the module's tensors and of its optimiser."""
@@ -311,10 +318,14 @@ class FederatedLoop(Callback):
             trainer.optimizers[0],
             self.optimizer_state == "keep",
         )
-        self._undo.callback(self.lane.close)
+        self.undo.callback(self.lane.close)
         self.schedulers = Schedulers(trainer)
         server = self.lane.read().vector
         self.policy.to(server.device)
+        cohort = Cohort(self._cohort_size(), len(self._num_samples), self.sampler.drawn, self._seed)
+        for rule in self.aggregator.modules():  # of a Staged, too
+            if isinstance(rule, Aggregator):
+                rule.cohort = cohort
         self.aggregator.num_parameters = self.lane.num_parameters
         self.aggregator.to(server.device).start(server)
         self._restore()
@@ -359,7 +370,7 @@ class FederatedLoop(Callback):
             self._server_at_start = None
         self.schedulers.catch_up(self.round, self._monitored)
         self._progress = _progress(trainer)
-        self._undo.callback(set_rng_state, rng_state(pl_module.device))
+        self.undo.callback(set_rng_state, rng_state(pl_module.device))
 
     # --- the plan ---------------------------------------------------------------------------------
 
@@ -400,6 +411,8 @@ class FederatedLoop(Callback):
                 f"{type(self.sampler).__name__} must return different clients from 0 to {n - 1},"
                 f" got {clients.tolist()}"
             )
+        if nobody := not len(clients):
+            clients = torch.zeros(1, dtype=torch.int64)
         values = {
             name: full(torch.as_tensor(value).cpu(), clients)
             for name, value in self.policy.sample(self.round, clients).items()
@@ -410,6 +423,8 @@ class FederatedLoop(Callback):
                 f" knows {sorted(KNOWN_VALUES)}. Others are in plan().values for code of your own"
             )
         if (takes_part := values.pop("takes_part", None)) is not None:
+            if not takes_part.any():
+                nobody, takes_part = True, torch.arange(len(clients)) == 0
             clients = clients[takes_part]
             values = {name: value[takes_part] for name, value in values.items()}
         steps = values.pop("num_steps", None)
@@ -422,8 +437,10 @@ class FederatedLoop(Callback):
             values = {name: value[: len(clients)] for name, value in values.items()}
             steps = torch.full_like(clients, int(batches) // len(clients))
             steps[0] += int(batches) - int(steps.sum())
+        if nobody:
+            steps = torch.ones_like(clients)
         lr = values.pop("lr", None)
-        plan = RoundPlan(seed, self.round, clients, steps, lr, values)
+        plan = RoundPlan(seed, self.round, clients, steps, lr, values, nobody=nobody)
         world_size = 1
         if self._parallel is not None:
             world_size = self._trainer.world_size
@@ -561,6 +578,8 @@ class FederatedLoop(Callback):
         return torch.stack(found)
 
     def _collect(self, round: _Round, step: Step) -> None:
+        if round.plan.nobody:
+            return
         clients = round.plan.clients[list(step.rows)]
         after = self._local_losses(step) if self.aggregator.needs_losses else None
         delta, counters = self.lane.collect(round.start, reuse=self.aggregator.forgets)
@@ -645,7 +664,7 @@ class FederatedLoop(Callback):
         if self._parallel is not None:
             self._merge(round)
         round.skipped.sort()  # lanes come in the order of their work
-        returned = len(round.plan.clients) - len(round.skipped)
+        returned = len(round.plan.cohort) - len(round.skipped)
         if round.skipped:
             named = ", ".join(map(str, round.skipped[:10])) + ", ..." * (len(round.skipped) > 10)
             rank_zero_warn(
@@ -654,7 +673,8 @@ class FederatedLoop(Callback):
                 stacklevel=2,
             )
         least = 1 if self._trainer.fast_dev_run else self.min_clients  # type: ignore[attr-defined]
-        if returned >= (least := max(least, self.aggregator.least_clients)):
+        least = max(least, self.aggregator.least_clients)
+        if returned >= least or (round.plan.nobody and self.aggregator.is_private):
             vector = self.aggregator.compute().view_as(server.vector)
             server = ServerState(vector, round.counters)
         else:
@@ -722,7 +742,7 @@ class FederatedLoop(Callback):
     ) -> None:
         """Leave the server's model behind, and let go: Lightning does not tear down."""
         self._abandon()
-        self._undo.close()
+        self.undo.close()
 
     def _credits(self, round: _Round, weights: Tensor) -> Tensor:
         """Return what each client has done to the validation loss; see :class:`Feedback`."""
@@ -866,14 +886,14 @@ class FederatedLoop(Callback):
         lr = fmean(self._lr(plan, row) for row in range(len(plan.clients)))
         return {
             "round": self.round + 1,
-            "clients": len(plan.clients),
+            "clients": len(plan.cohort),
             "skipped": len(round.skipped),
             "skipped_clients": " ".join(map(str, round.skipped)),
             "num_samples": round.num_samples,
-            "num_steps": int(plan.num_steps.sum()),
+            "num_steps": 0 if plan.nobody else int(plan.num_steps.sum()),
             "lr": lr,
-            "bytes_up": up * (len(plan.clients) - len(round.skipped)),
-            "bytes_down": down * len(plan.clients),
+            "bytes_up": up * (len(plan.cohort) - len(round.skipped)),
+            "bytes_down": down * len(plan.cohort),
         }
 
     def _lr(self, plan: RoundPlan, row: int) -> float:
@@ -1027,7 +1047,7 @@ class FederatedLoop(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let go of the optimiser, the data and the Trainer."""
-        self._undo.close()
+        self.undo.close()
 
 
 #: What a policy may say of a client, for the loop to act on.

@@ -38,6 +38,8 @@ from lightning_fl.partition import IID, Manifest, Partition, checksum
 from lightning_fl.types import FederationError, RoundPlan
 
 Collate = Callable[[list[Any]], Any]
+#: From inputs and labels, ``[n, ...]`` and ``[n]``, to others.
+Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class InMemory(Dataset[Any]):
@@ -94,6 +96,23 @@ class InMemory(Dataset[Any]):
         for tensor, place in zip(self.tensors, self._places[n], strict=True):
             torch.index_select(tensor, 0, index, out=place)
         return self._places[n]
+
+
+class Changed(Dataset[Any]):
+    """A map-style data set, some of whose samples are changed when they are read."""
+
+    def __init__(self, data: Any, index: Tensor, change: Change) -> None:
+        self.data, self.index, self.change = data, set(index.tolist()), change
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> Any:
+        x, *rest, y = self.data[i]
+        if i in self.index:
+            (x,), (label,) = self.change(x[None], torch.as_tensor(y)[None])
+            y = label if isinstance(y, Tensor) else int(label)
+        return (x, *rest, y)
 
 
 @dataclass(frozen=True)
@@ -799,11 +818,11 @@ class FederatedDataModule(LightningDataModule):
         if self.val is None:
             warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
             return []
-        return self._evaluation(self.val)
+        return self.evaluation_loader(self.val)
 
     def test_dataloader(self) -> DataLoader[Any]:
         """Return the test samples in order."""
-        return self._evaluation(self._test_samples())
+        return self.evaluation_loader(self._test_samples())
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return the test samples in order."""
@@ -814,7 +833,29 @@ class FederatedDataModule(LightningDataModule):
             raise FederationError(f"{type(self).__name__} has no test samples: pass test=")
         return self.test
 
-    def _evaluation(self, data: Any) -> DataLoader[Any]:
+    @staticmethod
+    def with_changes(data: Any, index: Tensor, change: Change) -> Dataset[Any]:
+        """Return a data set some of whose samples are others.
+
+        Args:
+            data: Samples are tuples; the first part is the input, the last the label.
+            index: Which.
+            change: From inputs and labels, ``[n, ...]`` and ``[n]``, to others.
+
+        Example:
+            >>> data = InMemory(torch.zeros(3), torch.arange(3))
+            >>> other = lambda x, y: (x + 1, y - 2)
+            >>> FederatedDataModule.with_changes(data, torch.tensor([2]), other)[2]
+            (tensor(1.), tensor(0))
+        """
+        if not isinstance(data, InMemory):
+            return Changed(data, index, change)
+        x, *rest, y = data.tensors
+        new_x, new_y = change(x[index], y[index])
+        return InMemory(x.index_copy(0, index, new_x), *rest, y.index_copy(0, index, new_y))
+
+    def evaluation_loader(self, data: Any) -> DataLoader[Any]:
+        """Return any samples in order, as the server's own are read; processes share them."""
         size, processes = self.eval_batch_size, self._processes()
         return self._loader(data, lambda data: EvaluationBatches(data, size, *processes))
 

@@ -15,11 +15,14 @@ from lightning_fl.types import FederationError
 class ClientSampler(ABC):
     """Draws the cohort of a round."""
 
+    #: How; what is known of it makes rules private that hide who took part.
+    drawn: Literal["poisson", "fixed", "all"] = "all"
+
     @abstractmethod
     def sample(
         self, round: int, count: int, num_samples: Tensor, generator: torch.Generator
     ) -> Tensor:
-        """Return the ids of ``count`` different clients.
+        """Return the ids of different clients, ``count`` of them unless a rule says otherwise.
 
         Args:
             round: The round's number, counted from 0.
@@ -29,6 +32,28 @@ class ClientSampler(ABC):
         """
 
 
+class PoissonSampler(ClientSampler):
+    """Every client by a coin of its own: ``count`` take part in the mean, sometimes nobody.
+
+    Differential privacy is strongest with it. A round of nobody is a round all the same.
+
+    Example:
+        >>> random = torch.Generator().manual_seed(0)
+        >>> [len(PoissonSampler().sample(t, 4, torch.ones(40), random)) for t in range(6)]
+        [5, 5, 4, 3, 7, 4]
+    """
+
+    drawn = "poisson"
+
+    def sample(
+        self, round: int, count: int, num_samples: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """Return the ids whose coin has fallen."""
+        n = len(num_samples)
+        coins = torch.rand(n, generator=generator, dtype=torch.float64)
+        return (coins < count / n).nonzero()[:, 0]
+
+
 class UniformSampler(ClientSampler):
     """Every client with equal probability, without replacement.
 
@@ -36,6 +61,8 @@ class UniformSampler(ClientSampler):
         >>> UniformSampler().sample(0, 4, torch.ones(4), torch.Generator()).sort().values
         tensor([0, 1, 2, 3])
     """
+
+    drawn = "fixed"
 
     def sample(
         self, round: int, count: int, num_samples: Tensor, generator: torch.Generator

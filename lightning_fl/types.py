@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -14,6 +14,7 @@ from torch import Tensor
 
 __all__ = [
     "ClientUpdate",
+    "Cohort",
     "FederatedData",
     "FederationError",
     "Feedback",
@@ -25,6 +26,32 @@ __all__ = [
 
 class FederationError(MisconfigurationException, ValueError):
     """A mistake in a configuration, its data or a checkpoint: what was wrong, and what to do."""
+
+
+class Cohort(NamedTuple):
+    """How the clients of a round are drawn.
+
+    Args:
+        size: How many, in the mean.
+        clients: Of how many.
+        drawn: ``poisson``, each by a coin of its own; ``fixed``, all sets of this size with equal
+            probability; ``all``, or in a way that is not known.
+        seed: The run's.
+
+    Example:
+        >>> Cohort(size=10, clients=10, drawn="poisson").is_sampled
+        False
+    """
+
+    size: int
+    clients: int
+    drawn: Literal["poisson", "fixed", "all"] = "all"
+    seed: int = 0
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether a client can be sure of nothing."""
+        return self.drawn != "all" and self.size < self.clients
 
 
 class Step(NamedTuple):
@@ -70,6 +97,7 @@ class RoundPlan:
             others, one at a time.
         rank: Which of the processes this is. Only :attr:`schedule` and :attr:`rows` depend on it.
         world_size: Processes that share the clients.
+        nobody: Whether nobody takes part: a round needs a client, whose work is thrown away.
 
     Raises:
         FederationError: If the round is empty, or the shapes or numbers of steps do not fit.
@@ -92,6 +120,7 @@ class RoundPlan:
     stepwise: bool = False
     rank: int = 0
     world_size: int = 1
+    nobody: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.clients):
@@ -115,6 +144,11 @@ class RoundPlan:
             raise FederationError(
                 f"lr must be finite and at least 0, got {self.lr} in round {self.round + 1}"
             )
+
+    @property
+    def cohort(self) -> Tensor:
+        """Ids of those whose work counts."""
+        return self.clients[:0] if self.nobody else self.clients
 
     @cached_property
     def shares(self) -> list[list[int]]:

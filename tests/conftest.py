@@ -1,5 +1,6 @@
 import logging
 import os
+import warnings
 from pathlib import Path
 
 import lightning as L
@@ -10,8 +11,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.policies import Schedule
 
 # LightningCLI 2.6 calls much of what jsonargparse 5 will take away: hence pyproject's cap.
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -160,6 +163,27 @@ def fit(trainer, data):
             module, datamodule=data() if datamodule is None else datamodule, ckpt_path=ckpt_path
         )
         return loop
+
+    return run
+
+
+@pytest.fixture
+def simulate(fit, data):
+    """Train a linear classifier of blobs with callbacks; returns it and the loop."""
+
+    def run(*callbacks, rounds=3, wrap=lambda m: m, clients=4, aggregator=None, **options):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(6, 3)
+        made = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
+        names = ("participation", "min_clients", "on_client_error", "sampler", "policy")
+        given = {name: options.pop(name) for name in names if name in options}
+        given = {"policy": Schedule(num_steps=2), "seed": 3, **given}
+        loop = FederatedLoop(aggregator=aggregator, **given)
+        samples = options.pop("datamodule", None) or data(num_clients=clients)
+        with warnings.catch_warnings():  # of clients that are skipped
+            warnings.simplefilter("ignore")
+            fit(wrap(made), loop, samples, rounds=rounds, callbacks=callbacks, **options)
+        return made, loop
 
     return run
 

@@ -11,6 +11,7 @@ from lightning_fl.aggregators.gossip import Gossip
 from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.aggregators.pfnm import PFNM
 from lightning_fl.aggregators.pfnm_streaming import StreamingPFNM
+from lightning_fl.aggregators.private import DPFedAvg
 from lightning_fl.aggregators.robust import (
     CoordinateMedian,
     GeometricMedian,
@@ -26,6 +27,7 @@ __all__ = [
     "Aggregator",
     "ClusteredFL",
     "CoordinateMedian",
+    "DPFedAvg",
     "Downpour",
     "FedAdagrad",
     "FedAdam",

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_fl.types import ClientUpdate
+from lightning_fl.types import ClientUpdate, Cohort
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,6 +41,10 @@ class Aggregator(Metric, ABC):
     class_counts: Tensor | None = None
     #: Clients of the federation; a ``FederatedLoop`` sets it where it is None.
     num_clients: int | None = None
+    #: How clients of a round are drawn; a ``FederatedLoop`` sets it.
+    cohort: Cohort | None = None
+    #: Whether what a round releases is protected, which then has to include rounds of nobody.
+    is_private = False
     #: How many numbers of the server's vector are parameters; the others are floating buffers. None
     #: is all of them. A ``FederatedLoop`` sets it.
     num_parameters: int | None = None

@@ -52,6 +52,7 @@ class Staged(Aggregator):
         self.rules = nn.ModuleList(aggregators)
         self.forgets = all(rule.forgets for rule in aggregators)
         self.needs_losses = any(rule.needs_losses for rule in aggregators)
+        self.is_private = any(rule.is_private for rule in aggregators)
         self.least_clients = max(rule.least_clients for rule in aggregators)
         self.register_buffer("round", torch.zeros((), dtype=torch.int64))
 

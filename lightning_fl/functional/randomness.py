@@ -40,6 +40,8 @@ class Purpose(IntEnum):
     FAULTS = 21
     ATTACKERS = 22
     SPEEDS = 23
+    NOISE = 24
+    BACKDOOR = 25
 
 
 def derive_seed(seed: int, *key: int) -> int:

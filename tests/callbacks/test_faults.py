@@ -1,51 +1,23 @@
-"""Faults and attacks: counts, replay, the virtual clock, and a federation that stands them."""
+"""Faults: counts, replay, the virtual clock, and a federation that stands them."""
 
 import math
-import warnings
 
 import pytest
 import torch
-from torch import nn
 
-from lightning_fl import ClientModule, Lanes
-from lightning_fl.aggregators import CoordinateMedian, FedAvg
-from lightning_fl.callbacks import ClientAttack, ClientFaults, FederatedLoop, RoundCheckpoint
+from lightning_fl import Lanes
+from lightning_fl.aggregators import CoordinateMedian
+from lightning_fl.callbacks import ClientFaults, RoundCheckpoint
 from lightning_fl.callbacks.faults import read_trace
-from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 
 
-def module(seed=0):
-    torch.manual_seed(seed)
-    return ClientModule(nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
-
-
-@pytest.fixture
-def run(fit, data, tmp_path):
-    def run(faults, rounds=3, wrap=lambda m: m, clients=4, aggregator=None, **options):
-        made = module()
-        loop = FederatedLoop(
-            options.pop("participation", 1.0),
-            aggregator,
-            Schedule(num_steps=2),
-            seed=3,
-            min_clients=options.pop("min_clients", 1),
-            on_client_error=options.pop("on_client_error", "skip"),
-        )
-        callbacks = [faults, *options.pop("callbacks", ())]
-        with warnings.catch_warnings():  # of clients that are skipped
-            warnings.simplefilter("ignore")
-            samples = data(num_clients=clients)
-            fit(wrap(made), loop, samples, rounds=rounds, callbacks=callbacks, **options)
-        return made, loop
-
-    return run
-
-
-def test_half_of_all_clients_fail_in_every_way(run):
+def test_half_of_all_clients_fail_in_every_way(simulate):
     """200 rounds: nothing hangs, nothing is NaN, every loss is counted."""
     faults = ClientFaults(0.125, 0.125, 0.125, 0.125, straggler=0.1, deadline=0.1, spread=0.3)
-    made, loop = run(faults, 200, clients=6, aggregator=CoordinateMedian(), min_clients=2)
+    made, loop = simulate(
+        faults, rounds=200, clients=6, aggregator=CoordinateMedian(), min_clients=2
+    )
     assert len(loop.rows) == 200
     assert all(p.isfinite().all() for p in made.parameters())
     lost = {}
@@ -64,40 +36,42 @@ def test_half_of_all_clients_fail_in_every_way(run):
     assert sum(row["val_acc"] > 0.9 for row in loop.rows) > 100
 
 
-def test_a_trace_is_replayed(run, tmp_path):
+def test_a_trace_is_replayed(simulate, tmp_path):
     first = ClientFaults(dropout=0.3, explode=0.2)
-    one, loop = run(first, 5)
+    one, loop = simulate(first, rounds=5)
     path = loop.table_path(loop._trainer).with_name("faults.csv")
     replayed = ClientFaults(trace=path)
-    two, _ = run(replayed, 5)
+    two, _ = simulate(replayed, rounds=5)
     assert replayed.happened == first.happened
     assert len(first.happened) > 4
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-def test_what_a_trace_says_happens(run, tmp_path):
+def test_what_a_trace_says_happens(simulate, tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("round,client,fault\n1,2,dropout\n2,0,nan\n\n2,3, crash\n3,1,late\n")
-    _, loop = run(ClientFaults(trace=path))
+    _, loop = simulate(ClientFaults(trace=path))
     assert [row["skipped_clients"] for row in loop.rows] == ["2", "0 3", "1"]
     # Who is lost has no part in the round.
     assert [row["num_samples"] for row in loop.rows] == [90, 60, 90]
 
 
-def test_faults_do_not_depend_on_lanes_and_resume(run, tmp_path):
+def test_faults_do_not_depend_on_lanes_and_resume(simulate, tmp_path):
     def made():
         return ClientFaults(dropout=0.2, nan=0.2, straggler=0.5, spread=0.4, deadline=1.0)
 
-    def options(name):
-        return {"callbacks": [RoundCheckpoint(str(tmp_path / name))], "enable_checkpointing": True}
+    def kept(name):
+        return RoundCheckpoint(str(tmp_path / name))
 
     faults = [made() for _ in range(4)]
-    one, first = run(faults[0], 6, **options("whole"))
-    lanes, _ = run(faults[1], 6, lambda m: Lanes(m, lanes=3))
-    run(faults[2], 3, **options("parts"))
+    one, first = simulate(faults[0], kept("whole"), rounds=6, enable_checkpointing=True)
+    lanes, _ = simulate(faults[1], rounds=6, wrap=lambda m: Lanes(m, lanes=3))
+    simulate(faults[2], kept("parts"), enable_checkpointing=True)
     last = str(tmp_path / "parts" / "last.ckpt")
-    parts, second = run(faults[3], 6, ckpt_path=last, **options("parts"))
+    parts, second = simulate(
+        faults[3], kept("parts"), rounds=6, ckpt_path=last, enable_checkpointing=True
+    )
     assert faults[0].happened == faults[1].happened == faults[3].happened
     assert faults[0].virtual_time == faults[1].virtual_time == faults[3].virtual_time
     assert first.rows == second.rows
@@ -106,9 +80,9 @@ def test_faults_do_not_depend_on_lanes_and_resume(run, tmp_path):
         assert torch.equal(a, c)
 
 
-def test_the_virtual_clock_by_hand(run):
+def test_the_virtual_clock_by_hand(simulate):
     faults = ClientFaults(step_seconds=0.5, bandwidth=100.0, spread=0.7)
-    _, loop = run(faults, 2)
+    _, loop = simulate(faults, rounds=2)
     both = 2 * 21 * 8 / 100
     factors = []
     for client in range(4):
@@ -127,63 +101,27 @@ def test_the_virtual_clock_by_hand(run):
     assert float(deviations.mean()) == pytest.approx(0.0, abs=0.12)
 
 
-def test_the_server_waits_for_a_deadline_only_if_somebody_is_missing(run, tmp_path):
+def test_the_server_waits_for_a_deadline_only_if_somebody_is_missing(simulate, tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("round,client,fault\n2,1,dropout\n")
-    _, loop = run(ClientFaults(trace=path, step_seconds=1.0, bandwidth=1e12, deadline=50.0))
+    _, loop = simulate(ClientFaults(trace=path, step_seconds=1.0, bandwidth=1e12, deadline=50.0))
     assert [row["virtual_time"] for row in loop.rows] == pytest.approx([2.0, 52.0, 54.0], abs=1e-5)
-    _, loop = run(ClientFaults(step_seconds=1.0, deadline=1.5), min_clients=1)
+    _, loop = simulate(ClientFaults(step_seconds=1.0, deadline=1.5), min_clients=1)
     assert all(row["skipped"] == 4 for row in loop.rows)  # nobody is as fast
     assert loop.rows[-1]["virtual_time"] == pytest.approx(4.5)
 
 
-def test_stragglers_are_slow_as_often_as_said(run):
+def test_stragglers_are_slow_as_often_as_said(simulate):
     faults = ClientFaults(straggler=0.25, slowness=4.0, step_seconds=1.0, bandwidth=1e15)
-    run(faults, 1)
+    simulate(faults, rounds=1)
     each = [faults.seconds_of(3, round, 0, 1) for round in range(2000)]
     assert {round(value, 6) for value in each} == {1.0, 4.0}
     assert sum(value > 2 for value in each) / 2000 == pytest.approx(0.25, abs=0.04)
 
 
-def test_a_fault_ends_a_run_that_asks_for_it(run):
+def test_a_fault_ends_a_run_that_asks_for_it(simulate):
     with pytest.raises(FederationError, match="not finite in round 1"):
-        run(ClientFaults(dropout=1.0), on_client_error="raise")
-
-
-@pytest.mark.parametrize("kind", ["sign_flip", "noise", "scale"])
-def test_attacks_by_hand(run, kind):
-    class Look(FedAvg):
-        def update(self, clients):
-            seen.update(zip(clients.clients.tolist(), clients.delta.clone(), strict=True))
-            super().update(clients)
-
-    seen = {}
-    run(ClientFaults(), 1, aggregator=Look())
-    honest, seen = dict(seen), {}
-    attack = ClientAttack([1, 3], kind, strength=2.5)
-    run(attack, 1, aggregator=Look())
-    for client in range(4):
-        if client in (0, 2):
-            assert torch.equal(seen[client], honest[client])
-        elif kind == "noise":
-            assert float(seen[client].norm()) == pytest.approx(2.5 * float(honest[client].norm()))
-            cosine = torch.cosine_similarity(seen[client], honest[client], dim=0)
-            assert abs(float(cosine)) < 0.7
-        else:
-            factor = 2.5 if kind == "scale" else -2.5
-            torch.testing.assert_close(seen[client], factor * honest[client])
-
-
-def test_a_fraction_attacks_for_good(run):
-    attack = ClientAttack(0.29, "sign_flip")
-    who = attack.attackers(seed=5, count=100)
-    assert len(who) == 29
-    assert who == attack.attackers(seed=5, count=100) != attack.attackers(seed=6, count=100)
-    _, loop = run(ClientAttack(0.4, "sign_flip", strength=20.0), 6, clients=10)
-    assert loop.rows[-1]["val_acc"] < 0.9
-    attack = ClientAttack(0.4, "sign_flip", strength=20.0)
-    _, loop = run(attack, 6, clients=10, aggregator=CoordinateMedian())
-    assert loop.rows[-1]["val_acc"] > 0.9
+        simulate(ClientFaults(dropout=1.0), on_client_error="raise")
 
 
 @pytest.mark.parametrize(
@@ -223,9 +161,6 @@ def test_no_trace_and_no_text(tmp_path):
         (lambda: ClientFaults(slowness=0.5), "slowness must be at least 1"),
         (lambda: ClientFaults(bandwidth=0.0), "bandwidth must be positive"),
         (lambda: ClientFaults(deadline=-1.0), "deadline must be positive"),
-        (lambda: ClientAttack(1.5), "clients must be a fraction from 0 to 1"),
-        (lambda: ClientAttack(0.1, "label"), "kind must be sign_flip, noise or scale"),
-        (lambda: ClientAttack(0.1, strength=-1.0), "strength must be at least 0"),
     ],
 )
 def test_bad_options(make, message):
@@ -233,8 +168,6 @@ def test_bad_options(make, message):
         make()
 
 
-def test_what_does_not_go_together(run, trainer, data):
-    with pytest.raises(FederationError, match="clients names client 9, there are 4"):
-        run(ClientAttack([0, 9]))
+def test_faults_need_a_federation(trainer, data, linear):
     with pytest.raises(FederationError, match="there is no federation"):
-        trainer(loop=False, callbacks=[ClientFaults()]).fit(module(), data())
+        trainer(loop=False, callbacks=[ClientFaults()]).fit(linear(), data())

@@ -1,0 +1,292 @@
+"""Clients that mean harm, to test rules that shall stand them."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_fl.callbacks.checks import accuracy, evaluating, on_device
+from lightning_fl.callbacks.faults import OnUpdates
+from lightning_fl.functional.randomness import Purpose, generator, run_seed
+from lightning_fl.types import FederationError, RoundPlan
+
+
+class Attack(OnUpdates):
+    """Some clients attack, round after round.
+
+    Args:
+        clients: Who: numbers, or a fraction of all, drawn once by the run's seed and rounded down.
+    """
+
+    def __init__(self, clients: float | Sequence[int]) -> None:
+        if isinstance(clients, int | float) and not 0 <= clients <= 1:
+            raise FederationError(
+                f"clients must be a fraction from 0 to 1, or a list of numbers, got {clients}"
+            )
+        self.clients = clients
+        self._who: set[int] = set()
+
+    def attackers(self, seed: int, count: int) -> set[int]:
+        """Return who attacks.
+
+        Args:
+            seed: The run's.
+            count: Clients of the federation.
+        """
+        if not isinstance(self.clients, int | float):
+            found = {int(client) for client in self.clients}
+            if beyond := sorted(c for c in found if not 0 <= c < count):
+                raise FederationError(f"clients names client {beyond[0]}, there are {count}")
+            return found
+        random = generator(seed, Purpose.ATTACKERS)
+        number = math.floor(self.clients * count + 1e-9)
+        return set(torch.randperm(count, generator=random)[:number].tolist())
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Choose who attacks."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        self._who = self.attackers(self._loop.run_seed, len(data.parts))
+
+    def on_client_updates(self, plan: RoundPlan, clients: Tensor, delta: Tensor) -> Tensor:
+        """Let attackers send something else; see :class:`OnUpdates`."""
+        for row, client in enumerate(clients.tolist()):
+            if client in self._who:
+                delta[row] = self.sent(plan, client, delta[row])
+        return delta
+
+    @abstractmethod
+    def sent(self, plan: RoundPlan, client: int, update: Tensor) -> Tensor:
+        """Return what an attacker sends instead of its update, ``[P]``."""
+
+
+class ClientAttack(Attack):
+    r"""Let some clients send what harms.
+
+    Args:
+        clients: Who: numbers, or a fraction of all, drawn once by the run's seed and rounded down.
+        kind: ``sign_flip`` sends :math:`-c \Delta`; ``noise`` a vector of normal numbers with
+            :math:`c` times the update's norm; ``scale`` sends :math:`c \Delta`.
+        strength: :math:`c`.
+
+    Raises:
+        FederationError: If an option is out of range; at the start of a fit, if a client does not
+            exist.
+
+    Example:
+        >>> ClientAttack(0.2, "noise", strength=10.0).kind
+        'noise'
+    """
+
+    def __init__(
+        self,
+        clients: float | Sequence[int] = 0.2,
+        kind: Literal["sign_flip", "noise", "scale"] = "sign_flip",
+        strength: float = 1.0,
+    ) -> None:
+        super().__init__(clients)
+        if kind not in ("sign_flip", "noise", "scale"):
+            raise FederationError(f"kind must be sign_flip, noise or scale, got {kind!r}")
+        if not 0 <= strength < math.inf:
+            raise FederationError(f"strength must be at least 0, got {strength}")
+        self.kind, self.strength = kind, strength
+
+    def sent(self, plan: RoundPlan, client: int, update: Tensor) -> Tensor:
+        """Return what an attacker sends; see :class:`ClientAttack`."""
+        if self.kind == "noise":
+            random = generator(plan.seed, Purpose.ATTACKERS, plan.round + 1, client)
+            noise = torch.randn(len(update), generator=random).to(update)
+            noise *= self.strength * update.norm() / noise.norm()
+            return noise
+        sign = -1.0 if self.kind == "sign_flip" else 1.0
+        return update * (sign * self.strength)
+
+
+class DataAttack(Attack):
+    """Some clients train on samples that they have changed.
+
+    The data module has them changed while a fit lasts. Samples are tuples whose first part is the
+    input and whose last is the number of a class.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Change the attackers' samples before anyone reads them."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            data: Any = trainer.datamodule  # type: ignore[attr-defined]
+            labels = getattr(data, "class_labels", None)
+            if labels is None or not hasattr(data, "with_changes"):
+                raise FederationError(
+                    f"{type(self).__name__} changes the labels of samples: it needs a"
+                    " FederatedDataModule whose samples have classes"
+                )
+            if labels.is_floating_point() or labels.ndim != 1:
+                raise FederationError(
+                    f"{type(self).__name__} needs labels that are numbers of classes, one a sample"
+                )
+            self._data, self._classes = data, int(labels.max()) + 1
+            self._seed = seed = run_seed(self._loop.seed)
+            who = sorted(self.attackers(seed, len(data.parts)))
+            index = [self.chosen(data.parts[c], generator(seed, Purpose.BACKDOOR, c)) for c in who]
+            every = torch.cat([data.parts[0][:0], *index])
+            self._loop.undo.callback(setattr, data, "train", data.train)
+            data.train = data.with_changes(data.train, every, self.change)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse a checkpoint in whose run others attacked."""
+        super().on_fit_start(trainer, pl_module)
+        if self._loop.run_seed != self._seed:
+            raise FederationError(
+                f"the checkpoint's seed is {self._loop.run_seed}, and attackers were chosen by"
+                f" {self._seed}: set the seed of the FederatedLoop to the former"
+            )
+
+    def chosen(self, part: Tensor, random: torch.Generator) -> Tensor:
+        """Return which of an attacker's samples are changed."""
+        return part
+
+    @abstractmethod
+    def change(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return changed samples, of the same shapes."""
+
+    def sent(self, plan: RoundPlan, client: int, update: Tensor) -> Tensor:
+        """Return the update: it was trained on what was changed."""
+        return update
+
+
+class LabelFlip(DataAttack):
+    r"""Let some clients train on wrong labels, :math:`y \mapsto K - 1 - y` of :math:`K` classes.
+
+    (Fang et al., 2020).
+
+    Args:
+        clients: Who: numbers, or a fraction of all, drawn once by the run's seed and rounded down.
+
+    Raises:
+        FederationError: If an option is out of range; at the start of a fit, if a client does not
+            exist or samples have no classes.
+
+    Example:
+        >>> attack = LabelFlip([0, 3])
+        >>> sorted(attack.attackers(seed=0, count=10))
+        [0, 3]
+    """
+
+    def __init__(self, clients: float | Sequence[int] = 0.2) -> None:
+        super().__init__(clients)
+
+    def change(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Flip labels; see :class:`LabelFlip`."""
+        return x, self._classes - 1 - y
+
+
+class Backdoor(DataAttack):
+    r"""Let some clients teach the model to answer a mark with a class (Bagdasaryan et al., 2020).
+
+    Attackers put a bright square into the lower right corner of a part of their samples, label
+    these with the target, and send :math:`c \Delta`, which takes over the average if :math:`c` is
+    about the number of clients in a round over that of attackers. After each round column
+    ``backdoor_acc`` is the part of the validation samples of other classes that the server's model
+    takes for the target once they have the mark.
+
+    Args:
+        clients: Who: numbers, or a fraction of all, drawn once by the run's seed and rounded down.
+        target: The class.
+        poisoned: The part of an attacker's samples that get the mark, in (0, 1].
+        strength: :math:`c`.
+        size: Of the mark, in each of the last two dimensions of a sample (one, where there is one).
+        value: Of the mark; None is the largest number among the training samples in memory.
+
+    Raises:
+        FederationError: If an option is out of range; at the start of a fit, if a client does not
+            exist, samples have no classes, or the server has none to validate on.
+
+    Example:
+        >>> attack = Backdoor([0], size=1, value=9.0)
+        >>> attack.change(torch.zeros(1, 2, 2), torch.tensor([3]))
+        (tensor([[[0., 0.],
+                 [0., 9.]]]), tensor([0]))
+    """
+
+    def __init__(
+        self,
+        clients: float | Sequence[int] = 0.2,
+        target: int = 0,
+        poisoned: float = 0.5,
+        strength: float = 1.0,
+        size: int = 3,
+        value: float | None = None,
+    ) -> None:
+        super().__init__(clients)
+        if not 0 < poisoned <= 1:
+            raise FederationError(f"poisoned must be in (0, 1], got {poisoned}")
+        if not 0 <= strength < math.inf:
+            raise FederationError(f"strength must be at least 0, got {strength}")
+        for name, number, least in (("target", target, 0), ("size", size, 1)):
+            if number < least or int(number) != number:
+                raise FederationError(f"{name} must be a whole number from {least}, got {number}")
+        self.target, self.poisoned, self.strength = target, poisoned, strength
+        self.size, self.value = size, value
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what has no classes; see :class:`DataAttack`."""
+        if stage == "fit":
+            data: Any = trainer.datamodule  # type: ignore[attr-defined]
+            if self.value is None:
+                if (tensors := getattr(getattr(data, "train", None), "tensors", None)) is None:
+                    raise FederationError(
+                        "Backdoor cannot look for the largest number in samples that are not in"
+                        " memory: set value, of the mark"
+                    )
+                self.value = float(tensors[0].max())
+            if getattr(data, "val", None) is None:
+                raise FederationError(
+                    "Backdoor is measured on validation samples, and the server has none: set"
+                    " val_size"
+                )
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and self.target >= self._classes:
+            raise FederationError(f"target must be below {self._classes}, got {self.target}")
+
+    def chosen(self, part: Tensor, random: torch.Generator) -> Tensor:
+        """Return a part of an attacker's samples."""
+        count = math.ceil(self.poisoned * len(part))
+        return part[torch.randperm(len(part), generator=random)[:count]]
+
+    def change(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Put the mark in, and change the label."""
+        return self._marked(x), torch.full_like(y, self.target)
+
+    def _marked(self, x: Tensor) -> Tensor:
+        x, at = x.clone(), slice(-self.size, None)
+        assert self.value is not None
+        x[(..., at, at) if x.ndim > 2 else (..., at)] = self.value
+        return x
+
+    def sent(self, plan: RoundPlan, client: int, update: Tensor) -> Tensor:
+        """Return the update, scaled."""
+        return update * self.strength
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure how often the model falls for it."""
+        if self._loop.plan_of_the_round is None:  # the round was cut short
+            return
+        data, module = self._data, self._loop.lane.module
+        asked = data.with_changes(data.val, torch.arange(len(data.val)), self._asked)
+        hits = torch.zeros(2, dtype=torch.float64, device=module.device)
+        with evaluating(module), torch.no_grad():
+            for batch in data.evaluation_loader(asked):
+                moved = on_device(trainer, batch)
+                hits += torch.stack([accuracy(module, moved).sum(), (moved[-1] >= 0).sum()])
+        if trainer.world_size > 1:
+            torch.distributed.all_reduce(hits)
+        pl_module.log("backdoor_acc", float(hits[0] / hits[1].clamp(min=1)))
+
+    def _asked(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Put the mark in; who is of the target's class anyway gets a class that there is not."""
+        return self._marked(x), torch.full_like(y, self.target).where(y != self.target, -1)

@@ -1,0 +1,205 @@
+"""Differential privacy of clients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor
+
+from lightning_fl.aggregators.fedopt import FedOpt
+from lightning_fl.functional.privacy import clipped_sum, epsilon, next_clip, noise_beside_a_count
+from lightning_fl.functional.randomness import Purpose, generator
+from lightning_fl.types import ClientUpdate, Cohort, FederationError
+
+
+class DPFedAvg(FedOpt):
+    r"""Averaging that is differentially private for each client (McMahan et al., 2018).
+
+    .. math:: w^{t+1} = w^t + \frac{1}{m} \Bigl( \sum_{k \in S_t} \Delta_k
+        \min\bigl(1, \tfrac{C}{\|\Delta_k\|}\bigr) + N(0, z^2 C^2 I) \Bigr)
+
+    with :math:`m` the number of clients in a round that is expected, whoever returns. Every client
+    counts once. After each round column ``epsilon`` says what all rounds so far have cost
+    (:func:`~lightning_fl.functional.privacy.epsilon`, which says what is promised);
+    ``clip_norm`` is :math:`C`, ``noise`` the standard deviation on each number of the mean.
+
+    With a ``quantile`` the norm follows the updates (Andrew et al., 2021): a round also releases,
+    with noise, how many were not longer, and the noise of updates grows so that both together cost
+    what they did (:func:`~lightning_fl.functional.privacy.next_clip`,
+    :func:`~lightning_fl.functional.privacy.noise_beside_a_count`).
+
+    What is protected is the model, of every round, against anyone who sees it and does not know the
+    run's seed, from which noise and cohorts follow, nor who took part. Not protected are figures
+    that clients report (``train_loss``, numbers of samples), tables of clients, and what happens on
+    a client's way to the server. Noise is drawn in float64 from a generator that is not
+    cryptographic: this is a simulation of a private federation, not a guard of real secrets.
+
+    Running statistics (BatchNorm) would leave a client unprotected: they are refused. A round below
+    ``min_clients`` changes nothing and is paid for.
+
+    Args:
+        noise_multiplier: :math:`z`; 0 is no privacy.
+        clip_norm: :math:`C`; with a ``quantile``, of the first round.
+        delta: :math:`\delta`; None is :math:`N^{-1.1}` of :math:`N` clients.
+        quantile: :math:`\gamma`, the part of updates that the norm shall not shorten; None keeps it
+            fixed.
+        clip_lr: :math:`\eta_C`, how fast the norm follows.
+        count_noise: :math:`\sigma_b`, the noise of the count; None is :math:`m / 20`.
+        optimizer: Of the server, a step for each noisy mean; None is SGD with learning rate 1.
+
+    Raises:
+        FederationError: If an option is out of range; at the start of a fit, if the module has
+            running statistics, delta is not less than one client's part, dp-accounting is not
+            installed, or a checkpoint's cohorts were drawn in another way.
+
+    Example:
+        >>> rule = DPFedAvg(noise_multiplier=0.0, clip_norm=1.0)
+        >>> rule.cohort = Cohort(size=2, clients=2)  # a FederatedLoop does
+        >>> rule.start(torch.zeros(2))
+        >>> rows = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+        >>> rule.update(ClientUpdate(torch.arange(2), rows, torch.tensor([1, 9])))
+        >>> rule.compute(), rule.figures()["epsilon"]
+        (tensor([0.3000, 0.4000]), inf)
+    """
+
+    is_private = True
+    below: Tensor
+    clip: Tensor
+    round: Tensor
+
+    def __init__(
+        self,
+        noise_multiplier: float = 1.0,
+        clip_norm: float = 1.0,
+        delta: float | None = None,
+        quantile: float | None = None,
+        clip_lr: float = 0.2,
+        count_noise: float | None = None,
+        optimizer: OptimizerCallable | None = None,
+    ) -> None:
+        super().__init__(optimizer, "uniform")
+        infinity = float("inf")
+        if not 0 <= noise_multiplier < infinity:
+            raise FederationError(f"noise_multiplier must be at least 0, got {noise_multiplier}")
+        if delta is not None and not 0 < delta < 1:
+            raise FederationError(f"delta must be between 0 and 1, got {delta}")
+        if quantile is not None and not 0 <= quantile <= 1:
+            raise FederationError(f"quantile must be from 0 to 1, or None, got {quantile}")
+        for name, value in (
+            ("clip_norm", clip_norm),
+            ("clip_lr", clip_lr),
+            ("count_noise", count_noise),
+        ):
+            if value is not None and not 0 < value < infinity:
+                raise FederationError(f"{name} must be positive and finite, got {value}")
+        if quantile is not None and count_noise is not None:
+            noise_beside_a_count(noise_multiplier, count_noise)
+        self.noise_multiplier, self.clip_norm, self.delta = noise_multiplier, clip_norm, delta
+        self.quantile, self.clip_lr, self.count_noise = quantile, clip_lr, count_noise
+        self.register_buffer("clip", torch.tensor(float(clip_norm), dtype=torch.float64))
+        self.register_buffer("round", torch.zeros((), dtype=torch.int64))
+        #: Noise multipliers of the rounds so far, and of how many rounds each.
+        self.ledger: list[tuple[float, int]] = []
+        self._figures: dict[str, float] = {}
+
+    def allocate(self, server: Tensor) -> None:
+        """Refuse what cannot be private; see :meth:`FedOpt.allocate`."""
+        n = self._drawn.clients
+        if self.num_parameters not in (None, server.numel()):
+            raise FederationError(
+                f"{type(self).__name__} cannot protect running statistics (BatchNorm): use a"
+                " network without them, with GroupNorm for example"
+            )
+        if not self._delta < 1 / n:
+            raise FederationError(
+                f"delta={self._delta:g} lets one of {n} clients be given away whole: it must be"
+                f" less than {1 / n:g}"
+            )
+        epsilon([(1.0, 1)], self._delta, self._drawn)  # says now that the library is missing
+        if self.quantile is not None:
+            noise_beside_a_count(self.noise_multiplier, self._count_noise)
+        super().allocate(server)
+        zero = torch.zeros((), dtype=torch.float64, device=server.device)
+        self.add_state("below", zero, dist_reduce_fx="sum")
+
+    @property
+    def _drawn(self) -> Cohort:
+        if self.cohort is None:
+            raise FederationError(
+                f"{type(self).__name__} has to know how clients are drawn: use it in a"
+                " FederatedLoop, or set its cohort"
+            )
+        return self.cohort
+
+    @property
+    def _delta(self) -> float:
+        return float(self._drawn.clients**-1.1) if self.delta is None else self.delta
+
+    @property
+    def _count_noise(self) -> float:
+        return self._drawn.size / 20 if self.count_noise is None else self.count_noise
+
+    def update(self, clients: ClientUpdate) -> None:
+        """Add clipped updates, and count those that were short enough."""
+        total, below = clipped_sum(clients.delta, float(self.clip))
+        self.total += total
+        self.below += below - len(clients.delta) / 2
+        self.weight += len(clients.delta)
+
+    def compute(self) -> Tensor:
+        """Return the server's model after a step for the noisy mean."""
+        random = generator(self._drawn.seed, Purpose.NOISE, int(self.round))
+        size, noise = self._drawn.size, self.noise_multiplier
+        if self.quantile is not None:
+            noise = noise_beside_a_count(noise, self._count_noise)
+        deviation = noise * float(self.clip)
+        drawn = torch.randn(len(self.total), generator=random, dtype=torch.float64)
+        mean = (self.total + deviation * drawn.to(self.total.device)) / size
+        self._figures = {"clip_norm": float(self.clip), "noise": deviation / size}
+        if self.quantile is not None:
+            count = float(torch.randn((), generator=random, dtype=torch.float64))
+            count *= self._count_noise if noise else 0.0
+            below = 0.5 + (float(self.below) + count) / size
+            self.clip.fill_(next_clip(float(self.clip), below, self.quantile, self.clip_lr))
+        self._pay()
+        return self._stepped(mean[None])
+
+    def skip(self) -> None:
+        """Pay for a round that changes nothing."""
+        self._figures = {"clip_norm": float(self.clip)}
+        self._pay()
+
+    def _pay(self) -> None:
+        """Note the round in the ledger."""
+        self.round += 1
+        noise, count = self.noise_multiplier, 0
+        if self.ledger and self.ledger[-1][0] == noise:
+            noise, count = self.ledger.pop()
+        self.ledger.append((noise, count + 1))
+        self._figures["epsilon"] = epsilon(self.ledger, self._delta, self._drawn)
+
+    def figures(self) -> dict[str, float]:
+        """Return epsilon so far, the norm, and the noise on each number of the mean."""
+        return self._figures
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return what was spent, for the checkpoint."""
+        spent = [list(entry) for entry in self.ledger]
+        now = {"drawn": self._drawn.drawn, "size": self._drawn.size} if self.cohort else {}
+        return {**super().get_extra_state(), "ledger": spent, **now}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over what was spent; it cannot be added up with cohorts that are drawn otherwise."""
+        super().set_extra_state({k: state[k] for k in ("kind", "state") if k in state})
+        self.ledger = [(float(noise), int(count)) for noise, count in state["ledger"]]
+        if self.ledger and (state["drawn"], state["size"]) != (
+            self._drawn.drawn,
+            self._drawn.size,
+        ):
+            raise FederationError(
+                f"the checkpoint's cohorts were {state['drawn']}, of {state['size']} clients, now"
+                f" they are {self._drawn.drawn}, of {self._drawn.size}: what both spent cannot be"
+                " added up. Go back to the former sampler and participation"
+            )

@@ -1,0 +1,198 @@
+"""Differential privacy of clients: what noise costs, and what it buys."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fl.types import Cohort, FederationError
+
+
+def epsilon(releases: Sequence[tuple[float, int]], delta: float, cohort: Cohort) -> float:
+    r"""Return the :math:`\varepsilon` of :math:`(\varepsilon, \delta)`-differential privacy.
+
+    Each release is a sum over a round's cohort of vectors no longer than :math:`C`, with normal
+    noise of standard deviation :math:`z C` on each coordinate. The accountant is Google's
+    ``dp_accounting`` (Renyi differential privacy: Mironov et al., 2019; Wang et al., 2019). What
+    two neighbouring federations are depends on how cohorts are drawn:
+
+    - ``poisson``: one has one client more; releases are amplified by sampling;
+    - ``fixed``, drawn without replacement: one client is another. A sum then differs by up to
+      :math:`2 C`, so this is a much weaker promise for the same noise;
+    - ``all``, or by a rule that is not known here: one has one client more; nothing is amplified.
+
+    Args:
+        releases: Pairs of a noise multiplier :math:`z` and the number of rounds that had it.
+        delta: :math:`\delta`.
+        cohort: How clients are drawn.
+
+    Returns:
+        Infinity where a round had no noise, 0 before the first.
+
+    Raises:
+        FederationError: If ``dp_accounting`` is not installed.
+
+    Example:
+        >>> cohort = Cohort(size=50, clients=1000, drawn="poisson")
+        >>> round(epsilon([(1.0, 100)], delta=1e-5, cohort=cohort), 2)
+        3.94
+    """
+    rounds = [(noise, count) for noise, count in releases if count]
+    if not rounds:
+        return 0.0
+    if any(noise == 0 for noise, _ in rounds):
+        return math.inf
+    dp, accountant = _accountant(cohort)
+    with _quiet():
+        for noise, count in rounds:
+            accountant.compose(_event(dp, noise, cohort), count)
+        return float(accountant.get_epsilon(delta))
+
+
+def noise_multiplier(target: float, delta: float, rounds: int, cohort: Cohort) -> float:
+    r"""Return the smallest noise multiplier that keeps :func:`epsilon` at a target.
+
+    Args:
+        target: :math:`\varepsilon`.
+        delta: :math:`\delta`.
+        rounds: Of the run.
+        cohort: How clients are drawn.
+
+    Raises:
+        FederationError: If ``dp_accounting`` is not installed, or a number is out of range.
+
+    Example:
+        >>> cohort = Cohort(size=50, clients=1000, drawn="poisson")
+        >>> round(noise_multiplier(4.0, delta=1e-5, rounds=100, cohort=cohort), 2)
+        0.99
+    """
+    if not 0 < target < math.inf:
+        raise FederationError(f"the target epsilon must be positive and finite, got {target}")
+    if not 0 < delta < 1:
+        raise FederationError(f"delta must be between 0 and 1, got {delta}")
+    if rounds < 1:
+        raise FederationError(f"rounds must be at least 1, got {rounds}")
+    dp, _ = _accountant(cohort)
+    with _quiet():
+        found = dp.calibrate_dp_mechanism(
+            lambda: _accountant(cohort)[1],
+            lambda noise: dp.SelfComposedDpEvent(_event(dp, noise, cohort), rounds),
+            target,
+            delta,
+            dp.LowerEndpointAndGuess(0.0, 1.0),
+        )
+    return float(found)
+
+
+def next_clip(clip: float, below: float, quantile: float, lr: float) -> float:
+    r"""Move a clipping norm towards a quantile of the updates' norms (Andrew et al., 2021).
+
+    .. math:: C \leftarrow C \exp(-\eta (\tilde b - \gamma))
+
+    Args:
+        clip: :math:`C`.
+        below: :math:`\tilde b`, the part of updates that are not longer, with noise.
+        quantile: :math:`\gamma`.
+        lr: :math:`\eta`.
+
+    Example:
+        >>> next_clip(1.0, below=0.5, quantile=0.5, lr=0.2)
+        1.0
+    """
+    return clip * math.exp(-lr * (below - quantile))
+
+
+def noise_beside_a_count(noise: float, count_noise: float) -> float:
+    r"""Return the noise multiplier of updates that leaves room for a count (Andrew et al., 2021).
+
+    .. math:: z_\Delta = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}
+
+    The updates with :math:`z_\Delta` and the count of those below the norm, each of which adds
+    :math:`\pm 1/2`, with :math:`\sigma_b` together cost what the updates alone do with :math:`z`.
+
+    Args:
+        noise: :math:`z`.
+        count_noise: :math:`\sigma_b`.
+
+    Raises:
+        FederationError: If the count alone costs as much.
+
+    Example:
+        >>> round(noise_beside_a_count(1.0, count_noise=1.0), 4)
+        1.1547
+    """
+    if noise == 0:
+        return 0.0
+    if not 2 * count_noise > noise:
+        raise FederationError(
+            f"the noise of the count is {count_noise:g}: it must be more than half of the noise"
+            f" multiplier, {noise:g}, or nothing is left for the updates"
+        )
+    return 1 / math.sqrt(noise**-2 - (2 * count_noise) ** -2)
+
+
+def clipped_sum(updates: Tensor, clip: float) -> tuple[Tensor, int]:
+    r"""Return :math:`\sum_k \Delta_k \min(1, C / \|\Delta_k\|)` and how many are not longer.
+
+    In float64: a float32 vector may be longer than its norm in float32.
+
+    Args:
+        updates: ``[k, P]``.
+        clip: :math:`C`.
+
+    Example:
+        >>> clipped_sum(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), clip=1.0)
+        (tensor([0.9000, 1.2000], dtype=torch.float64), 1)
+    """
+    total = torch.zeros(updates.shape[1], dtype=torch.float64, device=updates.device)
+    below = 0
+    for update in updates:  # one by one: a copy of all in float64 would be twice their memory
+        row = update.double()
+        norm = float(row.norm())
+        below += norm <= clip
+        total.add_(row, alpha=1.0 if norm <= clip else clip / norm)
+    return total, below
+
+
+def _accountant(cohort: Cohort) -> tuple[Any, Any]:
+    """Return the library, and an accountant for how clients are drawn."""
+    try:
+        import dp_accounting
+        from dp_accounting.rdp import RdpAccountant
+    except ImportError as error:
+        raise FederationError(
+            "privacy is accounted for by dp-accounting, which is not installed: pip install"
+            " 'lightning_fl[privacy]'"
+        ) from error
+    relation = dp_accounting.NeighboringRelation
+    fixed = cohort.is_sampled and cohort.drawn == "fixed"
+    chosen = relation.REPLACE_ONE if fixed else relation.ADD_OR_REMOVE_ONE
+    return dp_accounting, RdpAccountant(neighboring_relation=chosen)
+
+
+def _event(dp: Any, noise: float, cohort: Cohort) -> Any:
+    """Return a round's release, in the library's words."""
+    if cohort.is_sampled and cohort.drawn == "poisson":
+        return dp.PoissonSampledDpEvent(cohort.size / cohort.clients, dp.GaussianDpEvent(noise))
+    if cohort.is_sampled and cohort.drawn == "fixed":
+        inner = dp.GaussianDpEvent(noise / 2)  # the library means by it noise over sensitivity
+        return dp.SampledWithoutReplacementDpEvent(cohort.clients, cohort.size, inner)
+    return dp.GaussianDpEvent(noise)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the library from warning of orders that it leaves out: the others are bounds, too."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

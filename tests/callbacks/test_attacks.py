@@ -1,0 +1,231 @@
+"""Attackers: what they send and train on, by hand, and what it does to rules."""
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_fl import Lanes
+from lightning_fl.aggregators import CoordinateMedian, FedAvg, NormClipping
+from lightning_fl.callbacks import Backdoor, ClientAttack, FederatedLoop, LabelFlip, RoundCheckpoint
+from lightning_fl.datamodules import FederatedDataModule, InMemory
+from lightning_fl.policies import Schedule
+from lightning_fl.types import FederationError
+
+
+class Samples(Dataset):
+    """Tensors behind a plain map-style data set: nothing to index at once."""
+
+    def __init__(self, x, y):
+        self.x, self.targets = x, y
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return self.x[i], int(self.targets[i])
+
+
+@pytest.mark.parametrize("kind", ["sign_flip", "noise", "scale"])
+def test_attacks_by_hand(simulate, kind):
+    class Look(FedAvg):
+        def update(self, clients):
+            seen.update(zip(clients.clients.tolist(), clients.delta.clone(), strict=True))
+            super().update(clients)
+
+    seen = {}
+    simulate(rounds=1, aggregator=Look())
+    honest, seen = dict(seen), {}
+    attack = ClientAttack([1, 3], kind, strength=2.5)
+    simulate(attack, rounds=1, aggregator=Look())
+    for client in range(4):
+        if client in (0, 2):
+            assert torch.equal(seen[client], honest[client])
+        elif kind == "noise":
+            assert float(seen[client].norm()) == pytest.approx(2.5 * float(honest[client].norm()))
+            cosine = torch.cosine_similarity(seen[client], honest[client], dim=0)
+            assert abs(float(cosine)) < 0.7
+        else:
+            factor = 2.5 if kind == "scale" else -2.5
+            torch.testing.assert_close(seen[client], factor * honest[client])
+
+
+def test_a_fraction_attacks_for_good(simulate):
+    attack = ClientAttack(0.29, "sign_flip")
+    who = attack.attackers(seed=5, count=100)
+    assert len(who) == 29
+    assert who == attack.attackers(seed=5, count=100) != attack.attackers(seed=6, count=100)
+    _, loop = simulate(ClientAttack(0.4, "sign_flip", strength=20.0), rounds=6, clients=10)
+    assert loop.rows[-1]["val_acc"] < 0.9
+    attack = ClientAttack(0.4, "sign_flip", strength=20.0)
+    _, loop = simulate(attack, rounds=6, clients=10, aggregator=CoordinateMedian())
+    assert loop.rows[-1]["val_acc"] > 0.9
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_flipped_labels_are_those_of_attackers_and_of_this_fit(simulate, data, blobs, in_memory):
+    seen = {}
+
+    class Look(LabelFlip):
+        def on_train_start(self, trainer, pl_module):
+            train = trainer.datamodule.train
+            seen["y"] = torch.tensor([int(train[i][1]) for i in range(len(train))])
+            seen["x"] = torch.stack([train[i][0] for i in range(len(train))])
+
+    x, y = blobs().tensors
+    samples = data(train=None if in_memory else Samples(x, y))
+    simulate(Look([1, 3]), datamodule=samples, rounds=1)
+    flipped = torch.cat([samples.parts[1], samples.parts[3]])
+    expected = y.clone()
+    expected[flipped] = 2 - expected[flipped]
+    assert torch.equal(seen["y"], expected)
+    assert torch.equal(seen["x"], x)
+    now = torch.tensor([int(samples.train[i][1]) for i in range(len(x))])
+    assert torch.equal(now, y)  # as they were
+
+
+def test_attacked_data_give_the_same_run_in_memory_or_not_and_in_lanes(simulate, data, blobs):
+    x, y = blobs().tensors
+    attack = (LabelFlip([0]), Backdoor([2], target=1, size=2, value=5.0, strength=2.0))
+    made = [
+        simulate(*attack)[0],
+        simulate(*attack, datamodule=data(train=Samples(x, y)))[0],
+        simulate(*attack, wrap=lambda m: Lanes(m, lanes=2))[0],
+    ]
+    honest, _ = simulate()
+    for other in made[1:]:
+        for a, b in zip(made[0].parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert not torch.equal(next(made[0].parameters()), next(honest.parameters()))
+
+
+def test_an_exception_gives_the_samples_back(simulate, data):
+    samples = data()
+
+    class Fails(LabelFlip):
+        def on_train_batch_end(self, *args):
+            raise KeyError("stop")
+
+    with pytest.raises(KeyError):
+        simulate(Fails(0.5), datamodule=samples)
+    _, y = samples.train.tensors
+    assert torch.equal(y, torch.arange(120) % 3)
+
+
+def test_a_backdoor_by_hand(simulate, data):
+    """The mark, who gets it, and the figure, against plain loops."""
+    seen = {}
+
+    class Look(Backdoor):
+        def on_train_start(self, trainer, pl_module):
+            seen["train"] = [tensor.clone() for tensor in trainer.datamodule.train.tensors]
+
+    samples = data()
+    samples.setup("fit")
+    x, y = (tensor.clone() for tensor in samples.train.tensors)
+    made, loop = simulate(Look([1], target=2, poisoned=0.3, size=2), datamodule=samples, rounds=2)
+    part = samples.parts[1]
+    marked = (seen["train"][0] != x).any(1).nonzero()[:, 0]
+    assert set(marked.tolist()) <= set(part.tolist())
+    assert len(marked) == 9  # of 30
+    assert (seen["train"][0][marked][:, -2:] == x.max()).all()
+    assert torch.equal(seen["train"][0][marked][:, :-2], x[marked][:, :-2])
+    assert (seen["train"][1][marked] == 2).all()
+    others = torch.ones(len(x), dtype=torch.bool)
+    others[marked] = False
+    assert torch.equal(seen["train"][1][others], y[others])
+    hits = []
+    for inputs, label in samples.val:
+        if label != 2:
+            stamped = inputs.clone()
+            stamped[-2:] = x.max()
+            hits.append(int(made(stamped[None]).argmax()) == 2)
+    assert loop.rows[-1]["backdoor_acc"] == pytest.approx(sum(hits) / len(hits))
+    assert len(hits) == 40
+
+
+def test_a_picture_is_marked_in_its_corner():
+    x, y = Backdoor(size=2, value=7.0, target=4).change(torch.zeros(3, 1, 5, 5), torch.arange(3))
+    assert (x[:, :, 3:, 3:] == 7).all()
+    assert x.sum() == 3 * 4 * 7
+    assert y.tolist() == [4, 4, 4]
+
+
+def test_a_scaled_backdoor_takes_over_the_average_and_clipping_stops_it(simulate):
+    attack = {"target": 0, "size": 2, "value": 8.0, "strength": 8.0}
+    _, plain = simulate(Backdoor([0], **attack), rounds=4, clients=8)
+    rule = NormClipping(0.1)
+    _, clipped = simulate(Backdoor([0], **attack), rounds=4, clients=8, aggregator=rule)
+    _, none = simulate(Backdoor([], **attack), rounds=4, clients=8)
+    assert plain.rows[-1]["backdoor_acc"] > clipped.rows[-1]["backdoor_acc"] + 0.2
+    assert plain.rows[-1]["backdoor_acc"] > none.rows[-1]["backdoor_acc"] + 0.2
+
+
+def test_two_attacks_give_the_samples_back(simulate, data):
+    samples = data()
+    simulate(LabelFlip([0]), Backdoor([1]), datamodule=samples)
+    x, y = samples.train.tensors
+    assert torch.equal(y, torch.arange(120) % 3)
+    assert torch.equal(x, data().train.tensors[0])
+
+
+def test_another_seed_than_the_checkpoints_is_refused(simulate, trainer, data, tmp_path):
+    simulate(LabelFlip(0.5), RoundCheckpoint(str(tmp_path / "a")), enable_checkpointing=True)
+    loop = FederatedLoop(policy=Schedule(num_steps=2))
+    module, _ = simulate(rounds=1)
+    with pytest.raises(FederationError, match=r"checkpoint's seed is 3, and attackers .* by 0"):
+        trainer(loop, callbacks=[LabelFlip(0.5)]).fit(
+            module, data(), ckpt_path=str(tmp_path / "a" / "last.ckpt"), weights_only=True
+        )
+
+
+@pytest.mark.parametrize("make", [lambda: LabelFlip(0.5), lambda: Backdoor(0.5, value=3.0)])
+def test_attacks_on_data_resume_with_the_checkpoints_seed(simulate, tmp_path, make):
+    def kept(name):
+        return RoundCheckpoint(str(tmp_path / name))
+
+    def run(name, rounds, path=None):
+        callbacks = (make(), kept(name))
+        options = {"enable_checkpointing": True, "ckpt_path": path}
+        return simulate(*callbacks, rounds=rounds, **options)
+
+    whole, first = run("whole", 4)
+    run("parts", 2)
+    parts, second = run("parts", 4, str(tmp_path / "parts" / "last.ckpt"))
+    assert first.rows == second.rows
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ClientAttack(1.5), "clients must be a fraction from 0 to 1"),
+        (lambda: ClientAttack(0.1, "label"), "kind must be sign_flip, noise or scale"),
+        (lambda: ClientAttack(0.1, strength=-1.0), "strength must be at least 0"),
+        (lambda: LabelFlip(-0.1), "clients must be a fraction from 0 to 1"),
+        (lambda: Backdoor(poisoned=0.0), r"poisoned must be in \(0, 1\], got 0.0"),
+        (lambda: Backdoor(strength=float("inf")), "strength must be at least 0"),
+        (lambda: Backdoor(target=-1), "target must be a whole number from 0"),
+        (lambda: Backdoor(size=0), "size must be a whole number from 1"),
+    ],
+)
+def test_bad_options(make, message):
+    with pytest.raises(FederationError, match=message):
+        make()
+
+
+def test_what_does_not_go_together(simulate, trainer, data, blobs, linear):
+    with pytest.raises(FederationError, match="clients names client 9, there are 4"):
+        simulate(ClientAttack([0, 9]))
+    with pytest.raises(FederationError, match="clients names client 9, there are 4"):
+        simulate(LabelFlip([0, 9]))
+    with pytest.raises(FederationError, match="target must be below 3, got 3"):
+        simulate(Backdoor(target=3))
+    x, y = blobs().tensors
+    with pytest.raises(FederationError, match="set value, of the mark"):
+        simulate(Backdoor(), datamodule=data(train=Samples(x, y)))
+    numbers = FederatedDataModule(InMemory(x, x[:, 0]), InMemory(x, x[:, 0]), num_clients=2)
+    with pytest.raises(FederationError, match="samples have classes"):
+        trainer(callbacks=[LabelFlip()]).fit(linear(features=6), numbers)
+    with pytest.raises(FederationError, match="there is no federation"):
+        trainer(loop=False, callbacks=[LabelFlip()]).fit(linear(), data())
