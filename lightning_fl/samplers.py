@@ -40,7 +40,7 @@ class PoissonSampler(ClientSampler):
     Example:
         >>> random = torch.Generator().manual_seed(0)
         >>> [len(PoissonSampler().sample(t, 4, torch.ones(40), random)) for t in range(6)]
-        [5, 5, 4, 3, 7, 4]
+        [0, 5, 2, 6, 3, 1]
     """
 
     drawn = "poisson"

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_fl.samplers import RoundRobinSampler, UniformSampler, WeightedSampler
+from lightning_fl.samplers import PoissonSampler, RoundRobinSampler, UniformSampler, WeightedSampler
 from lightning_fl.types import FederationError
 
 
@@ -99,3 +99,18 @@ def test_round_robin_takes_clients_in_turn():
     sampler, sizes = RoundRobinSampler(), torch.ones(5)
     found = [sampler.sample(t, 2, sizes, rng()).tolist() for t in range(5)]
     assert found == [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4]]
+
+
+def test_poisson_cohorts_are_coins_of_clients():
+    """Numbers are binomial, clients independent, and nobody is a cohort, too."""
+    random = rng()
+    cohorts = [PoissonSampler().sample(t, 3, torch.ones(12), random) for t in range(4000)]
+    counts = torch.tensor([len(cohort) for cohort in cohorts]).double()
+    assert float(counts.mean()) == pytest.approx(3, abs=0.1)
+    assert float(counts.var()) == pytest.approx(12 * 0.25 * 0.75, rel=0.1)
+    assert float((counts == 0).double().mean()) == pytest.approx(0.75**12, abs=0.01)
+    there = torch.stack([torch.zeros(12).index_fill(0, cohort, 1.0) for cohort in cohorts])
+    assert there.mean(0).tolist() == pytest.approx([0.25] * 12, abs=0.03)
+    correlations = torch.corrcoef(there.T) - torch.eye(12)
+    assert float(correlations.abs().max()) < 0.07
+    assert PoissonSampler().sample(0, 12, torch.ones(12), random).tolist() == list(range(12))

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from lightning_fl.types import Cohort, FederationError
 
+#: A noise multiplier that protects nobody.
+_LEAST_NOISE = 0.1
+
 
 def epsilon(releases: Sequence[tuple[float, int]], delta: float, cohort: Cohort) -> float:
     r"""Return the :math:`\varepsilon` of :math:`(\varepsilon, \delta)`-differential privacy.
@@ -41,7 +44,7 @@ def epsilon(releases: Sequence[tuple[float, int]], delta: float, cohort: Cohort)
     Example:
         >>> cohort = Cohort(size=50, clients=1000, drawn="poisson")
         >>> round(epsilon([(1.0, 100)], delta=1e-5, cohort=cohort), 2)
-        3.94
+        4.04
     """
     rounds = [(noise, count) for noise, count in releases if count]
     if not rounds:
@@ -70,7 +73,7 @@ def noise_multiplier(target: float, delta: float, rounds: int, cohort: Cohort) -
     Example:
         >>> cohort = Cohort(size=50, clients=1000, drawn="poisson")
         >>> round(noise_multiplier(4.0, delta=1e-5, rounds=100, cohort=cohort), 2)
-        0.99
+        1.0
     """
     if not 0 < target < math.inf:
         raise FederationError(f"the target epsilon must be positive and finite, got {target}")
@@ -78,6 +81,8 @@ def noise_multiplier(target: float, delta: float, rounds: int, cohort: Cohort) -
         raise FederationError(f"delta must be between 0 and 1, got {delta}")
     if rounds < 1:
         raise FederationError(f"rounds must be at least 1, got {rounds}")
+    if epsilon([(_LEAST_NOISE, rounds)], delta, cohort) <= target:
+        raise FederationError(f"epsilon {target:g} asks for no noise to speak of: lower it")
     dp, _ = _accountant(cohort)
     with _quiet():
         found = dp.calibrate_dp_mechanism(
@@ -85,7 +90,7 @@ def noise_multiplier(target: float, delta: float, rounds: int, cohort: Cohort) -
             lambda noise: dp.SelfComposedDpEvent(_event(dp, noise, cohort), rounds),
             target,
             delta,
-            dp.LowerEndpointAndGuess(0.0, 1.0),
+            dp.LowerEndpointAndGuess(_LEAST_NOISE, 1.0),
         )
     return float(found)
 

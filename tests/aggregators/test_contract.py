@@ -11,6 +11,7 @@ from lightning_fl.aggregators import (
     ClusteredFL,
     CoordinateMedian,
     Downpour,
+    DPFedAvg,
     FedAdagrad,
     FedAdam,
     FedAvg,
@@ -27,7 +28,15 @@ from lightning_fl.aggregators import (
     Staged,
     TrimmedMean,
 )
-from lightning_fl.types import ClientUpdate
+from lightning_fl.types import ClientUpdate, Cohort
+
+
+def private():
+    """Without its noise; how clients are drawn a FederatedLoop says."""
+    rule = DPFedAvg(noise_multiplier=0.0, clip_norm=0.5)
+    rule.cohort = Cohort(size=5, clients=20)
+    return rule
+
 
 RULES = {
     "FedAvg": FedAvg,
@@ -49,6 +58,7 @@ RULES = {
     "Krum": Krum,
     "GeometricMedian": GeometricMedian,
     "NormClipping": NormClipping,
+    "DPFedAvg": private,
     "Staged": lambda: Staged([1], [FedAvg(), FedAdam()]),
 }
 every_rule = pytest.mark.parametrize("make", RULES.values(), ids=RULES)

@@ -1,0 +1,245 @@
+"""DPFedAvg: the noise itself, what is paid, rounds of nobody, resumption."""
+
+import csv
+import math
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from scipy import stats
+
+from lightning_fl import Lanes
+from lightning_fl.aggregators import DPFedAvg, FedAvg, Staged
+from lightning_fl.callbacks import ClientFaults, FederatedLoop, RoundCheckpoint
+from lightning_fl.functional.privacy import epsilon
+from lightning_fl.policies import PersonalizedPolicyGradient
+from lightning_fl.samplers import PoissonSampler, RoundRobinSampler, UniformSampler
+from lightning_fl.types import ClientUpdate, Cohort, FederationError
+
+
+def started(server, cohort=None, **options):
+    rule = DPFedAvg(**options)
+    rule.cohort = cohort or Cohort(size=4, clients=40, drawn="poisson")
+    rule.start(server)
+    return rule
+
+
+def update(*rows, samples=None):
+    rows = torch.tensor(rows, dtype=torch.float64)
+    n = torch.ones(len(rows)) if samples is None else torch.tensor(samples)
+    return ClientUpdate(torch.arange(len(rows)), rows, n)
+
+
+def test_without_noise_by_hand():
+    """Sums of clipped updates over the expected number of clients, whatever samples they say."""
+    rule = started(torch.tensor([1.0, 1.0], dtype=torch.float64), noise_multiplier=0.0)
+    rule.update(update([3.0, 4.0], [0.0, 0.5], samples=[1, 1000]))
+    assert rule.compute().tolist() == pytest.approx([1 + 0.6 / 4, 1 + 1.3 / 4])
+    assert rule.figures() == {"clip_norm": 1.0, "noise": 0.0, "epsilon": math.inf}
+
+
+def test_noise_has_the_variance_that_it_says():
+    size = 200_000
+    server = torch.zeros(size, dtype=torch.float64)
+    rule = started(server, noise_multiplier=1.5, clip_norm=0.2)
+    rule.update(ClientUpdate(torch.tensor([0]), torch.zeros(1, size).double(), torch.ones(1)))
+    noise = rule.compute()
+    deviation = 1.5 * 0.2 / 4
+    assert rule.figures()["noise"] == pytest.approx(deviation)
+    assert stats.kstest(noise.numpy() / deviation, "norm").pvalue > 0.001
+    assert float(noise.std()) == pytest.approx(deviation, rel=0.01)
+    # Another round and another seed have noise of their own, the same round the same.
+    rule.start(server)
+    again = rule.compute()
+    assert abs(float(torch.corrcoef(torch.stack([noise, again]))[0, 1])) < 0.02
+    for seed, equal in ((0, True), (1, False)):
+        other = started(server, Cohort(4, 40, "poisson", seed), noise_multiplier=1.5, clip_norm=0.2)
+        assert torch.equal(other.compute(), noise) is equal
+
+
+def test_the_norm_follows_the_quantile_by_hand():
+    """Andrew et al., 2021, algorithm 1, step by step."""
+    cohort = Cohort(size=2, clients=40, drawn="poisson")
+    rule = started(
+        torch.zeros(1, dtype=torch.float64),
+        cohort,
+        noise_multiplier=0.0,
+        clip_norm=1.0,
+        quantile=0.75,
+        clip_lr=0.5,
+    )
+    clip = 1.0
+    for rows in ([[0.5], [2.0]], [[0.5], [0.6]], [[3.0], [4.0]]):
+        rule.start(torch.zeros(1, dtype=torch.float64))
+        rule.update(update(*rows))
+        rule.compute()
+        assert rule.figures()["clip_norm"] == pytest.approx(clip)
+        part = sum(abs(row[0]) <= clip for row in rows) / 2
+        clip *= math.exp(-0.5 * (part - 0.75))
+    assert float(rule.clip) == pytest.approx(clip)
+
+
+def test_the_count_is_noisy_and_updates_pay_for_it():
+    parts = []
+    for seed in range(400):
+        cohort = Cohort(size=10, clients=100, drawn="poisson", seed=seed)
+        options = {"quantile": 0.5, "clip_lr": 1.0, "count_noise": 3.0, "noise_multiplier": 2.0}
+        rule = started(torch.zeros(1, dtype=torch.float64), cohort, **options)
+        rule.update(update(*[[0.1]] * 6, *[[9.0]] * 4))
+        rule.compute()
+        parts.append(0.5 - math.log(float(rule.clip)))
+        noise = (2.0**-2 - 6.0**-2) ** -0.5 / 10
+        assert rule.figures()["noise"] == pytest.approx(noise)
+    parts = torch.tensor(parts)
+    assert float(parts.mean()) == pytest.approx(0.6, abs=4 * 0.3 / 20)
+    assert float(parts.std()) == pytest.approx(0.3, rel=0.15)
+    # With the count, epsilon is that of the noise multiplier.
+    assert rule.figures()["epsilon"] == epsilon([(2.0, 1)], 100**-1.1, cohort)
+
+
+def test_without_noise_and_clipping_it_is_fedavg(simulate):
+    one, _ = simulate(aggregator=FedAvg("uniform"))
+    rule = DPFedAvg(noise_multiplier=0.0, clip_norm=1e6)
+    two, _ = simulate(aggregator=rule)
+    three, _ = simulate(aggregator=DPFedAvg(0.0, 1e6), wrap=lambda m: Lanes(m, lanes=2))
+    for a, b, c in zip(one.parameters(), two.parameters(), three.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(a, c, rtol=1e-12, atol=1e-12)
+
+
+def test_the_servers_optimiser_steps_along_the_noisy_mean():
+    options = {"noise_multiplier": 1.0}
+    plain = started(torch.zeros(3, dtype=torch.float64), **options)
+    half = started(
+        torch.zeros(3, dtype=torch.float64),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.5),
+        **options,
+    )
+    torch.testing.assert_close(half.compute(), plain.compute() / 2)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "drawn"),
+    [(PoissonSampler(), "poisson"), (UniformSampler(), "fixed"), (RoundRobinSampler(), "all")],
+)
+def test_epsilon_in_the_table_is_the_accountants(simulate, sampler, drawn):
+    rule = DPFedAvg(noise_multiplier=2.0, delta=1e-3)
+    _, loop = simulate(aggregator=rule, participation=3, clients=12, sampler=sampler)
+    cohort = Cohort(3, 12, drawn)
+    expected = [epsilon([(2.0, t)], 1e-3, cohort) for t in (1, 2, 3)]
+    assert [row["epsilon"] for row in loop.rows] == expected
+    with open(loop.table_path(loop._trainer)) as file:
+        written = [float(row["epsilon"]) for row in csv.DictReader(file)]
+    assert written == expected
+
+
+def test_a_resumed_run_has_spent_the_same(simulate, tmp_path):
+    def run(name, rounds, noise=1.0, **options):
+        rule = DPFedAvg(noise, quantile=0.5, count_noise=2.0)
+        kept = RoundCheckpoint(str(tmp_path / name))
+        options = {"participation": 0.5, "sampler": PoissonSampler(), "clients": 8, **options}
+        made, loop = simulate(
+            kept, aggregator=rule, rounds=rounds, enable_checkpointing=True, **options
+        )
+        return made, loop, rule
+
+    whole, first, rule = run("whole", 5)
+    run("parts", 2)
+    last = str(tmp_path / "parts" / "last.ckpt")
+    parts, second, resumed = run("parts", 5, ckpt_path=last)
+    assert first.rows == second.rows
+    assert resumed.ledger == rule.ledger == [(1.0, 5)]
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        assert torch.equal(a, b)
+    # Other noise is added up; other cohorts cannot be.
+    run("other", 2)
+    last = str(tmp_path / "other" / "last.ckpt")
+    _, third, rule = run("other", 4, 2.0, ckpt_path=last)
+    assert rule.ledger == [(1.0, 2), (2.0, 2)]
+    cohort = Cohort(4, 8, "poisson")
+    assert third.rows[-1]["epsilon"] == epsilon([(1.0, 2), (2.0, 2)], 8**-1.1, cohort)
+    run("fixed", 2)
+    last = str(tmp_path / "fixed" / "last.ckpt")
+    with pytest.raises(FederationError, match="cohorts were poisson, of 4 clients, now they are"):
+        run("fixed", 4, ckpt_path=last, sampler=UniformSampler())
+
+
+def test_rounds_of_nobody_are_rounds(simulate):
+    """With coins of 1/8 for 8 clients a third of the rounds is empty, and has its noise."""
+    rule = DPFedAvg(noise_multiplier=1.0)
+    options = {"participation": 1, "clients": 8, "sampler": PoissonSampler(), "rounds": 12}
+    before, moved = [], []
+
+    class Look(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            before.append(torch.cat([p.detach().clone().flatten() for p in pl_module.parameters()]))
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            now = torch.cat([p.detach().flatten() for p in pl_module.parameters()])
+            moved.append(float((now - before[-1]).norm()))
+
+    _, loop = simulate(Look(), aggregator=rule, **options)
+    counts = [row["clients"] for row in loop.rows]
+    assert 0 < counts.count(0) < 12
+    for row in loop.rows:
+        if row["clients"] == 0:
+            assert (row["num_samples"], row["num_steps"], row["bytes_up"]) == (0, 0, 0)
+            assert (row["skipped"], row["bytes_down"]) == (0, 0)
+    assert rule.ledger == [(1.0, 12)]
+    assert all(distance > 0 for distance in moved)
+    moved.clear()
+    _, plain = simulate(Look(), **options)  # FedAvg: the server keeps its model
+    assert [row["clients"] for row in plain.rows] == counts
+    assert [distance == 0 for distance in moved] == [count == 0 for count in counts]
+    faults = ClientFaults(dropout=1.0)
+    simulate(faults, **options)
+    assert len(faults.happened) == sum(counts)
+
+
+def test_everyone_lost_is_paid_for_and_changes_nothing(simulate):
+    rule = DPFedAvg(noise_multiplier=1.0)
+    _, loop = simulate(ClientFaults(dropout=1.0), aggregator=rule)
+    assert rule.ledger == [(1.0, 3)]
+    assert loop.rows[-1]["epsilon"] == epsilon([(1.0, 3)], 4**-1.1, Cohort(4, 4))
+    assert len({row["val_loss"] for row in loop.rows}) == 1
+
+
+def test_as_a_stage(simulate):
+    stages = Staged([2], [DPFedAvg(1.0), FedAvg()])
+    _, loop = simulate(aggregator=stages, participation=2, sampler=PoissonSampler())
+    cohort = Cohort(2, 4, "poisson")
+    assert loop.rows[1]["epsilon"] == epsilon([(1.0, 2)], 4**-1.1, cohort)
+    assert "epsilon" not in loop.rows[2]
+
+
+def test_what_cannot_be_private_is_refused(simulate, fit, foreign, data):
+    loop = FederatedLoop(aggregator=DPFedAvg(), buffers="average")
+    with pytest.raises(FederationError, match="cannot protect running statistics"):
+        fit(foreign(), loop)
+    with pytest.raises(FederationError, match=r"delta=0.3 lets one of 4 clients .* less than 0.25"):
+        simulate(aggregator=DPFedAvg(delta=0.3))
+    with pytest.raises(FederationError, match="learns from what single clients sent"):
+        simulate(
+            aggregator=DPFedAvg(), policy=PersonalizedPolicyGradient([{"lr": 0.1}, {"lr": 0.2}])
+        )
+    with pytest.raises(FederationError, match=r"noise of the count is 0\.2"):
+        simulate(aggregator=DPFedAvg(quantile=0.5))
+    rule = DPFedAvg()
+    with pytest.raises(FederationError, match="use it in a FederatedLoop, or set its cohort"):
+        rule.start(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"noise_multiplier": -1.0}, "noise_multiplier must be at least 0, got -1.0"),
+        ({"clip_norm": 0.0}, "clip_norm must be positive and finite, got 0.0"),
+        ({"delta": 1.0}, "delta must be between 0 and 1, got 1.0"),
+        ({"quantile": 1.5}, "quantile must be from 0 to 1, or None, got 1.5"),
+        ({"clip_lr": -1.0}, "clip_lr must be positive"),
+        ({"quantile": 0.5, "count_noise": 0.5}, "more than half of the noise multiplier, 1"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(FederationError, match=message):
+        DPFedAvg(**options)
