@@ -1,0 +1,271 @@
+"""Faults, attacks and privacy on MNIST: tables and pictures.
+
+An arm is run for each seed, in a folder of its own. What is there already is not run again, and
+what was cut short goes on.
+
+    python benchmarks/trust.py --markdown docs/results/trust-tables.md -- --data.init_args.root=data
+    python benchmarks/trust.py --parts privacy --seeds 1 -- --data.init_args.root=data
+
+What follows ``--`` goes to ``fit`` and ``test`` of every arm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from matplotlib.figure import Figure
+from overhead import machine
+
+from runs import apart, check_options, fit_and_test, publish, result, rows
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4)
+
+
+def given(option: str, name: str, **init: Any) -> str:
+    """Return an option that names a class with its own options."""
+    return f"--{option}={json.dumps({'class_path': name, 'init_args': init})}"
+
+
+def callback(name: str, **init: Any) -> str:
+    """Return the option that has one callback and no other."""
+    return f"--trainer.callbacks={json.dumps([{'class_path': name, 'init_args': init}])}"
+
+
+#: Server rules, each told what it has to stand: 8 of 20 clients.
+RULES = {
+    "FedAvg": given("federation.aggregator", "FedAvg"),
+    "NormClipping": given("federation.aggregator", "NormClipping", max_norm=0.5),
+    "CoordinateMedian": given("federation.aggregator", "CoordinateMedian"),
+    "TrimmedMean": given("federation.aggregator", "TrimmedMean", fraction=0.4),
+    "GeometricMedian": given("federation.aggregator", "GeometricMedian"),
+    "Krum": given("federation.aggregator", "Krum", attackers=8),
+    "Multi-Krum": given("federation.aggregator", "Krum", attackers=8, keep=11),
+}
+ATTACKS: dict[str, Callable[[float], str]] = {
+    "sign flip, 4 times": lambda f: callback("ClientAttack", clients=f, strength=4.0),
+    "noise, 10 times": lambda f: callback("ClientAttack", clients=f, kind="noise", strength=10.0),
+    "label flip": lambda f: callback("LabelFlip", clients=f),
+    "backdoor, 5 times": lambda f: callback("Backdoor", clients=f, strength=5.0),
+}
+#: An eighth of the clients for each way to fail, and slow ones beside.
+FAILING = {"dropout": 0.125, "crash": 0.125, "nan": 0.125, "explode": 0.125}
+CLOCK = {"straggler": 0.1, "spread": 0.5, "step_seconds": 0.05, "bandwidth": 1e6}
+LONG = "--trainer.max_epochs=200"
+FAULTS = {
+    "FedAvg, no faults": (callback("ClientFaults", **CLOCK), RULES["FedAvg"], LONG),
+    "CoordinateMedian, no faults": (callback("ClientFaults", **CLOCK), LONG),
+    "CoordinateMedian, half of the clients fail": (
+        callback("ClientFaults", **FAILING, **CLOCK),
+        LONG,
+    ),
+    "the same, nobody waited for after 3 s": (
+        callback("ClientFaults", **FAILING, **CLOCK, deadline=3.0),
+        LONG,
+    ),
+    "FedAvg, half of the clients fail": (
+        callback("ClientFaults", **FAILING, **CLOCK),
+        RULES["FedAvg"],
+        LONG,
+    ),
+}
+
+
+def private(**init: Any) -> tuple[str, ...]:
+    """Return an arm with other options of the rule."""
+    return (given("federation.aggregator", "DPFedAvg", **init),)
+
+
+PRIVACY = {
+    "FedAvg": (given("federation.aggregator", "FedAvg", weighting="uniform"),),
+    "clipped at 0.5, no noise": private(noise_multiplier=0.0, clip_norm=0.5),
+    "z = 0.67": private(noise_multiplier=0.67, clip_norm=0.5),
+    "z = 1": private(noise_multiplier=1.0, clip_norm=0.5),
+    "z = 2": private(noise_multiplier=2.0, clip_norm=0.5),
+    "z = 1, the median of norms": private(noise_multiplier=1.0, clip_norm=0.5, quantile=0.5),
+    "z = 1, cohorts of 100": (
+        *private(noise_multiplier=1.0, clip_norm=0.5),
+        "--federation.sampler=UniformSampler",
+    ),
+}
+
+
+def attack_arms() -> dict[tuple[str, str, float], tuple[str, ...]]:
+    """Return options by attack, rule and fraction; without attackers one run stands for all."""
+    arms: dict[tuple[str, str, float], tuple[str, ...]] = {}
+    for (attack, made), (rule, option), fraction in product(
+        ATTACKS.items(), RULES.items(), FRACTIONS
+    ):
+        arms[attack, rule, fraction] = (made(fraction), option)
+    return arms
+
+
+def folder(out: Path, part: str, arm: Any, seed: int) -> Path:
+    """Return where an arm's runs lie."""
+    words = " ".join(map(str, arm)) if isinstance(arm, tuple) else arm
+    name = "".join(c if c.isalnum() or c in "-." else "_" for c in words)
+    return out / part / f"{name}-{seed}"
+
+
+#: Of each part the config and its arms.
+PARTS: dict[str, tuple[str, dict[Any, tuple[str, ...]]]] = {
+    "faults": ("robust_mnist", dict(FAULTS)),
+    "attacks": ("robust_mnist", dict(attack_arms())),
+    "privacy": ("dp_mnist", dict(PRIVACY)),
+}
+
+
+def options(part: str, arm: Any, seed: int) -> list[str]:
+    """Return what ``lightning-fl`` is told."""
+    config, arms = PARTS[part]
+    path = CONFIGS / f"{config}.yaml"
+    return [f"--config={path}", f"--seed_everything={seed}", *arms[arm]]
+
+
+def shown(values: Sequence[float], factor: float = 100, digits: int = 1) -> str:
+    """Return a mean, with the spread where there are several."""
+    if not values:
+        return "-"
+    text = f"{factor * mean(values):.{digits}f}"
+    if len(values) > 1:
+        text += f" ± {factor * stdev(values):.{digits}f}"
+    return text
+
+
+def last(run: Path, column: str) -> list[float]:
+    """Return the last figure of a column of the table of rounds, where there is one."""
+    found = [row[column] for row in rows(run) if row.get(column)]
+    return [float(found[-1])] if found else []
+
+
+def total(run: Path, column: str) -> float:
+    """Return the sum of a column of the table of rounds."""
+    return sum(float(row[column]) for row in rows(run))
+
+
+def ended(out: Path, part: str, arm: Any, seeds: Sequence[int]) -> list[Path]:
+    """Return the folders of runs that have ended."""
+    return [p for s in seeds if result(p := folder(out, part, arm, s))]
+
+
+def accuracies(places: Sequence[Path]) -> list[float]:
+    """Return test accuracies."""
+    return [found["test_acc"] for place in places if (found := result(place))]
+
+
+def attack_tables(out: Path, seeds: Sequence[int]) -> str:
+    """Return a table an attack: rules by fractions; of backdoors how often they work, too."""
+    text = []
+    for attack in ATTACKS:
+        head = " | ".join(f"{100 * f:.0f} %" for f in FRACTIONS)
+        lines = [f"**{attack}**", "", f"| rule | {head} |", "|---" * (len(FRACTIONS) + 1) + "|"]
+        for rule in RULES:
+            cells = []
+            for fraction in FRACTIONS:
+                places = ended(out, "attacks", (attack, rule, fraction), seeds)
+                cell = shown(accuracies(places))
+                doors = [v for place in places for v in last(place, "backdoor_acc")]
+                cells.append(f"{cell} / {shown(doors)}" if doors else cell)
+            lines.append(f"| {rule} | {' | '.join(cells)} |")
+        text.append("\n".join(lines))
+    return "\n\n".join(text)
+
+
+def fault_table(out: Path, seeds: Sequence[int]) -> str:
+    """Return what faults cost."""
+    lines = [
+        "| | test_acc | lost of all updates | virtual seconds | until val_acc 0.9 |",
+        "|---|---|---|---|---|",
+    ]
+    for arm in FAULTS:
+        places = ended(out, "faults", arm, seeds)
+        lost = [total(p, "skipped") / total(p, "clients") for p in places]
+        times = [v for p in places for v in last(p, "virtual_time")]
+        reached = [
+            float(row["virtual_time"])
+            for p in places
+            if (row := next((r for r in rows(p) if float(r["val_acc"]) >= 0.9), None))
+        ]
+        cells = (
+            shown(accuracies(places)),
+            shown(lost) + " %",
+            shown(times, 1, 0),
+            shown(reached, 1, 0),
+        )
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def privacy_table(out: Path, seeds: Sequence[int]) -> str:
+    """Return what privacy costs."""
+    lines = ["| | epsilon | test_acc | norm at the end |", "|---|---|---|---|"]
+    for arm in PRIVACY:
+        places = ended(out, "privacy", arm, seeds)
+        epsilons = [v for p in places for v in last(p, "epsilon")]
+        norms = [v for p in places for v in last(p, "clip_norm")]
+        spent = f"{epsilons[0]:.2f}" if epsilons else "-"
+        cells = (spent, shown(accuracies(places)), shown(norms, 1, 2))
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def time_picture(out: Path, seed: int, path: Path) -> None:
+    """Draw accuracy over virtual time."""
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for arm in FAULTS:
+        for place in ended(out, "faults", arm, [seed]):
+            found = [(float(r["virtual_time"]), float(r["val_acc"])) for r in rows(place)]
+            axes.plot(*zip(*found, strict=True), label=arm)
+    axes.set(xlabel="virtual seconds", ylabel="val_acc")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize="small")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what is missing, show what is there."""
+    own, extra = apart(arguments)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--out", type=Path, default=Path("runs", "trust"))
+    parser.add_argument("--show", action="store_true", help="run nothing")
+    parser.add_argument("--markdown", type=Path, help="write tables here, pictures beside them")
+    args = parser.parse_args(own)
+    if wrong := check_options(args.out, extra):
+        parser.error(wrong)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        waiting = [
+            pool.submit(
+                fit_and_test,
+                folder(args.out, part, arm, seed),
+                [*options(part, arm, seed), *extra],
+            )
+            for part in args.parts
+            for arm, seed in product(PARTS[part][1], args.seeds)
+            if not args.show
+        ]
+    for each in waiting:
+        each.result()  # raises what a worker raised
+    tables = {"faults": fault_table, "attacks": attack_tables, "privacy": privacy_table}
+    text = [f"Machine: {', '.join(f'{k} {v}' for k, v in machine().items() if v is not None)}."]
+    text += [f"## {part}\n\n{tables[part](args.out, args.seeds)}" for part in args.parts]
+    if args.markdown and "faults" in args.parts:
+        args.markdown.parent.mkdir(parents=True, exist_ok=True)
+        png = args.markdown.with_name(f"{args.markdown.stem}-faults.png")
+        time_picture(args.out, args.seeds[0], png)
+    publish("\n\n".join(text) + "\n", args.markdown)
+
+
+if __name__ == "__main__":
+    main()
