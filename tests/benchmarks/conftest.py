@@ -1,4 +1,5 @@
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,3 +23,31 @@ def script(monkeypatch):
     yield load
     for name in ("overhead", "runs"):
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def command_line(monkeypatch):
+    """Stand in for ``lightning-fl``; returns the lines that it was called with.
+
+    Args:
+        rounds: The table of rounds that a fit leaves.
+        printed: What it prints.
+        leave: Called with the line and the run's folder after a fit.
+    """
+
+    def install(rounds, printed="│ test_acc │ 0.9 │", leave=lambda line, run: None):
+        seen = []
+
+        def run(line, **options):
+            seen.append(line)
+            folder = Path(next(a for a in line if "root_dir" in a).partition("=")[2])
+            if "fit" in line:
+                (folder / "version_0").mkdir(parents=True)
+                (folder / "version_0" / "rounds.csv").write_text(rounds)
+                leave(line, folder / "version_0")
+            return subprocess.CompletedProcess(line, 0, printed, "")
+
+        monkeypatch.setattr(sys.modules["runs"].subprocess, "run", run)
+        return seen
+
+    return install

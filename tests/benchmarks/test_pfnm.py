@@ -1,8 +1,6 @@
 """The script runs each point once, and shows tables and pictures; no accuracy is judged."""
 
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,26 +12,12 @@ def pfnm(script):
 
 
 @pytest.fixture
-def commands(pfnm, monkeypatch):
+def commands(pfnm, command_line):
     """Stand in for the command line: a round with all figures, two networks of two neurons."""
-    seen = []
-
-    def run(line, **options):
-        seen.append(line)
-        folder = Path(next(a for a in line if "root_dir" in a).partition("=")[2])
-        if "fit" in line:
-            run = folder / "version_0"
-            run.mkdir(parents=True)
-            (run / "rounds.csv").write_text(
-                "round,width_1,neurons,ensemble/uniform,ensemble/average,val_acc\n"
-                "1,3,4,0.9,0.2,0.8\n"
-            )
-        return subprocess.CompletedProcess(
-            line, 0, "│ test_acc │ 0.9 │\n│ test_ensemble/uniform │ 0.95 │\n", ""
-        )
-
-    monkeypatch.setattr(sys.modules["runs"].subprocess, "run", run)
-    return seen
+    return command_line(
+        "round,width_1,neurons,ensemble/uniform,ensemble/average,val_acc\n1,3,4,0.9,0.2,0.8\n",
+        "│ test_acc │ 0.9 │\n│ test_ensemble/uniform │ 0.95 │\n",
+    )
 
 
 def test_points_run_once_and_tables_show_means(pfnm, commands, tmp_path):

@@ -1,0 +1,59 @@
+"""The script runs each arm once, and shows tables; no accuracy is judged."""
+
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def trust(script):
+    return script("trust")
+
+
+@pytest.fixture
+def commands(trust, command_line):
+    """Stand in for the command line: two rounds with all figures."""
+    names = "round,clients,skipped,val_acc,virtual_time,backdoor_acc,epsilon,clip_norm\n"
+    return command_line(names + "1,20,10,0.5,3.0,0.2,1.5,0.5\n2,20,5,0.95,7.0,0.3,2.5,0.25\n")
+
+
+def test_arms_run_once_and_tables_show_them(trust, commands, tmp_path, capsys):
+    page = tmp_path / "docs" / "trust.md"
+    given = ["--parts", "faults", "privacy", "--seeds", "1", "2", "--out", str(tmp_path / "out")]
+    trust.main([*given, "--markdown", str(page)])
+    runs = len(commands)
+    assert runs == 2 * 2 * (len(trust.FAULTS) + len(trust.PRIVACY))
+    trust.main([*given, "--show"])
+    assert len(commands) == runs
+    text = page.read_text()
+    # 15 of 40 updates are lost; 0.9 is reached in the second round, at 7 s.
+    assert "| FedAvg, no faults | 90.0 ± 0.0 | 37.5 ± 0.0 % | 7 ± 0 | 7 ± 0 |" in text
+    assert "| z = 1 | 2.50 | 90.0 ± 0.0 | 0.25 ± 0.00 |" in text
+    assert (page.parent / "trust-faults.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_attacks_have_a_table_each(trust, commands, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(trust, "FRACTIONS", (0.0, 0.4))
+    monkeypatch.setitem(trust.PARTS, "attacks", ("robust_mnist", trust.attack_arms()))
+    trust.main(["--parts", "attacks", "--out", str(tmp_path)])
+    assert len(commands) == 2 * len(trust.ATTACKS) * len(trust.RULES) * 2
+    text = capsys.readouterr().out
+    assert text.count("| Multi-Krum | 90.0 / 30.0 | 90.0 / 30.0 |") == len(trust.ATTACKS)
+
+
+def test_every_arm_is_a_config_that_parses(trust, capsys, monkeypatch):
+    from lightning_fl.cli import main
+
+    monkeypatch.setattr(trust, "FRACTIONS", (0.4,))
+    monkeypatch.setitem(trust.PARTS, "attacks", ("robust_mnist", trust.attack_arms()))
+    arms = [(part, arm) for part in trust.PARTS for arm in trust.PARTS[part][1]]
+    rules = {arm[1]: arm for part, arm in arms if part == "attacks"}
+    attacks = {arm[0]: arm for part, arm in arms if part == "attacks"}
+    for part, arm in arms:  # each rule and each attack once
+        if part == "attacks" and arm not in (*rules.values(), *attacks.values()):
+            continue
+        line = ["lightning-fl", "fit", *trust.options(part, arm, 1), "--print_config"]
+        monkeypatch.setattr(sys, "argv", line)
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code, capsys.readouterr().err
