@@ -24,7 +24,9 @@ from lightning_fl import ClientModule, ClientParallelStrategy, Lanes
 from lightning_fl.aggregators import (
     PFNM,
     ClusteredFL,
+    CoordinateMedian,
     Downpour,
+    DPFedAvg,
     FedAdam,
     FedAvg,
     FedAvgM,
@@ -34,7 +36,7 @@ from lightning_fl.aggregators import (
     Staged,
     StreamingPFNM,
 )
-from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.callbacks import Backdoor, ClientFaults, FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import FedEM, Proximal, RepresentationMatching
 from lightning_fl.partition import Dirichlet
@@ -44,6 +46,7 @@ from lightning_fl.policies import (
     Schedule,
     Stragglers,
 )
+from lightning_fl.samplers import PoissonSampler
 
 FEATURES, CLASSES, CLIENTS = 6, 3, 7
 
@@ -62,6 +65,13 @@ class Uneven(HyperParameterPolicy):
 
     def figures(self):
         return {"reported": self.reported}
+
+
+class SometimesNobody(PoissonSampler):
+    """Coins; in the second round all of them fall the other way."""
+
+    def sample(self, round, count, num_samples, generator):
+        return super().sample(round, count if round != 1 else 0, num_samples, generator)
 
 
 class Foreign(L.LightningModule):
@@ -186,6 +196,23 @@ CASES = {
     ),
     "layers": lambda: (wide_lanes(client_module()), {"aggregator": FedMA(widths=[8, 5])}, {}),
     "downpour": lambda: (client_module(), {"aggregator": Downpour(), "participation": 5}, {}),
+    "private": lambda: (
+        client_module(),
+        {
+            "aggregator": DPFedAvg(quantile=0.5, count_noise=2.0),
+            "sampler": SometimesNobody(),
+            "participation": 3,
+        },
+        {},
+    ),
+    "attacked": lambda: (
+        client_module(),
+        {
+            "aggregator": CoordinateMedian(),
+            "callbacks": [Backdoor([1, 4], target=1, strength=3.0), ClientFaults(dropout=0.2)],
+        },
+        {},
+    ),
     "stages": lambda: (
         client_module(),
         {"aggregator": Staged([2], [FedAvgM(), FedAdam()]), "participation": 3},
@@ -259,6 +286,7 @@ def fit(
     L.seed_everything(1, verbose=False)
     module, loop_options, data_options = (SHARED if strategy == "ddp" else CASES)[case]()
     kind = getattr(torch, dtype)
+    of_the_case = loop_options.pop("callbacks", ())
     loop = FederatedLoop(seed=1, table=None, **loop_options)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -269,7 +297,7 @@ def fit(
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[loop, RoundCheckpoint(str(folder)), *callbacks],
+        callbacks=[loop, RoundCheckpoint(str(folder)), *of_the_case, *callbacks],
         num_sanity_val_steps=0,
     )
     federation = data(kind, **data_options)
