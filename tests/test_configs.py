@@ -44,7 +44,9 @@ def options(name, root, folder, rounds=4):
     if given["data"]["class_path"] == "CIFAR10":  # 20 samples
         small += ["--data.init_args.val_size=5", "--data.init_args.num_clients=5"]
     policy = given["federation"]["policy"]
-    if given["trainer"].get("callbacks"):
+    if given["data"]["init_args"]["num_clients"] > 100:
+        small.append("--data.init_args.num_clients=100")
+    if "PersonalizedEvaluation" in str(given["trainer"].get("callbacks")):
         few = '[{"class_path":"PersonalizedEvaluation","init_args":{"steps":2,"local_steps":2}}]'
         small.append(f"--trainer.callbacks={few}")
     if policy["class_path"] == "Schedule":
