@@ -60,21 +60,13 @@ FAILING = {"dropout": 0.125, "crash": 0.125, "nan": 0.125, "explode": 0.125}
 CLOCK = {"straggler": 0.1, "spread": 0.5, "step_seconds": 0.05, "bandwidth": 1e6}
 LONG = "--trainer.max_epochs=200"
 FAULTS = {
-    "FedAvg, no faults": (callback("ClientFaults", **CLOCK), RULES["FedAvg"], LONG),
-    "CoordinateMedian, no faults": (callback("ClientFaults", **CLOCK), LONG),
-    "CoordinateMedian, half of the clients fail": (
-        callback("ClientFaults", **FAILING, **CLOCK),
-        LONG,
-    ),
-    "the same, nobody waited for after 3 s": (
-        callback("ClientFaults", **FAILING, **CLOCK, deadline=3.0),
-        LONG,
-    ),
-    "FedAvg, half of the clients fail": (
-        callback("ClientFaults", **FAILING, **CLOCK),
-        RULES["FedAvg"],
-        LONG,
-    ),
+    f"{rule}, {what}": (callback("ClientFaults", **faults), RULES[rule], LONG)
+    for what, faults in (
+        ("no faults", CLOCK),
+        ("half of the clients fail", {**FAILING, **CLOCK}),
+        ("the same, nobody waited for after 3 s", {**FAILING, **CLOCK, "deadline": 3.0}),
+    )
+    for rule in ("FedAvg", "CoordinateMedian", "NormClipping")
 }
 
 
