@@ -1,0 +1,63 @@
+"""Code blocks of Markdown pages, run from top to bottom.
+
+- ``python`` blocks run here, in one namespace a page; ``bash`` blocks in a shell, with this Python's
+  commands.
+- A ``text`` block after one is what it prints; ``...`` stands for anything.
+- ``file=NAME`` after the language: the block is the content of a file.
+- ``not-run`` after the language: the block only shows something.
+"""
+
+import contextlib
+import doctest
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+BLOCK = re.compile(r"^```(\w+) ?([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SAME = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def blocks(page, language):
+    """Return the code of a page's blocks in a language."""
+    return [code for kind, _, code in BLOCK.findall(page.read_text()) if kind == language]
+
+
+def run(page, names=None):
+    """Run a page in the working directory; return the names that it has defined."""
+    names, text, printed = {} if names is None else names, page.read_text(), None
+    for found in BLOCK.finditer(text):
+        kind, option, code = found.groups()
+        line = text.count("\n", 0, found.start()) + 1
+        if kind == "text" and printed is not None:
+            same = doctest.OutputChecker().check_output(code, printed, SAME)
+            assert same, f"{page}:{line} promises\n{code}and there is\n{printed}"
+        printed = None
+        if option == "not-run" or kind not in ("python", "bash", "yaml"):
+            continue
+        if option.startswith("file="):
+            Path(option.removeprefix("file=")).write_text(code)
+        elif kind == "python":
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile("\n" * line + code, str(page), "exec"), names)
+            printed = out.getvalue()
+        elif kind == "bash":
+            printed = shell(code, f"{page}:{line}")
+    return names
+
+
+def shell(code, where):
+    """Run commands, and return what they print."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", code],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"{where}\n{done.stdout}{done.stderr}"
+    return done.stdout
