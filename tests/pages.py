@@ -4,7 +4,8 @@
   commands.
 - A ``text`` block after one is what it prints; ``...`` stands for anything.
 - ``file=NAME`` after the language: the block is the content of a file.
-- ``not-run`` after the language: the block only shows something.
+- ``not-run`` after the language: the block only shows something; ``slow``: it runs where ``run`` is told.
+- ``in-process`` after ``bash``: a command of this package runs here, without five seconds of imports.
 """
 
 import contextlib
@@ -12,9 +13,13 @@ import doctest
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
+
+from lightning_fl.cli import main
 
 BLOCK = re.compile(r"^```(\w+) ?([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SAME = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -25,9 +30,10 @@ def blocks(page, language):
     return [code for kind, _, code in BLOCK.findall(page.read_text()) if kind == language]
 
 
-def run(page, names=None):
+def run(page, slow=False):
     """Run a page in the working directory; return the names that it has defined."""
-    names, text, printed = {} if names is None else names, page.read_text(), None
+    names, text, printed = {}, page.read_text(), None
+    left_out = ("not-run",) if slow else ("not-run", "slow")
     for found in BLOCK.finditer(text):
         kind, option, code = found.groups()
         line = text.count("\n", 0, found.start()) + 1
@@ -35,13 +41,19 @@ def run(page, names=None):
             same = doctest.OutputChecker().check_output(code, printed, SAME)
             assert same, f"{page}:{line} promises\n{code}and there is\n{printed}"
         printed = None
-        if option == "not-run" or kind not in ("python", "bash", "yaml"):
+        if option in left_out or kind not in ("python", "bash", "yaml"):
             continue
         if option.startswith("file="):
             Path(option.removeprefix("file=")).write_text(code)
         elif kind == "python":
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(compile("\n" * line + code, str(page), "exec"), names)
+            printed = out.getvalue()
+        elif option == "in-process":
+            _, *args = shlex.split(code.partition("lightning")[2].replace("\\\n", " "))
+            argv = mock.patch.object(sys, "argv", ["lightning-fl", *args])
+            with argv, contextlib.redirect_stdout(io.StringIO()) as out:
+                main()
             printed = out.getvalue()
         elif kind == "bash":
             printed = shell(code, f"{page}:{line}")
