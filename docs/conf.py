@@ -8,9 +8,12 @@ from pathlib import Path
 from types import ModuleType
 
 from docutils import nodes
+from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 from sphinx.ext.napoleon import GoogleDocstring
+from sphinx.util import logging
+from sphinx.writers.html5 import HTML5Translator
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))  # this checkout's package, whatever is installed
@@ -18,7 +21,6 @@ sys.path.insert(0, str(HERE.parent))  # this checkout's package, whatever is ins
 import lightning_fl  # noqa: E402
 
 project = "lightning_fl"
-author = "the lightning_fl authors"
 version = release = version("lightning_fl")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
@@ -32,10 +34,13 @@ html_math_renderer = "mathml"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_show_copyright = False
 
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"
+toc_object_entries_show_parents = "hide"
 autodoc_typehints_format = "short"
+maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -46,7 +51,8 @@ default_role = "py:obj"  # `name`: a link, where there is something of that name
 nitpick_ignore_regex = [
     ("py:obj", r"\w+"),
     ("py:class", r"(tuple\[~torch\.)?Tensor|Figure|Path"),  # as annotations name them
-    ("py:.*", r"(abc|collections|datetime|enum|jsonargparse|lightning|pathlib|torch|torchmetrics)\..*"),
+    ("py:.*", r"(abc|collections|datetime|enum|pathlib)\..*"),
+    ("py:.*", r"(jsonargparse|lightning|torch|torchmetrics)\..*"),
     ("py:.*", r"lightning_fl\.(\w+\.)*_\w+"),
 ]
 
@@ -61,7 +67,7 @@ GoogleDocstring._consume_inline_attribute = lambda self: (
 def modules(package: ModuleType) -> list[str]:
     """Return the modules of a package that have a page."""
     found = pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
-    return sorted(module.name for module in found if not module.name.split(".")[-1][0] == "_")
+    return sorted(module.name for module in found if not module.name.endswith("__"))
 
 
 def write_api(app: Sphinx) -> None:
@@ -69,8 +75,7 @@ def write_api(app: Sphinx) -> None:
 
     A room that says what is public (``__all__``) is one section, ``functional`` one a file.
     """
-    folder = HERE / "api"
-    folder.mkdir(exist_ok=True)
+    pages = {"index": "# API\n\n```{toctree}\n:glob:\n\n*\n```\n"}
     for name in modules(lightning_fl):
         room = import_module(name)
         parts = modules(room) if name == "lightning_fl.functional" else [name]
@@ -80,25 +85,36 @@ def write_api(app: Sphinx) -> None:
             if part != name:
                 text += [f"## {part.removeprefix(name + '.')}", ""]
             text += ["```{eval-rst}", f".. automodule:: {part}", "```", ""]
-        page, content = folder / f"{title}.md", "\n".join(text)
+        pages[title] = "\n".join(text)
+    folder = HERE / "api"
+    folder.mkdir(exist_ok=True)
+    for page in folder.glob("*.md"):
+        if page.stem not in pages:  # of a room that is gone
+            page.unlink()
+    for title, content in pages.items():
+        page = folder / f"{title}.md"
         if not page.exists() or page.read_text() != content:  # else it would be read anew
             page.write_text(content)
 
 
-def mathml(formula: str, as_block: bool = False) -> str:
+def mathml(node: nodes.Element, as_block: bool = False) -> str:
     """Return a formula as MathML, which browsers show without a script and without a network."""
-    return tex2mathml(formula.replace(r"\dots", r"\ldots"), as_block)  # docutils lacks the first
+    try:  # docutils lacks \dots
+        return tex2mathml(node.astext().replace(r"\dots", r"\ldots"), as_block)
+    except MathError as error:
+        logging.getLogger(__name__).warning("%s: %s", node.astext(), error, location=node)
+        return ""
 
 
-def inline_math(self, node: nodes.math) -> None:
+def inline_math(self: HTML5Translator, node: nodes.math) -> None:
     """Write a formula in a line of text."""
-    self.body.append(mathml(node.astext()))
+    self.body.append(mathml(node))
     raise nodes.SkipNode
 
 
-def display_math(self, node: nodes.math_block) -> None:
+def display_math(self: HTML5Translator, node: nodes.math_block) -> None:
     """Write a formula of its own line."""
-    self.body.append(f'<div class="math">{mathml(node.astext(), True)}</div>\n')
+    self.body.append(f'<div class="math">{mathml(node, as_block=True)}</div>\n')
     raise nodes.SkipNode
 
 

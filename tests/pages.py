@@ -1,11 +1,14 @@
 """Code blocks of Markdown pages, run from top to bottom.
 
-- ``python`` blocks run here, in one namespace a page; ``bash`` blocks in a shell, with this Python's
-  commands.
+- ``python`` blocks run here, in one namespace a page; ``bash`` blocks in a shell.
 - A ``text`` block after one is what it prints; ``...`` stands for anything.
-- ``file=NAME`` after the language: the block is the content of a file.
-- ``not-run`` after the language: the block only shows something; ``slow``: it runs where ``run`` is told.
-- ``in-process`` after ``bash``: a command of this package runs here, without five seconds of imports.
+
+After the language there may be
+
+- ``file=NAME``: the block is the content of a file;
+- ``not-run``: it only shows something;
+- ``slow``: it runs where asked for;
+- ``in-process``: a command of this package runs here, without five seconds of imports.
 """
 
 import contextlib
@@ -30,10 +33,9 @@ def blocks(page, language):
     return [code for kind, _, code in BLOCK.findall(page.read_text()) if kind == language]
 
 
-def run(page, slow=False):
-    """Run a page in the working directory; return the names that it has defined."""
+def run(page, but=("not-run", "slow")):
+    """Run a page in the working directory, but for some languages or marks; return its names."""
     names, text, printed = {}, page.read_text(), None
-    left_out = ("not-run",) if slow else ("not-run", "slow")
     for found in BLOCK.finditer(text):
         kind, option, code = found.groups()
         line = text.count("\n", 0, found.start()) + 1
@@ -41,7 +43,7 @@ def run(page, slow=False):
             same = doctest.OutputChecker().check_output(code, printed, SAME)
             assert same, f"{page}:{line} promises\n{code}and there is\n{printed}"
         printed = None
-        if option in left_out or kind not in ("python", "bash", "yaml"):
+        if option in but or kind in but:
             continue
         if option.startswith("file="):
             Path(option.removeprefix("file=")).write_text(code)
