@@ -7,13 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
-from docutils import nodes
-from docutils.utils.math import MathError
-from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 from sphinx.ext.napoleon import GoogleDocstring
-from sphinx.util import logging
-from sphinx.writers.html5 import HTML5Translator
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))  # this checkout's package, whatever is installed
@@ -23,14 +18,20 @@ import lightning_fl  # noqa: E402
 project = "lightning_fl"
 version = release = version("lightning_fl")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_parser",
+    "sphinx-mathjax-offline",  # formulas without a network
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
 exclude_patterns = ["_*"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = f"lightning_fl {release}"
-html_math_renderer = "mathml"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
@@ -97,28 +98,6 @@ def write_api(app: Sphinx) -> None:
             page.write_text(content)
 
 
-def mathml(node: nodes.Element, as_block: bool = False) -> str:
-    """Return a formula as MathML, which browsers show without a script and without a network."""
-    try:  # docutils lacks \dots
-        return tex2mathml(node.astext().replace(r"\dots", r"\ldots"), as_block)
-    except MathError as error:
-        logging.getLogger(__name__).warning("%s: %s", node.astext(), error, location=node)
-        return ""
-
-
-def inline_math(self: HTML5Translator, node: nodes.math) -> None:
-    """Write a formula in a line of text."""
-    self.body.append(mathml(node))
-    raise nodes.SkipNode
-
-
-def display_math(self: HTML5Translator, node: nodes.math_block) -> None:
-    """Write a formula of its own line."""
-    self.body.append(f'<div class="math">{mathml(node, as_block=True)}</div>\n')
-    raise nodes.SkipNode
-
-
 def setup(app: Sphinx) -> None:
     """Hook in the above."""
-    app.add_html_math_renderer("mathml", (inline_math, None), (display_math, None))
     app.connect("builder-inited", write_api)
