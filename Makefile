@@ -1,7 +1,7 @@
 # Tools come from .venv where there is one, else from PATH.
 BIN := $(if $(wildcard .venv/bin/python),.venv/bin/)
 
-.PHONY: check format test
+.PHONY: check docs format test
 
 check:
 	$(BIN)ruff check
@@ -9,6 +9,10 @@ check:
 	$(BIN)mypy
 	$(BIN)lint-imports
 	$(BIN)python -m pytest --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
+
+# The site, in build/site; a warning is an error.
+docs:
+	$(BIN)python -m sphinx -W --keep-going -d build/doctrees docs build/site
 
 format:
 	$(BIN)ruff check --fix

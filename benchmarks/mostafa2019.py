@@ -34,8 +34,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
-from overhead import machine
 
+from overhead import machine
 from runs import apart, check_options, command, fit_and_test, newest, publish, result, rows
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "mostafa2019"

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
-from overhead import machine
 
 from lightning_fl.functional.networks import Layers, match_networks
+from overhead import machine
 from runs import apart, check_options, fit_and_test, newest, publish, result, rows
 
 CONFIGS = Path(__file__).parents[1] / "configs"

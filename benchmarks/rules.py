@@ -22,8 +22,8 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from overhead import machine
 
+from overhead import machine
 from runs import apart, check_options, fit_and_test, newest, publish, result, rows
 
 CONFIGS = Path(__file__).parents[1] / "configs"

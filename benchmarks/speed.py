@@ -35,6 +35,15 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import nn
+
+from lightning_fl import ClientModule, Lanes
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.datamodules.federated import InMemory
+from lightning_fl.models import CifarCNN, KeywordCNN, MLPClassifier
+from lightning_fl.objectives import RepresentationMatching
+from lightning_fl.policies import Schedule
 from overhead import (
     GRID,
     LR,
@@ -55,15 +64,6 @@ from overhead import (
     trainer,
 )
 from overhead import measure as measure_costs
-from torch import nn
-
-from lightning_fl import ClientModule, Lanes
-from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.datamodules.federated import InMemory
-from lightning_fl.models import CifarCNN, KeywordCNN, MLPClassifier
-from lightning_fl.objectives import RepresentationMatching
-from lightning_fl.policies import Schedule
 
 #: Rounds of the federation that the library believes in.
 LONG = 2000

@@ -21,8 +21,8 @@ from statistics import mean, stdev
 from typing import Any
 
 from matplotlib.figure import Figure
-from overhead import machine
 
+from overhead import machine
 from runs import apart, check_options, fit_and_test, publish, result, rows
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -74,7 +74,7 @@ class RoundCheckpoint(ModelCheckpoint):
     """One ``last.ckpt`` a run, replaced after every round (or every n-th, and the last).
 
     ``ModelCheckpoint(save_last=True)`` follows ``save_top_k``, so its last is not the last round.
-    For the best round add a :class:`ModelCheckpoint` of your own.
+    For the best round add a ``ModelCheckpoint`` of your own.
 
     Args:
         dirpath: Folder; None is the logger's.

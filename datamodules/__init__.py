@@ -1,6 +1,6 @@
 """Data sets split over clients; one data set a file."""
 
-from lightning_fl.datamodules.audio import AudioDataModule, Augment, LogMel
+from lightning_fl.datamodules.audio import AudioDataModule, Augment, Clip, Clips, LogMel
 from lightning_fl.datamodules.cifar10 import CIFAR10
 from lightning_fl.datamodules.digits import Digits
 from lightning_fl.datamodules.fashion_mnist import FashionMNIST
@@ -15,6 +15,8 @@ __all__ = [
     "MNIST",
     "AudioDataModule",
     "Augment",
+    "Clip",
+    "Clips",
     "Digits",
     "FashionMNIST",
     "FederatedDataModule",

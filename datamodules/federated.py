@@ -401,7 +401,8 @@ class FederatedDataModule(LightningDataModule):
         train: Training samples. A ``TensorDataset`` is fetched a batch at a time.
         val: The server's validation samples; None holds them out of ``train`` before the split.
         test: Test samples.
-        partition: Rule that splits ``train`` over clients; None is :class:`~partition.IID`.
+        partition: Rule that splits ``train`` over clients; None is
+            :class:`~lightning_fl.partition.IID`.
         num_clients: Number of clients; None, where the rule knows it (``ByKey``, ``FromManifest``).
         batch_size: Samples a local step; None is a client's whole data.
         val_size: How much to hold out: a fraction of ``train`` or a count; 0 for none. The held-out
@@ -595,7 +596,7 @@ class FederatedDataModule(LightningDataModule):
             round: Counted from 0.
 
         Returns:
-            Whether rounds have samples of their own: there is a stream.
+            Whether there is a stream, in which rounds have samples of their own.
         """
         if self.arrivals == 1:
             return False

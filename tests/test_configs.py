@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from layouts import cifar_layout, mnist_layout
 
+from layouts import cifar_layout, mnist_layout
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.cli import main
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import lightning_fl
+import pages
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -14,32 +15,15 @@ README = (ROOT / "README.md").read_text()
 def test_the_example_federates_a_module_that_knows_nothing_of_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    names = {}
-    for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
-        exec(block, names)
+    names = pages.run(ROOT / "README.md", but=("bash",))
     assert names["loop"].rows[-1]["val_acc"] > 0.9
     assert len(names["loop"].rows) == 30
 
 
 def test_the_federation_of_a_module_takes_ten_lines():
-    block = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[1]
+    block = pages.blocks(ROOT / "README.md", "python")[1]
     code = [line for line in block.splitlines() if line and "import" not in line]
     assert len(code) <= 10
-
-
-def test_the_rule_of_the_guide_is_one():
-    from lightning_fl.types import ClientUpdate
-
-    guide = (ROOT / "docs" / "adding_a_rule.md").read_text()
-    names = {}
-    exec(re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1], names)
-    rule, server = names["ServerMomentum"](beta=0.5), torch.zeros(2)
-    for expected in (1.0, 2.5, 4.25):  # velocity 1, 1.5, 1.75
-        rule.start(server)
-        rule.update(ClientUpdate(torch.tensor([0]), torch.ones(1, 2), torch.tensor([3])))
-        server = rule.compute()
-        torch.testing.assert_close(server, torch.full((2,), expected))
-    assert "velocity" in rule.state_dict()
 
 
 def test_every_config_and_link_that_is_named_is_there():

@@ -5,12 +5,12 @@ import time
 from pathlib import Path
 
 import lightning as L
-import processes
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import processes
 from lightning_fl import ClientModule, ClientParallelStrategy, Lanes
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule

@@ -113,13 +113,13 @@ def match_networks(
         sigma02: :math:`\sigma_0^2`, the variance of atoms around the prior's mean.
         gamma: :math:`\gamma_0`: the larger, the wider.
         bias_mean: Mean of biases before; that of weights is 0.
-        popularity: See :class:`Process`.
-        cap: See :class:`Process`.
+        popularity: See :class:`~lightning_fl.functional.matching.Process`.
+        cap: See :class:`~lightning_fl.functional.matching.Process`.
         max_width: Neurons of a hidden layer at most, but where a client alone has more.
-        sweeps: See :func:`match`.
-        orders: See :func:`match`; the same in all layers.
+        sweeps: See :func:`~lightning_fl.functional.matching.match`.
+        orders: See :func:`~lightning_fl.functional.matching.match`; the same in all layers.
         start: Assignments to start with, of each hidden layer and client, the lowest layer first.
-        generator: See :func:`match`.
+        generator: See :func:`~lightning_fl.functional.matching.match`.
         past: What the steps of a stream before this one have taught, ``NetworkPosterior()`` in the
             first; None is no stream.
 
@@ -207,12 +207,12 @@ def match_upwards(
         sigma02: See :func:`match_networks`.
         gamma: See :func:`match_networks`.
         bias_mean: See :func:`match_networks`.
-        popularity: See :class:`Process`.
-        cap: See :class:`Process`.
+        popularity: See :class:`~lightning_fl.functional.matching.Process`.
+        cap: See :class:`~lightning_fl.functional.matching.Process`.
         max_width: See :func:`match_networks`.
-        sweeps: See :func:`match`.
-        orders: See :func:`match`.
-        generator: See :func:`match`.
+        sweeps: See :func:`~lightning_fl.functional.matching.match`.
+        orders: See :func:`~lightning_fl.functional.matching.match`.
+        generator: See :func:`~lightning_fl.functional.matching.match`.
         known: Assignments of the lowest hidden layers, of each client, that are not to be found:
             layers that the clients have been given and have not changed since.
 

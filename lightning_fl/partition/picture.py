@@ -29,7 +29,7 @@ def plot(
         class_names: Name of class ``i`` at place ``i``.
 
     Returns:
-        A figure that belongs to no window: ``figure.savefig("split.png")``.
+        A figure that belongs to no window; ``figure.savefig("split.png")`` writes it.
 
     Raises:
         FederationError: If a class has no name.

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from layouts import N_TEST, N_TRAIN, cifar_layout, mnist_layout
 from torch import nn
 
+from layouts import N_TEST, N_TRAIN, cifar_layout, mnist_layout
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import (
     CIFAR10,

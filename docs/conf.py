@@ -1,0 +1,103 @@
+"""The documentation site: `make docs`; why it is so is in decisions/0013-documentation-site.md."""
+
+import pkgutil
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+
+from sphinx.application import Sphinx
+from sphinx.ext.napoleon import GoogleDocstring
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))  # this checkout's package, whatever is installed
+
+import lightning_fl  # noqa: E402
+
+project = "lightning_fl"
+version = release = version("lightning_fl")
+
+extensions = [
+    "myst_parser",
+    "sphinx-mathjax-offline",  # formulas without a network
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+exclude_patterns = ["_*"]
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = f"lightning_fl {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_copyright = False
+
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+toc_object_entries_show_parents = "hide"
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+# Every name of this package has to lead somewhere; those of others cannot without a network.
+nitpicky = True
+default_role = "py:obj"  # `name`: a link, where there is something of that name
+nitpick_ignore_regex = [
+    ("py:obj", r"\w+"),
+    ("py:class", r"(tuple\[~torch\.)?Tensor|Figure|Path"),  # as annotations name them
+    ("py:.*", r"(abc|collections|datetime|enum|pathlib)\..*"),
+    ("py:.*", r"(jsonargparse|lightning|torch|torchmetrics)\..*"),
+    ("py:.*", r"lightning_fl\.(\w+\.)*_\w+"),
+]
+
+
+# Napoleon takes an attribute's "Rounds: ..." for a type with its description.
+GoogleDocstring._consume_inline_attribute = lambda self: (
+    "",
+    GoogleDocstring(self._dedent(self._consume_to_end()), self._config).lines(),
+)
+
+
+def modules(package: ModuleType) -> list[str]:
+    """Return the modules of a package that have a page."""
+    found = pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    return sorted(module.name for module in found if not module.name.endswith("__"))
+
+
+def write_api(app: Sphinx) -> None:
+    """Write a page a room, so that what is new appears by itself.
+
+    A room that says what is public (``__all__``) is one section, ``functional`` one a file.
+    """
+    pages = {"index": "# API\n\n```{toctree}\n:glob:\n\n*\n```\n"}
+    for name in modules(lightning_fl):
+        room = import_module(name)
+        parts = modules(room) if name == "lightning_fl.functional" else [name]
+        title = name.removeprefix("lightning_fl.")
+        text = [f"# {title}", ""]
+        for part in parts:
+            if part != name:
+                text += [f"## {part.removeprefix(name + '.')}", ""]
+            text += ["```{eval-rst}", f".. automodule:: {part}", "```", ""]
+        pages[title] = "\n".join(text)
+    folder = HERE / "api"
+    folder.mkdir(exist_ok=True)
+    for page in folder.glob("*.md"):
+        if page.stem not in pages:  # of a room that is gone
+            page.unlink()
+    for title, content in pages.items():
+        page = folder / f"{title}.md"
+        if not page.exists() or page.read_text() != content:  # else it would be read anew
+            page.write_text(content)
+
+
+def setup(app: Sphinx) -> None:
+    """Hook in the above."""
+    app.connect("builder-inited", write_api)

@@ -1,0 +1,105 @@
+import inspect
+import pkgutil
+import re
+import shutil
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from sphinx.cmd.build import main as sphinx
+
+import lightning_fl
+import pages
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+EXTENSIONS = (
+    "myst_parser",
+    "sphinx-mathjax-offline",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+)
+#: Pages whose code blocks run.
+PAGES = [*sorted(DOCS.glob("tutorials/*.md")), DOCS / "sweeps.md"]
+SLOW = [page for page in PAGES if "slow\n" in page.read_text()]
+expected = pytest.mark.filterwarnings(
+    "ignore:.*bottleneck", "ignore:Starting from v1.9.0", "ignore:round .* skipped"
+)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder to work in; pages write modules of their own there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["page"])  # the command line reads it
+    known = set(sys.modules)
+    yield
+    for name in set(sys.modules) - known:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@expected
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs_and_prints_what_it_says(page, here):
+    pages.run(page)
+
+
+@pytest.mark.slow
+@expected
+@pytest.mark.parametrize("page", SLOW, ids=lambda page: page.stem)
+def test_the_slow_code_of_a_page_runs_too(page, here):
+    pages.run(page, but=("not-run",))
+
+
+@expected
+def test_the_sweep_ends_trials_that_go_badly(here):
+    Path("sweep.py").write_text(pages.blocks(DOCS / "sweeps.md", "python")[0])
+    import optuna
+    from sweep import objective
+
+    study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(lower=2.0))
+    study.optimize(objective, n_trials=1)
+    assert study.trials[0].state == optuna.trial.TrialState.PRUNED
+    assert len(study.trials[0].intermediate_values) == 1
+    assert [path.name for path in Path("runs/sweep/0").iterdir()] == ["1"]  # the first seed alone
+
+
+def public():
+    """Every name that a room says is public, as the room calls it."""
+    for room in pkgutil.iter_modules(lightning_fl.__path__, "lightning_fl."):
+        if room.name.endswith("__"):
+            continue
+        module = import_module(room.name)
+        for name in getattr(module, "__all__", dir(module)):
+            thing = getattr(module, name)
+            is_own = hasattr(module, "__all__") or getattr(thing, "__module__", "") == room.name
+            if is_own and name[0] != "_" and (inspect.isclass(thing) or inspect.isfunction(thing)):
+                # One page for each file of the mathematics.
+                own = room.name == "lightning_fl.functional"
+                yield f"{thing.__module__ if own else room.name}.{name}"
+
+
+@pytest.mark.filterwarnings("ignore")  # Sphinx's own; those of the pages fail the build
+def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path):
+    shutil.copytree(DOCS, tmp_path / "docs", ignore=shutil.ignore_patterns("api"))
+    shutil.copy(ROOT / "README.md", tmp_path)
+    site = tmp_path / "site"
+    strict = ["-q", "-W", "--keep-going"]
+    # Pages of source code and Furo's navigation cannot warn, and take as long as all the rest.
+    quick = ["-D", "html_theme=basic", "-D", f"extensions={','.join(EXTENSIONS)}"]
+    assert sphinx([*strict, *quick, str(tmp_path / "docs"), str(site)]) == 0
+    api = "".join(page.read_text() for page in (site / "api").glob("*.html"))
+    known = set(re.findall(r'<dt [^>]*id="([\w.]+)"', api))
+    assert set(public()) - known == set()
+    assert 'src="http' not in api  # formulas need no network
+    assert (site / "_static" / re.search(r"_static/(mathjax/[\w-]+.js)", api)[1]).is_file()
+
+
+def test_every_relative_link_leads_somewhere():
+    for page in DOCS.rglob("*.md"):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page} links to {target}"
