@@ -1,9 +1,9 @@
 """The federation itself, and what watches it."""
 
-from lightning_fl.callbacks.attacks import Backdoor, ClientAttack, LabelFlip
+from lightning_fl.callbacks.attacks import Attack, Backdoor, ClientAttack, DataAttack, LabelFlip
 from lightning_fl.callbacks.baselines import MatchingBaselines
 from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO, RoundCheckpoint
-from lightning_fl.callbacks.faults import ClientFaults
+from lightning_fl.callbacks.faults import ClientFaults, OnUpdates
 from lightning_fl.callbacks.federated_loop import FederatedLoop
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
 from lightning_fl.callbacks.progress import RoundProgress
@@ -11,12 +11,15 @@ from lightning_fl.callbacks.report import RunReport
 
 __all__ = [
     "AtomicCheckpointIO",
+    "Attack",
     "Backdoor",
     "ClientAttack",
     "ClientFaults",
+    "DataAttack",
     "FederatedLoop",
     "LabelFlip",
     "MatchingBaselines",
+    "OnUpdates",
     "PersonalizedEvaluation",
     "RoundCheckpoint",
     "RoundProgress",
