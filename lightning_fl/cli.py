@@ -174,7 +174,8 @@ class FederatedCLI(LightningCLI):
         if self.subcommand == "fit":
             if config.enable_progress_bar is not False:
                 callbacks.append(RoundProgress())
-            if not config.fast_dev_run:
+            has_report = any(isinstance(callback, RunReport) for callback in callbacks)
+            if not config.fast_dev_run and not has_report:
                 callbacks.append(RunReport())
         if config.logger in (None, True):
             kwargs["logger"] = self._loggers() if self.subcommand == "fit" else False
