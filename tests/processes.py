@@ -34,7 +34,8 @@ from lightning_fl.aggregators import (
     Staged,
     StreamingPFNM,
 )
-from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RunReport
+from lightning_fl.callbacks.report import client_accuracies
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import FedEM, Proximal, RepresentationMatching
 from lightning_fl.partition import Dirichlet
@@ -237,6 +238,13 @@ class Poison(L.Callback):
             next(pl_module.parameters()).data.fill_(torch.inf)
 
 
+class Watch(RunReport):
+    """Who took part, and how well the server's model does for each client."""
+
+    def on_train_end(self, trainer, pl_module):
+        self.accuracies = client_accuracies(trainer, 20)
+
+
 class Fail(L.Callback):
     """Let process 1 end in its second round, in one way or another."""
 
@@ -260,6 +268,7 @@ def fit(
     module, loop_options, data_options = (SHARED if strategy == "ddp" else CASES)[case]()
     kind = getattr(torch, dtype)
     loop = FederatedLoop(seed=1, table=None, **loop_options)
+    watch = Watch()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
@@ -269,7 +278,7 @@ def fit(
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[loop, RoundCheckpoint(str(folder)), *callbacks],
+        callbacks=[loop, watch, RoundCheckpoint(str(folder)), *callbacks],
         num_sanity_val_steps=0,
     )
     federation = data(kind, **data_options)
@@ -281,6 +290,8 @@ def fit(
         "rows": loop.rows,
         "store": dict(loop.store.state_dict()),
         "test": tested,
+        "counts": watch.counts,
+        "accuracies": watch.accuracies,
     }
 
 

@@ -110,8 +110,8 @@ def lines(
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if not order and (len(drawn) > 1 or drawn[0].label != label):
             axes.legend(frameon=False, fontsize="small")
-    if order:  # one for all panels
-        columns = max(1, min(len(legend), 100 // max(map(len, legend))))
+    if legend and order:  # one for all panels
+        columns = max(1, min(len(legend), 100 // (1 + max(map(len, legend)))))
         figure.legend(
             handles=list(legend.values()), loc="outside upper left", ncols=columns, frameon=False
         )
@@ -125,8 +125,8 @@ def stacked(
 
     Example:
         >>> figure = stacked({"updates": {"lost": {1: 2}, "late": {1: 1}}}, ["round"])
-        >>> [patch.get_y() for patch in figure.axes[0].patches]
-        [0.0, 2.0]
+        >>> [int(patch.get_y()) for patch in figure.axes[0].patches]
+        [0, 2]
     """
     figure, every = _canvas(len(panels))
     for axes, (label, kinds), xlabel in zip(every, panels.items(), xlabels, strict=True):

@@ -81,7 +81,7 @@ def group(runs: Sequence[Run]) -> list[Group]:
     names = _names([identity(runs[0]) for runs in groups])
     counts = Counter(names)
     return [
-        Group(name if runs[0].config and counts[name] == 1 else _folders(runs), runs)
+        Group(name if name and runs[0].config and counts[name] == 1 else _folders(runs), runs)
         for name, runs in zip(names, groups, strict=True)
     ]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lightning_fl.callbacks.personalized import KINDS, summary
-from lightning_fl.report.figures import MOST_PANELS, Line, lines, png, spread, stacked
+from lightning_fl.report.figures import MOST_LINES, MOST_PANELS, Line, lines, png, spread, stacked
 from lightning_fl.report.groups import Group, differences, identity, mean_and_std
 from lightning_fl.report.run import Row, Run
 
@@ -715,6 +715,8 @@ def about_groups(
     if found:
         shown = [name for name in found if not any(name.startswith(f"{o}.") for o in found)]
         lead += f" Groups differ in {', '.join(shown[:6])}{', ...' * (len(shown) > 6)}."
+    if len(groups) > MOST_LINES:
+        lead += f" Pictures show the first {MOST_LINES} groups."
     sections = [
         _comparison(groups, found),
         progress(groups),
