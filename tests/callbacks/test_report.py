@@ -318,11 +318,13 @@ def test_each_client_is_measured_with_the_model_that_it_would_start_from(
 ):
     module = ClientModule(nn.Linear(6, 3)).double()
     loop = FederatedLoop(aggregator=rule, policy=Schedule(lr=0.3, num_steps=3))
-    made = measured(fit, data, module, loop)
+    random = torch.Generator().manual_seed(0)
+    x, y = torch.randn(120, 6, generator=random), torch.randint(3, (120,), generator=random)
+    made = measured(fit, data, module, loop, train=TensorDataset(x.double(), y))
     models = rule.server_for(torch.arange(4))
-    assert not torch.equal(models[0], models[1]) or not torch.equal(models[0], models[2])
     found = [float(row["train_acc"]) for row in clients(tmp_path)]
     assert found == [right(models[client], made, client) for client in range(4)]
+    assert found != [right(flat(module), made, client) for client in range(4)]
     # What the module has is the server's again.
     torch.testing.assert_close(flat(module), models.mean(0))
 
@@ -352,13 +354,18 @@ def test_the_run_is_as_if_nobody_had_looked(fit, data, flat):
         def forward(self, x):
             return x + 0.01 * torch.rand_like(x)
 
+    class Draw(Callback):
+        def on_train_end(self, trainer, module):
+            self.drawn = torch.rand(3)
+
     def go(most):
         L.seed_everything(1, verbose=False)
         net = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), Noise(), nn.Linear(5, 3))
         module = ClientModule(net, [RepresentationMatching(0.1)]).double()
         loop = FederatedLoop(0.5, Gossip("ring"), buffers="average", seed=0)
-        measured(fit, data, module, loop, most=most)
-        return flat(module), torch.rand(3), [dict(row) for row in loop.rows]
+        draw = Draw()
+        measured(fit, data, module, loop, draw, most=most)
+        return flat(module), draw.drawn, [dict(row) for row in loop.rows]
 
     looked, not_looked = go(200), go(0)
     assert torch.equal(looked[0], not_looked[0])

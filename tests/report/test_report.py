@@ -128,7 +128,7 @@ def test_files_are_shown_as_text_never_as_markup(folder, config, tmp_path):
         "partition__json": json.dumps(
             {"rule": EVIL, "parameters": {EVIL: EVIL}, "clients": [[0]], "class_counts": [{}]}
         ),
-        "rounds__csv": f"round,val_acc,$x${EVIL},_\n1,0.5,1,2\n2,0.6,2,1\n",
+        "rounds__csv": f"round,val_acc,$\\frac{{$ {EVIL},_\n1,0.5,1,2\n2,0.6,2,1\n",
         "faults__csv": f"round,client,fault\n1,0,$\\frac{{{EVIL}\n",
     }
     path = folder(**files)
