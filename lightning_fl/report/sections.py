@@ -242,7 +242,9 @@ def _who(run: Run) -> str:
     if cohorts == [count]:
         return f"all {count} took part" if count > 1 else "its client took part"
     several = f"{number(cohorts[0])} to {number(cohorts[-1])}" if len(cohorts) > 1 else ""
-    return f"{several or number(cohorts[0])} of {count or 'the'} clients took part"
+    return (
+        f"{several or number(cohorts[0])} of {number(count) if count else 'the'} clients took part"
+    )
 
 
 def _setting(run: Run) -> Iterable[str]:
