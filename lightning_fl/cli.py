@@ -1,4 +1,4 @@
-"""``lightning-fl fit|validate|test|predict --config X.yaml``."""
+"""``lightning-fl fit|validate|test|predict --config X.yaml``, ``lightning-fl report RUN``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any, Literal, NoReturn, get_type_hints
 from zipfile import is_zipfile
 
 import torch
+from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -36,6 +37,7 @@ import lightning_fl.samplers
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RoundProgress, RunReport
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.lanes import Lanes
+from lightning_fl.report import report
 from lightning_fl.types import FederationError
 
 
@@ -117,6 +119,14 @@ class FederatedCLI(LightningCLI):
         if (threads := self.config[self.subcommand].threads) is not None:
             torch.set_num_threads(threads)
 
+    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
+        super()._add_subcommands(parser, **kwargs)
+        # For --help alone: it has no Trainer, and main has it run before it comes to this.
+        reporting = report_parser()
+        parser._subcommands_action.add_subcommand(  # type: ignore[union-attr]  # just added
+            "report", reporting, help=reporting.description
+        )
+
     def _prepare_subcommand_parser(
         self, klass: type, subcommand: str, **kwargs: Any
     ) -> LightningArgumentParser:
@@ -174,7 +184,8 @@ class FederatedCLI(LightningCLI):
         if self.subcommand == "fit":
             if config.enable_progress_bar is not False:
                 callbacks.append(RoundProgress())
-            if not config.fast_dev_run:
+            has_report = any(isinstance(callback, RunReport) for callback in callbacks)
+            if not config.fast_dev_run and not has_report:
                 callbacks.append(RunReport())
         if config.logger in (None, True):
             kwargs["logger"] = self._loggers() if self.subcommand == "fit" else False
@@ -272,6 +283,29 @@ def with_shipped_configs(args: Sequence[str]) -> list[str]:
     return found
 
 
+def report_parser() -> ArgumentParser:
+    """Return the parser of ``lightning-fl report``."""
+    parser = ArgumentParser(
+        prog="lightning-fl report",
+        description="Make a page of runs: what was run, and how it went; several side by side.",
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        help="Folders of runs (runs/digits/version_0), or what holds some (runs/digits).",
+    )
+    parser.add_argument(
+        "--output",
+        type=str | None,
+        help="The page, a file that ends in .html; null is report.html, in the folder of the run if"
+        " it is one, else here.",
+    )
+    parser.add_argument(
+        "--title", type=str | None, help="Of the page; null is made of the names of the runs."
+    )
+    return parser
+
+
 def main(args: ArgsType = None) -> None:
     """Run the command line; a user's mistake ends with a message, not with a traceback."""
     if args is None:
@@ -282,7 +316,12 @@ def main(args: ArgsType = None) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     # Lightning's own, of torch 2.14.
     warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated")
+    words = sys.argv[1:] if args is None else args
     try:
+        if isinstance(words, list) and words[:1] == ["report"]:
+            asked = report_parser().parse_args(words[1:])
+            print(f"Written to {_short(report(asked.runs, asked.output, asked.title))}")
+            return
         FederatedCLI(
             LightningModule,
             FederatedDataModule,

@@ -36,7 +36,14 @@ from lightning_fl.aggregators import (
     Staged,
     StreamingPFNM,
 )
-from lightning_fl.callbacks import Backdoor, ClientFaults, FederatedLoop, RoundCheckpoint
+from lightning_fl.callbacks import (
+    Backdoor,
+    ClientFaults,
+    FederatedLoop,
+    RoundCheckpoint,
+    RunReport,
+)
+from lightning_fl.callbacks.report import client_accuracies
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import FedEM, Proximal, RepresentationMatching
 from lightning_fl.partition import Dirichlet
@@ -264,6 +271,13 @@ class Poison(L.Callback):
             next(pl_module.parameters()).data.fill_(torch.inf)
 
 
+class Watch(RunReport):
+    """Who took part, and how well the server's model does for each client."""
+
+    def on_train_end(self, trainer, pl_module):
+        self.accuracies = client_accuracies(trainer, 20)
+
+
 class Fail(L.Callback):
     """Let process 1 end in its second round, in one way or another."""
 
@@ -288,6 +302,7 @@ def fit(
     kind = getattr(torch, dtype)
     of_the_case = loop_options.pop("callbacks", ())
     loop = FederatedLoop(seed=1, table=None, **loop_options)
+    watch = Watch()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
@@ -297,7 +312,7 @@ def fit(
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[loop, RoundCheckpoint(str(folder)), *of_the_case, *callbacks],
+        callbacks=[loop, watch, RoundCheckpoint(str(folder)), *of_the_case, *callbacks],
         num_sanity_val_steps=0,
     )
     federation = data(kind, **data_options)
@@ -309,6 +324,8 @@ def fit(
         "rows": loop.rows,
         "store": dict(loop.store.state_dict()),
         "test": tested,
+        "counts": watch.counts,
+        "accuracies": watch.accuracies,
     }
 
 

@@ -61,6 +61,43 @@ def test_a_fit_leaves_a_table_a_checkpoint_and_pictures(cli, tmp_path):
     assert {"val_acc", "val_loss", "train_loss", "lr", "clients"} <= rows[0].keys()
 
 
+def test_a_report_is_made_of_runs(cli, tmp_path):
+    for share in (1.0, 0.5):
+        cli(*FIT, f"--federation.participation={share}", "--trainer.default_root_dir=runs")
+    out = cli("report", "runs/version_1")
+    assert out == "Written to runs/version_1/report.html\n"
+    text = (tmp_path / "runs" / "version_1" / "report.html").read_text()
+    assert "In each of 2 rounds 5 of 10 clients took part" in text
+    assert "own training samples" in text
+    assert "warning" not in text.partition("<body>")[2]
+    assert cli("report", "runs", "--title=Both", "--output=both.html") == "Written to both.html\n"
+    text = (tmp_path / "both.html").read_text()
+    assert "<title>Both</title>" in text
+    assert "participation=0.5" in text
+
+
+def test_a_report_of_what_is_no_run_is_an_error(cli, tmp_path):
+    message = "lightning-fl: error: there is no folder nowhere: give report the folder of a run"
+    assert cli("report", "nowhere", expect=2).startswith(message)
+    assert "required: runs" in cli("report", expect=2)
+    assert "has no rounds.csv" in cli("report", ".", expect=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_shows_the_report(cli):
+    assert "Make a page of runs" in cli("--help")
+    out = " ".join(cli("report", "--help").split())
+    for words in ("--output", "--title", "runs/digits/version_0"):
+        assert words in out
+
+
+def test_a_report_of_the_users_own_is_the_only_one(cli, tmp_path):
+    own = ("--trainer.callbacks+=RunReport", "--trainer.callbacks.client_samples=0")
+    cli(*FIT, *own)
+    table = tmp_path / "runs" / "digits" / "version_0" / "participation.csv"
+    assert table.read_text().splitlines()[0] == "client,train_samples,rounds,dropped"
+
+
 def test_a_second_fit_takes_another_folder_and_gives_the_same_figures(cli, tmp_path):
     cli(*FIT)
     cli(*FIT)

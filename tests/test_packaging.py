@@ -105,7 +105,8 @@ def test_the_wheel_holds_every_module_and_config_once_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = Counter(name for name in archive.namelist() if ".dist-info/" not in name)
     configs = {f"lightning_fl/{p.relative_to(ROOT)}" for p in (ROOT / "configs").rglob("*.yaml")}
-    assert names == Counter(modules() | configs | {"lightning_fl/py.typed"})
+    others = {"lightning_fl/py.typed", "lightning_fl/report/page.html"}
+    assert names == Counter(modules() | configs | others)
 
 
 def test_the_wheel_carries_licence_and_command(wheel):

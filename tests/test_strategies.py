@@ -95,6 +95,17 @@ def test_processes_do_not_matter(found, case, count):
 
 
 @pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("case", CASES + SHARED)
+def test_who_took_part_is_counted_alike(found, case, count):
+    alone = found[1][0][case]
+    for each in found[count]:
+        assert torch.equal(alone["counts"], each[case]["counts"])
+        assert alone["accuracies"] == each[case]["accuracies"]
+    if case in ("client module", "clusters", "neurons", "gossip"):
+        assert len(alone["accuracies"]) == processes.CLIENTS
+
+
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("case", [*CASES, "ddp, client module"])
 def test_every_process_knows_the_same(found, case, count):
     first, *others = (each[case] for each in found[count])

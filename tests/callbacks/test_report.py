@@ -1,17 +1,28 @@
 """Pictures of a run: which files, when, and what is in them."""
 
+import csv
+import json
 import os
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_fl import ClientModule
-from lightning_fl.callbacks import FederatedLoop, RunReport
+from lightning_fl import ClientModule, Lanes
+from lightning_fl.aggregators import PFNM, ClusteredFL, Gossip
+from lightning_fl.callbacks import (
+    FederatedLoop,
+    PersonalizedEvaluation,
+    RoundCheckpoint,
+    RunReport,
+)
 from lightning_fl.callbacks.report import round_figure
+from lightning_fl.objectives import FedEM, RepresentationMatching
 from lightning_fl.partition import Manifest
+from lightning_fl.policies import Schedule, Stragglers
 from lightning_fl.types import FederationError
 
 PNG = b"\x89PNG\r\n"
@@ -32,11 +43,20 @@ def run(trainer, data):
     return fit
 
 
+def environment(folder):
+    return json.loads((folder / "environment.json").read_text())
+
+
+def clients(folder):
+    return list(csv.DictReader((folder / "participation.csv").read_text().splitlines()))
+
+
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-ALL = ["partition.json", "partition.png", "rounds.csv", "rounds.png"]
+AT_START = ["environment.json", "partition.json", "partition.png"]
+ALL = sorted([*AT_START, "participation.csv", "rounds.csv", "rounds.png"])
 
 
 @pytest.mark.parametrize("num_clients", [3, 30])
@@ -73,8 +93,11 @@ class Count(Callback):
 def test_each_picture_is_drawn_once_a_run(run, monkeypatch):
     count = Count(monkeypatch)
     run(rounds=4)
-    pictures = [name for name in count.written if name != "rounds.csv"]
-    assert pictures == ["partition.json", "partition.png", "rounds.png"]
+    written = [name for name in count.written if name != "rounds.csv"]
+    assert written == [
+        *("partition.json", "partition.png", "environment.json"),
+        *("participation.csv", "environment.json", "rounds.png"),
+    ]
 
 
 class Break(Callback):
@@ -102,6 +125,10 @@ def test_an_interrupted_run_is_drawn_as_far_as_it_went(run, tmp_path, error, mon
         run(rounds=5, callbacks=[Break(error)])
     assert names(tmp_path) == ALL
     assert drawn == [1, 2]
+    assert environment(tmp_path)["state"] == error.__name__
+    rows = clients(tmp_path)
+    assert [row["rounds"] for row in rows] == ["2"] * 4
+    assert "train_acc" not in rows[0]
 
 
 def test_a_run_that_breaks_before_its_first_round_ended_has_no_rounds_to_draw(run, tmp_path):
@@ -111,7 +138,7 @@ def test_a_run_that_breaks_before_its_first_round_ended_has_no_rounds_to_draw(ru
 
     with pytest.raises(ZeroDivisionError):
         run(callbacks=[AtOnce()])
-    assert names(tmp_path) == ["partition.json", "partition.png"]
+    assert names(tmp_path) == AT_START
 
 
 @pytest.mark.parametrize("why", ["table", "fast_dev_run"])
@@ -135,7 +162,8 @@ def test_data_without_classes_are_split_without_a_picture(fit, linear, data, tmp
         )
         module.validation_step = lambda batch, batch_idx: None
     fit(module, datamodule=data(train, val=train), rounds=1, callbacks=[RunReport()])
-    assert names(tmp_path) == ["partition.json", "rounds.csv", "rounds.png"]
+    assert names(tmp_path) == [name for name in ALL if name != "partition.png"]
+    assert environment(tmp_path)["no train_acc"].startswith("NotImplementedError: Module [Linear]")
 
 
 def test_a_figure_shows_every_accuracy_and_loss_where_it_is_known():
@@ -175,3 +203,216 @@ def test_without_a_federation_there_is_nothing_to_report(trainer, data):
     module = ClientModule(nn.Linear(6, 3)).double()
     with pytest.raises(FederationError, match="RunReport reports rounds: add a FederatedLoop"):
         trainer(False, callbacks=[RunReport()]).fit(module, datamodule=data())
+
+
+# --- who took part --------------------------------------------------------------------------------
+
+
+class Poison(Callback):
+    """Client 2 sends what is not finite, whenever it takes part."""
+
+    def on_client_updates(self, plan, clients, delta):
+        delta[clients == 2] = torch.nan
+        return delta
+
+
+@pytest.mark.filterwarnings("ignore:round .* skipped")
+@pytest.mark.parametrize("policy", [None, Stragglers(0.5)])
+def test_who_took_part_is_counted(run, tmp_path, policy):
+    seen = []
+
+    class Note(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            seen.extend(loop.plan_of_the_round.clients.tolist())
+
+    loop = FederatedLoop(participation=3, policy=policy, seed=0)
+    run(rounds=5, loop=loop, callbacks=[Poison(), Note()])
+    rows = clients(tmp_path)
+    assert [row["client"] for row in rows] == ["0", "1", "2", "3"]
+    assert [int(row["rounds"]) for row in rows] == [seen.count(client) for client in range(4)]
+    assert [int(row["dropped"]) for row in rows] == [0, 0, seen.count(2), 0]
+    assert seen.count(2)
+    assert len(seen) == sum(row["clients"] for row in loop.rows)
+
+
+def interrupted(fit, data, folder, rounds, **options):
+    """Fit a module in ``folder``, with a checkpoint and a report."""
+    module = ClientModule(nn.Linear(6, 3)).double()
+    torch.manual_seed(0)
+    module.net.reset_parameters()
+    folder.mkdir(exist_ok=True)
+    report = RunReport()
+    callbacks = [report, RoundCheckpoint(folder), *options.pop("callbacks", [])]
+    options |= {"default_root_dir": folder, "enable_checkpointing": True}
+    loop = FederatedLoop(participation=2, seed=0)
+    fit(module, loop, data(), rounds=rounds, callbacks=callbacks, **options)
+    return report
+
+
+def test_a_resumed_run_counts_on(fit, data, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    interrupted(fit, data, whole, 6)
+    with pytest.raises(ZeroDivisionError):
+        interrupted(fit, data, parts, 6, callbacks=[Break(ZeroDivisionError())])
+    assert clients(parts) != clients(whole)
+    interrupted(fit, data, parts, 6, ckpt_path=parts / "last.ckpt")
+    for name in ("participation.csv", "environment.json"):
+        assert (whole / name).read_bytes() == (parts / name).read_bytes()
+    saved = torch.load(parts / "last.ckpt", weights_only=True)["callbacks"]["RunReport"]
+    assert int(saved["counts"][0].sum()) == 12
+
+
+def test_a_finished_run_resumed_changes_nothing(fit, data, tmp_path):
+    folder = tmp_path / "run"
+    interrupted(fit, data, folder, 3)
+    before = {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix != ".ckpt"}
+    interrupted(fit, data, folder, 3, ckpt_path=folder / "last.ckpt")
+    assert {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix != ".ckpt"} == before
+    # Killed between its last checkpoint and its last file.
+    (folder / "participation.csv").unlink()
+    interrupted(fit, data, folder, 3, ckpt_path=folder / "last.ckpt")
+    assert sum(int(row["rounds"]) for row in clients(folder)) == 6
+    assert environment(folder)["state"] == "finished"
+
+
+def test_a_run_that_began_without_a_report_does_not_count_half(fit, data, tmp_path):
+    module = ClientModule(nn.Linear(6, 3)).double()
+    checkpoint = [RoundCheckpoint(tmp_path)]
+    loop = FederatedLoop(participation=2, seed=0)
+    fit(module, loop, data(), rounds=2, callbacks=checkpoint, enable_checkpointing=True)
+    interrupted(fit, data, tmp_path, 4, ckpt_path=tmp_path / "last.ckpt")
+    assert list(clients(tmp_path)[0]) == ["client", "train_samples", "train_acc"]
+
+
+# --- how well the server's model does for each client ---------------------------------------------
+
+
+def right(vector, data, client, most=200):
+    x, y = data.train.fetch(data.parts[client][:most])
+    return ((x @ vector[:18].view(3, 6).T + vector[18:]).argmax(1) == y).double().mean().item()
+
+
+def measured(fit, data, module, loop, *callbacks, most=200, lanes=None, **options):
+    datamodule = data(**options)
+    user = module if lanes is None else Lanes(module, lanes, compile=False)
+    fit(user, loop, datamodule, rounds=3, callbacks=[RunReport(most), *callbacks])
+    return datamodule
+
+
+@pytest.mark.parametrize("lanes", [None, 2])
+@pytest.mark.parametrize("most", [5, 200])
+def test_the_servers_model_is_measured_on_training_samples(fit, data, tmp_path, flat, most, lanes):
+    module = ClientModule(nn.Linear(6, 3)).double()
+    loop = FederatedLoop(policy=Schedule(lr=0.05, num_steps=1))
+    made = measured(fit, data, module, loop, most=most, lanes=lanes, eval_batch_size=4)
+    found = [float(row["train_acc"]) for row in clients(tmp_path)]
+    assert found == [right(flat(module), made, client, most) for client in range(4)]
+    assert [int(row["train_samples"]) for row in clients(tmp_path)] == made.num_samples.tolist()
+
+
+@pytest.mark.parametrize(
+    "rule", [Gossip("ring"), ClusteredFL(eps1=9.0, eps2=0.0, warmup=1)], ids=["gossip", "clusters"]
+)
+def test_each_client_is_measured_with_the_model_that_it_would_start_from(
+    fit, data, tmp_path, flat, rule
+):
+    module = ClientModule(nn.Linear(6, 3)).double()
+    loop = FederatedLoop(aggregator=rule, policy=Schedule(lr=0.3, num_steps=3))
+    random = torch.Generator().manual_seed(0)
+    x, y = torch.randn(120, 6, generator=random), torch.randint(3, (120,), generator=random)
+    made = measured(fit, data, module, loop, train=TensorDataset(x.double(), y))
+    models = rule.server_for(torch.arange(4))
+    found = [float(row["train_acc"]) for row in clients(tmp_path)]
+    assert found == [right(models[client], made, client) for client in range(4)]
+    assert found != [right(flat(module), made, client) for client in range(4)]
+    # What the module has is the server's again.
+    torch.testing.assert_close(flat(module), models.mean(0))
+
+
+def test_what_stays_with_clients_is_measured_with_them(fit, data, tmp_path):
+    module = FedEM(nn.Linear(6, 3), 2, lambda p: torch.optim.SGD(p, lr=0.1)).double()
+    loop = FederatedLoop(policy=Schedule(num_steps=3))
+    measured(fit, data, module, loop)
+    assert len({row["train_acc"] for row in clients(tmp_path)} - {""}) >= 1
+    assert torch.equal(module.weights, torch.full((2,), 0.5, dtype=torch.float64))
+
+
+def test_a_network_that_is_replaced_is_measured_as_it_is(fit, data, tmp_path):
+    net = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    module = ClientModule(net).double()
+    made = measured(fit, data, module, FederatedLoop(aggregator=PFNM()))
+    for client, row in enumerate(clients(tmp_path)):
+        x, y = made.train.fetch(made.parts[client])
+        wanted = (module(x).argmax(1) == y).double().mean().item()
+        assert float(row["train_acc"]) == wanted
+
+
+def test_the_run_is_as_if_nobody_had_looked(fit, data, flat):
+    """Layers that draw, also when they evaluate, parameters of the clients' own, models of each."""
+
+    class Noise(nn.Module):
+        def forward(self, x):
+            return x + 0.01 * torch.rand_like(x)
+
+    class Draw(Callback):
+        def on_train_end(self, trainer, module):
+            self.drawn = torch.rand(3)
+
+    def go(most):
+        L.seed_everything(1, verbose=False)
+        net = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), Noise(), nn.Linear(5, 3))
+        module = ClientModule(net, [RepresentationMatching(0.1)]).double()
+        loop = FederatedLoop(0.5, Gossip("ring"), buffers="average", seed=0)
+        draw = Draw()
+        measured(fit, data, module, loop, draw, most=most)
+        return flat(module), draw.drawn, [dict(row) for row in loop.rows]
+
+    looked, not_looked = go(200), go(0)
+    assert torch.equal(looked[0], not_looked[0])
+    assert torch.equal(looked[1], not_looked[1])
+    assert looked[2] == not_looked[2]
+
+
+@pytest.mark.parametrize("why", ["0", "personalized", "forward", "loss"])
+def test_where_nothing_can_be_measured_the_reason_is_noted(
+    fit, data, tmp_path, foreign, linear, why
+):
+    module, callbacks, options, most = ClientModule(nn.Linear(6, 3)).double(), [], {}, 200
+    if why == "0":
+        most = 0
+    elif why == "personalized":
+        callbacks, options = [PersonalizedEvaluation()], {"local_test_size": 0.2}
+    elif why == "forward":
+        module = foreign()  # a module without forward
+    else:  # least squares: one output
+        module = linear(features=6)
+        module.forward = lambda x: module.net(x)
+    measured(fit, data, module, FederatedLoop(buffers="average"), *callbacks, most=most, **options)
+    words = {
+        "0": "client_samples=0",
+        "personalized": "PersonalizedEvaluation looks at test samples",
+        "forward": "NotImplementedError",
+        "loss": "the module's output is none",
+    }[why]
+    assert words in environment(tmp_path)["no train_acc"]
+    assert "train_acc" not in clients(tmp_path)[0]
+
+
+@pytest.mark.parametrize("value", [-1, 0.5])
+def test_client_samples_is_a_number(value):
+    with pytest.raises(FederationError, match=f"from 0 up, got {value}"):
+        RunReport(value)
+
+
+def test_what_the_run_ran_with_is_written_and_nothing_personal(run, tmp_path):
+    run(loop=FederatedLoop(participation=2, seed=5))
+    found = environment(tmp_path)
+    wanted = {"state": "finished", "rounds": 2, "seed": 5, "clients": 4}
+    wanted |= {"module": "ClientModule", "network": "Linear", "parameters": 21}
+    assert {name: found[name] for name in wanted} == wanted
+    assert found["aggregator"] == "FedAvg(weighting='samples')"
+    assert found["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert found["machine"]["processes"] == 1
+    text = (tmp_path / "environment.json").read_text()
+    assert os.uname().nodename not in text
+    assert str(tmp_path) not in text

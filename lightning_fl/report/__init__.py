@@ -1,0 +1,100 @@
+"""A page about a run, or several side by side: ``lightning-fl report RUN [RUN ...]``."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+
+from lightning_fl import __version__
+from lightning_fl.callbacks.checkpoint import write_atomically
+from lightning_fl.report.groups import Group, group
+from lightning_fl.report.run import Run, find_runs, read_run
+from lightning_fl.report.sections import Report, about_groups, about_run
+from lightning_fl.types import FederationError
+
+__all__ = ["Group", "Report", "Run", "find_runs", "group", "html", "read_run", "report"]
+
+#: Pictures that a report may have beside it.
+NAMES = (
+    "accuracy",
+    "cost",
+    "hyperparameters",
+    "partition",
+    "participation",
+    "clients",
+    "aggregator",
+    "policy",
+)
+
+
+def report(
+    runs: str | Path | Sequence[str | Path],
+    output: str | Path | None = None,
+    title: str | None = None,
+) -> Path:
+    """Write a page about one run, or about several and what sets them apart.
+
+    One HTML file that needs nothing else, no network either, and its pictures as PNG files in a
+    folder of the same name beside it. The same runs give the same files, byte for byte.
+
+    Args:
+        runs: Folders of runs, or folders that hold some as ``version_0``, ``version_1``, ... Runs
+            that differ in the seed alone are shown as their mean and spread.
+        output: The file, ``.html``; None is ``report.html``, in the folder of the run if there is
+            one run, else here. A report that is there already is replaced.
+        title: Of the page; None is made of the run's name.
+
+    Returns:
+        The file.
+
+    Raises:
+        FederationError: If there is no run, its table of rounds cannot be read, or the file cannot
+            be written.
+    """
+    folders, left_out = find_runs([runs] if isinstance(runs, str | Path) else runs)
+    if not folders:
+        raise FederationError("there is no run to report: name a folder, as runs/digits")
+    alone = len(folders) == 1
+    path = Path(output or (folders[0] / "report.html" if alone else "report.html"))
+    if path.suffix != ".html" or path.is_dir():
+        raise FederationError(f"the output is a file that ends in .html, got {path}")
+    found = [read_run(folder) for folder in folders]
+    page = about_run(found[0], title) if alone else about_groups(group(found), title, left_out)
+    pictures = {p.name: p.content for section in page.sections for p in section.pictures}
+    try:
+        for name in NAMES:
+            place = path.with_suffix("") / f"{name}.png"
+            if (content := pictures.get(name)) is None:
+                place.unlink(missing_ok=True)  # of an earlier report
+            else:
+                _write(place, content)
+        _write(path, html(page).encode())
+    except OSError as error:
+        raise FederationError(
+            f"{path} cannot be written ({error}): choose another output"
+        ) from error
+    return path
+
+
+def _write(path: Path, content: bytes) -> None:
+    write_atomically(path, lambda file: file.write(content))
+
+
+def html(page: Report) -> str:
+    """Return a page: whatever it shows of files is text, never markup.
+
+    Example:
+        >>> "&lt;script&gt;" in html(Report("<script>", [], [], []))
+        True
+    """
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
+    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
+    # Bytes 16 to 19 of a PNG file; pictures have 110 dots an inch, a page 96.
+    environment.filters["width"] = lambda content: int.from_bytes(content[16:20]) * 96 // 110
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return environment.from_string(template).render(report=page, version=__version__)

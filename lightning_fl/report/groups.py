@@ -1,0 +1,138 @@
+"""Runs that differ in the seed alone, and what sets groups of them apart."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from lightning_fl.report.run import Run
+
+#: What may differ within a group: seeds, places, and what is only shown.
+SEEDS_AND_PLACES = {
+    "seed_everything",
+    "federation.seed",
+    "data.seed",
+    "data.root",
+    "trainer.default_root_dir",
+    "trainer.enable_progress_bar",
+    "trainer.enable_model_summary",
+    "trainer.log_every_n_steps",
+    "checkpoint.dirpath",
+    "checkpoint.filename",
+    "checkpoint.every_n_rounds",
+    "ckpt_path",
+    "threads",
+}
+#: What a config means where it says null.
+DEFAULTS = {
+    "federation.aggregator": "FedAvg",
+    "federation.policy": "Schedule",
+    "federation.sampler": "UniformSampler",
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in the seed alone.
+
+    Args:
+        name: What sets it apart from the other groups.
+        runs: One or more.
+    """
+
+    name: str
+    runs: list[Run]
+
+    def band(self, name: str) -> list[tuple[float, float, float]]:
+        """Return round, mean and standard deviation of a column, in rounds that all runs have."""
+        columns = [dict(run.column(name)) for run in self.runs]
+        rounds = [r for r in columns[0] if all(r in column for column in columns)]
+        return [(r, *mean_and_std([column[r] for column in columns])) for r in rounds]
+
+
+def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean, and the standard deviation of a sample (n - 1); of one value, that is 0.
+
+    Example:
+        >>> mean_and_std([1.0, 2.0, 3.0])
+        (2.0, 1.0)
+    """
+    if not all(map(math.isfinite, values)):
+        return math.nan, math.nan
+    return fmean(values), stdev(values) if len(values) > 1 else 0.0
+
+
+def group(runs: Sequence[Run]) -> list[Group]:
+    """Put runs together that differ in the seed alone, and name groups by what sets them apart.
+
+    A run without a config is a group of its own, named by its folder.
+    """
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        key = repr(sorted(identity(run).items())) if run.config else run.name
+        found.setdefault(key, []).append(run)
+    groups = list(found.values())
+    if len(groups) == 1:
+        return [Group(groups[0][0].name.partition("/")[0], groups[0])]
+    names = _names([identity(runs[0]) for runs in groups])
+    counts = Counter(names)
+    return [
+        Group(name if name and runs[0].config and counts[name] == 1 else _folders(runs), runs)
+        for name, runs in zip(names, groups, strict=True)
+    ]
+
+
+def _folders(runs: Sequence[Run]) -> str:
+    return runs[0].name + (f" and {len(runs) - 1} more" if len(runs) > 1 else "")
+
+
+def identity(run: Run) -> dict[str, Any]:
+    """Return what a run's config says, without seeds and places."""
+    return {
+        name: DEFAULTS.get(name) if value is None else value
+        for name, value in run.config.items()
+        if name not in SEEDS_AND_PLACES
+    }
+
+
+def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return the names whose values differ, with each config's value; None where it has none.
+
+    Example:
+        >>> differences([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}])
+        {'b': [2, 3], 'c': [None, 4]}
+    """
+    names = dict.fromkeys(name for config in configs for name in config)
+    found = {name: [config.get(name) for config in configs] for name in names}
+    return {name: values for name, values in found.items() if len(set(map(repr, values))) > 1}
+
+
+def _names(configs: Sequence[dict[str, Any]]) -> list[str]:
+    """Name configs by what differs from most of them: a class first, its options if need be.
+
+    What cannot be said in a line, or is not unique, is no name: an empty one.
+    """
+    found = differences(configs)
+    top = {n: v for n, v in found.items() if not any(n.startswith(f"{o}.") for o in found)}
+    labels: list[str] = []
+    for kept in (top, found):
+        labels = [_name(kept, at) for at in range(len(configs))]
+        if len(set(labels)) == len(labels):
+            break
+    return [label if len(label) <= 60 else "" for label in labels]
+
+
+def _name(found: dict[str, list[Any]], at: int) -> str:
+    short = Counter(name.rpartition(".")[2] for name in found)
+    parts = []
+    for name, values in found.items():
+        value, count = Counter(map(repr, values)).most_common(1)[0]
+        if (repr(values[at]) == value and count > len(values) / 2) or values[at] is None:
+            continue
+        last = name.rpartition(".")[2]
+        parts.append(f"{name if short[last] > 1 or last.isdecimal() else last}={values[at]}")
+    return ", ".join(parts) or "base"

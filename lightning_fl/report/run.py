@@ -1,0 +1,311 @@
+"""What a run's folder says. It may come from a stranger: files are data, and of bounded size."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_fl.types import FederationError
+
+#: MiB of a file, at most; a larger one was not written by a run.
+LIMITS = {".csv": 64, ".json": 64, ".yaml": 0.25, ".png": 4}
+#: Pictures of a run's own that a report shows.
+PICTURES = ("partition.png", "aggregator.png", "policy.png")
+#: Numbers beyond are drawn as gaps, as what is not finite.
+LARGEST = 1e30
+#: Values of a config that a report looks at.
+MOST_VALUES = 2000
+
+Row = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run.
+
+    Args:
+        name: Its folder and the one above.
+        rows: The table of rounds, in numbers; what is empty in the file is missing here.
+        config: Its config's values, by name; see :func:`values_of`.
+        config_text: The config as it was written.
+        environment: What ``environment.json`` says.
+        partition: How the data were split: rule, its parameters, seed, sizes and classes.
+        faults: Round, client and fault, where faults were simulated.
+        clients: A row a client of what :class:`PersonalizedEvaluation` found.
+        participation: A row a client of who took part.
+        pictures: Those of :data:`PICTURES` that are there, as bytes.
+        notes: What could not be read.
+    """
+
+    name: str
+    rows: list[Row]
+    config: dict[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    environment: dict[str, Any] = field(default_factory=dict)
+    partition: dict[str, Any] = field(default_factory=dict)
+    faults: list[tuple[int, int, str]] | None = None
+    clients: list[Row] = field(default_factory=list)
+    participation: list[Row] = field(default_factory=list)
+    pictures: dict[str, bytes] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds are done."""
+        return int(self.rows[-1]["round"])
+
+    @property
+    def planned(self) -> int | None:
+        """How many rounds there were to be."""
+        found = self.environment.get("rounds", self.config.get("trainer.max_epochs"))
+        return found if type(found) is int and found > 0 else None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended by itself: after all rounds, or because it was told when to stop."""
+        state = self.environment.get("state", "finished" if self.planned is None else None)
+        return state == "finished" or (self.planned is not None and self.rounds >= self.planned)
+
+    @property
+    def seed(self) -> int | None:
+        """Its seed."""
+        found = self.environment.get("seed", self.config.get("seed_everything"))
+        return found if type(found) is int else None
+
+    def column(self, name: str) -> list[tuple[float, float]]:
+        """Return round and value, where there is one; NaN is a value that is not finite."""
+        return [(row["round"], row[name]) for row in self.rows if name in row]
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of what the table of rounds holds."""
+        return list(dict.fromkeys(name for row in self.rows for name in row))
+
+
+def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
+    """Return the folders of runs, and those that were left out since no round has ended.
+
+    Args:
+        paths: Folders of runs, or what holds them as ``version_0``, ``version_1``, ...
+
+    Raises:
+        FederationError: If there is no run in one of the folders.
+    """
+    found: dict[Path, Path] = {}
+    left_out = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            raise FederationError(
+                f"there is no folder {path}: give report the folder of a run, such as"
+                " runs/digits/version_0, or of several, such as runs/digits"
+            )
+        inside = [path] if (path / "rounds.csv").is_file() else _versions(path)
+        runs = [folder for folder in inside if (folder / "rounds.csv").is_file()]
+        if not runs:
+            raise FederationError(
+                f"{path} has no rounds.csv, nor has a folder version_0, version_1, ... in it: it is"
+                " not the folder of a run, or its first round has not ended"
+            )
+        left_out += [f"{_name(f)}: no round has ended" for f in inside if f not in runs]
+        found |= {folder.resolve(): folder for folder in runs}
+    return list(found.values()), left_out
+
+
+def _versions(path: Path) -> list[Path]:
+    found = [f for f in path.glob("version_*") if f.name[8:].isdecimal() and f.is_dir()]
+    return sorted(found, key=lambda folder: int(folder.name[8:]))
+
+
+def _name(folder: Path) -> str:
+    return "/".join(folder.resolve().parts[-2:])
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read what is in a run's folder; whatever cannot be read is left out, and noted.
+
+    Raises:
+        FederationError: If the table of rounds cannot be read, or has no rounds.
+    """
+    folder = Path(folder)
+    notes: list[str] = []
+    rows = {int(row["round"]): row for row in _table(folder / "rounds.csv", "round", notes)}
+    if not rows:
+        why = f" ({notes[0]})" if notes else ""
+        raise FederationError(f"{folder / 'rounds.csv'} has no rounds that can be read{why}")
+
+    def read(name: str, reader: Callable[[Path], Any], default: Any) -> Any:
+        try:
+            return reader(folder / name) if (folder / name).is_file() else default
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            reason = " ".join(str(error).split())
+            notes.append(f"{name} is left out: {reason[:300]}")
+            return default
+
+    text = read("config.yaml", _text, "")
+    faults = read("faults.csv", lambda path: _faults(path, notes), None)
+    return Run(
+        name=_name(folder),
+        rows=[rows[number] for number in sorted(rows)],
+        config=read("config.yaml", _config, {}),
+        config_text=text,
+        environment=read("environment.json", _mapping, {}),
+        partition=read("partition.json", _partition, {}),
+        faults=faults,
+        clients=read("clients.csv", lambda path: _table(path, "client", notes), []),
+        participation=read("participation.csv", lambda path: _table(path, "client", notes), []),
+        pictures={name: content for name in PICTURES if (content := read(name, _picture, b""))},
+        notes=notes,
+    )
+
+
+def _bytes(path: Path) -> bytes:
+    most = int(LIMITS[path.suffix] * 2**20)
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise FederationError(f"{path} is larger than {LIMITS[path.suffix]:g} MiB")
+    return content
+
+
+def _text(path: Path) -> str:
+    return _bytes(path).decode(errors="replace")
+
+
+def _picture(path: Path) -> bytes:
+    content = _bytes(path)
+    if not content.startswith(b"\x89PNG\r\n\x1a\n"):
+        raise FederationError("it is not a PNG picture")
+    return content
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield a CSV file's rows by the names in its first line, each with its line's number."""
+    try:
+        reader = csv.reader(_text(path).splitlines(), strict=True)
+        names = [name.strip() for name in next(reader, [])]
+        if len(set(names)) != len(names):
+            raise FederationError(f"line 1 of {path} names a column twice")
+        for cells in reader:
+            if cells:
+                yield reader.line_num, dict(zip(names, cells, strict=False))
+    except (OSError, csv.Error) as error:
+        raise FederationError(f"{path} cannot be read: {error}") from error
+
+
+def _table(path: Path, key: str, notes: list[str]) -> list[Row]:
+    """Read numbers; a row without its key is left out, a cell that is no number, too."""
+    found: list[Row] = []
+    broken: list[str] = []
+    for number, cells in _lines(path):
+        if key not in cells and not found:
+            raise FederationError(f"{path} has no column {key!r}: it was not written by a run")
+        row = {name: value for name, cell in cells.items() if (value := _number(cell)) is not None}
+        at = row.get(key, math.nan)
+        if not (0 <= at < 1e9 and at == int(at)):
+            broken.append(f"line {number} ({key} is {cells.get(key, '')[:40]!r})")
+            continue
+        # Numbers of skipped clients look like a number where there is one of them.
+        row.pop("skipped_clients", None)
+        texts = [n for n, c in cells.items() if c and n not in row and n != "skipped_clients"]
+        if texts:
+            broken.append(f"{texts[0][:40]} in line {number}")
+        found.append(row)
+    if broken:
+        more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+        notes.append(f"of {path.name} left out, no number: {', '.join(broken[:3])}{more}")
+    return found
+
+
+def _number(cell: str) -> float | None:
+    """Return a number, NaN where it is not finite or too large to draw, None where it is none."""
+    try:
+        value = float(cell)
+    except ValueError:
+        return None
+    return value if abs(value) <= LARGEST else math.nan
+
+
+def _faults(path: Path, notes: list[str]) -> list[tuple[int, int, str]]:
+    found: list[tuple[int, int, str]] = []
+    broken: list[int] = []
+    for number, cells in _lines(path):
+        at = [cells.get(name, "").strip() for name in ("round", "client")]
+        if all(a.isdecimal() and len(a) < 10 for a in at) and cells.get("fault"):
+            found.append((int(at[0]), int(at[1]), cells["fault"].strip()[:40]))
+        else:
+            broken.append(number)
+    if broken:
+        notes.append(f"of faults.csv left out: {len(broken)} lines, the first is line {broken[0]}")
+    return found
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    found = json.loads(_text(path))
+    if not isinstance(found, dict):
+        raise FederationError("it is no mapping")
+    return found
+
+
+def _partition(path: Path) -> dict[str, Any]:
+    """Return of a manifest what a report says, without the samples' numbers."""
+    found = _mapping(path)
+    clients, classes = found.get("clients"), found.get("class_counts")
+    parts = [*clients, *classes] if isinstance(clients, list) and isinstance(classes, list) else [0]
+    if not all(isinstance(part, list | dict) for part in parts) or not parts:
+        raise FederationError("it is no manifest of a partition")
+    return {
+        **{name: found.get(name) for name in ("rule", "parameters", "seed", "checksum")},
+        "sizes": [len(client) for client in found["clients"]],
+        "classes": [len(counts) for counts in found["class_counts"] if counts],
+    }
+
+
+def _config(path: Path) -> dict[str, Any]:
+    found = yaml.safe_load(_text(path))
+    if not isinstance(found, dict):
+        raise FederationError("it is no mapping")
+    return values_of(found)
+
+
+def values_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config's values by name, classes as the name of the class.
+
+    Example:
+        >>> rule = {"class_path": "lightning_fl.aggregators.Krum", "init_args": {"f": 1}}
+        >>> values_of({"federation": {"min_clients": 3, "aggregator": rule}})
+        {'federation.min_clients': 3, 'federation.aggregator': 'Krum', 'federation.aggregator.f': 1}
+
+    Raises:
+        FederationError: If it holds more than a config would.
+    """
+    found: dict[str, Any] = {}
+
+    def walk(name: str, value: Any, depth: int) -> None:
+        # A few lines of YAML may stand for billions of values, or for themselves.
+        if depth > 20 or len(found) > MOST_VALUES:
+            raise FederationError(f"it has more than {MOST_VALUES} values, or is too deep")
+        if isinstance(value, Mapping) and isinstance(value.get("class_path"), str):
+            found[name] = value["class_path"].rpartition(".")[2]
+            value = {**_mapped(value, "init_args"), **_mapped(value, "dict_kwargs")}
+        elif isinstance(value, list) and any(isinstance(part, Mapping | list) for part in value):
+            value = dict(enumerate(value))
+        if isinstance(value, Mapping):
+            for key, part in value.items():
+                walk(f"{name}.{key}" if name else str(key), part, depth + 1)
+        else:
+            found[name] = value
+
+    walk("", config, 0)
+    return found
+
+
+def _mapped(value: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = value.get(key)
+    return found if isinstance(found, Mapping) else {}

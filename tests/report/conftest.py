@@ -1,0 +1,91 @@
+"""Folders as runs leave them, written by hand."""
+
+import json
+
+import pytest
+import yaml
+
+from lightning_fl.callbacks.report import round_figure
+
+CONFIG = {
+    "seed_everything": 1,
+    "trainer": {"max_epochs": 4, "default_root_dir": "runs", "callbacks": None},
+    "model": {"class_path": "lightning_fl.ClientModule", "init_args": {"terms": []}},
+    "data": {"class_path": "lightning_fl.datamodules.Digits", "init_args": {"batch_size": 32}},
+    "federation": {"participation": 1.0, "aggregator": None},
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Write a run's folder; returns it."""
+
+    def make(name="digits/version_0", accuracies=(0.25, 0.5, 0.75, 0.5), **files):
+        path = tmp_path / name
+        path.mkdir(parents=True)
+        lines = ["round,clients,skipped,skipped_clients,num_steps,lr,bytes_up,bytes_down,val_acc"]
+        lines += [
+            f"{i},2,{int(i == 3)},{'1' if i == 3 else ''},20,0.1,{1000000 if i == 3 else 2000000},"
+            f"2000000,{accuracy}"
+            for i, accuracy in enumerate(accuracies, 1)
+        ]
+        contents = {
+            "rounds.csv": "\n".join(lines) + "\n",
+            "config.yaml": yaml.safe_dump(CONFIG),
+            "environment.json": json.dumps(
+                {
+                    "state": "finished",
+                    "rounds": 4,
+                    "seed": 1,
+                    "batch_size": 32,
+                    "network": "MLPClassifier",
+                    "parameters": 7510,
+                    "aggregator": "FedAvg(weighting='samples')",
+                    "policy": "Schedule(lr=0.1)",
+                    "versions": {"torch": "2.14.1"},
+                }
+            ),
+            "partition.json": json.dumps(
+                {
+                    "rule": "ByLabel",
+                    "parameters": {"classes_per_client": 1},
+                    "seed": 1,
+                    "class_counts": [{"0": 3}, {"1": 2}],
+                    "clients": [[0, 1, 2], [3, 4]],
+                }
+            ),
+            "participation.csv": "client,train_samples,rounds,dropped,train_acc\n"
+            "0,3,4,0,1.0\n1,2,4,1,0.5\n",
+        } | {key.replace("__", "."): value for key, value in files.items()}
+        for file, content in contents.items():
+            if isinstance(content, bytes):
+                (path / file).write_bytes(content)
+            elif content is not None:
+                (path / file).write_text(content)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def config():
+    """A config's text, with some keys (``a.b.c``) set to other values."""
+
+    def make(**changes):
+        found = json.loads(json.dumps(CONFIG))
+        for name, value in changes.items():
+            *path, last = name.split("__")
+            at = found
+            for part in path:
+                at = at[part]
+            at[last] = value
+        return yaml.safe_dump(found)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def picture(tmp_path_factory):
+    path = tmp_path_factory.mktemp("picture") / "a.png"
+    round_figure([{"round": 1, "val_acc": 0.5}]).savefig(path)
+    return path.read_bytes()

@@ -1,0 +1,93 @@
+"""Which runs belong together, how groups are named, mean and spread by hand."""
+
+import math
+
+import pytest
+
+from lightning_fl.report import Run, group
+from lightning_fl.report.groups import mean_and_std
+from lightning_fl.report.run import values_of
+
+
+def run(name="a/version_0", column=(), **config):
+    rows = [{"round": float(i), "val_acc": value} for i, value in enumerate(column, 1)]
+    return Run(name, rows, config=values_of({k.replace("__", "."): v for k, v in config.items()}))
+
+
+def names(*runs):
+    return [(each.name, len(each.runs)) for each in group(runs)]
+
+
+def test_runs_that_differ_in_seeds_and_places_are_a_group():
+    runs = [
+        run(seed_everything=i, trainer__default_root_dir=f"r{i}", data__seed=i, ckpt_path=f"{i}")
+        for i in range(3)
+    ]
+    assert names(*runs) == [("a", 3)]
+
+
+def test_groups_are_named_by_what_differs():
+    one, other = {"federation__participation": 1.0}, {"federation__participation": 0.1}
+    assert names(run(**one), run(**other), run(**one, seed_everything=7)) == [
+        ("participation=1.0", 2),
+        ("participation=0.1", 1),
+    ]
+
+
+def test_a_group_is_named_by_what_sets_it_apart_from_most():
+    base = {"federation__participation": 1.0, "data__batch_size": 32}
+    assert names(
+        run(**base), run(**base | {"data__batch_size": 8}), run(**base | {"federation__lr": 2})
+    ) == [("base", 1), ("batch_size=8", 1), ("lr=2", 1)]
+
+
+def rule(name, **options):
+    return {"federation": {"aggregator": {"class_path": f"x.{name}", "init_args": options}}}
+
+
+def test_a_rule_is_named_without_its_options_where_that_is_enough():
+    found = names(run(**rule("Krum", f=1)), run(**rule("FedProx", mu=2)))
+    assert [name for name, _ in found] == ["aggregator=Krum", "aggregator=FedProx"]
+    found = names(run(**rule("Krum", f=1)), run(**rule("Krum", f=2)))
+    assert [name for name, _ in found] == ["f=1", "f=2"]
+
+
+def test_null_is_the_rule_that_it_stands_for():
+    assert names(run(federation={"aggregator": None}), run(**rule("FedAvg"))) == [("a", 2)]
+
+
+def test_a_run_without_a_config_stands_alone():
+    assert names(run("a/version_0"), run("a/version_1"), run("b/version_0", x=1)) == [
+        ("a/version_0", 1),
+        ("a/version_1", 1),
+        ("x=1", 1),
+    ]
+
+
+def test_names_that_would_be_too_long_are_folders():
+    many = [{f"option_{i}": i * k for i in range(1, 20)} for k in (1, 2)]
+    found = names(run("a/version_0", **many[0]), run("b/version_3", **many[1]))
+    assert [name for name, _ in found] == ["a/version_0", "b/version_3"]
+    found = names(run("a/version_0", x="y" * 70), run("b/version_3", x=1))
+    assert [name for name, _ in found] == ["a/version_0", "x=1"]
+
+
+def test_mean_and_spread_by_hand():
+    """Of 0.2, 0.4, 0.9: mean 0.5, squares 0.09 + 0.01 + 0.16 = 0.26, over n - 1 = 2."""
+    (each,) = group(
+        [run(column=[0.1, v], seed_everything=i) for i, v in enumerate((0.2, 0.4, 0.9))]
+    )
+    (_, first, none), (at, mean, std) = each.band("val_acc")
+    assert (first, none) == (pytest.approx(0.1), pytest.approx(0.0))
+    assert at == 2
+    assert mean == pytest.approx(0.5)
+    assert std == pytest.approx(math.sqrt(0.13))
+
+
+def test_a_band_goes_as_far_as_all_runs_went():
+    (each,) = group([run(column=[0.1] * n, seed_everything=n) for n in (3, 1, 2)])
+    assert [at for at, _, _ in each.band("val_acc")] == [1]
+
+
+def test_what_is_not_finite_is_a_gap():
+    assert all(map(math.isnan, mean_and_std([1.0, math.nan])))

@@ -1,0 +1,164 @@
+"""What is read of a run's folder, also where a stranger wrote it."""
+
+import json
+import math
+import os
+
+import pytest
+
+from lightning_fl.report import find_runs, read_run
+from lightning_fl.report.run import LIMITS
+from lightning_fl.types import FederationError
+
+
+def test_a_folder_is_read(folder):
+    run = read_run(folder(faults__csv="round,client,fault\n3,1,nan\n"))
+    assert run.name == "digits/version_0"
+    assert (run.rounds, run.planned, run.is_finished, run.seed) == (4, 4, True, 1)
+    assert run.column("val_acc") == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 0.5)]
+    assert run.config["data"] == "Digits"
+    assert run.config["data.batch_size"] == 32
+    assert run.partition["sizes"] == [3, 2]
+    assert run.partition["classes"] == [1, 1]
+    assert run.faults == [(3, 1, "nan")]
+    assert run.participation[1] == {
+        "client": 1,
+        "train_samples": 2,
+        "rounds": 4,
+        "dropped": 1,
+        "train_acc": 0.5,
+    }
+    assert not run.notes
+
+
+def test_a_table_of_rounds_is_enough(folder):
+    others = ("config__yaml", "environment__json", "partition__json", "participation__csv")
+    run = read_run(folder(**dict.fromkeys(others)))
+    assert run.rounds == 4
+    assert run.planned is None
+    assert run.is_finished
+    assert not run.notes
+
+
+def test_runs_are_found_by_their_folder_or_the_one_above(folder, tmp_path):
+    runs = [folder(f"digits/version_{i}") for i in (0, 2, 10)]
+    (tmp_path / "digits" / "version_3").mkdir()
+    assert find_runs([tmp_path / "digits"]) == (runs, ["digits/version_3: no round has ended"])
+    assert find_runs([runs[1], tmp_path / "digits", runs[1]])[0] == [runs[1], runs[0], runs[2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("nowhere", "there is no folder"), ("", "has no rounds.csv")]
+)
+def test_a_folder_without_a_run_is_an_error(tmp_path, name, words):
+    with pytest.raises(FederationError, match=words):
+        find_runs([tmp_path / name])
+
+
+@pytest.mark.parametrize(
+    ("state", "rounds", "finished"),
+    [
+        ("finished", 60, True),  # it stopped early
+        ("started", 60, False),
+        ("KeyboardInterrupt", 60, False),
+        ("started", 4, True),  # killed after its last round
+    ],
+)
+def test_a_run_says_whether_it_is_finished(folder, state, rounds, finished):
+    told = json.dumps({"state": state, "rounds": rounds})
+    assert read_run(folder(environment__json=told)).is_finished is finished
+
+
+def test_without_an_environment_all_rounds_are_to_be_done(folder, config):
+    text = config(trainer__max_epochs=5)
+    assert not read_run(folder(environment__json=None, config__yaml=text)).is_finished
+
+
+def test_what_is_no_number_is_left_out_and_named(folder):
+    run = read_run(
+        folder(
+            rounds__csv="round,val_acc,lr\n1,0.5,0.1\n2,oops,0.1\nx,0.7,0.1\n,,\n4,0.5,1e999\n"
+            "5,0.5\n6,0.75,0.1,9,9\n"
+        )
+    )
+    assert [row["round"] for row in run.rows] == [1, 2, 4, 5, 6]
+    assert [r for r, _ in run.column("val_acc")] == [1, 4, 5, 6]
+    assert math.isnan(run.rows[2]["lr"])
+    assert "lr" not in run.rows[3]
+    (note,) = run.notes
+    assert "rounds.csv" in note
+    assert "val_acc in line 3, line 4 (round is 'x'), line 5 (round is '')" in note
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "has no rounds"),
+        ("round\n", "has no rounds"),
+        ("clients,val_acc\n1,2\n", "has no column 'round'"),
+        ("round,a,a\n1,2,3\n", "line 1 of .* names a column twice"),
+        ('round,a\n1,"2\n', "cannot be read"),
+        ("round,a\n1," + "9" * 200_000 + "\n", "cannot be read"),
+        ("round\n-1\n1.5\n1e10\nnan\n", r"no rounds that can be read .*line 2 \(round is '-1'\)"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_an_error_that_says_where(folder, text, words):
+    path = folder(rounds__csv=text)
+    with pytest.raises(FederationError, match=words) as error:
+        read_run(path)
+    assert "rounds.csv" in str(error.value)
+
+
+BOMB = "a: &a [1, 2]\n" + "".join(
+    f"{y}: &{y} [{', '.join([f'*{x}'] * 9)}]\n" for x, y in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config__yaml", "a: [1"),
+        ("config__yaml", "just a text"),
+        ("config__yaml", "!!python/object/apply:os.system ['false']"),
+        ("config__yaml", "a: &a [*a]"),
+        ("config__yaml", BOMB),
+        ("config__yaml", "[" * 1000),
+        ("config__yaml", "day: 2020-13-45"),
+        ("environment__json", "{"),
+        ("environment__json", "[1]"),
+        ("environment__json", "[" * 100_000),
+        ("partition__json", '{"clients": 3}'),
+        ("partition__json", '{"clients": [3], "class_counts": [{}]}'),
+        ("faults__csv", 'round,client,fault\n"1'),
+        ("clients__csv", "name\nx\n"),
+        ("aggregator__png", b"<svg onload='alert(1)'/>"),
+    ],
+)
+def test_a_broken_file_is_left_out_and_noted(folder, file, content):
+    run = read_run(folder(**{file: content}))
+    assert len(run.notes) == 1
+    assert file.replace("__", ".") in run.notes[0]
+    assert run.rounds == 4
+
+
+def test_lines_of_faults_that_cannot_be_read_are_left_out(folder):
+    run = read_run(folder(faults__csv="round,client,fault\n1,0,late\n1,x,nan\n2\n"))
+    assert run.faults == [(1, 0, "late")]
+    assert run.notes == ["of faults.csv left out: 2 lines, the first is line 3"]
+
+
+def test_files_that_are_too_large_are_not_read(folder, monkeypatch):
+    monkeypatch.setitem(LIMITS, ".yaml", 1e-5)
+    run = read_run(folder())
+    assert not run.config
+    assert not run.config_text
+    assert "is larger than 1e-05 MiB" in run.notes[0]
+    monkeypatch.setitem(LIMITS, ".csv", 1e-5)
+    with pytest.raises(FederationError, match=r"rounds\.csv is larger"):
+        read_run(folder("b/version_0"))
+
+
+def test_a_pipe_is_no_file(folder):
+    path = folder(faults__csv=None)
+    os.mkfifo(path / "faults.csv")
+    assert read_run(path).faults is None
