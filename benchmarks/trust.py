@@ -89,14 +89,19 @@ PRIVACY = {
 }
 
 
+def attack_arm(attack: str, rule: str, fraction: float) -> tuple[str, str, float]:
+    """Return which run a cell shows: without attackers one stands for all that measure alike."""
+    if fraction == 0 and not attack.startswith("backdoor"):
+        attack = next(iter(ATTACKS))
+    return attack, rule, fraction
+
+
 def attack_arms() -> dict[tuple[str, str, float], tuple[str, ...]]:
-    """Return options by attack, rule and fraction; without attackers one run stands for all."""
-    arms: dict[tuple[str, str, float], tuple[str, ...]] = {}
-    for (attack, made), (rule, option), fraction in product(
-        ATTACKS.items(), RULES.items(), FRACTIONS
-    ):
-        arms[attack, rule, fraction] = (made(fraction), option)
-    return arms
+    """Return options by attack, rule and fraction."""
+    return {
+        attack_arm(attack, rule, fraction): (ATTACKS[attack](fraction), RULES[rule])
+        for attack, rule, fraction in product(ATTACKS, RULES, FRACTIONS)
+    }
 
 
 def folder(out: Path, part: str, arm: Any, seed: int) -> Path:
@@ -161,7 +166,7 @@ def attack_tables(out: Path, seeds: Sequence[int]) -> str:
         for rule in RULES:
             cells = []
             for fraction in FRACTIONS:
-                places = ended(out, "attacks", (attack, rule, fraction), seeds)
+                places = ended(out, "attacks", attack_arm(attack, rule, fraction), seeds)
                 cell = shown(accuracies(places))
                 doors = [v for place in places for v in last(place, "backdoor_acc")]
                 cells.append(f"{cell} / {shown(doors)}" if doors else cell)
