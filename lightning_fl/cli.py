@@ -181,12 +181,11 @@ class FederatedCLI(LightningCLI):
             loop.table = str(self.run_folder / loop.table)
         if checkpoint.dirpath is None:
             checkpoint.dirpath = str(self.run_folder)
-        if self.subcommand == "fit":
-            if config.enable_progress_bar is not False:
-                callbacks.append(RoundProgress())
-            has_report = any(isinstance(callback, RunReport) for callback in callbacks)
-            if not config.fast_dev_run and not has_report:
-                callbacks.append(RunReport())
+        if self.subcommand == "fit" and config.enable_progress_bar is not False:
+            callbacks.append(RoundProgress())
+        # Also where nothing is trained: Lightning warns of callbacks that a checkpoint has in it.
+        if not any(isinstance(callback, RunReport) for callback in callbacks):
+            callbacks.append(RunReport())
         if config.logger in (None, True):
             kwargs["logger"] = self._loggers() if self.subcommand == "fit" else False
         return super().instantiate_trainer(

@@ -15,7 +15,7 @@ from lightning_fl.report.run import Run, find_runs, read_run
 from lightning_fl.report.sections import Report, about_groups, about_run
 from lightning_fl.types import FederationError
 
-__all__ = ["Group", "Report", "Run", "find_runs", "group", "html", "read_run", "report"]
+__all__ = ["Group", "Run", "find_runs", "group", "read_run", "report"]
 
 #: Pictures that a report may have beside it.
 NAMES = (

@@ -144,8 +144,14 @@ def stacked(
         axes.set(xlabel=xlabel, ylabel=plain(label))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True))
-        if len(kinds) > 1:
-            axes.legend(frameon=False, fontsize="small")
+        if len(kinds) > 1:  # above: bars may be as high as the panel
+            axes.legend(
+                frameon=False,
+                fontsize="small",
+                loc="lower left",
+                bbox_to_anchor=(0, 1),
+                ncols=len(kinds),
+            )
     return figure
 
 

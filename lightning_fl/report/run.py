@@ -33,14 +33,14 @@ class Run:
     Args:
         name: Its folder and the one above.
         rows: The table of rounds, in numbers; what is empty in the file is missing here.
-        config: Its config's values, by name; see :func:`values_of`.
+        config: Its config's values, by name; flattened.
         config_text: The config as it was written.
         environment: What ``environment.json`` says.
         partition: How the data were split: rule, its parameters, seed, sizes and classes.
         faults: Round, client and fault, where faults were simulated.
-        clients: A row a client of what :class:`PersonalizedEvaluation` found.
+        clients: A row a client of what ``PersonalizedEvaluation`` found.
         participation: A row a client of who took part.
-        pictures: Those of :data:`PICTURES` that are there, as bytes.
+        pictures: Files of the run that are there, as bytes.
         notes: What could not be read.
     """
 
