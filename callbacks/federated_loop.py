@@ -253,6 +253,11 @@ class FederatedLoop(Callback):
             self.aggregator.class_counts = getattr(data, "class_counts", None)
             with evaluating(user), seeded_rng(0, user.device):  # dropout would be a difference
                 self.aggregator.prepare(user, data.example())
+        if self.aggregator.is_private and self.min_clients > 1:
+            raise FederationError(
+                f"{describe(self.aggregator)} gives an answer in each round: one that keeps the model"
+                " would give away how many clients returned. Set min_clients=1"
+            )
         if self.aggregator.is_private and self.policy.needs_credits:
             raise FederationError(
                 f"{type(self.policy).__name__} learns from what single clients sent, which"
@@ -674,7 +679,7 @@ class FederatedLoop(Callback):
             )
         least = 1 if self._trainer.fast_dev_run else self.min_clients  # type: ignore[attr-defined]
         least = max(least, self.aggregator.least_clients)
-        if returned >= least or (round.plan.nobody and self.aggregator.is_private):
+        if returned >= least or self.aggregator.is_private:
             vector = self.aggregator.compute().view_as(server.vector)
             server = ServerState(vector, round.counters)
         else:

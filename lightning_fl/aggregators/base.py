@@ -43,7 +43,7 @@ class Aggregator(Metric, ABC):
     num_clients: int | None = None
     #: How clients of a round are drawn; a ``FederatedLoop`` sets it.
     cohort: Cohort | None = None
-    #: Whether what a round releases is protected, which then has to include rounds of nobody.
+    #: Whether what a round releases is protected: then each has an answer, whoever returned.
     is_private = False
     #: How many numbers of the server's vector are parameters; the others are floating buffers. None
     #: is all of them. A ``FederatedLoop`` sets it.

@@ -36,8 +36,8 @@ class DPFedAvg(FedOpt):
     a client's way to the server. Noise is drawn in float64 from a generator that is not
     cryptographic: this is a simulation of a private federation, not a guard of real secrets.
 
-    Running statistics (BatchNorm) would leave a client unprotected: they are refused. A round below
-    ``min_clients`` changes nothing and is paid for.
+    Running statistics (BatchNorm) would leave a client unprotected: they are refused. So is
+    ``min_clients``: each round has its answer, of noise alone where nobody returned.
 
     Args:
         noise_multiplier: :math:`z`; 0 is no privacy.
@@ -51,8 +51,8 @@ class DPFedAvg(FedOpt):
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the module has
-            running statistics, delta is not less than one client's part, dp-accounting is not
-            installed, or a checkpoint's cohorts were drawn in another way.
+            running statistics, ``min_clients`` is more than 1, delta is not less than one client's
+            part, dp-accounting is not installed, or a checkpoint's cohorts were drawn otherwise.
 
     Example:
         >>> rule = DPFedAvg(noise_multiplier=0.0, clip_norm=1.0)
@@ -163,17 +163,12 @@ class DPFedAvg(FedOpt):
             count *= self._count_noise if noise else 0.0
             below = 0.5 + (float(self.below) + count) / size
             self.clip.fill_(next_clip(float(self.clip), below, self.quantile, self.clip_lr))
+        self.round += 1
         self._pay()
         return self._stepped(mean[None])
 
-    def skip(self) -> None:
-        """Pay for a round that changes nothing."""
-        self._figures = {"clip_norm": float(self.clip)}
-        self._pay()
-
     def _pay(self) -> None:
         """Note the round in the ledger."""
-        self.round += 1
         noise, count = self.noise_multiplier, 0
         if self.ledger and self.ledger[-1][0] == noise:
             noise, count = self.ledger.pop()

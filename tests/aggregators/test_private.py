@@ -196,12 +196,15 @@ def test_rounds_of_nobody_are_rounds(simulate):
     assert len(faults.happened) == sum(counts)
 
 
-def test_everyone_lost_is_paid_for_and_changes_nothing(simulate):
+def test_a_round_in_which_everyone_is_lost_has_its_noise(simulate):
+    """Else it would be seen that nobody returned."""
     rule = DPFedAvg(noise_multiplier=1.0)
     _, loop = simulate(ClientFaults(dropout=1.0), aggregator=rule)
-    assert rule.ledger == [(1.0, 3)]
+    assert [row["skipped"] for row in loop.rows] == [4, 4, 4]
     assert loop.rows[-1]["epsilon"] == epsilon([(1.0, 3)], 4**-1.1, Cohort(4, 4))
-    assert len({row["val_loss"] for row in loop.rows}) == 1
+    assert len({row["val_loss"] for row in loop.rows}) == 3
+    with pytest.raises(FederationError, match=r"give away how many .* Set min_clients=1"):
+        simulate(aggregator=DPFedAvg(), min_clients=2)
 
 
 def test_as_a_stage(simulate):
