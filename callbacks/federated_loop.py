@@ -255,8 +255,8 @@ class FederatedLoop(Callback):
                 self.aggregator.prepare(user, data.example())
         if self.aggregator.is_private and self.min_clients > 1:
             raise FederationError(
-                f"{describe(self.aggregator)} gives an answer in each round: one that keeps the model"
-                " would give away how many clients returned. Set min_clients=1"
+                f"{type(self.aggregator).__name__} has an answer in each round: one that keeps the"
+                " model would give away how many clients returned. Set min_clients=1"
             )
         if self.aggregator.is_private and self.policy.needs_credits:
             raise FederationError(
