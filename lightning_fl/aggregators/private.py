@@ -117,7 +117,7 @@ class DPFedAvg(FedOpt):
                 f"delta={self._delta:g} lets one of {n} clients be given away whole: it must be"
                 f" less than {1 / n:g}"
             )
-        epsilon([(1.0, 1)], self._delta, self._drawn)  # says now that the library is missing
+        epsilon([], self._delta, self._drawn)  # says now that the library is missing
         if self.quantile is not None:
             noise_beside_a_count(self.noise_multiplier, self._count_noise)
         super().allocate(server)

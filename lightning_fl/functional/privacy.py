@@ -46,12 +46,12 @@ def epsilon(releases: Sequence[tuple[float, int]], delta: float, cohort: Cohort)
         >>> round(epsilon([(1.0, 100)], delta=1e-5, cohort=cohort), 2)
         4.04
     """
+    dp, accountant = _accountant(cohort)
     rounds = [(noise, count) for noise, count in releases if count]
     if not rounds:
         return 0.0
     if any(noise == 0 for noise, _ in rounds):
         return math.inf
-    dp, accountant = _accountant(cohort)
     with _quiet():
         for noise, count in rounds:
             accountant.compose(_event(dp, noise, cohort), count)
