@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections import Counter
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_fl import callbacks as callbacks_there
 from lightning_fl.callbacks.personalized import KINDS, summary
 from lightning_fl.report.figures import MOST_LINES, MOST_PANELS, Line, lines, png, spread, stacked
 from lightning_fl.report.groups import Group, differences, identity, mean_and_std
@@ -272,6 +274,24 @@ def _setting(run: Run) -> Iterable[str]:
         yield f"{rule} makes the server's model of their updates" + (
             f"; hyper-parameters are those of {policy}." if policy else "."
         )
+    if also := list(_callbacks(run.config)):
+        yield f"With {', '.join(also)}."
+
+
+def _callbacks(config: Mapping[str, Any]) -> Iterable[str]:
+    """Say which callbacks the config names, with the options that are not their defaults."""
+    for key, name in config.items():
+        if not re.fullmatch(r"trainer\.callbacks\.\d+", key):
+            continue
+        known = getattr(callbacks_there, str(name), None)
+        usual = inspect.signature(known).parameters if isinstance(known, type) else {}
+        options = {k.removeprefix(f"{key}."): v for k, v in config.items() if f"{key}." in k}
+        said = [
+            f"{option}={value}"
+            for option, value in options.items()
+            if value is not None and (option not in usual or usual[option].default != value)
+        ]
+        yield f"{name}({', '.join(said)})" if said else str(name)
 
 
 def _outcome(run: Run) -> Iterable[str]:

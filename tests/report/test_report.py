@@ -6,6 +6,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+import yaml
 
 from lightning_fl.report import find_runs, group, html, read_run, report
 from lightning_fl.report.sections import about_groups, about_run
@@ -265,3 +266,14 @@ def test_a_place_that_cannot_be_written_to_is_an_error(folder, tmp_path):
 def test_no_runs_are_an_error():
     with pytest.raises(FederationError, match="there is no run to report"):
         report([])
+
+
+def test_callbacks_are_named_with_what_is_not_their_default(folder):
+    callbacks = [
+        {"class_path": "lightning_fl.callbacks.ClientFaults", "init_args": {"dropout": 0.2}},
+        {"class_path": "yours.Watch", "init_args": {"every": 3, "path": None}},
+        {"class_path": "lightning_fl.callbacks.LabelFlip", "init_args": {"clients": 0.2}},
+    ]
+    config = yaml.safe_dump({"trainer": {"callbacks": callbacks, "callbacks_dir": "x"}})
+    page = about_run(read_run(folder(config__yaml=config)))
+    assert "With ClientFaults(dropout=0.2), Watch(every=3), LabelFlip." in Page(html(page)).text
