@@ -22,7 +22,11 @@ EXTENSIONS = (
     "sphinx.ext.napoleon",
 )
 #: Pages whose code blocks run.
-PAGES = [*sorted(DOCS.glob("tutorials/*.md")), DOCS / "sweeps.md"]
+PAGES = [
+    *sorted(DOCS.glob("tutorials/*.md")),
+    DOCS / "sweeps.md",
+    DOCS / "results" / "trust.md",
+]
 SLOW = [page for page in PAGES if "slow\n" in page.read_text()]
 expected = pytest.mark.filterwarnings(
     "ignore:.*bottleneck", "ignore:Starting from v1.9.0", "ignore:round .* skipped"

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping
 from scipy import stats
 
 from lightning_fl import Lanes
@@ -206,6 +207,15 @@ def test_a_round_in_which_everyone_is_lost_has_its_noise(simulate):
     assert len({row["val_loss"] for row in loop.rows}) == 3
     with pytest.raises(FederationError, match=r"give away how many .* Set min_clients=1"):
         simulate(aggregator=DPFedAvg(), min_clients=2)
+
+
+def test_a_budget_ends_a_run(simulate):
+    budget = epsilon([(2.0, 5)], 4**-1.1, Cohort(4, 4)) - 1e-6
+    stop = EarlyStopping(
+        "federation/epsilon", mode="max", stopping_threshold=budget, check_on_train_epoch_end=True
+    )
+    _, loop = simulate(stop, aggregator=DPFedAvg(2.0), rounds=9)
+    assert len(loop.rows) == 5
 
 
 def test_as_a_stage(simulate):
