@@ -258,10 +258,11 @@ class FederatedLoop(Callback):
                 f"{type(self.aggregator).__name__} has an answer in each round: one that keeps the"
                 " model would give away how many clients returned. Set min_clients=1"
             )
-        if self.aggregator.is_private and self.policy.needs_credits:
+        if self.aggregator.is_private and (self.policy.needs_credits or self.policy.hears_clients):
             raise FederationError(
-                f"{type(self.policy).__name__} learns from what single clients sent, which"
-                f" {type(self.aggregator).__name__} is to hide: choose another policy"
+                f"{type(self.policy).__name__} learns from what single clients report, which"
+                f" {type(self.aggregator).__name__} is to hide: choose another policy, or let it"
+                " learn from the validation loss"
             )
         if self.buffers is None and has_running_statistics(user):
             rank_zero_warn(
@@ -327,10 +328,16 @@ class FederatedLoop(Callback):
         self.schedulers = Schedulers(trainer)
         server = self.lane.read().vector
         self.policy.to(server.device)
-        cohort = Cohort(self._cohort_size(), len(self._num_samples), self.sampler.drawn, self._seed)
-        for rule in self.aggregator.modules():  # of a Staged, too
-            if isinstance(rule, Aggregator):
-                rule.cohort = cohort
+        has_buffers = sum(self.lane.vector.sizes) > self.lane.num_parameters
+        has_buffers |= len(self.lane.counters.sizes) > 0
+        if self.aggregator.is_private and has_buffers and self.buffers != "server":
+            raise FederationError(
+                f"{type(self.aggregator).__name__} cannot protect buffers that clients change"
+                " (BatchNorm's running statistics, counters): set buffers='server', which keeps"
+                " the server's, or use a network without them"
+            )
+        n = len(self._num_samples)
+        self.aggregator.cohort = Cohort(self._cohort_size(), n, self.sampler.drawn, self._seed)
         self.aggregator.num_parameters = self.lane.num_parameters
         self.aggregator.to(server.device).start(server)
         self._restore()
@@ -479,6 +486,9 @@ class FederatedLoop(Callback):
         # What is drawn besides the clients' own streams depends on the round alone, too.
         seed_rng(derive_seed(plan.seed, Purpose.ROUND, self.round), pl_module.device)
         self._round.rng = rng_state(pl_module.device)
+        if self.aggregator.is_private:  # asked each round: a callback may thaw layers
+            trained = [torch.full_like(p, p.requires_grad) for p in self.lane.shared.values()]
+            self.aggregator.trained = torch.cat([flat(each) for each in trained]).bool()
         self.aggregator.start(self._round.server.vector)
         self._seed_clients(pl_module, 0)
 
@@ -845,6 +855,8 @@ class FederatedLoop(Callback):
         clients = round.plan.clients
         reported = [round.client_losses.get(c, math.nan) for c in clients.tolist()]
         losses = torch.tensor(reported, dtype=torch.float64)
+        if self.aggregator.is_private:
+            losses.fill_(math.nan)
         used = torch.tensor([c in round.client_losses for c in clients.tolist()])
         weights = self._num_samples[clients].double() * used
         weights = weights / weights.sum().clamp(min=1)
@@ -888,7 +900,8 @@ class FederatedLoop(Callback):
 
     def _figures(self, round: _Round) -> dict[str, Any]:
         plan, (up, down) = round.plan, self.bytes_of_a_client()
-        lr = fmean(self._lr(plan, row) for row in range(len(plan.clients)))
+        rates = [self._lr(plan, row) for row in range(len(plan.clients))]
+        lr = rates[0] if len(set(rates)) == 1 else fmean(rates)  # the mean of equal ones is rounded
         return {
             "round": self.round + 1,
             "clients": len(plan.cohort),

@@ -15,8 +15,8 @@ from lightning_fl.types import FederationError
 class ClientSampler(ABC):
     """Draws the cohort of a round."""
 
-    #: How; what is known of it makes rules private that hide who took part.
-    drawn: Literal["poisson", "fixed", "all"] = "all"
+    #: How: by a coin of each, all sets of a size alike, or else. Private rules want to know.
+    drawn: Literal["poisson", "fixed", "other"] = "other"
 
     @abstractmethod
     def sample(

@@ -35,7 +35,7 @@ class Cohort(NamedTuple):
         size: How many, in the mean.
         clients: Of how many.
         drawn: ``poisson``, each by a coin of its own; ``fixed``, all sets of this size with equal
-            probability; ``all``, or in a way that is not known.
+            probability; ``other``, in a way that is not known.
         seed: The run's.
 
     Example:
@@ -45,13 +45,13 @@ class Cohort(NamedTuple):
 
     size: int
     clients: int
-    drawn: Literal["poisson", "fixed", "all"] = "all"
+    drawn: Literal["poisson", "fixed", "other"] = "fixed"
     seed: int = 0
 
     @property
     def is_sampled(self) -> bool:
-        """Whether a client can be sure of nothing."""
-        return self.drawn != "all" and self.size < self.clients
+        """Whether some clients do not take part."""
+        return self.size < self.clients
 
 
 class Step(NamedTuple):

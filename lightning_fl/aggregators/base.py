@@ -48,6 +48,9 @@ class Aggregator(Metric, ABC):
     #: How many numbers of the server's vector are parameters; the others are floating buffers. None
     #: is all of them. A ``FederatedLoop`` sets it.
     num_parameters: int | None = None
+    #: Of which numbers clients train, ``[P]``; None is of all. A ``FederatedLoop`` tells private
+    #: rules.
+    trained: Tensor | None = None
     server: Tensor
 
     def __init__(self) -> None:

@@ -36,8 +36,9 @@ class DPFedAvg(FedOpt):
     a client's way to the server. Noise is drawn in float64 from a generator that is not
     cryptographic: this is a simulation of a private federation, not a guard of real secrets.
 
-    Running statistics (BatchNorm) would leave a client unprotected: they are refused. So is
-    ``min_clients``: each round has its answer, of noise alone where nobody returned.
+    Buffers stay the server's: BatchNorm wants ``buffers: server``, or another network. What is not
+    trained has no noise. ``min_clients`` is refused: each round has its answer, of noise alone
+    where nobody returned. So are policies that learn from what single clients report.
 
     Args:
         noise_multiplier: :math:`z`; 0 is no privacy.
@@ -50,9 +51,10 @@ class DPFedAvg(FedOpt):
         optimizer: Of the server, a step for each noisy mean; None is SGD with learning rate 1.
 
     Raises:
-        FederationError: If an option is out of range; at the start of a fit, if the module has
-            running statistics, ``min_clients`` is more than 1, delta is not less than one client's
-            part, dp-accounting is not installed, or a checkpoint's cohorts were drawn otherwise.
+        FederationError: If an option is out of range; at the start of a fit, if clients would
+            change buffers, ``min_clients`` is more than 1, delta is not less than one client's
+            part, cohorts are drawn in a way that no accountant knows, dp-accounting is not
+            installed, or a checkpoint's cohorts were drawn otherwise.
 
     Example:
         >>> rule = DPFedAvg(noise_multiplier=0.0, clip_norm=1.0)
@@ -94,6 +96,8 @@ class DPFedAvg(FedOpt):
         ):
             if value is not None and not 0 < value < infinity:
                 raise FederationError(f"{name} must be positive and finite, got {value}")
+        if clip_lr > 10:
+            raise FederationError(f"clip_lr must be at most 10, got {clip_lr}: the paper has 0.2")
         if quantile is not None and count_noise is not None:
             noise_beside_a_count(noise_multiplier, count_noise)
         self.noise_multiplier, self.clip_norm, self.delta = noise_multiplier, clip_norm, delta
@@ -107,11 +111,6 @@ class DPFedAvg(FedOpt):
     def allocate(self, server: Tensor) -> None:
         """Refuse what cannot be private; see :meth:`FedOpt.allocate`."""
         n = self._drawn.clients
-        if self.num_parameters not in (None, server.numel()):
-            raise FederationError(
-                f"{type(self).__name__} cannot protect running statistics (BatchNorm): use a"
-                " network without them, with GroupNorm for example"
-            )
         if not self._delta < 1 / n:
             raise FederationError(
                 f"delta={self._delta:g} lets one of {n} clients be given away whole: it must be"
@@ -120,6 +119,10 @@ class DPFedAvg(FedOpt):
         epsilon([], self._delta, self._drawn)  # says now that the library is missing
         if self.quantile is not None:
             noise_beside_a_count(self.noise_multiplier, self._count_noise)
+            if self._count_noise > (size := self._drawn.size):
+                raise FederationError(
+                    f"count_noise={self._count_noise:g} drowns a count of {size} clients: lower it"
+                )
         super().allocate(server)
         zero = torch.zeros((), dtype=torch.float64, device=server.device)
         self.add_state("below", zero, dist_reduce_fx="sum")
@@ -141,31 +144,45 @@ class DPFedAvg(FedOpt):
     def _count_noise(self) -> float:
         return self._drawn.size / 20 if self.count_noise is None else self.count_noise
 
+    @property
+    def _norm(self) -> float:
+        """The norm of this round: an option that is given anew counts, what was learnt goes on."""
+        return self.clip_norm if self.quantile is None else float(self.clip)
+
     def update(self, clients: ClientUpdate) -> None:
         """Add clipped updates, and count those that were short enough."""
-        total, below = clipped_sum(clients.delta, float(self.clip))
-        self.total += total
+        n = len(self._mask())
+        total, below = clipped_sum(clients.delta[:, :n], self._norm)
+        self.total[:n] += total
         self.below += below - len(clients.delta) / 2
         self.weight += len(clients.delta)
+
+    def _mask(self) -> Tensor:
+        """Return of which parameters clients train; buffers are not among them."""
+        if self.trained is not None:
+            return self.trained
+        return torch.ones_like(self.total[: self.num_parameters], dtype=torch.bool)
 
     def compute(self) -> Tensor:
         """Return the server's model after a step for the noisy mean."""
         random = generator(self._drawn.seed, Purpose.NOISE, int(self.round))
-        size, noise = self._drawn.size, self.noise_multiplier
+        size, noise, mask = self._drawn.size, self.noise_multiplier, self._mask()
         if self.quantile is not None:
             noise = noise_beside_a_count(noise, self._count_noise)
-        deviation = noise * float(self.clip)
-        drawn = torch.randn(len(self.total), generator=random, dtype=torch.float64)
-        mean = (self.total + deviation * drawn.to(self.total.device)) / size
-        self._figures = {"clip_norm": float(self.clip), "noise": deviation / size}
+        deviation = noise * self._norm
+        drawn = torch.randn(len(mask), generator=random, dtype=torch.float64)
+        mean = (self.total[: len(mask)] + deviation * drawn.to(self.total.device)) / size
+        self._figures = {"clip_norm": self._norm, "noise": deviation / size}
         if self.quantile is not None:
             count = float(torch.randn((), generator=random, dtype=torch.float64))
             count *= self._count_noise if noise else 0.0
             below = 0.5 + (float(self.below) + count) / size
-            self.clip.fill_(next_clip(float(self.clip), below, self.quantile, self.clip_lr))
+            self.clip.fill_(next_clip(self._norm, below, self.quantile, self.clip_lr))
         self.round += 1
         self._pay()
-        return self._stepped(mean[None])
+        step = self._stepped((mean * mask.to(mean))[None])
+        step[len(mask) :] = self.server[len(mask) :]
+        return step
 
     def _pay(self) -> None:
         """Note the round in the ledger."""
@@ -174,9 +191,10 @@ class DPFedAvg(FedOpt):
             noise, count = self.ledger.pop()
         self.ledger.append((noise, count + 1))
         self._figures["epsilon"] = epsilon(self.ledger, self._delta, self._drawn)
+        self._figures["delta"] = self._delta
 
     def figures(self) -> dict[str, float]:
-        """Return epsilon so far, the norm, and the noise on each number of the mean."""
+        """Return what was spent so far, the norm, and the noise on each number of the mean."""
         return self._figures
 
     def get_extra_state(self) -> dict[str, Any]:

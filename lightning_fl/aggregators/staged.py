@@ -48,11 +48,15 @@ class Staged(Aggregator):
                     f"{type(rule).__name__} replaces the module's network and cannot be a stage:"
                     " use it alone"
                 )
+            if rule.is_private:
+                raise FederationError(
+                    f"{type(rule).__name__} cannot be a stage: what other stages give away would"
+                    " not be counted. Use it alone"
+                )
         self.rounds = list(rounds)
         self.rules = nn.ModuleList(aggregators)
         self.forgets = all(rule.forgets for rule in aggregators)
         self.needs_losses = any(rule.needs_losses for rule in aggregators)
-        self.is_private = any(rule.is_private for rule in aggregators)
         self.least_clients = max(rule.least_clients for rule in aggregators)
         self.register_buffer("round", torch.zeros((), dtype=torch.int64))
 

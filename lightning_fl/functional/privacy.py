@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ def epsilon(releases: Sequence[tuple[float, int]], delta: float, cohort: Cohort)
 
     - ``poisson``: one has one client more; releases are amplified by sampling;
     - ``fixed``, drawn without replacement: one client is another. A sum then differs by up to
-      :math:`2 C`, so this is a much weaker promise for the same noise;
-    - ``all``, or by a rule that is not known here: one has one client more; nothing is amplified.
+      :math:`2 C`, so this is a much weaker promise for the same noise. Where it is less, the price
+      without any amplification by sampling;
+    - everyone in each round: one has one client more; nothing is amplified.
 
     Args:
         releases: Pairs of a noise multiplier :math:`z` and the number of rounds that had it.
@@ -39,23 +41,28 @@ def epsilon(releases: Sequence[tuple[float, int]], delta: float, cohort: Cohort)
         Infinity where a round had no noise, 0 before the first.
 
     Raises:
-        FederationError: If ``dp_accounting`` is not installed.
+        FederationError: If ``dp_accounting`` is not installed, or a part of the clients is drawn
+            in a way of which nothing is known.
 
     Example:
         >>> cohort = Cohort(size=50, clients=1000, drawn="poisson")
         >>> round(epsilon([(1.0, 100)], delta=1e-5, cohort=cohort), 2)
         4.04
     """
-    dp, accountant = _accountant(cohort)
+    _, made = _accountants(cohort)
     rounds = [(noise, count) for noise, count in releases if count]
     if not rounds:
         return 0.0
     if any(noise == 0 for noise, _ in rounds):
         return math.inf
+    found = []
     with _quiet():
-        for noise, count in rounds:
-            accountant.compose(_event(dp, noise, cohort), count)
-        return float(accountant.get_epsilon(delta))
+        for make, event in made:
+            accountant = make()
+            for noise, count in rounds:
+                accountant.compose(event(noise), count)
+            found.append(float(accountant.get_epsilon(delta)))
+    return min(found)
 
 
 def noise_multiplier(target: float, delta: float, rounds: int, cohort: Cohort) -> float:
@@ -83,16 +90,19 @@ def noise_multiplier(target: float, delta: float, rounds: int, cohort: Cohort) -
         raise FederationError(f"rounds must be at least 1, got {rounds}")
     if epsilon([(_LEAST_NOISE, rounds)], delta, cohort) <= target:
         raise FederationError(f"epsilon {target:g} asks for no noise to speak of: lower it")
-    dp, _ = _accountant(cohort)
+    dp, made = _accountants(cohort)
     with _quiet():
-        found = dp.calibrate_dp_mechanism(
-            lambda: _accountant(cohort)[1],
-            lambda noise: dp.SelfComposedDpEvent(_event(dp, noise, cohort), rounds),
-            target,
-            delta,
-            dp.LowerEndpointAndGuess(_LEAST_NOISE, 1.0),
-        )
-    return float(found)
+        found = [
+            dp.calibrate_dp_mechanism(
+                make,
+                lambda noise, event=event: dp.SelfComposedDpEvent(event(noise), rounds),
+                target,
+                delta,
+                dp.LowerEndpointAndGuess(_LEAST_NOISE, 1.0),
+            )
+            for make, event in made
+        ]
+    return float(min(found))
 
 
 def next_clip(clip: float, below: float, quantile: float, lr: float) -> float:
@@ -165,30 +175,41 @@ def clipped_sum(updates: Tensor, clip: float) -> tuple[Tensor, int]:
     return total, below
 
 
-def _accountant(cohort: Cohort) -> tuple[Any, Any]:
-    """Return the library, and an accountant for how clients are drawn."""
+def _accountants(cohort: Cohort) -> tuple[Any, list[tuple[Any, Any]]]:
+    """Return the library, and by each way to account for a round what adds up and what a round is.
+
+    All are upper bounds.
+    """
     try:
-        import dp_accounting
+        import dp_accounting as dp
         from dp_accounting.rdp import RdpAccountant
     except ImportError as error:
         raise FederationError(
             "privacy is accounted for by dp-accounting, which is not installed: pip install"
             " 'lightning_fl[privacy]'"
         ) from error
-    relation = dp_accounting.NeighboringRelation
-    fixed = cohort.is_sampled and cohort.drawn == "fixed"
-    chosen = relation.REPLACE_ONE if fixed else relation.ADD_OR_REMOVE_ONE
-    return dp_accounting, RdpAccountant(neighboring_relation=chosen)
+    one_more, another = (
+        partial(RdpAccountant, neighboring_relation=relation)
+        for relation in (
+            dp.NeighboringRelation.ADD_OR_REMOVE_ONE,
+            dp.NeighboringRelation.REPLACE_ONE,
+        )
+    )
+    m, n = cohort.size, cohort.clients
+    if not cohort.is_sampled:
+        return dp, [(one_more, dp.GaussianDpEvent)]
+    if cohort.drawn == "poisson":
+        return dp, [(one_more, lambda z: dp.PoissonSampledDpEvent(m / n, dp.GaussianDpEvent(z)))]
+    if cohort.drawn == "fixed":  # half the noise: a sum differs by twice the norm
 
+        def drawn(z: float) -> Any:
+            return dp.SampledWithoutReplacementDpEvent(n, m, dp.GaussianDpEvent(z / 2))
 
-def _event(dp: Any, noise: float, cohort: Cohort) -> Any:
-    """Return a round's release, in the library's words."""
-    if cohort.is_sampled and cohort.drawn == "poisson":
-        return dp.PoissonSampledDpEvent(cohort.size / cohort.clients, dp.GaussianDpEvent(noise))
-    if cohort.is_sampled and cohort.drawn == "fixed":
-        inner = dp.GaussianDpEvent(noise / 2)  # the library means by it noise over sensitivity
-        return dp.SampledWithoutReplacementDpEvent(cohort.clients, cohort.size, inner)
-    return dp.GaussianDpEvent(noise)
+        return dp, [(another, drawn), (another, lambda z: dp.GaussianDpEvent(z / 2))]
+    raise FederationError(
+        f"{m} of {n} clients are drawn in a way of which no accountant knows what it hides: use"
+        " PoissonSampler, UniformSampler, or participation=1.0"
+    )
 
 
 @contextmanager

@@ -27,6 +27,8 @@ class HyperParameterPolicy(nn.Module, ABC):
     #: Whether it wants to know what each client has done to the server's validation loss: a pass
     #: forward and back over the validation samples, by the module's method ``losses(batch)``.
     needs_credits = False
+    #: Whether it learns from the losses that clients report.
+    hears_clients = False
 
     @abstractmethod
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:

@@ -112,6 +112,7 @@ class DiscreteGaussianReinforce(RandomPolicy):
         if loss not in ("validation", "clients"):
             raise FederationError(f"loss must be validation or clients, got {loss!r}")
         self.loss, self.needs_val_loss = loss, loss == "validation"
+        self.hears_clients = loss == "clients"
         self.hyper_lr, self.window = hyper_lr, int(window)
         self.learn_precision, self.centred, self.optimizer = learn_precision, centred, optimizer
         axes = [normalised_axis(values) for values in self.grid.values()]

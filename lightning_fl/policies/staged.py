@@ -42,6 +42,7 @@ class StagedPolicy(HyperParameterPolicy):
         self.policies = nn.ModuleList(policies)
         self.needs_val_loss = any(policy.needs_val_loss for policy in policies)
         self.needs_credits = any(policy.needs_credits for policy in policies)
+        self.hears_clients = any(policy.hears_clients for policy in policies)
         self._figures: dict[str, float] = {}
 
     def _at(self, round: int) -> tuple[HyperParameterPolicy, int]:

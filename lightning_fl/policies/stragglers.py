@@ -56,6 +56,7 @@ class Stragglers(RandomPolicy):
         self.policy = Schedule() if policy is None else policy
         self.needs_val_loss = self.policy.needs_val_loss
         self.needs_credits = self.policy.needs_credits
+        self.hears_clients = self.policy.hears_clients
 
     def count(self, clients: int) -> int:
         """Return how many of so many clients are stragglers."""

@@ -34,7 +34,7 @@ from lightning_fl.types import ClientUpdate, Cohort
 def private():
     """Without its noise; how clients are drawn a FederatedLoop says."""
     rule = DPFedAvg(noise_multiplier=0.0, clip_norm=0.5)
-    rule.cohort = Cohort(size=5, clients=20)
+    rule.cohort = Cohort(size=5, clients=20, drawn="poisson")
     return rule
 
 

@@ -9,11 +9,16 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
 from scipy import stats
 
-from lightning_fl import Lanes
+from lightning_fl import ClientModule, Lanes
 from lightning_fl.aggregators import DPFedAvg, FedAvg, Staged, private
 from lightning_fl.callbacks import ClientFaults, FederatedLoop, RoundCheckpoint
 from lightning_fl.functional.privacy import epsilon
-from lightning_fl.policies import PersonalizedPolicyGradient
+from lightning_fl.policies import (
+    DiscreteGaussianReinforce,
+    PersonalizedPolicyGradient,
+    Schedule,
+    Stragglers,
+)
 from lightning_fl.samplers import PoissonSampler, RoundRobinSampler, UniformSampler
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
@@ -36,7 +41,8 @@ def test_without_noise_by_hand():
     rule = started(torch.tensor([1.0, 1.0], dtype=torch.float64), noise_multiplier=0.0)
     rule.update(update([3.0, 4.0], [0.0, 0.5], samples=[1, 1000]))
     assert rule.compute().tolist() == pytest.approx([1 + 0.6 / 4, 1 + 1.3 / 4])
-    assert rule.figures() == {"clip_norm": 1.0, "noise": 0.0, "epsilon": math.inf}
+    figures = {"clip_norm": 1.0, "noise": 0.0, "epsilon": math.inf, "delta": 40**-1.1}
+    assert rule.figures() == figures
 
 
 def test_noise_has_the_variance_that_it_says():
@@ -122,7 +128,7 @@ def test_the_servers_optimiser_steps_along_the_noisy_mean():
 
 @pytest.mark.parametrize(
     ("sampler", "drawn"),
-    [(PoissonSampler(), "poisson"), (UniformSampler(), "fixed"), (RoundRobinSampler(), "all")],
+    [(PoissonSampler(), "poisson"), (UniformSampler(), "fixed")],
 )
 def test_epsilon_in_the_table_is_the_accountants(simulate, sampler, drawn):
     rule = DPFedAvg(noise_multiplier=2.0, delta=1e-3)
@@ -218,29 +224,86 @@ def test_a_budget_ends_a_run(simulate):
     assert len(loop.rows) == 5
 
 
-def test_as_a_stage(simulate):
-    stages = Staged([2], [DPFedAvg(1.0), FedAvg()])
-    _, loop = simulate(aggregator=stages, participation=2, sampler=PoissonSampler())
-    cohort = Cohort(2, 4, "poisson")
-    assert loop.rows[1]["epsilon"] == epsilon([(1.0, 2)], 4**-1.1, cohort)
-    assert "epsilon" not in loop.rows[2]
+def test_frozen_parameters_have_no_noise(simulate):
+    class Freeze(Callback):
+        def on_fit_start(self, trainer, pl_module):
+            pl_module.net.bias.requires_grad_(False)
+
+    made, _ = simulate(Freeze(), aggregator=DPFedAvg(), rounds=2)
+    plain, _ = simulate(Freeze(), rounds=2)
+    assert torch.equal(made.net.bias, plain.net.bias)
+    assert not torch.equal(made.net.weight, plain.net.weight)
 
 
-def test_what_cannot_be_private_is_refused(simulate, fit, foreign, data):
+def test_buffers_stay_the_servers(fit, foreign):
+    module = foreign()
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    fit(module, FederatedLoop(aggregator=DPFedAvg(), buffers="server"))
+    for name, buffer in module.named_buffers():
+        assert torch.equal(buffer, before[name])
+
+
+def test_a_norm_that_is_given_anew_counts_in_a_resumed_run(simulate, tmp_path):
+    def run(rounds, norm, path=None):
+        kept = RoundCheckpoint(str(tmp_path))
+        options = {"rounds": rounds, "enable_checkpointing": True, "ckpt_path": path}
+        return simulate(kept, aggregator=DPFedAvg(1.0, norm), **options)[1]
+
+    run(1, 1.0)
+    found = run(2, 0.5, str(tmp_path / "last.ckpt"))
+    assert [row["clip_norm"] for row in found.rows] == [1.0, 0.5]
+
+
+class Counts(torch.nn.Linear):
+    """Says how many batches it has seen, in a buffer of integers."""
+
+    def __init__(self):
+        super().__init__(6, 3)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+        return super().forward(x)
+
+
+def test_what_cannot_be_private_is_refused(simulate, fit, foreign):
     loop = FederatedLoop(aggregator=DPFedAvg(), buffers="average")
-    with pytest.raises(FederationError, match="cannot protect running statistics"):
+    with pytest.raises(FederationError, match="cannot protect buffers that clients change"):
         fit(foreign(), loop)
+    with pytest.raises(FederationError, match="cannot protect buffers that clients change"):
+        fit(ClientModule(Counts()).double(), loop)
     with pytest.raises(FederationError, match=r"delta=0.3 lets one of 4 clients .* less than 0.25"):
         simulate(aggregator=DPFedAvg(delta=0.3))
-    with pytest.raises(FederationError, match="learns from what single clients sent"):
-        simulate(
-            aggregator=DPFedAvg(), policy=PersonalizedPolicyGradient([{"lr": 0.1}, {"lr": 0.2}])
-        )
+    for policy in (
+        PersonalizedPolicyGradient([{"lr": 0.1}, {"lr": 0.2}]),
+        Stragglers(0.5, policy=DiscreteGaussianReinforce({"lr": [0.1, 0.2]}, loss="clients")),
+    ):
+        with pytest.raises(FederationError, match="learns from what single clients report"):
+            simulate(aggregator=DPFedAvg(), policy=policy)
     with pytest.raises(FederationError, match=r"noise of the count is 0\.2"):
         simulate(aggregator=DPFedAvg(quantile=0.5))
+    with pytest.raises(FederationError, match="count_noise=5 drowns a count of 4 clients"):
+        simulate(aggregator=DPFedAvg(quantile=0.5, count_noise=5.0))
+    with pytest.raises(FederationError, match="2 of 4 clients are drawn in a way of which no"):
+        simulate(aggregator=DPFedAvg(), participation=2, sampler=RoundRobinSampler())
+    with pytest.raises(FederationError, match="DPFedAvg cannot be a stage"):
+        Staged([2], [FedAvg(), DPFedAvg()])
     rule = DPFedAvg()
     with pytest.raises(FederationError, match="use it in a FederatedLoop, or set its cohort"):
         rule.start(torch.zeros(1))
+
+
+def test_policies_do_not_hear_single_clients(simulate):
+    heard = []
+
+    class Listens(Schedule):
+        def update(self, feedback):
+            heard.append(feedback.losses)
+
+    simulate(aggregator=DPFedAvg(), policy=Listens(num_steps=2))
+    assert all(losses.isnan().all() for losses in heard)
+    assert len(heard) == 3
 
 
 @pytest.mark.parametrize(
@@ -251,6 +314,7 @@ def test_what_cannot_be_private_is_refused(simulate, fit, foreign, data):
         ({"delta": 1.0}, "delta must be between 0 and 1, got 1.0"),
         ({"quantile": 1.5}, "quantile must be from 0 to 1, or None, got 1.5"),
         ({"clip_lr": -1.0}, "clip_lr must be positive"),
+        ({"clip_lr": 11.0}, "clip_lr must be at most 10"),
         ({"quantile": 0.5, "count_noise": 0.5}, "more than half of the noise multiplier, 1"),
     ],
 )

@@ -66,7 +66,7 @@ def test_limits_of_epsilon():
     assert epsilon([], 1e-5, EVERYONE) == 0
     assert epsilon([(1.0, 0)], 1e-5, EVERYONE) == 0
     assert epsilon([(1.0, 3), (0.0, 1)], 1e-5, EVERYONE) == math.inf
-    every = [epsilon([(1.0, 7)], 1e-5, Cohort(10, 10, drawn)) for drawn in ("all", "fixed")]
+    every = [epsilon([(1.0, 7)], 1e-5, Cohort(10, 10, drawn)) for drawn in ("other", "fixed")]
     assert {*every, epsilon([(1.0, 7)], 1e-5, poisson)} == {every[0]}  # who is sure to take part
     together = epsilon([(1.0, 3), (1.0, 4)], 1e-5, EVERYONE)
     assert together == pytest.approx(every[0])
@@ -75,14 +75,20 @@ def test_limits_of_epsilon():
 
 def test_a_cohort_of_fixed_size_promises_less():
     """One client is another: a sum changes by twice the norm, and by no more noise."""
-    drawn = [Cohort(50, 1000, drawn) for drawn in ("poisson", "fixed", "all")]
-    poisson, fixed, everyone = (epsilon([(4.0, 200)], 1e-5, cohort) for cohort in drawn)
-    assert poisson < fixed < everyone
+    drawn = [Cohort(50, 1000, drawn) for drawn in ("poisson", "fixed")]
+    poisson, fixed = (epsilon([(4.0, 200)], 1e-5, cohort) for cohort in drawn)
+    assert 2 * poisson < fixed < epsilon([(2.0, 200)], 1e-5, EVERYONE)
+    # Where nearly everyone is drawn the amplified bound is the worse one.
+    nearly = epsilon([(2.0, 10)], 1e-3, Cohort(999, 1000, "fixed"))
+    assert nearly == epsilon([(1.0, 10)], 1e-3, EVERYONE)
+    with pytest.raises(FederationError, match="50 of 1000 clients are drawn in a way of which no"):
+        epsilon([], 1e-5, Cohort(50, 1000, "other"))
 
 
-@pytest.mark.parametrize("drawn", ["poisson", "fixed", "all"])
-def test_noise_for_a_target(drawn):
-    cohort = Cohort(20, 400, drawn)
+@pytest.mark.parametrize(
+    "cohort", [Cohort(20, 400, "poisson"), Cohort(20, 400, "fixed"), Cohort(20, 20)]
+)
+def test_noise_for_a_target(cohort):
     noise = noise_multiplier(3.0, 1e-4, 80, cohort)
     assert 2.9 < epsilon([(noise, 80)], 1e-4, cohort) <= 3.0 + 1e-6
     assert epsilon([(0.95 * noise, 80)], 1e-4, cohort) > 3.0
