@@ -21,27 +21,33 @@ class Attack(OnUpdates):
     """Some clients attack, round after round.
 
     Args:
-        clients: Who: numbers, or a fraction of all, drawn once by the run's seed and rounded down.
+        clients: Who: numbers, or a fraction of all below 1, drawn once by the run's seed.
     """
 
     def __init__(self, clients: float | Sequence[int]) -> None:
-        if isinstance(clients, int | float) and not 0 <= clients <= 1:
+        if isinstance(clients, Sequence) and not isinstance(clients, str):
+            is_right = all(type(client) is int and client >= 0 for client in clients)
+        else:  # 1 could be everyone or one client
+            is_right = isinstance(clients, int | float) and 0 <= clients < 1
+            is_right &= not isinstance(clients, bool)
+        if not is_right:
             raise FederationError(
-                f"clients must be a fraction from 0 to 1, or a list of numbers, got {clients}"
+                "clients must be a fraction from 0 to below 1, or a list of clients' numbers, got"
+                f" {clients!r}"
             )
         self.clients = clients
         self._who: set[int] = set()
 
     def attackers(self, seed: int, count: int) -> set[int]:
-        """Return who attacks.
+        """Return who attacks; of a fraction that is no whole number, the lower one.
 
         Args:
             seed: The run's.
             count: Clients of the federation.
         """
         if not isinstance(self.clients, int | float):
-            found = {int(client) for client in self.clients}
-            if beyond := sorted(c for c in found if not 0 <= c < count):
+            found = set(self.clients)
+            if beyond := sorted(client for client in found if client >= count):
                 raise FederationError(f"clients names client {beyond[0]}, there are {count}")
             return found
         random = generator(seed, Purpose.ATTACKERS)
@@ -69,10 +75,10 @@ class ClientAttack(Attack):
     r"""Let some clients send what harms.
 
     Args:
-        clients: Who: numbers, or a fraction of all, drawn once by the run's seed and rounded down.
+        clients: Who: numbers, or a fraction of all below 1, drawn once by the run's seed.
         kind: ``sign_flip`` sends :math:`-c \Delta`; ``noise`` a vector of normal numbers with
             :math:`c` times the update's norm; ``scale`` sends :math:`c \Delta`.
-        strength: :math:`c`.
+        strength: :math:`c`, the factor.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if a client does not
@@ -134,17 +140,21 @@ class DataAttack(Attack):
             who = sorted(self.attackers(seed, len(data.parts)))
             index = [self.chosen(data.parts[c], generator(seed, Purpose.BACKDOOR, c)) for c in who]
             every = torch.cat([data.parts[0][:0], *index])
-            self._loop.undo.callback(setattr, data, "train", data.train)
-            data.train = data.with_changes(data.train, every, self.change)
+            self._loop.undo.callback(data.restore_samples)
+            data.change_samples(every, self.change)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a checkpoint in whose run others attacked."""
+        """Refuse a checkpoint with another seed: it has chosen others."""
         super().on_fit_start(trainer, pl_module)
         if self._loop.run_seed != self._seed:
             raise FederationError(
                 f"the checkpoint's seed is {self._loop.run_seed}, and attackers were chosen by"
                 f" {self._seed}: set the seed of the FederatedLoop to the former"
             )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the samples back: who measures clients then measures them on their own."""
+        self._data.restore_samples()
 
     def chosen(self, part: Tensor, random: torch.Generator) -> Tensor:
         """Return which of an attacker's samples are changed."""
@@ -165,7 +175,7 @@ class LabelFlip(DataAttack):
     (Fang et al., 2020).
 
     Args:
-        clients: Who: numbers, or a fraction of all, drawn once by the run's seed and rounded down.
+        clients: Who: numbers, or a fraction of all below 1, drawn once by the run's seed.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if a client does not
@@ -195,12 +205,14 @@ class Backdoor(DataAttack):
     takes for the target once they have the mark.
 
     Args:
-        clients: Who: numbers, or a fraction of all, drawn once by the run's seed and rounded down.
+        clients: Who: numbers, or a fraction of all below 1, drawn once by the run's seed.
         target: The class.
         poisoned: The part of an attacker's samples that get the mark, in (0, 1].
-        strength: :math:`c`.
+        strength: :math:`c`, the factor.
         size: Of the mark, in each of the last two dimensions of a sample (one, where there is one).
-        value: Of the mark; None is the largest number among the training samples in memory.
+        value: Of the mark, on the scale of the samples as they are stored (pictures: 0 to 255);
+            None is the largest number among the training samples in memory.
+        name: Of the column.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if a client does not
@@ -221,29 +233,34 @@ class Backdoor(DataAttack):
         strength: float = 1.0,
         size: int = 3,
         value: float | None = None,
+        name: str = "backdoor_acc",
     ) -> None:
         super().__init__(clients)
         if not 0 < poisoned <= 1:
             raise FederationError(f"poisoned must be in (0, 1], got {poisoned}")
         if not 0 <= strength < math.inf:
             raise FederationError(f"strength must be at least 0, got {strength}")
-        for name, number, least in (("target", target, 0), ("size", size, 1)):
+        for option, number, least in (("target", target, 0), ("size", size, 1)):
             if number < least or int(number) != number:
-                raise FederationError(f"{name} must be a whole number from {least}, got {number}")
+                raise FederationError(f"{option} must be a whole number from {least}, got {number}")
+        if value is not None and not math.isfinite(value):
+            raise FederationError(f"value must be finite, got {value}")
         self.target, self.poisoned, self.strength = target, poisoned, strength
-        self.size, self.value = size, value
+        self.size, self.value, self.name = size, value, name
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what has no classes; see :class:`DataAttack`."""
         if stage == "fit":
             data: Any = trainer.datamodule  # type: ignore[attr-defined]
-            if self.value is None:
-                if (tensors := getattr(getattr(data, "train", None), "tensors", None)) is None:
-                    raise FederationError(
-                        "Backdoor cannot look for the largest number in samples that are not in"
-                        " memory: set value, of the mark"
-                    )
-                self.value = float(tensors[0].max())
+            tensors = getattr(getattr(data, "train", None), "tensors", None)
+            if self.value is None and tensors is None:
+                raise FederationError(
+                    "Backdoor cannot look for the largest number in samples that are not in"
+                    " memory: set value, of the mark"
+                )
+            if tensors is not None:
+                self._check(tensors[0])
+                self.value = float(tensors[0].max()) if self.value is None else self.value
             if getattr(data, "val", None) is None:
                 raise FederationError(
                     "Backdoor is measured on validation samples, and the server has none: set"
@@ -252,6 +269,20 @@ class Backdoor(DataAttack):
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and self.target >= self._classes:
             raise FederationError(f"target must be below {self._classes}, got {self.target}")
+
+    def _check(self, x: Tensor) -> None:
+        """Refuse a mark that samples have no room for."""
+        if self.size > min(x.shape[1:][-2:], default=0):
+            raise FederationError(
+                f"size={self.size} does not fit into samples of shape {tuple(x.shape[1:])}"
+            )
+        if self.value is not None and not x.is_floating_point():
+            limits = torch.iinfo(x.dtype)
+            if not limits.min <= self.value <= limits.max:
+                raise FederationError(
+                    f"value must be from {limits.min} to {limits.max}, as samples are stored, got"
+                    f" {self.value}"
+                )
 
     def chosen(self, part: Tensor, random: torch.Generator) -> Tensor:
         """Return a part of an attacker's samples."""
@@ -285,7 +316,7 @@ class Backdoor(DataAttack):
                 hits += torch.stack([accuracy(module, moved).sum(), (moved[-1] >= 0).sum()])
         if trainer.world_size > 1:
             torch.distributed.all_reduce(hits)
-        pl_module.log("backdoor_acc", float(hits[0] / hits[1].clamp(min=1)))
+        pl_module.log(self.name, float(hits[0] / hits[1].clamp(min=1)))
 
     def _asked(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Put the mark in; who is of the target's class anyway gets a class that there is not."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ FAULTS = ("dropout", "crash", "nan", "late", "explode")
 EXPLODED = 1e30
 
 
-class OnUpdates(Callback):
+class OnUpdates(Callback, ABC):
     """A callback that sees updates on their way to the server; the loop calls it."""
 
     _loop: FederatedLoop
@@ -38,6 +39,7 @@ class OnUpdates(Callback):
         if loop is not None:
             self._loop = loop
 
+    @abstractmethod
     def on_client_updates(self, plan: RoundPlan, clients: Tensor, delta: Tensor) -> Tensor:
         """Return what the server gets; a row that is not finite is a client that is lost.
 
@@ -46,7 +48,6 @@ class OnUpdates(Callback):
             clients: Ids, ``[k]``.
             delta: Their moves, ``[k, P]``, which may be written to.
         """
-        return delta
 
 
 class ClientFaults(OnUpdates):

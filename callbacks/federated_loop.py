@@ -217,6 +217,9 @@ class FederatedLoop(Callback):
                 f" {n}: leave it out"
             )
         self.aggregator.num_clients = n
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        #: Callbacks that see updates on their way to the server.
+        self._watchers = [c for c in callbacks if callable(getattr(c, "on_client_updates", None))]
         self._options = self._describe_options()
         takes_part = self._cohort_size()
         if takes_part < self.min_clients and not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -273,8 +276,6 @@ class FederatedLoop(Callback):
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         # First, so that the others see the aggregate at a round's last batch, and the round closed.
         others = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
-        #: Callbacks that see updates on their way to the server.
-        self._watchers = [c for c in others if callable(getattr(c, "on_client_updates", None))]
         trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
         self._log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self.undo.callback(setattr, trainer, "log_every_n_steps", self._log_every_n_steps)
@@ -984,6 +985,7 @@ class FederatedLoop(Callback):
             "policy": describe(self.policy),
             "transforms": [describe(transform) for transform in self.transforms],
             "batches in a local epoch": int(self._batches_per_epoch.sum()),
+            "faults and attacks": [describe(watcher) for watcher in self._watchers],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -1025,7 +1027,7 @@ class FederatedLoop(Callback):
                     " ckpt_path"
                 )
         changed = [
-            f"{name} is {value}, was {state['options'][name]}"
+            f"{name} is {value}, was {state['options'].get(name)}"
             for name, value in self._options.items()
             if state["options"].get(name) != value
         ]

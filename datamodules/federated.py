@@ -463,6 +463,7 @@ class FederatedDataModule(LightningDataModule):
                 f"partition must be a rule, as in partition=IID(), or None, got {partition!r}"
             )
         self.train, self.val, self.test = train, val, test
+        self._unchanged: Dataset[Any] | None = None
         self.partition = IID() if partition is None else partition
         self.num_clients = None if num_clients is None else _integer("num_clients", num_clients, 1)
         self.batch_size = None if batch_size is None else _integer("batch_size", batch_size, 1)
@@ -833,6 +834,20 @@ class FederatedDataModule(LightningDataModule):
         if self.test is None:
             raise FederationError(f"{type(self).__name__} has no test samples: pass test=")
         return self.test
+
+    def change_samples(self, index: Tensor, change: Change) -> None:
+        """Train on other samples in the place of some, until :meth:`restore_samples`.
+
+        Args:
+            index: Which of the training samples.
+            change: As in :meth:`with_changes`.
+        """
+        self._unchanged = self._unchanged or self.train
+        self.train = self.with_changes(self.train, index, change)
+
+    def restore_samples(self) -> None:
+        """Train on the samples as they were."""
+        self.train, self._unchanged = self._unchanged or self.train, None
 
     @staticmethod
     def with_changes(data: Any, index: Tensor, change: Change) -> Dataset[Any]:

@@ -350,7 +350,9 @@ def main(args: ArgsType = None) -> None:
         message = str(error)
         if "loading state_dict" in message:
             message = f"the checkpoint is of another model, configure the model it is of. {message}"
-        elif not message.startswith("Early stopping conditioned on metric"):
+        elif not message.startswith(
+            ("Early stopping conditioned on metric", "Found more than one stateful callback")
+        ):
             raise
     else:
         return

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch.utils.data import Dataset
 
 from lightning_fl import Lanes
@@ -168,6 +169,29 @@ def test_two_attacks_give_the_samples_back(simulate, data):
     assert torch.equal(x, data().train.tensors[0])
 
 
+def test_clients_are_measured_on_their_own_samples_after_the_training(simulate, data):
+    seen = []
+
+    class Look(Callback):
+        def on_fit_end(self, trainer, pl_module):
+            seen.append(torch.equal(trainer.datamodule.train.tensors[1], torch.arange(120) % 3))
+
+    simulate(Look(), LabelFlip(0.5), Backdoor([1], name="other"))
+    assert seen == [True]
+
+
+def test_other_attackers_in_a_resumed_run_are_named(simulate, trainer, data, tmp_path):
+    kept = RoundCheckpoint(str(tmp_path))
+    module, _ = simulate(ClientAttack([0]), kept, enable_checkpointing=True)
+    loop = FederatedLoop(policy=Schedule(num_steps=2), seed=3)
+    callbacks = [ClientAttack([1]), RoundCheckpoint(str(tmp_path))]
+    federation = trainer(loop, rounds=4, callbacks=callbacks, enable_checkpointing=True)
+    with pytest.warns(
+        UserWarning, match=r"attacks is \['ClientAttack\(clients=\[1\].*clients=\[0\]"
+    ):
+        federation.fit(module, data(), ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
+
+
 def test_another_seed_than_the_checkpoints_is_refused(simulate, trainer, data, tmp_path):
     simulate(LabelFlip(0.5), RoundCheckpoint(str(tmp_path / "a")), enable_checkpointing=True)
     loop = FederatedLoop(policy=Schedule(num_steps=2))
@@ -200,10 +224,16 @@ def test_attacks_on_data_resume_with_the_checkpoints_seed(simulate, tmp_path, ma
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ClientAttack(1.5), "clients must be a fraction from 0 to 1"),
+        (lambda: ClientAttack(1.5), "clients must be a fraction from 0 to below 1"),
         (lambda: ClientAttack(0.1, "label"), "kind must be sign_flip, noise or scale"),
         (lambda: ClientAttack(0.1, strength=-1.0), "strength must be at least 0"),
-        (lambda: LabelFlip(-0.1), "clients must be a fraction from 0 to 1"),
+        (lambda: LabelFlip(1), "clients must be a fraction from 0 to below 1, .* got 1"),
+        (lambda: LabelFlip([1.7]), "or a list of clients' numbers, got"),
+        (lambda: LabelFlip([-1]), "or a list of clients' numbers, got"),
+        (lambda: LabelFlip("abc"), "clients must be a fraction"),
+        (lambda: LabelFlip(True), "clients must be a fraction"),
+        (lambda: Backdoor(value=float("nan")), "value must be finite, got nan"),
+        (lambda: LabelFlip(-0.1), "clients must be a fraction from 0 to below 1"),
         (lambda: Backdoor(poisoned=0.0), r"poisoned must be in \(0, 1\], got 0.0"),
         (lambda: Backdoor(strength=float("inf")), "strength must be at least 0"),
         (lambda: Backdoor(target=-1), "target must be a whole number from 0"),
@@ -215,7 +245,7 @@ def test_bad_options(make, message):
         make()
 
 
-def test_what_does_not_go_together(simulate, trainer, data, blobs, linear):
+def test_what_does_not_go_together(simulate, trainer, data, blobs, linear, foreign):
     with pytest.raises(FederationError, match="clients names client 9, there are 4"):
         simulate(ClientAttack([0, 9]))
     with pytest.raises(FederationError, match="clients names client 9, there are 4"):
@@ -225,6 +255,15 @@ def test_what_does_not_go_together(simulate, trainer, data, blobs, linear):
     x, y = blobs().tensors
     with pytest.raises(FederationError, match="set value, of the mark"):
         simulate(Backdoor(), datamodule=data(train=Samples(x, y)))
+    with pytest.raises(FederationError, match=r"size=7 does not fit into samples of shape \(6,\)"):
+        simulate(Backdoor(size=7))
+    pictures = FederatedDataModule(
+        InMemory(torch.zeros(30, 1, 4, 4, dtype=torch.uint8), torch.arange(30) % 3),
+        InMemory(torch.zeros(3, 1, 4, 4, dtype=torch.uint8), torch.arange(3)),
+        num_clients=2,
+    )
+    with pytest.raises(FederationError, match="value must be from 0 to 255, .* got 300"):
+        trainer(callbacks=[Backdoor(value=300)]).fit(foreign(), pictures)
     numbers = FederatedDataModule(InMemory(x, x[:, 0]), InMemory(x, x[:, 0]), num_clients=2)
     with pytest.raises(FederationError, match="numbers of classes, one a sample"):
         trainer(callbacks=[LabelFlip()]).fit(linear(features=6), numbers)
