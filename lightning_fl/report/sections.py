@@ -276,6 +276,8 @@ def _setting(run: Run) -> Iterable[str]:
         )
     if also := list(_callbacks(run.config)):
         yield f"With {', '.join(also)}."
+    if run.is_finished and run.planned is not None and run.rounds < run.planned:
+        yield f"It was told to stop before the {number(run.planned)} rounds it might have had."
 
 
 def _callbacks(config: Mapping[str, Any]) -> Iterable[str]:
@@ -306,7 +308,18 @@ def _outcome(run: Run) -> Iterable[str]:
     if lost:
         yield f"{number(lost)} of {counted(asked, 'update')} were lost."
     if epsilon := run.column("epsilon"):
-        yield f"Privacy: epsilon was {number(epsilon[-1][1])} in the end."
+        spent, delta = epsilon[-1][1], run.column("delta")
+        also = f" with delta {number(delta[-1][1])}" if delta else ""
+        yield (
+            f"Privacy of a client, of the models of all rounds: epsilon {number(spent)}{also}."
+            if math.isfinite(spent)
+            else "No client has privacy: there was no noise."
+        )
+    if hits := run.column("backdoor_acc"):
+        yield (
+            f"The backdoor worked with {number(100 * hits[-1][1])} % of the validation samples of"
+            " other classes."
+        )
 
 
 def _rule(run: Run) -> str:
@@ -473,7 +486,9 @@ def hyper_parameters(groups: Sequence[Group]) -> Section | None:
         values = {y for drawn in found.values() for line in drawn for y in line.y}
         # What is logged once, at the end, has a place of its own: scores of clients.
         if len(values) == 1 and any(len(line.x) > 1 for drawn in found.values() for line in drawn):
-            constant.append(f"{name} {number(values.pop())}")
+            some = [each.name for each in groups if any(run.column(name) for run in each.runs)]
+            where = f" ({', '.join(some)})" if len(some) < len(groups) else ""
+            constant.append(f"{name} {number(values.pop())}{where}")
         for drawn in found.values():
             if any(len(line.x) > 1 for line in drawn) and len(values) > 1:
                 together = re.fullmatch(r"(.+)_\d+", name) if len(groups) == 1 else None
@@ -561,6 +576,8 @@ def participation(run: Run) -> Section | None:
         text += (
             f" A client took part in {ranked[0]} to {ranked[-1]} rounds, {number(median(ranked))}"
             " at the median."
+            if ranked[0] < ranked[-1]
+            else f" Each client took part in {counted(ranked[0], 'round')}."
         )
     more = [] if run.faults is not None else ["--trainer.callbacks+=ClientFaults lets some fail."]
     if not panels:
@@ -799,7 +816,7 @@ def _ranking(groups: Sequence[Group]) -> list[str]:
 def _comparison(groups: Sequence[Group], found: Mapping[str, Sequence[Any]]) -> Section:
     name, best = headline([run for each in groups for run in each.runs])
     head = ["group", "seeds", "rounds", f"final {name}", f"best {name}", "worst tenth of clients"]
-    head += ["updates lost", "up and down", "virtual time"]
+    head += ["updates lost", "up and down", "virtual time", "epsilon", "backdoor_acc"]
     rows = []
     for each in groups:
         judged = [f for run in each.runs if (f := final_and_best(run, name, best))]
@@ -819,6 +836,10 @@ def _comparison(groups: Sequence[Group], found: Mapping[str, Sequence[Any]]) -> 
                     megabytes,
                 ),
                 _plus_minus([t[-1][1] for t in times if t], seconds),
+                *(
+                    _plus_minus([c[-1][1] for run in each.runs if (c := run.column(last))])
+                    for last in head[-2:]
+                ),
             ]
         )
     kept = [at for at in range(len(head)) if any(row[at] != "-" for row in rows)]

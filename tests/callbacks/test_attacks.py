@@ -186,9 +186,8 @@ def test_other_attackers_in_a_resumed_run_are_named(simulate, trainer, data, tmp
     loop = FederatedLoop(policy=Schedule(num_steps=2), seed=3)
     callbacks = [ClientAttack([1]), RoundCheckpoint(str(tmp_path))]
     federation = trainer(loop, rounds=4, callbacks=callbacks, enable_checkpointing=True)
-    with pytest.warns(
-        UserWarning, match=r"attacks is \['ClientAttack\(clients=\[1\].*clients=\[0\]"
-    ):
+    named = r'attacks is \["ClientAttack\(clients=\[1\].*clients=\[0\]'
+    with pytest.warns(UserWarning, match=named):
         federation.fit(module, data(), ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
 
 
@@ -262,7 +261,7 @@ def test_what_does_not_go_together(simulate, trainer, data, blobs, linear, forei
         InMemory(torch.zeros(3, 1, 4, 4, dtype=torch.uint8), torch.arange(3)),
         num_clients=2,
     )
-    with pytest.raises(FederationError, match="value must be from 0 to 255, .* got 300"):
+    with pytest.raises(FederationError, match=r"value must be from 0 to 255, .* got 300"):
         trainer(callbacks=[Backdoor(value=300)]).fit(foreign(), pictures)
     numbers = FederatedDataModule(InMemory(x, x[:, 0]), InMemory(x, x[:, 0]), num_clients=2)
     with pytest.raises(FederationError, match="numbers of classes, one a sample"):

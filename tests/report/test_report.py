@@ -277,3 +277,25 @@ def test_callbacks_are_named_with_what_is_not_their_default(folder):
     config = yaml.safe_dump({"trainer": {"callbacks": callbacks, "callbacks_dir": "x"}})
     page = about_run(read_run(folder(config__yaml=config)))
     assert "With ClientFaults(dropout=0.2), Watch(every=3), LabelFlip." in Page(html(page)).text
+
+
+def test_privacy_and_backdoors_are_said_in_words(folder):
+    def text(rounds, name="a"):
+        return Page(html(about_run(read_run(folder(name, rounds__csv=rounds))))).text
+
+    said = text("round,clients,epsilon,delta,backdoor_acc\n1,2,1.5,0.001,0.2\n2,2,2.5,0.001,0.25\n")
+    assert "the models of all rounds: epsilon 2.5 with delta 0.001." in said
+    assert "The backdoor worked with 25 % of the validation samples" in said
+    assert "there was no noise" in text("round,clients,epsilon,delta\n1,2,inf,0.001\n", "b")
+
+
+def test_what_one_group_alone_has_is_said_of_it_alone(folder):
+    one = "round,clients,clip_norm,epsilon\n1,2,0.5,1.0\n2,2,0.5,2.0\n"
+    runs = [read_run(folder("a/version_0", rounds__csv=one))]
+    config = yaml.safe_dump({"federation": {"aggregator": "FedAvg"}})
+    other = folder("b/version_0", rounds__csv="round,clients\n1,2\n2,2\n", config__yaml=config)
+    runs.append(read_run(other))
+    groups = group(runs)
+    said = Page(html(about_groups(groups))).text
+    assert f"clip_norm 0.5 ({groups[0].name})" in said
+    assert "epsilon" in said
