@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import operator
 import os
 import reprlib
 from collections import Counter
@@ -16,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fl.partition.base import Partition, fault_of
+from lightning_fl.files import read_text
+from lightning_fl.partition.base import Partition, fault_of, fault_of_samples
 from lightning_fl.types import FederationError
 
 FORMAT = "lightning_fl partition 1"
@@ -103,8 +103,9 @@ class Manifest:
         """Read a file that `write` wrote.
 
         Raises:
-            FederationError: If the file is missing or no manifest, if it is no split of its
-                samples, or if it was changed after it was written.
+            FederationError: If the file is missing, no manifest, or larger than
+                `lightning_fl.files.MOST_BYTES`, if it is no split of its samples, or if it was
+                changed after it was written.
         """
 
         def refuse(what: str) -> FederationError:
@@ -114,7 +115,7 @@ class Manifest:
             )
 
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = json.loads(read_text(path), object_pairs_hook=_without_repetition)
         except OSError as error:
             raise refuse(f"cannot be read ({error.strerror})") from error
         except (ValueError, RecursionError) as error:
@@ -140,24 +141,25 @@ class Manifest:
                     f"client {client} must be a list of sample numbers from 0 to "
                     f"{num_samples - 1}, got {reprlib.repr(indices)}"
                 )
-        parts = [torch.tensor(indices, dtype=torch.long) for indices in manifest.clients]
-        if fault := fault_of(parts, num_samples):
+        if not manifest.clients:
+            raise refuse("there are no clients")
+        # All in one: a tensor for each of millions of clients would take much memory.
+        sizes = torch.tensor([len(indices) for indices in manifest.clients])
+        samples = torch.tensor([i for indices in manifest.clients for i in indices]).long()
+        if fault := fault_of_samples(samples, sizes, num_samples):
             raise refuse(fault)
-        if (found := checksum(parts)) != manifest.checksum:
+        if (found := _digest(samples, sizes)) != manifest.checksum:
             raise refuse(
                 f"the indices were edited: their checksum is {found}, the file says "
                 f"{reprlib.repr(manifest.checksum)}"
             )
         try:
-            class_counts = [
-                {int(label): operator.index(count) for label, count in row.items()}
-                for row in manifest.class_counts
-            ]
+            class_counts = [_counts(row) for row in manifest.class_counts]
         except (AttributeError, TypeError, ValueError) as error:
             raise refuse(f"'class_counts' must map classes to counts ({error})") from error
         totals = [sum(row.values()) if row else None for row in class_counts]
-        if len(totals) != len(parts) or any(
-            total not in (None, len(part)) for total, part in zip(totals, parts, strict=True)
+        if len(totals) != len(sizes) or any(
+            total not in (None, size) for total, size in zip(totals, sizes.tolist(), strict=True)
         ):
             raise refuse("'class_counts' does not add up to the sizes of the clients")
         return replace(manifest, class_counts=class_counts)
@@ -174,6 +176,23 @@ _FIELDS = {
 }
 
 
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dictionary, in which JSON would let the last of equal names win."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the name {reprlib.repr(name)} is there twice")
+    return found
+
+
+def _counts(row: dict[Any, Any]) -> dict[int, int]:
+    found = {int(label): count for label, count in row.items()}
+    for label, count in zip(row, found.values(), strict=True):
+        if type(count) is not int or count < 0 or str(int(label)) != label:
+            raise ValueError(f"got {reprlib.repr(label)}: {reprlib.repr(count)}")
+    return found
+
+
 def checksum(parts: Sequence[Tensor]) -> str:
     """SHA-256 of the clients' sizes, then their indices, as little-endian int64: a split's name.
 
@@ -187,7 +206,11 @@ def checksum(parts: Sequence[Tensor]) -> str:
         >>> checksum([torch.tensor([0, 2]), torch.tensor([1])])[:16]
         '363a551de55f8c05'
     """
-    numbers = torch.cat([torch.tensor([len(part) for part in parts]), *parts])
+    return _digest(torch.cat(list(parts)), torch.tensor([len(part) for part in parts]))
+
+
+def _digest(samples: Tensor, sizes: Tensor) -> str:
+    numbers = torch.cat([sizes, samples])
     return hashlib.sha256(numbers.numpy().astype("<i8").tobytes()).hexdigest()
 
 
