@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import PurePath
@@ -18,6 +17,7 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 
+from lightning_fl.files import shown
 from lightning_fl.lanes.host import LaneHost
 from lightning_fl.transforms import UpdateTransform
 from lightning_fl.types import FederationError, ServerState, describe
@@ -26,6 +26,8 @@ WHOLE = range(-(2**63), 2**63)
 COUNT = range(2**63)
 
 NUMBER = torch.zeros(())
+#: Parts of a checkpoint, which has a byte at least for each; and how deep they are nested.
+MOST_PARTS, MOST_LEVELS = 2**26, 64
 
 #: What a checkpoint has, and what it may have, for Lightning.
 NEEDED: dict[str, Any] = {"pytorch-lightning_version": str, "state_dict": {str: object}}
@@ -58,7 +60,7 @@ CALLBACKS: dict[type, dict[str, Any]] = {
 }
 #: What a ``FederatedLoop`` saves.
 STATE: dict[str, Any] = {
-    "seed": WHOLE,
+    "seed": COUNT,
     "num_clients": COUNT,
     "number of parameter tensors": COUNT,
     "checksum": str,
@@ -72,7 +74,7 @@ STATE: dict[str, Any] = {
     "monitored": {str: float},
     "base_lr": float,
     "lanes": {str: bool},
-    "options": {str: object},
+    "options": {str: (WHOLE, float, str, [str])},
     "aggregator": {str: object},
     "policy": {str: object},
     "store": {int: {str: Tensor}},
@@ -111,7 +113,7 @@ def fault_of(value: Any, kind: Any, at: str = "it") -> str | None:
             if isinstance(first, type):
                 if (wrong := next((k for k in value if type(k) is not first), None)) is not None:
                     return _must(f"each name in {at}", f"of type {first.__name__}", wrong)
-                each = ((v, rest, f"{at}[{k!r}]") for k, v in value.items())
+                each = ((v, rest, f"{at}[{shown(k)}]") for k, v in value.items())
             else:
                 if missing := [name for name in kind if name not in value]:
                     return f"{missing[0]!r} is missing"
@@ -142,7 +144,7 @@ def _must(at: str, be: str, value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return f"a tensor of {_shape(value)}" if isinstance(value, Tensor) else reprlib.repr(value)
+    return f"a tensor of {_shape(value)}" if isinstance(value, Tensor) else shown(value)
 
 
 def _is_float(tensor: Tensor) -> bool:
@@ -282,6 +284,7 @@ def check_outline(checkpoint: dict[str, Any], size: int | None = None) -> None:
     Raises:
         FederationError: Says what it is.
     """
+    _weigh(checkpoint, size or MOST_PARTS, {})
     outline = NEEDED | {name: kind for name, kind in OPTIONAL.items() if name in checkpoint}
     _refuse(fault_of(checkpoint, outline))
     _refuse(_hidden(checkpoint))
@@ -298,6 +301,27 @@ def check_outline(checkpoint: dict[str, Any], size: int | None = None) -> None:
         )
 
 
+def _weigh(item: Any, most: int, seen: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Return how many parts a tree has if it is written out, and how deep it is.
+
+    A part can be in many places: thirty lists of ten times the next make 10^30 parts.
+    """
+    if not isinstance(item, dict | list | tuple | set):
+        return 1, 0
+    if id(item) not in seen:
+        seen[id(item)] = most + 1, 0  # should it be in itself
+        inside = item.values() if isinstance(item, dict) else item
+        parts, depths = 1, [0]
+        for each in inside:
+            weight, depth = _weigh(each, most, seen)
+            parts += weight
+            depths.append(depth + 1)
+            if parts > most or depth > MOST_LEVELS:
+                raise FederationError("it holds parts that hold each other, over and over")
+        seen[id(item)] = parts, max(depths)
+    return seen[id(item)]
+
+
 def _hidden(tree: Any) -> str | None:
     """Say what has attributes of its own, which could hide methods."""
     for item in _parts(tree):
@@ -306,7 +330,7 @@ def _hidden(tree: Any) -> str | None:
         if fault := fault_of(metadata, {str: {str: WHOLE}}, "_metadata"):
             return fault
         if own:
-            return f"a {type(item).__name__} has an attribute {reprlib.repr(next(iter(own)))}"
+            return f"a {type(item).__name__} has an attribute {shown(next(iter(own)))}"
     return None
 
 
@@ -367,7 +391,7 @@ def _not_its_own(callback: ModelCheckpoint, state: Mapping[str, Any]) -> str | N
         is_remote = "://" in path and not path.startswith(f"{callback.dirpath}/")
         is_other = not path.endswith(callback.FILE_EXTENSION) or ".." in PurePath(path).parts
         if is_other or is_remote:
-            return f"{reprlib.repr(path)} is not where a checkpoint of this run may be"
+            return f"{shown(path)} is not where a checkpoint of this run may be"
     return None
 
 
@@ -381,7 +405,7 @@ def check_state(state: Any) -> None:
     rounds = [row.get("round") for row in state["rows"]]
     if len(rounds) != state["round"] or rounds != list(range(1, len(rounds) + 1)):
         raise FederationError(
-            f"'rows' are of the rounds {reprlib.repr(rounds)}, and 'round' is {state['round']}"
+            f"'rows' are of the rounds {shown(rounds)}, and 'round' is {state['round']}"
         )
 
 
@@ -414,7 +438,7 @@ def check_progress(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         found = checkpoint[name] = known(checkpoint.get(name), now, name, keep=True) if now else []
         for owner, state in zip(owners, found, strict=True):
             if shadow := next((k for k in state if callable(getattr(owner, str(k), None))), None):
-                raise FederationError(f"{name} has {reprlib.repr(shadow)}, which is a method")
+                raise FederationError(f"{name} has {shown(shadow)}, which is a method")
     plugin = trainer.precision_plugin
     if (name := type(plugin).__qualname__) in checkpoint:
         checkpoint[name] = known(checkpoint[name], plugin.state_dict(), name)
@@ -456,7 +480,7 @@ def check_rows(
                 elif room == "optimizer" and at in map(str, range(len(params))):
                     _fits(row, params[int(at)], name)
                 elif room != "transform":
-                    raise FederationError(f"{reprlib.repr(name)} is not known here")
+                    raise FederationError(f"{shown(name)} is not known here")
             for i, transform in enumerate(transforms):
                 memory = {
                     name.removeprefix(f"transform.{i}."): row

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-import reprlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from torch import Tensor
 from lightning_fl.callbacks.checkpoint import write_atomically
 from lightning_fl.callbacks.checkpoint_checks import COUNT, check
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
-from lightning_fl.files import read_text
+from lightning_fl.files import read_text, shown
 from lightning_fl.functional.randomness import Purpose, generator
 from lightning_fl.types import FederationError, RoundPlan
 
@@ -229,7 +228,7 @@ class ClientFaults(_OnUpdates):
         for each in state_dict["happened"]:
             if [*map(type, each)] != [int, int, str] or each[2] not in FAULTS:
                 raise FederationError(
-                    f"the checkpoint's ClientFaults say that {reprlib.repr(each)} happened: it must"
+                    f"the checkpoint's ClientFaults say that {shown(each)} happened: it must"
                     f" be a round, a client and one of {', '.join(FAULTS)}"
                 )
         self.happened = [(r, c, f) for r, c, f in state_dict["happened"]]
@@ -268,7 +267,7 @@ def _read_lines(lines: Iterator[list[str]], path: str | Path) -> dict[tuple[int,
         is_whole = all(p.isascii() and p.isdecimal() and len(p) < 16 for p in whole)
         if fault is None or not is_whole:
             raise FederationError(
-                f"line {number} of the trace {path} is {reprlib.repr(','.join(line))}: it must be a"
+                f"line {number} of the trace {path} is {shown(','.join(line))}: it must be a"
                 f" round from 1 up, a client from 0 up and one of {', '.join(FAULTS)}"
             )
         key = int(whole[0]), int(whole[1])

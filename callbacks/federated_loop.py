@@ -1007,9 +1007,9 @@ class FederatedLoop(Callback):
                     " ckpt_path"
                 )
         changed = [
-            f"{name} is {value}, was {state['options'][name]}"
+            f"{name} is {value}, was {was}"
             for name, value in self._options.items()
-            if state["options"].get(name) != value
+            if (was := state["options"].get(name)) != value
         ]
         if changed:
             rank_zero_warn(

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import errno
+import reprlib
 from pathlib import Path
+from typing import Any
 
 #: Bytes of a manifest or a trace that is read: a split of some 8 million samples, or 4 million
 #: faults. Python's objects take up to 25 times as much, so this is about 2 GB of memory.
 MOST_BYTES = 2**26
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 2  # the standard six levels are up to 400,000 characters
+
+
+def shown(value: Any) -> str:
+    """Return a value as it can be part of a message: short, and without control characters.
+
+    Example:
+        >>> shown("x" * 1000)
+        "'xxxxxxxxxxxx...xxxxxxxxxxxxx'"
+    """
+    return _SHORT.repr(value)
 
 
 def read_text(path: str | Path) -> str:
