@@ -228,8 +228,10 @@ def read_checkpoint(path: str | os.PathLike[str], load: Callable[[], Any]) -> di
         try:
             checkpoint = load()
         except pickle.UnpicklingError as error:
-            what = str(error).partition("WeightsUnpickler error: ")[2].partition(". ")[0]
-            raise FederationError(f"it holds more than data: {_line(what or error)}") from error
+            # Of torch's advice the cause alone: the rest is how to run the code after all.
+            cause = next((line for line in str(error).splitlines() if "nsupported" in line), error)
+            what = str(cause).rpartition("WeightsUnpickler error: ")[2].partition(". ")[0]
+            raise FederationError(f"it holds more than data: {_line(what)}") from error
         except Exception as error:  # of many kinds, where a file is damaged
             raise FederationError(_line(error)) from error
         if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
@@ -301,24 +303,26 @@ def check_outline(checkpoint: dict[str, Any], size: int | None = None) -> None:
         )
 
 
-def _weigh(item: Any, most: int, seen: dict[int, tuple[int, int]]) -> tuple[int, int]:
+def _weigh(
+    item: Any, most: int, seen: dict[int, tuple[int, int]], level: int = 0
+) -> tuple[int, int]:
     """Return how many parts a tree has if it is written out, and how deep it is.
 
     A part can be in many places: thirty lists of ten times the next make 10^30 parts.
     """
     if not isinstance(item, dict | list | tuple | set):
         return 1, 0
+    if level > MOST_LEVELS:
+        raise FederationError(f"it is nested more than {MOST_LEVELS} levels deep")
     if id(item) not in seen:
-        seen[id(item)] = most + 1, 0  # should it be in itself
-        inside = item.values() if isinstance(item, dict) else item
-        parts, depths = 1, [0]
-        for each in inside:
-            weight, depth = _weigh(each, most, seen)
-            parts += weight
-            depths.append(depth + 1)
-            if parts > most or depth > MOST_LEVELS:
+        seen[id(item)] = most, 0  # should it be in itself
+        parts, depth = 1, 0
+        for each in item.values() if isinstance(item, dict) else item:
+            weight, below = _weigh(each, most, seen, level + 1)
+            parts, depth = parts + weight, max(depth, below + 1)
+            if parts > most or level + depth > MOST_LEVELS:
                 raise FederationError("it holds parts that hold each other, over and over")
-        seen[id(item)] = parts, max(depths)
+        seen[id(item)] = parts, depth
     return seen[id(item)]
 
 
@@ -330,7 +334,7 @@ def _hidden(tree: Any) -> str | None:
         if fault := fault_of(metadata, {str: {str: WHOLE}}, "_metadata"):
             return fault
         if own:
-            return f"a {type(item).__name__} has an attribute {shown(next(iter(own)))}"
+            return f"{type(item).__name__} has an attribute {shown(next(iter(own)))}"
     return None
 
 
