@@ -86,8 +86,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Lightning alone would run the code that is in one from ``http://``, or where the variable
         ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set.
         """
-        only = weights_only is not False
-        return read_checkpoint(path, partial(super().load_checkpoint, path, map_location, only))
+        if weights_only is False:
+            return super().load_checkpoint(path, map_location, weights_only)
+        return read_checkpoint(path, partial(super().load_checkpoint, path, map_location, True))
 
 
 class RoundCheckpoint(ModelCheckpoint):

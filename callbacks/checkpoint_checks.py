@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -177,10 +178,13 @@ def known(value: Any, now: Any, at: str, *, keep: bool = False) -> Any:
     """
     if isinstance(now, dict):
         _refuse(fault_of(value, dict, at))
-        every = value.keys() - now.keys() if keep else ()
-        own = {k: known(value.get(k, v), v, f"{at}[{k!r}]", keep=keep) for k, v in now.items()}
-        return own | {name: value[name] for name in every}
-    if isinstance(now, list | tuple) and now:
+        found = copy.copy(now)  # a Counter remains one
+        found.clear()
+        found.update(value if keep else {})
+        for name, own in now.items():
+            found[name] = known(value.get(name, own), own, f"{at}[{name!r}]", keep=keep)
+        return found
+    if type(now) in (list, tuple) and now:
         _refuse(fault_of(value, type(now), at))
         if len(value) != len(now):
             raise FederationError(f"{at} has {len(value)} entries, here there are {len(now)}")
@@ -329,7 +333,9 @@ def _weigh(
 def _hidden(tree: Any) -> str | None:
     """Say what has attributes of its own, which could hide methods."""
     for item in _parts(tree):
-        own = dict(getattr(item, "__dict__", {}))
+        # Not of a class that a user has told torch to trust.
+        is_plain = isinstance(item, dict | list | tuple | set | Tensor)
+        own = dict(getattr(item, "__dict__", {})) if is_plain else {}
         metadata = own.pop("_metadata", {}) if isinstance(item, dict) else {}  # of a state_dict
         if fault := fault_of(metadata, {str: {str: WHOLE}}, "_metadata"):
             return fault
@@ -463,7 +469,10 @@ def check_rule(rule: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def check_rows(
-    store: Mapping[int, Mapping[str, Tensor]], lane: LaneHost, transforms: Sequence[UpdateTransform]
+    store: Mapping[int, Mapping[str, Tensor]],
+    num_clients: int,
+    lane: LaneHost,
+    transforms: Sequence[UpdateTransform],
 ) -> None:
     """Refuse what clients could not have kept.
 
@@ -475,6 +484,7 @@ def check_rows(
     params = [p for group in lane.optimizer.param_groups for p in group["params"]]
     tried = set()
     for client, rows in store.items():
+        _refuse(fault_of(client, range(num_clients), "a client of 'store'"))
         with blamed(f"what client {client} keeps"):
             for name, row in rows.items():
                 room, _, rest = name.partition(".")

@@ -339,7 +339,7 @@ class FederatedLoop(Callback):
         rules = {"aggregator": self.aggregator, "policy": self.policy}
         # All that can be refused is, before the first is taken over.
         check_progress(trainer, checkpoint)
-        check_rows(state["store"], self.lane, self.transforms)
+        check_rows(state["store"], len(self._num_samples), self.lane, self.transforms)
         server = check_server(state["server"], self.lane)
         for name, rule in rules.items():
             with blamed(f"{type(rule).__name__} cannot go on"):

@@ -328,6 +328,8 @@ def state(change):
         (lambda s: s.update(store={"0": {}}), "each name in 'store' must be of type int"),
         (lambda s: s.update(store={0: {"x": torch.ones(1)}}), "client 0 keeps: .x. is not"),
         (lambda s: s.update(store={0: {"x": 3}}), "must be a Tensor, got 3"),
+        (lambda s: s.update(store={4: {}}), "a client of 'store' must be .* from 0 to 3, got 4"),
+        (lambda s: s.update(store={-1: {}}), "a client of 'store' must be"),
         (
             lambda s: s.update(store={0: {"optimizer.0.momentum": torch.ones(9, 9)}}),
             r"client 0 keeps: optimizer.0.momentum is float32 \[9, 9\], its parameter is",
