@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -66,10 +67,12 @@ def _in_a_process(name: str, args: argparse.Namespace) -> int:
     """Run a target in a process of its own: what ends that is a finding, too."""
     report, last = args.out / f"{name}.json", args.out / f".{name}"
     report.unlink(missing_ok=True)
-    pid = os.fork()
-    if pid == 0:
-        _Run(name, args.minutes * 60, args.out).run(args.seed)
-    _, status = os.waitpid(pid, 0)
+    with tempfile.TemporaryDirectory() as place:
+        pid = os.fork()
+        if pid == 0:
+            tempfile.tempdir = place
+            _Run(name, args.minutes * 60, args.out).run(args.seed)
+        _, status = os.waitpid(pid, 0)
     if not report.exists():
         found = _keep(args.out, name, last.read_bytes() if last.exists() else b"")
         print(f"{name}: the process ended with status {status}, by {found}")
@@ -109,7 +112,6 @@ class _Run:
         self.engine = "atheris" if find_spec("atheris") else "random"
         hostile = _hostile(self.engine == "atheris")
         self.target: Callable[[bytes], str] = hostile.TARGETS[self.name]
-        self.clean: Callable[[], None] = hostile.clean
         self.start = time.monotonic()
         if self.engine == "atheris":
             atheris = importlib.import_module("atheris")
@@ -143,7 +145,6 @@ class _Run:
                 "findings": self.findings,
             }
             (self.out / f"{self.name}.json").write_text(json.dumps(report, indent=1))
-            self.clean()
             os._exit(0)
 
 

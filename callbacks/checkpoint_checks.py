@@ -256,7 +256,11 @@ def blamed(what: str) -> Iterator[None]:
 
 
 def _size(path: str | os.PathLike[str]) -> int:
-    """Return the size of a file that ``torch.save`` may have written: it does not compress."""
+    """Return the size of a file that ``torch.save`` may have written.
+
+    It does not compress, and stores nothing in two places: a file of some kilobytes could else
+    become as many gigabytes.
+    """
     try:
         size = os.path.getsize(path)
         with ZipFile(path) as archive:
@@ -268,7 +272,7 @@ def _size(path: str | os.PathLike[str]) -> int:
     content = sum(entry.file_size for entry in entries)
     if content > size or any(entry.compress_type != ZIP_STORED for entry in entries):
         raise FederationError(
-            f"it is compressed, which torch.save does not do: {size} bytes would become {content}"
+            f"it is compressed, which torch.save does not do: {size} bytes become {content}"
         )
     return size
 

@@ -4,6 +4,7 @@ import os
 import pickle
 import shutil
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -192,15 +193,17 @@ def test_the_best_of_before_are_removed_as_ever(federation, tmp_path):
 # --- archives -------------------------------------------------------------------------------------
 
 
-def test_an_archive_that_unpacks_to_more_is_refused(federation, tmp_path):
+@pytest.mark.parametrize(("method", "times"), [(zipfile.ZIP_DEFLATED, 1), (zipfile.ZIP_STORED, 9)])
+def test_an_archive_that_unpacks_to_more_is_refused(federation, tmp_path, method, times):
     federation()
     bomb = tmp_path / "bomb.ckpt"
     with (
         zipfile.ZipFile(tmp_path / "run" / "last.ckpt") as old,
-        zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as new,
+        zipfile.ZipFile(bomb, "w", method) as new,
     ):
         for name in old.namelist():
             new.writestr(name, old.read(name))
+        new.filelist *= times  # the same bytes in many places
     with pytest.raises(FederationError, match="it is compressed, which"):
         federation(2, bomb)
 
@@ -530,18 +533,30 @@ def test_a_trace_from_a_spreadsheet_is_read(tmp_path):
 
 # --- anything -------------------------------------------------------------------------------------
 
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Where targets write."""
+    before, tempfile.tempdir = tempfile.tempdir, str(tmp_path_factory.mktemp("targets"))
+    yield hostile._folder()
+    tempfile.tempdir = before
+    hostile._folder.cache_clear()
+
+
 reproducible = {"derandomize": True, "database": None, "deadline": None}
 
 
 @settings(max_examples=150, **reproducible)
 @given(st.binary(max_size=64))
 @pytest.mark.parametrize("target", ["manifest", "trace"])
+@pytest.mark.usefixtures("place")
 def test_no_text_is_more_than_refused(target, data):
     hostile.TARGETS[target](data)
 
 
 @settings(max_examples=40, **reproducible)
 @given(st.binary(min_size=8, max_size=96))
+@pytest.mark.usefixtures("place")
 def test_no_checkpoint_is_more_than_refused(data):
     hostile.checkpoint(data)
 

@@ -13,9 +13,7 @@ def fuzz(script, monkeypatch):
     monkeypatch.setattr(module, "find_spec", lambda name: None)  # atheris is slow to start
 
     def throw(target, inputs=(b"a", b"b", b"a", b"b")):
-        stub = SimpleNamespace(
-            TARGETS={"trace": target}, noise=lambda seed: inputs, clean=lambda: None
-        )
+        stub = SimpleNamespace(TARGETS={"trace": target}, noise=lambda seed: inputs)
         monkeypatch.setattr(module, "_hostile", lambda follow: stub)
 
     module.throw = throw
