@@ -128,7 +128,8 @@ def wild(c: Choices, like: Any, tensors: bool) -> Any:
 
 def change(c: Choices, tree: Any, tensors: bool = False) -> Any:
     """Change one place of a tree."""
-    if isinstance(tree, dict | list | tuple) and len(tree) and c.below(8):
+    is_tree = isinstance(tree, dict) or type(tree) in (list, tuple)  # not torch.Size
+    if is_tree and len(tree) and c.below(8):
         keys = list(tree) if isinstance(tree, dict) else range(len(tree))
         key = c.of(keys)
         what = c.below(16)

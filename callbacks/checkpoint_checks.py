@@ -423,6 +423,23 @@ def check_state(state: Any) -> None:
         )
 
 
+def check_round(fit_loop: Mapping[str, Any], round: int) -> None:
+    """Refuse progress that is not of a round's start: a resumed run begins with one.
+
+    Raises:
+        FederationError: If rounds are in the middle, or others have been.
+    """
+    for count in fit_loop["epoch_progress"].values():
+        ended = count["completed"]  # which Lightning counts after checkpoints are written
+        if {**count, "completed": max(ended, round)} != dict.fromkeys(count, round):
+            raise FederationError(f"{round} rounds are {shown(count)} epochs of Lightning")
+        if ended < round - 1:
+            raise FederationError(f"{round} rounds are {ended} epochs of Lightning")
+    for name in ("epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
+        if len(set((count := fit_loop[name]["current"]).values())) > 1:
+            raise FederationError(f"it is in the middle of a batch: {shown(count)}")
+
+
 def check_server(state: Sequence[Tensor] | None, lane: LaneHost) -> ServerState | None:
     """Return the server's model as it is in a checkpoint, where it is.
 

@@ -27,6 +27,7 @@ from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO
 from lightning_fl.callbacks.checkpoint_checks import (
     blamed,
     check_progress,
+    check_round,
     check_rows,
     check_rule,
     check_server,
@@ -989,6 +990,8 @@ class FederatedLoop(Callback):
             return
         if state is None:
             raise _not_of_a_federation(trainer)
+        with blamed(f"{trainer.ckpt_path} is damaged, or was changed"):
+            check_round(checkpoint["loops"]["fit_loop"], state["round"])
         remedies = {
             "seed": "set seed_everything to the former",
             "checksum": "go back to the former data, split options and seed",
@@ -1002,7 +1005,7 @@ class FederatedLoop(Callback):
             if (was := state[what]) != now:
                 raise FederationError(
                     f"{trainer.ckpt_path} belongs to another federation: its {what} is"
-                    f" {was}, here it is {now}. To resume,"
+                    f" {was!s:.100}, here it is {now}. To resume,"
                     f" {remedies.get(what, f'set {what} to the former')}; to start anew, leave out"
                     " ckpt_path"
                 )

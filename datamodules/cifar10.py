@@ -58,7 +58,7 @@ def _read(path: Path) -> tuple[Any, Any]:
     is_labels = y.ndim == 1 and set(y.tolist()) <= set(range(10))
     if not is_labels or x.dtype != np.uint8 or x.shape != (len(y), 3072):
         raise FederationError(
-            f"{path} is not of CIFAR-10: it has {x.dtype} of shape {x.shape}, and labels of {y.shape}"
+            f"{path} is not of CIFAR-10: it has {x.dtype} of shape {x.shape}, labels of {y.shape}"
         )
     return x, y
 

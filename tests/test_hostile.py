@@ -257,6 +257,20 @@ def deep():
         (lambda t: t.update(callbacks={"FederatedLoop": 3}), "must be a dict, got 3"),
         (lambda t: t.update(loops={"fit_loop": 1}), "must be a dict, got 1"),
         (lambda t: t["loops"]["fit_loop"].update(epoch_progress=[]), "must be a dict"),
+        (
+            lambda t: t["loops"]["fit_loop"]["epoch_progress"]["total"].update(started=7),
+            "1 rounds are .* epochs of Lightning",
+        ),
+        (
+            lambda t: t["loops"]["fit_loop"]["epoch_progress"]["current"].update(completed=-1),
+            "1 rounds are -1 epochs of Lightning",
+        ),
+        (
+            lambda t: t["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"].update(
+                ready=3
+            ),
+            "in the middle of a batch",
+        ),
         (lambda t: t.update(epoch=-1), "'epoch' must be a whole number from 0"),
         (lambda t: t.update(global_step=10**30), "'global_step' must be a whole number"),
         (
