@@ -339,6 +339,8 @@ class FederatedLoop(Callback):
         checkpoint, self._checkpoint = self._checkpoint, {}
         rules = {"aggregator": self.aggregator, "policy": self.policy}
         # All that can be refused is, before the first is taken over.
+        if self.policy.needs_val_loss and state["round"] and state["val_loss"] is None:
+            raise FederationError(f"{type(self.policy).__name__} needs 'val_loss', which is null")
         check_progress(trainer, checkpoint)
         check_rows(state["store"], len(self._num_samples), self.lane, self.transforms)
         server = check_server(state["server"], self.lane)

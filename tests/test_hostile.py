@@ -436,6 +436,16 @@ def test_the_state_of_rules_is_checked(refuses, make, room, change, words):
     )
 
 
+def test_a_policy_misses_its_loss_before_the_round_and_not_after_it(refuses):
+    refuses(
+        state(lambda s: s.update(val_loss=None)),
+        "DiscreteGaussianReinforce needs 'val_loss', which is null",
+        loop=lambda **options: FederatedLoop(
+            policy=DiscreteGaussianReinforce({"lr": [0.1, 0.2]}), **options
+        ),
+    )
+
+
 @pytest.mark.parametrize(
     ("callback", "change", "words"),
     [
