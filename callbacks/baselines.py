@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_fl.aggregators import NeuronMatching
+from lightning_fl.callbacks.checkpoint_checks import check
 from lightning_fl.callbacks.checks import evaluating, on_device
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of, user_module
 from lightning_fl.chain import Chain, Layers
@@ -268,6 +269,10 @@ class MatchingBaselines(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over networks and student."""
+        kinds = {"networks": [[Tensor]], "class_counts": (Tensor, None), "student": (dict, None)}
+        check(state_dict, kinds, "MatchingBaselines")
+        lengths = {len(flat) % 2 for flat in state_dict["networks"]}
+        check(sum(lengths), range(1), "MatchingBaselines")
         self.networks = [
             list(zip(flat[::2], flat[1::2], strict=True)) for flat in state_dict["networks"]
         ]

@@ -7,6 +7,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,6 +16,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_fl.callbacks.checkpoint_checks import read_checkpoint
 from lightning_fl.types import FederationError
 
 
@@ -58,7 +60,11 @@ def _umask() -> int:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoints, written atomically; a :class:`FederatedLoop` puts it in place."""
+    """Lightning's checkpoints, written atomically and read with suspicion.
+
+    A :class:`FederatedLoop` puts it in place. A checkpoint is data, not code, wherever it is from,
+    unless ``Trainer.fit(weights_only=False)`` says that it is trusted.
+    """
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
@@ -68,6 +74,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
         else:
             write_atomically(path, lambda file: torch.save(checkpoint, file))
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any = lambda storage, _: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a checkpoint; see :func:`~lightning_fl.callbacks.checkpoint_checks.read_checkpoint`.
+
+        Lightning alone would run the code that is in one from ``http://``, or where the variable
+        ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set.
+        """
+        if weights_only is False:
+            return super().load_checkpoint(path, map_location, weights_only)
+        return read_checkpoint(path, partial(super().load_checkpoint, path, map_location, True))
 
 
 class RoundCheckpoint(ModelCheckpoint):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_fl.callbacks.checkpoint import write_atomically
+from lightning_fl.callbacks.checkpoint_checks import COUNT, check
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
+from lightning_fl.files import read_text, shown
 from lightning_fl.functional.randomness import Purpose, generator
 from lightning_fl.types import FederationError, RoundPlan
 
@@ -221,6 +225,13 @@ class ClientFaults(OnUpdates):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what happened, and the time."""
+        check(state_dict, {"happened": [[(COUNT, str)]], "virtual_time": float}, "ClientFaults")
+        for each in state_dict["happened"]:
+            if [*map(type, each)] != [int, int, str] or each[2] not in FAULTS:
+                raise FederationError(
+                    f"the checkpoint's ClientFaults say that {shown(each)} happened: it must"
+                    f" be a round, a client and one of {', '.join(FAULTS)}"
+                )
         self.happened = [(r, c, f) for r, c, f in state_dict["happened"]]
         self.virtual_time = state_dict["virtual_time"]
 
@@ -238,22 +249,27 @@ def read_trace(path: str | Path) -> dict[tuple[int, int], str]:
         FederationError: If there is no such file, or a line cannot be read; which, and why.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        lines = list(csv.reader(text.splitlines(), strict=True))
+        text = read_text(path).removeprefix("\ufeff")  # which Excel writes
+        lines = csv.reader(io.StringIO(text, newline=""), strict=True)
+        return _read_lines(lines, path)
     except (OSError, UnicodeError, csv.Error) as error:
         raise FederationError(f"the trace {path} cannot be read: {error}") from error
-    if not lines or [name.strip() for name in lines[0]] != ["round", "client", "fault"]:
+
+
+def _read_lines(lines: Iterator[list[str]], path: str | Path) -> dict[tuple[int, int], str]:
+    if [name.strip() for name in next(lines, [])] != ["round", "client", "fault"]:
         raise FederationError(f"the trace {path} must begin with the line 'round,client,fault'")
     found: dict[tuple[int, int], str] = {}
-    for number, line in enumerate(lines[1:], 2):
+    for number, line in enumerate(lines, 2):
         if not line:
             continue
-        fault = line[2].strip() if len(line) == 3 else ""
         whole = [part.strip() for part in line[:2]]
-        if fault not in FAULTS or not all(p.isdecimal() and len(p) < 16 for p in whole):
+        fault = next((f for f in FAULTS if len(line) == 3 and f == line[2].strip()), None)
+        is_whole = all(p.isascii() and p.isdecimal() and len(p) < 16 for p in whole)
+        if fault is None or not is_whole:
             raise FederationError(
-                f"line {number} of the trace {path} is {','.join(line)!r}: it must be a round from"
-                f" 1 up, a client from 0 up and one of {', '.join(FAULTS)}"
+                f"line {number} of the trace {path} is {shown(','.join(line))}: it must be a"
+                f" round from 1 up, a client from 0 up and one of {', '.join(FAULTS)}"
             )
         key = int(whole[0]), int(whole[1])
         if key[0] < 1 or key in found:

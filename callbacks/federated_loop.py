@@ -24,6 +24,16 @@ from torchmetrics.metric import jit_distributed_available
 
 from lightning_fl.aggregators import Aggregator, FedAvg
 from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO
+from lightning_fl.callbacks.checkpoint_checks import (
+    blamed,
+    check_progress,
+    check_round,
+    check_rows,
+    check_rule,
+    check_server,
+    check_state,
+    check_states,
+)
 from lightning_fl.callbacks.checks import (
     accuracy,
     check_module,
@@ -179,7 +189,7 @@ class FederatedLoop(Callback):
         self._progress: dict[str, Any] = {}
         self._monitored: dict[str, float] = {}
         self._seed = 0
-        self._loaded: dict[str, Any] = {}
+        self._checkpoint: dict[str, Any] = {}
         #: What is put back when a fit ends, however it ends, the last first.
         self.undo = ExitStack()
 
@@ -193,11 +203,11 @@ class FederatedLoop(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what breaks rounds, and set what rounds need on the Trainer."""
         user = user_module(pl_module)
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # not a user's own
+            trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         if stage != "fit":
             self.aggregator.prepare(user)
             return
-        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # not a user's own
-            trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         check_trainer(trainer)
         check_module(user)
         data = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
@@ -341,28 +351,40 @@ class FederatedLoop(Callback):
         self.aggregator.cohort = Cohort(self._cohort_size(), n, self.sampler.drawn, self._seed)
         self.aggregator.num_parameters = self.lane.num_parameters
         self.aggregator.to(server.device).start(server)
-        self._restore()
+        if trainer.ckpt_path is not None:
+            if not self._pending:  # Lightning asks nobody where the file has no callbacks
+                raise _not_of_a_federation(trainer)
+            with blamed(f"{trainer.ckpt_path} cannot be resumed"):
+                self._restore(trainer)
 
-    def _restore(self) -> None:
+    def _restore(self, trainer: Trainer) -> None:
         """Load what needed the module's shapes or the Trainer's device first."""
         state, self._pending = self._pending, {}
-        if state:
-            # Again: Lightning loads before a precision plugin has converted the module.
-            self.lane.module.load_state_dict(self._loaded, strict=self.lane.module.strict_loading)
-            self._loaded = {}
-            for rule, name in ((self.aggregator, "aggregator"), (self.policy, "policy")):
-                try:
-                    rule.load_state_dict(state[name])
-                except RuntimeError as error:
-                    raise FederationError(
-                        f"{type(rule).__name__} cannot go on from the checkpoint's state: its"
-                        f" options are others now. Go back to the former, or leave out ckpt_path"
-                    ) from error
-            self.lane.base_lr = state["base_lr"]
-            self.lane.choose(state["lanes"])
-            if state["server"] is not None:
-                device = self.lane.vector.device
-                self._server_at_start = ServerState(*(t.to(device) for t in state["server"]))
+        checkpoint, self._checkpoint = self._checkpoint, {}
+        rules = {"aggregator": self.aggregator, "policy": self.policy}
+        # All that can be refused is, before the first is taken over.
+        if self.policy.needs_val_loss and state["round"] and state["val_loss"] is None:
+            raise FederationError(f"{type(self.policy).__name__} needs 'val_loss', which is null")
+        check_progress(trainer, checkpoint)
+        check_rows(state["store"], len(self._num_samples), self.lane, self.transforms)
+        server = check_server(state["server"], self.lane)
+        for name, rule in rules.items():
+            with blamed(f"{type(rule).__name__} cannot go on"):
+                check_rule(rule, state[name])
+        # Again: Lightning loads before a precision plugin has converted the module.
+        module = self.lane.module
+        module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+        for name, rule in rules.items():
+            try:
+                rule.load_state_dict(state[name])
+            except RuntimeError as error:
+                raise FederationError(
+                    f"{type(rule).__name__} cannot go on from the checkpoint's state: its"
+                    f" options are others now. Go back to the former, or leave out ckpt_path"
+                ) from error
+        self.lane.base_lr = state["base_lr"]
+        self.lane.choose(state["lanes"])
+        self._server_at_start = server
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the loss before the first round, where a policy asked for it."""
@@ -1001,14 +1023,17 @@ class FederatedLoop(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Refuse a checkpoint of another federation; a test only wants its parameters."""
+        state = checkpoint["callbacks"].get(self.state_key)
+        with blamed(f"{trainer.ckpt_path} is damaged, or was changed"):
+            check_states(trainer, checkpoint)
+            if state is not None:
+                check_state(state)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        state = checkpoint.get("callbacks", {}).get(self.state_key)
         if state is None:
-            raise FederationError(
-                f"{trainer.ckpt_path} was not written by a federation, it cannot be resumed as one:"
-                " load its weights into the module and start a new fit without ckpt_path"
-            )
+            raise _not_of_a_federation(trainer)
+        with blamed(f"{trainer.ckpt_path} is damaged, or was changed"):
+            check_round(checkpoint["loops"]["fit_loop"], state["round"])
         remedies = {
             "seed": "set seed_everything to the former",
             "checksum": "go back to the former data, split options and seed",
@@ -1019,24 +1044,24 @@ class FederatedLoop(Callback):
         for what, now in self._identity(pl_module).items():
             if what == "seed" and self.seed is None and "PL_GLOBAL_SEED" not in os.environ:
                 continue
-            if state[what] != now:
+            if (was := state[what]) != now:
                 raise FederationError(
                     f"{trainer.ckpt_path} belongs to another federation: its {what} is"
-                    f" {state[what]}, here it is {now}. To resume,"
+                    f" {was!s:.100}, here it is {now}. To resume,"
                     f" {remedies.get(what, f'set {what} to the former')}; to start anew, leave out"
                     " ckpt_path"
                 )
         changed = [
-            f"{name} is {value}, was {state['options'].get(name)}"
+            f"{name} is {value}, was {was}"
             for name, value in self._options.items()
-            if state["options"].get(name) != value
+            if (was := state["options"].get(name)) != value
         ]
         if changed:
             rank_zero_warn(
                 f"resuming {trainer.ckpt_path} with other options: {'; '.join(changed)}. The run"
                 " goes on, but it is not the run that one config describes"
             )
-        self._loaded = checkpoint["state_dict"]
+        self._checkpoint = checkpoint
         self.aggregator.withdraw()  # lanes are made of the shapes that clients train
 
     def on_save_checkpoint(
@@ -1108,6 +1133,13 @@ def loop_of(trainer: Trainer) -> FederatedLoop | None:
 def user_module(module: LightningModule) -> LightningModule:
     """Return the user's module, without the lanes that train it."""
     return module.module if isinstance(module, Lanes) else module
+
+
+def _not_of_a_federation(trainer: Trainer) -> FederationError:
+    return FederationError(
+        f"{trainer.ckpt_path} was not written by a federation, it cannot be resumed as one:"
+        " load its weights into the module and start a new fit without ckpt_path"
+    )
 
 
 def _never() -> bool:

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from lightning_fl.callbacks.checkpoint import write_atomically
+from lightning_fl.callbacks.checkpoint_checks import check
 from lightning_fl.callbacks.checks import accuracy, evaluating, on_device
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.functional.randomness import Purpose, derive_seed, generator, seeded_rng
@@ -110,13 +111,14 @@ class PersonalizedEvaluation(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the federation's first model."""
-        if self._first is None:
-            if self._federation.round and self.local_steps:
-                raise FederationError(
-                    "local_steps needs the federation's first model, which the checkpoint does not"
-                    " hold: set local_steps from the start of a run, or to 0"
-                )
-            self._first = self._federation.lane.read().vector
+        if self._first is None and self._federation.round and self.local_steps:
+            raise FederationError(
+                "local_steps needs the federation's first model, which the checkpoint does not"
+                " hold: set local_steps from the start of a run, or to 0"
+            )
+        now = self._federation.lane.read().vector
+        self._first = now if self._first is None else self._first
+        check(self._first, now, "PersonalizedEvaluation")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure, log and write, where it is time."""
@@ -314,6 +316,7 @@ class PersonalizedEvaluation(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the federation's first model."""
+        check(state_dict, {str: (Tensor, None)}, "PersonalizedEvaluation")
         self._first = state_dict.get("first")
 
 

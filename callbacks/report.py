@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.callbacks.checkpoint import write_atomically
+from lightning_fl.callbacks.checkpoint_checks import COUNT, check
 from lightning_fl.callbacks.checks import evaluating, on_device
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of, user_module
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
@@ -88,7 +89,7 @@ class RunReport(Callback):
         self._reason = None
         if loop.round == 0:
             self.counts, self._counted = torch.zeros(2, len(data.num_samples)).int(), 0
-        elif self._counted != loop.round:
+        elif self._counted != loop.round or not _fits(self.counts, len(data.num_samples)):
             self.counts = None
         # Asked by all, and now: Lightning lets the first process tell the others.
         self._folder = _folder(trainer)
@@ -207,7 +208,14 @@ class RunReport(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over who took part."""
-        self.counts, self._counted = state_dict["counts"], state_dict["rounds"]
+        if state_dict:
+            check(state_dict, {"counts": Tensor, "rounds": COUNT}, "RunReport")
+            self.counts, self._counted = state_dict["counts"], state_dict["rounds"]
+
+
+def _fits(counts: Tensor | None, clients: int) -> bool:
+    """Say whether counts of a checkpoint are of these clients."""
+    return counts is not None and counts.shape == (2, clients) and not counts.is_floating_point()
 
 
 def versions() -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import pickle
 import re
 import shutil
 import sys
@@ -15,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from pydoc import locate
 from typing import Any, Literal, NoReturn, get_type_hints
-from zipfile import is_zipfile
 
 import torch
 from jsonargparse import ArgumentParser
@@ -35,6 +33,7 @@ import lightning_fl.partition
 import lightning_fl.policies
 import lightning_fl.samplers
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RoundProgress, RunReport
+from lightning_fl.callbacks.checkpoint_checks import read_checkpoint
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.lanes import Lanes
 from lightning_fl.report import report
@@ -168,9 +167,11 @@ class FederatedCLI(LightningCLI):
             self.run_folder = Path(config.ckpt_path).absolute().parent
         elif subcommand == "fit" and not config.trainer.fast_dev_run:
             self.run_folder = root / f"version_{int(runs[-1].name[8:]) + 1 if runs else 0}"
-        if config.ckpt_path is not None:
-            _check_checkpoint(config.ckpt_path)
-        super()._parse_ckpt_path()
+        if (path := config.ckpt_path) is not None:  # Mapped: of its tensors nothing is read.
+            read_checkpoint(
+                path, lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            )
+        # Not as Lightning: a checkpoint's hyper-parameters would say what classes are made.
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Put what the run writes into its folder, and show rounds."""
@@ -232,22 +233,6 @@ class FederatedCLI(LightningCLI):
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(predictions, folder / "predictions.pt")
             print(f"Written to {_short(folder / 'predictions.pt')}")
-
-
-def _check_checkpoint(path: str) -> None:
-    """Refuse a file that Lightning would fail on."""
-    checkpoint = None
-    # RuntimeError is torch's word for a zip archive that is not its own.
-    with suppress(RuntimeError):
-        if is_zipfile(path):  # Mapped: of its tensors nothing is read.
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    if checkpoint is None:
-        raise FederationError(f"{path} is damaged, or not a checkpoint")
-    if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
-        raise FederationError(
-            f"{path} is a file of torch, but no checkpoint of Lightning: give --ckpt_path what a"
-            " fit has written"
-        )
 
 
 def _short(path: Path) -> Path:
@@ -336,8 +321,6 @@ def main(args: ArgsType = None) -> None:
         )
     except MisconfigurationException as error:
         message = str(error)
-    except pickle.UnpicklingError as error:
-        message = f"the checkpoint holds more than data: {error}"
     except ValueError as error:
         message = str(error)
         if "Union subtypes" not in message:  # jsonargparse's own words for what a class refused

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.functional.averaging import weighted_mean
 from lightning_fl.functional.similarity import cosine_similarity
-from lightning_fl.functional.tables import PLACES, with_place
+from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
 from lightning_fl.types import ClientUpdate, FederationError
 
 if TYPE_CHECKING:
@@ -211,8 +211,16 @@ class ClusteredFL(Aggregator):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Make place for as many clusters and clients as a checkpoint has."""
-        for name in ("models", "cluster_of", "tree"):
-            saved = state_dict.get(prefix + name)
-            if saved is not None and hasattr(self, name):
-                setattr(self, name, torch.zeros_like(saved, device=self.models.device))
+        names = [prefix + name for name in ("models", "cluster_of", "tree")]
+        if hasattr(self, "models") and all(name in state_dict for name in names):
+            models, cluster_of, tree = (state_dict[name] for name in names)
+            named = {*cluster_of.tolist(), *tree[:, 0].tolist()}
+            if len(tree) != len(models) or named - {*range(-1, len(models))}:
+                raise FederationError(
+                    f"the checkpoint has models of {len(models)} clusters, and others in its tree"
+                    " or as those of clients"
+                )
+            self.models = with_rows_of(self.models, models)
+            self.cluster_of = with_rows_of(self.cluster_of, cluster_of)
+            self.tree = with_rows_of(self.tree, tree)
         super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
-from lightning_fl.functional.tables import PLACES, with_place
+from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
 from lightning_fl.types import ClientUpdate, FederationError
 
 
@@ -150,7 +150,7 @@ class FedControl(Aggregator):
                     f" {saved.shape[1] - 1} losses of a client: set window to that, or leave out"
                     " ckpt_path"
                 )
-            self.known = torch.zeros_like(saved, device=self.known.device)
+            self.known = with_rows_of(self.known, saved)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 

@@ -85,13 +85,26 @@ class FedOpt(FedAvg):
         """Take over the optimiser's state of a checkpoint; options are those that are given now."""
         if not state:
             return
-        if state["kind"] != (now := type(self._optimizer).__name__):
+        if (was := state.get("kind")) != (now := type(self._optimizer).__name__):
             raise FederationError(
                 f"{type(self).__name__} cannot go on from the checkpoint: its optimiser was"
-                f" {state['kind']}, now it is {now}. Go back to the former, or leave out ckpt_path"
+                f" {was!s:.50}, now it is {now}. Go back to the former, or leave out ckpt_path"
             )
-        groups = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
+        own: dict[str, Any] = self._optimizer.state_dict()
+        param: nn.Parameter = self._optimizer.param_groups[0]["params"][0]
+        saved = state.get("state")
+        # A copy makes a step first: what is in the state only the optimiser knows.
+        tried = self.make_optimizer([nn.Parameter(param.detach().clone())])
+        try:
+            tried.load_state_dict({**own, "state": copy.deepcopy(saved)})
+            tried.param_groups[0]["params"][0].grad = torch.zeros_like(param)
+            tried.step()
+            self._optimizer.load_state_dict({**own, "state": saved})
+        except Exception as error:  # of many kinds
+            raise FederationError(
+                f"{type(self).__name__} cannot go on from the checkpoint: {now} has no use for what"
+                f" is there ({type(error).__name__})"
+            ) from error
 
 
 def _tried(make: Any) -> str:

@@ -490,5 +490,21 @@ class NeuronMatching(Aggregator):
         for name in self.grown:
             saved = state_dict.get(prefix + name)
             if saved is not None and hasattr(self, name):
-                setattr(self, name, torch.zeros_like(saved, device=self.base.device))
+                setattr(self, name, getattr(self, name).new_zeros(saved.shape))
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        if hasattr(self, "merged"):
+            self._check_loaded()
+
+    def _check_loaded(self) -> None:
+        """Refuse networks that are of other shapes than they say."""
+        fits = self.starts.shape == (len(self.known), len(self.base))
+        try:
+            widths = [len(bias) for _, bias in self.network()] if len(self.merged) else [0]
+        except (RuntimeError, ValueError):  # of other sizes, or of another number of layers
+            fits = False
+        if not fits or (self.places >= max(self.known.numel(), *widths)).any():
+            raise FederationError(
+                f"the checkpoint has a network of {len(self.merged)} numbers in layers of"
+                f" {self.shapes.tolist()}, and those of clients {list(self.starts.shape)}: they do"
+                " not fit"
+            )

@@ -206,13 +206,23 @@ class DPFedAvg(FedOpt):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Take over what was spent; it cannot be added up with cohorts that are drawn otherwise."""
         super().set_extra_state({k: state[k] for k in ("kind", "state") if k in state})
-        self.ledger = [(float(noise), int(count)) for noise, count in state["ledger"]]
-        if self.ledger and (state["drawn"], state["size"]) != (
-            self._drawn.drawn,
-            self._drawn.size,
-        ):
+        ledger = state.get("ledger")
+        if not isinstance(ledger, list) or not all(map(_is_entry, ledger)):
             raise FederationError(
-                f"the checkpoint's cohorts were {state['drawn']}, of {state['size']} clients, now"
-                f" they are {self._drawn.drawn}, of {self._drawn.size}: what both spent cannot be"
-                " added up. Go back to the former sampler and participation"
+                f"the checkpoint says that {ledger!s:.100} was spent: it must be pairs of a noise"
+                " multiplier and a number of rounds"
             )
+        self.ledger = [(float(noise), count) for noise, count in ledger]
+        was, now = (state.get("drawn"), state.get("size")), (self._drawn.drawn, self._drawn.size)
+        if self.ledger and was != now:
+            raise FederationError(
+                f"the checkpoint's cohorts were {was[0]!s:.20}, of {was[1]!s:.20} clients, now they"
+                f" are {now[0]}, of {now[1]}: what both spent cannot be added up. Go back to the"
+                " former sampler and participation"
+            )
+
+
+def _is_entry(entry: Any) -> bool:
+    """Say whether something is a noise multiplier and a number of rounds."""
+    is_pair = isinstance(entry, list | tuple) and len(entry) == 2
+    return is_pair and type(entry[0]) is float and entry[0] >= 0 and type(entry[1]) is int

@@ -26,3 +26,15 @@ def with_place(table: Tensor, ids: Tensor, fill: float = 0) -> Tensor:
     grown = table.new_full((max(most, 2 * len(table)), *table.shape[1:]), fill)
     grown[: len(table)] = table
     return grown
+
+
+def with_rows_of(table: Tensor, saved: Tensor) -> Tensor:
+    """Return zeros with as many rows as a saved table; the table itself where columns differ.
+
+    Example:
+        >>> import torch
+        >>> with_rows_of(torch.ones(2), torch.ones(3))
+        tensor([0., 0., 0.])
+    """
+    same = saved.ndim > 0 and saved.shape[1:] == table.shape[1:]
+    return table.new_zeros(saved.shape) if same else table

@@ -258,9 +258,9 @@ class StackedLanes(LaneHost):
         if choices:
             self.is_ready = True
             self.weighted = choices.get("weighted", self.weighted)
-            if not choices["at_once"]:
+            if not choices.get("at_once", True):
                 self.train_one_by_one()
-            if choices["compiled"]:
+            if choices.get("compiled"):
                 self.compile()
 
     def close(self) -> None:

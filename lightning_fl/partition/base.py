@@ -127,11 +127,20 @@ def classes_of(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def fault_of(parts: Sequence[Tensor], num_samples: int, complete: bool = False) -> str | None:
     """Return what keeps `parts` from being a split of the samples, if anything."""
-    sizes = [len(part) for part in parts]
-    if not sizes or 0 in sizes:
-        return f"client {sizes.index(0)} gets no sample" if sizes else "there are no clients"
-    samples, position = torch.cat(list(parts)).sort()
-    owner = torch.arange(len(parts)).repeat_interleave(torch.tensor(sizes))[position]
+    if not len(parts):
+        return "there are no clients"
+    sizes = torch.tensor([len(part) for part in parts])
+    return fault_of_samples(torch.cat(list(parts)), sizes, num_samples, complete)
+
+
+def fault_of_samples(
+    samples: Tensor, sizes: Tensor, num_samples: int, complete: bool = False
+) -> str | None:
+    """Do the same for all clients' samples in one tensor, and how many are each one's."""
+    if not sizes.all():
+        return f"client {sizes.tolist().index(0)} gets no sample"
+    samples, position = samples.sort()
+    owner = torch.arange(len(sizes)).repeat_interleave(sizes)[position]
     if (outside := (samples < 0) | (samples >= num_samples)).any():
         return (
             f"client {owner[outside][0]} gets sample {samples[outside][0]}, "

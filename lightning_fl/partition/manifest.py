@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import operator
 import os
-import reprlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fl.partition.base import Partition, fault_of
+from lightning_fl.files import read_text, shown
+from lightning_fl.partition.base import Partition, fault_of, fault_of_samples
 from lightning_fl.types import FederationError
 
 FORMAT = "lightning_fl partition 1"
@@ -103,8 +102,9 @@ class Manifest:
         """Read a file that `write` wrote.
 
         Raises:
-            FederationError: If the file is missing or no manifest, if it is no split of its
-                samples, or if it was changed after it was written.
+            FederationError: If the file is missing, no manifest, or larger than
+                `lightning_fl.files.MOST_BYTES`, if it is no split of its samples, or if it was
+                changed after it was written.
         """
 
         def refuse(what: str) -> FederationError:
@@ -114,19 +114,19 @@ class Manifest:
             )
 
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = json.loads(read_text(path), object_pairs_hook=_without_repetition)
         except OSError as error:
             raise refuse(f"cannot be read ({error.strerror})") from error
         except (ValueError, RecursionError) as error:
             raise refuse(f"is not JSON ({error})") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             got = data.get("format") if isinstance(data, dict) else data
-            raise refuse(f"format must be {FORMAT!r}, got {reprlib.repr(got)}")
+            raise refuse(f"format must be {FORMAT!r}, got {shown(got)}")
         values = []
         for name, kind in _FIELDS.items():
             # `type is`, since for isinstance true is an int.
             if type(data.get(name)) is not kind:
-                got = reprlib.repr(data.get(name))
+                got = shown(data.get(name))
                 raise refuse(f"{name!r} must be of type {kind.__name__}, got {got}")
             values.append(data[name])
         manifest = cls(*values)
@@ -138,26 +138,27 @@ class Manifest:
             ):
                 raise refuse(
                     f"client {client} must be a list of sample numbers from 0 to "
-                    f"{num_samples - 1}, got {reprlib.repr(indices)}"
+                    f"{num_samples - 1}, got {shown(indices)}"
                 )
-        parts = [torch.tensor(indices, dtype=torch.long) for indices in manifest.clients]
-        if fault := fault_of(parts, num_samples):
+        if not manifest.clients:
+            raise refuse("there are no clients")
+        # All in one: a tensor for each of millions of clients would take much memory.
+        sizes = torch.tensor([len(indices) for indices in manifest.clients])
+        samples = torch.tensor([i for indices in manifest.clients for i in indices]).long()
+        if fault := fault_of_samples(samples, sizes, num_samples):
             raise refuse(fault)
-        if (found := checksum(parts)) != manifest.checksum:
+        if (found := _digest(samples, sizes)) != manifest.checksum:
             raise refuse(
                 f"the indices were edited: their checksum is {found}, the file says "
-                f"{reprlib.repr(manifest.checksum)}"
+                f"{shown(manifest.checksum)}"
             )
         try:
-            class_counts = [
-                {int(label): operator.index(count) for label, count in row.items()}
-                for row in manifest.class_counts
-            ]
+            class_counts = [_counts(row) for row in manifest.class_counts]
         except (AttributeError, TypeError, ValueError) as error:
             raise refuse(f"'class_counts' must map classes to counts ({error})") from error
         totals = [sum(row.values()) if row else None for row in class_counts]
-        if len(totals) != len(parts) or any(
-            total not in (None, len(part)) for total, part in zip(totals, parts, strict=True)
+        if len(totals) != len(sizes) or any(
+            total not in (None, size) for total, size in zip(totals, sizes.tolist(), strict=True)
         ):
             raise refuse("'class_counts' does not add up to the sizes of the clients")
         return replace(manifest, class_counts=class_counts)
@@ -174,6 +175,23 @@ _FIELDS = {
 }
 
 
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dictionary, in which JSON would let the last of equal names win."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the name {shown(name)} is there twice")
+    return found
+
+
+def _counts(row: dict[Any, Any]) -> dict[int, int]:
+    found = {int(label): count for label, count in row.items()}
+    for label, count in zip(row, found.values(), strict=True):
+        if type(count) is not int or count < 0 or str(int(label)) != label:
+            raise ValueError(f"got {shown(label)}: {shown(count)}")
+    return found
+
+
 def checksum(parts: Sequence[Tensor]) -> str:
     """SHA-256 of the clients' sizes, then their indices, as little-endian int64: a split's name.
 
@@ -187,7 +205,11 @@ def checksum(parts: Sequence[Tensor]) -> str:
         >>> checksum([torch.tensor([0, 2]), torch.tensor([1])])[:16]
         '363a551de55f8c05'
     """
-    numbers = torch.cat([torch.tensor([len(part) for part in parts]), *parts])
+    return _digest(torch.cat(list(parts)), torch.tensor([len(part) for part in parts]))
+
+
+def _digest(samples: Tensor, sizes: Tensor) -> str:
+    numbers = torch.cat([sizes, samples])
     return hashlib.sha256(numbers.numpy().astype("<i8").tobytes()).hexdigest()
 
 
@@ -258,8 +280,8 @@ class FromManifest(Partition):
         for client, (written, found) in enumerate(counts):
             if written and found and written != found:
                 raise FederationError(
-                    f"{self.path} gives client {client} the classes {reprlib.repr(written)}, the "
-                    f"data {reprlib.repr(found)}: they differ or are in another order; load the "
+                    f"{self.path} gives client {client} the classes {shown(written)}, the "
+                    f"data {shown(found)}: they differ or are in another order; load the "
                     "data that the manifest was written for"
                 )
         return parts

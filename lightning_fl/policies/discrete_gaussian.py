@@ -18,6 +18,7 @@ from lightning_fl.functional.discrete_gaussian import (
     score,
 )
 from lightning_fl.functional.randomness import Purpose
+from lightning_fl.functional.tables import with_rows_of
 from lightning_fl.policies.base import RandomPolicy
 from lightning_fl.types import FederationError, Feedback
 
@@ -247,9 +248,16 @@ class DiscreteGaussianReinforce(RandomPolicy):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         """Make place for as many rounds as a checkpoint has."""
-        for name in ("scores", "rewards"):
-            if (saved := state_dict.get(prefix + name)) is not None:
-                setattr(self, name, torch.zeros_like(saved, device=self.mean.device))
+        names = [prefix + name for name in ("scores", "rewards", "mean", "root")]
+        if all(name in state_dict for name in names):
+            scores, rewards, *learnt = (state_dict[name] for name in names)
+            if len(scores) != len(rewards) or not all(each.isfinite().all() for each in learnt):
+                raise FederationError(
+                    f"the checkpoint's policy has {len(scores)} scores of {len(rewards)} rewards,"
+                    f" and the mean {learnt[0].tolist()}: no policy learns that"
+                )
+            self.scores = with_rows_of(self.scores, scores)
+            self.rewards = with_rows_of(self.rewards, rewards)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

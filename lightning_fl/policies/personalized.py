@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.functional.randomness import Purpose, derive_seed
-from lightning_fl.functional.tables import PLACES, with_place
+from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
 from lightning_fl.policies.base import RandomPolicy
 from lightning_fl.types import FederationError, Feedback
 
@@ -236,9 +236,10 @@ class PersonalizedPolicyGradient(RandomPolicy):
     ) -> None:
         """Make place for as many clients as a checkpoint has."""
         for name in ("logits", "means"):
-            saved = state_dict.get(prefix + name)
-            if saved is not None and saved.shape[1:] == getattr(self, name).shape[1:]:
-                setattr(self, name, torch.zeros_like(saved, device="cpu"))
+            if (saved := state_dict.get(prefix + name)) is not None:
+                if not saved.isfinite().all():
+                    raise FederationError(f"the checkpoint's policy has {name} that are not finite")
+                setattr(self, name, with_rows_of(getattr(self, name), saved))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

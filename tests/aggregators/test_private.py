@@ -172,6 +172,14 @@ def test_a_resumed_run_has_spent_the_same(simulate, tmp_path):
         run("fixed", 4, ckpt_path=last, sampler=UniformSampler())
 
 
+@pytest.mark.parametrize("ledger", [None, 3, [[1.0]], [[1.0, 2.5]], [["1", 2]], [[-1.0, 2]]])
+def test_a_ledger_that_is_none_is_refused(ledger):
+    rule = started(torch.zeros(1))
+    state = {**rule.get_extra_state(), "ledger": ledger}
+    with pytest.raises(FederationError, match="it must be pairs of a noise multiplier and"):
+        rule.set_extra_state(state)
+
+
 def test_rounds_of_nobody_are_rounds(simulate):
     """With coins of 1/8 for 8 clients a third of the rounds is empty, and has its noise."""
     rule = DPFedAvg(noise_multiplier=1.0)

@@ -1,5 +1,7 @@
 """The image data sets: digits that come with scikit-learn, and torchvision's on disk."""
 
+import os
+import pickle
 import sys
 
 import numpy as np
@@ -192,6 +194,46 @@ def test_a_missing_batch_is_missing_data(tmp_path):
     (tmp_path / "cifar-10-batches-py" / "data_batch_3").unlink()
     with pytest.raises(FederationError, match="CIFAR10 is not under root"):
         loaded(CIFAR10, str(tmp_path))
+
+
+class Payload:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.path),))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (lambda path: Payload(path / "ran"), "it holds more than arrays: posix.mkdir"),
+        (lambda path: {"data": [Payload(path / "ran")], "labels": []}, "more than arrays"),
+        (lambda path: [3], "is not of CIFAR-10"),
+        (lambda path: {"data": np.zeros((2, 3072)), "labels": [0, 1]}, "it has float64 of shape"),
+        (
+            lambda path: {"data": np.zeros((2, 9), np.uint8), "labels": [0, 1]},
+            "shape .2, 9., labels of .2,",
+        ),
+        (lambda path: {"data": np.zeros((1, 3072), np.uint8), "labels": [10]}, "labels of .1,"),
+    ],
+)
+def test_pictures_from_strangers_cannot_run_code(tmp_path, content, words):
+    """The format is a pickle, and its checksum is not asked for."""
+    cifar_layout(tmp_path)
+    path = tmp_path / "cifar-10-batches-py" / "data_batch_3"
+    path.write_bytes(pickle.dumps(content(tmp_path)))
+    with pytest.raises(FederationError, match=words):
+        loaded(CIFAR10, str(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_arrays_of_all_pickles_are_read(tmp_path, protocol):
+    cifar_layout(tmp_path)
+    path = tmp_path / "cifar-10-batches-py" / "data_batch_3"
+    path.write_bytes(pickle.dumps(pickle.loads(path.read_bytes()), protocol))
+    assert len(loaded(CIFAR10, str(tmp_path)).train) == N_TRAIN
 
 
 @every_kind
