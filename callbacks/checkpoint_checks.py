@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import PurePath
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_fl.files import shown
 from lightning_fl.lanes.host import LaneHost
+from lightning_fl.lanes.plain import ModuleLane
 from lightning_fl.transforms import UpdateTransform
 from lightning_fl.types import FederationError, ServerState, describe
 
@@ -27,6 +29,8 @@ WHOLE = range(-(2**63), 2**63)
 COUNT = range(2**63)
 
 NUMBER = torch.zeros(())
+#: What may have become of None.
+UNSET = (None, bool, WHOLE, float, str, [object], NUMBER)
 #: Parts of a checkpoint, which has a byte at least for each; and how deep they are nested.
 MOST_PARTS, MOST_LEVELS = 2**26, 64
 
@@ -112,8 +116,8 @@ def fault_of(value: Any, kind: Any, at: str = "it") -> str | None:
                 return _must(at, "a dictionary", value)
             (first, rest), *_ = kind.items()
             if isinstance(first, type):
-                if (wrong := next((k for k in value if type(k) is not first), None)) is not None:
-                    return _must(f"each name in {at}", f"of type {first.__name__}", wrong)
+                if wrong := [k for k in value if type(k) is not first]:
+                    return _must(f"each name in {at}", f"of type {first.__name__}", wrong[0])
                 each = ((v, rest, f"{at}[{shown(k)}]") for k, v in value.items())
             else:
                 if missing := [name for name in kind if name not in value]:
@@ -190,9 +194,9 @@ def known(value: Any, now: Any, at: str, *, keep: bool = False) -> Any:
             raise FederationError(f"{at} has {len(value)} entries, here there are {len(now)}")
         pairs = enumerate(zip(value, now, strict=True))
         return type(now)(known(v, n, f"{at}[{i}]", keep=keep) for i, (v, n) in pairs)
-    if now is not None:
-        is_number = isinstance(now, int | float) and not isinstance(now, bool)
-        _refuse(fault_of(value, (WHOLE, float) if is_number else type(now), at))
+    is_number = isinstance(now, int | float) and not isinstance(now, bool)
+    kind = (WHOLE, float) if is_number else UNSET if now is None else type(now)
+    _refuse(fault_of(value, kind, at))
     return value
 
 
@@ -416,6 +420,8 @@ def check_state(state: Any) -> None:
         FederationError: Says what is of another kind.
     """
     _refuse(fault_of(state, STATE))
+    if any(isinstance(item, Tensor) and item.requires_grad for item in _parts(state)):
+        raise FederationError("a tensor is waiting for a gradient")
     rounds = [row.get("round") for row in state["rows"]]
     if len(rounds) != state["round"] or rounds != list(range(1, len(rounds) + 1)):
         raise FederationError(
@@ -516,6 +522,10 @@ def check_rows(
                     _fits(row, params[int(at)], name)
                 elif room != "transform":
                     raise FederationError(f"{shown(name)} is not known here")
+            states = {n: row for n, row in rows.items() if n.startswith("optimizer.")}
+            if states and (kind := _kind(states)) not in tried:
+                tried.add(kind)
+                _try_optimizer(states, lane)
             for i, transform in enumerate(transforms):
                 memory = {
                     name.removeprefix(f"transform.{i}."): row
@@ -523,10 +533,41 @@ def check_rows(
                     if name.startswith(f"transform.{i}.")
                 }
                 # What is in there only the transform knows: it is tried, once for all of a kind.
-                kind = (i, *((name, row.shape, row.dtype) for name, row in memory.items()))
+                kind = (i, *_kind(memory))
                 if memory and kind not in tried:
                     tried.add(kind)
                     _try(transform, memory, lane)
+
+
+def _kind(rows: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    return tuple((name, row.shape, row.dtype) for name, row in rows.items())
+
+
+def _try_optimizer(rows: Mapping[str, Tensor], lane: LaneHost) -> None:
+    """Let a copy of the optimiser make a step from what a client keeps of it."""
+    own = lane.optimizer
+    trial = object.__new__(type(own))
+    trial.__dict__.update(vars(own))
+    trial.__dict__.pop("step", None)  # a scheduler's, which counts
+    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    trial.state, trial.param_groups, at = defaultdict(dict), [], 0
+    for group in own.param_groups:
+        params = []
+        for param in group["params"]:
+            like = param.detach() if isinstance(lane, ModuleLane) else param.detach()[0]
+            params.append(nn.Parameter(like.clone()))
+            params[-1].grad = torch.zeros_like(like)
+            for name, row in rows.items():
+                if name.startswith(f"optimizer.{at}."):
+                    place = param.device if row.ndim or group.get("fused") else row.device
+                    copied = row.to(place, copy=True)
+                    trial.state[params[-1]][name.removeprefix(f"optimizer.{at}.")] = copied
+            at += 1
+        trial.param_groups.append({**group, "params": params})
+    try:
+        trial.step(lambda: 0.0)
+    except Exception as error:  # of many kinds
+        raise FederationError(f"{type(own).__name__} cannot use it: {_line(error)}") from error
 
 
 def _fits(row: Tensor, param: Tensor, name: str) -> None:

@@ -25,6 +25,7 @@ from lightning_fl.callbacks import (
 )
 from lightning_fl.callbacks.faults import read_trace
 from lightning_fl.cli import main
+from lightning_fl.lanes import Lanes
 from lightning_fl.partition import IID
 from lightning_fl.partition.manifest import Manifest
 from lightning_fl.policies import DiscreteGaussianReinforce, PersonalizedPolicyGradient
@@ -57,11 +58,18 @@ def federation(trainer, data, linear, tmp_path):
     """Run or resume a federation; a run writes its checkpoints to one folder."""
 
     def run(
-        rounds=1, ckpt_path=None, loop=None, more=(), command="fit", folder=tmp_path, **options
+        rounds=1,
+        ckpt_path=None,
+        loop=None,
+        more=(),
+        command="fit",
+        folder=tmp_path,
+        make=linear,
+        **options,
     ):
         callbacks = [*more, RoundCheckpoint(str(folder / "run"))]
         runner = trainer(loop, rounds=rounds, callbacks=callbacks, enable_checkpointing=True)
-        model = linear(features=6)
+        model = make(features=6)
         getattr(runner, command)(model, datamodule=data(), ckpt_path=ckpt_path, **options)
 
     return run
@@ -71,10 +79,10 @@ def federation(trainer, data, linear, tmp_path):
 def refuses(federation, home):
     """Change the checkpoint of a run; resumed, it has to be refused and to leave all as it was."""
 
-    def check(change, words, loop=FederatedLoop, more=tuple):
+    def check(change, words, loop=FederatedLoop, more=tuple, **make):
         path, source = home / "hostile.ckpt", home / "plain.ckpt"
         if (loop, more) != (FederatedLoop, tuple) or not source.exists():
-            federation(1, loop=loop(buffers="average"), more=more(), folder=home)
+            federation(1, loop=loop(buffers="average"), more=more(), folder=home, **make)
             if (loop, more) == (FederatedLoop, tuple):
                 shutil.copy(home / "run" / "last.ckpt", source)
             else:
@@ -83,7 +91,7 @@ def refuses(federation, home):
         torch.save(change(tree) or tree, path)
         before = {p: p.read_bytes() for p in home.rglob("*") if p.is_file()}
         with pytest.raises(FederationError, match=words) as error:
-            federation(2, path, loop=loop(buffers="average"), more=more(), folder=home)
+            federation(2, path, loop=loop(buffers="average"), more=more(), folder=home, **make)
         assert str(path) in str(error.value) or "the checkpoint" in str(error.value)
         assert str(error.value).isprintable()
         assert len(str(error.value)) < 1000
@@ -251,6 +259,7 @@ def deep():
         (lambda t: t.update({"pytorch-lightning_version": 2}), "version' must be a str, got 2"),
         (lambda t: t.pop("state_dict") and None, "'state_dict' is missing"),
         (lambda t: t.update(state_dict=[1]), "'state_dict' must be a dictionary"),
+        (lambda t: t["state_dict"].update({None: 2}), "each name in 'state_dict' must be of type"),
         (lambda t: t["state_dict"].update({1: 2}), "each name in 'state_dict' must be of type str"),
         (lambda t: t.pop("callbacks") and None, "was not written by a federation"),
         (lambda t: t.update(callbacks=[]), "'callbacks' must be a dictionary"),
@@ -434,6 +443,31 @@ def test_the_state_of_rules_is_checked(refuses, make, room, change, words):
         words,
         loop=lambda **options: FederatedLoop(**make(), **options),
     )
+
+
+def test_optimisers_that_clients_keep_are_tried(refuses, foreign):
+    def change(tree):
+        for rows in tree["callbacks"]["FederatedLoop"]["store"].values():
+            rows.pop("optimizer.0.exp_avg")
+
+    def keeping(**options):
+        return FederatedLoop(optimizer_state="keep", **options)
+
+    refuses(change, "what client 0 keeps: Adam cannot use it", loop=keeping, make=foreign)
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, lambda module: Lanes(module, lanes=2)])
+def test_optimisers_that_fit_go_on(federation, foreign, tmp_path, wrap):
+    def make(**options):
+        module = foreign(**options)
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        module.configure_optimizers = lambda: sgd
+        return wrap(module)
+
+    for rounds, path in ((1, None), (2, tmp_path / "run" / "last.ckpt")):
+        loop = FederatedLoop(optimizer_state="keep", buffers="local")
+        federation(rounds, path, loop=loop, make=make)
+    assert loop.round == 2
 
 
 def test_a_policy_misses_its_loss_before_the_round_and_not_after_it(refuses):

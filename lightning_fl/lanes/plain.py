@@ -34,7 +34,7 @@ class ModuleLane(LaneHost):
                     buffer.copy_(row)
         for i, (param, group) in enumerate(self._optimized()):
             prefix = f"optimizer.{i}."
-            on_device = group.get("capturable") or group.get("fused")
+            on_device = any(group.get(name) is True for name in ("capturable", "fused"))
             for name, row in kept.items():
                 if name.startswith(prefix):
                     # As torch's own load: step counters stay on the CPU, unless the step is fused.
