@@ -422,6 +422,8 @@ def check_state(state: Any) -> None:
     _refuse(fault_of(state, STATE))
     if any(isinstance(item, Tensor) and item.requires_grad for item in _parts(state)):
         raise FederationError("a tensor is waiting for a gradient")
+    if not 0 <= (lr := state["base_lr"]) <= 1e30:
+        raise FederationError(f"'base_lr' is {lr}, which is no learning rate")
     rounds = [row.get("round") for row in state["rows"]]
     if len(rounds) != state["round"] or rounds != list(range(1, len(rounds) + 1)):
         raise FederationError(

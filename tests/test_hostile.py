@@ -346,6 +346,8 @@ def state(change):
         (lambda s: s.update(val_loss="1"), "'val_loss' must be a float, got '1'"),
         (lambda s: s.update(monitored=[]), "'monitored' must be a dictionary"),
         (lambda s: s.update(base_lr=torch.ones(2)), "'base_lr' must be a float, got a tensor"),
+        (lambda s: s.update(base_lr=1e308), "'base_lr' is 1e.308, which is no learning rate"),
+        (lambda s: s.update(base_lr=float("nan")), "'base_lr' is nan"),
         (lambda s: s.update(options={"x": laughs()}), "hold each other"),
         (lambda s: s.update(options={"x": {}}), "'options'"),
         (lambda s: s.update(seed=-1), "'seed' must be a whole number from 0"),
