@@ -221,7 +221,7 @@ def time_picture(out: Path, seed: int, path: Path) -> None:
         for place in ended(out, "faults", arm, [seed]):
             found = [(float(r["virtual_time"]), float(r["val_acc"])) for r in rows(place)]
             axes.plot(*zip(*found, strict=True), label=arm)
-    axes.set(xlabel="virtual seconds", ylabel="val_acc")
+    axes.set(xlabel="virtual seconds", ylabel="val_acc", xscale="log")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize="small")
     axes.spines[["top", "right"]].set_visible(False)

@@ -81,7 +81,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint; see :func:`~lightning_fl.callbacks.checkpoint_checks.read_checkpoint`.
+        """Read a checkpoint; see ``callbacks/checkpoint_checks.py``.
 
         Lightning alone would run the code that is in one from ``http://``, or where the variable
         ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set.

@@ -54,6 +54,8 @@ def test_a_seed_is_numpys_seed_sequence_on_every_machine():
         "FAULTS": 21,
         "ATTACKERS": 22,
         "SPEEDS": 23,
+        "NOISE": 24,
+        "BACKDOOR": 25,
     }
 
 
