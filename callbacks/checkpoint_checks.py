@@ -478,6 +478,8 @@ def check_progress(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         for owner, state in zip(owners, found, strict=True):
             if shadow := next((k for k in state if callable(getattr(owner, str(k), None))), None):
                 raise FederationError(f"{name} has {shown(shadow)}, which is a method")
+    for state in checkpoint["optimizer_states"]:
+        state["state"] = {}  # a round begins without; what clients keep is in the store
     plugin = trainer.precision_plugin
     if (name := type(plugin).__qualname__) in checkpoint:
         checkpoint[name] = known(checkpoint[name], plugin.state_dict(), name)

@@ -458,6 +458,15 @@ def test_optimisers_that_clients_keep_are_tried(refuses, foreign):
     refuses(change, "what client 0 keeps: Adam cannot use it", loop=keeping, make=foreign)
 
 
+def test_a_round_begins_without_a_state_of_the_optimiser(federation, foreign, tmp_path):
+    federation(1, make=foreign)
+    last = tmp_path / "run" / "last.ckpt"
+    tree = torch.load(last, weights_only=True)
+    tree["optimizer_states"][0]["state"] = {0: torch.ones(3)}
+    torch.save(tree, last)
+    federation(2, last, make=foreign)
+
+
 @pytest.mark.parametrize("wrap", [lambda module: module, lambda module: Lanes(module, lanes=2)])
 def test_optimisers_that_fit_go_on(federation, foreign, tmp_path, wrap):
     def make(**options):
