@@ -197,6 +197,8 @@ def known(value: Any, now: Any, at: str, *, keep: bool = False) -> Any:
     is_number = isinstance(now, int | float) and not isinstance(now, bool)
     kind = (WHOLE, float) if is_number else UNSET if now is None else type(now)
     _refuse(fault_of(value, kind, at))
+    if isinstance(now, str) and value != now:  # a scheduler's mode, say
+        raise FederationError(f"{at} is {shown(value)}, here it is {now!r}")
     return value
 
 

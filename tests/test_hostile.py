@@ -458,6 +458,21 @@ def test_optimisers_that_clients_keep_are_tried(refuses, foreign):
     refuses(change, "what client 0 keeps: Adam cannot use it", loop=keeping, make=foreign)
 
 
+def test_schedulers_keep_their_modes(refuses, foreign):
+    def make(**options):
+        module = foreign(**options)
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd, "min")
+        scheduler = {"scheduler": plateau, "monitor": "val_loss"}
+        module.configure_optimizers = lambda: {"optimizer": sgd, "lr_scheduler": scheduler}
+        return module
+
+    def change(tree):
+        tree["lr_schedulers"][0]["mode"] = "no"
+
+    refuses(change, "'mode'. is 'no', here it is 'min'", lambda **o: FederatedLoop(**o), make=make)
+
+
 def test_a_round_begins_without_a_state_of_the_optimiser(federation, foreign, tmp_path):
     federation(1, make=foreign)
     last = tmp_path / "run" / "last.ckpt"
