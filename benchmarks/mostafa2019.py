@@ -35,7 +35,7 @@ import numpy as np
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from overhead import machine
+from overhead import machine_line
 from runs import apart, check_options, command, fit_and_test, newest, publish, result, rows
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "mostafa2019"
@@ -115,7 +115,7 @@ def results(cells: Sequence[Cell], out: Path) -> dict[Cell, dict[str, Any]]:
 
 def markdown(found: dict[Cell, dict[str, Any]], out: Path) -> str:
     """Show means and standard deviations over seeds beside the paper's, a table a task."""
-    text = [f"Machine: {', '.join(f'{k} {v}' for k, v in machine().items() if v is not None)}."]
+    text = [machine_line()]
     for task in TASKS:
         groups = {(c.participation, c.split) for c in found if c.task == task}
         if not groups:

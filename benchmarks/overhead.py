@@ -550,6 +550,11 @@ def machine() -> dict[str, Any]:
     }
 
 
+def machine_line() -> str:
+    """Return the machine in a line, for the top of a page."""
+    return f"Machine: {', '.join(f'{k} {v}' for k, v in machine().items() if v is not None)}."
+
+
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

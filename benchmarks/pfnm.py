@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
@@ -26,8 +25,8 @@ import torch
 from matplotlib.axes import Axes
 
 from lightning_fl.functional.networks import Layers, match_networks
-from overhead import machine
-from runs import apart, check_options, fit_and_test, newest, publish, result, rows
+from overhead import machine_line
+from runs import apart, check_options, fit_and_test_all, newest, publish, result, rows
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 #: Options of the data: its inputs, and what the paper's table 1 has for it.
@@ -561,15 +560,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(given)
     if wrong := check_options(args.out, extra):
         parser.error(wrong)
-    with ThreadPoolExecutor(args.jobs) as pool:
-        waiting = [
-            pool.submit(fit_and_test, run.place, [*run.options, *extra])
-            for run in ([] if args.show else runs(args))
-        ]
-    for each in waiting:
-        each.result()  # raises what a worker raised
+    if not args.show:
+        fit_and_test_all(((run.place, [*run.options, *extra]) for run in runs(args)), args.jobs)
     torch.set_num_threads(1)
-    text = [f"Machine: {', '.join(f'{k} {v}' for k, v in machine().items() if v is not None)}."]
+    text = [machine_line()]
     for name in args.figures:
         text += PAGES[name](args)
     publish("\n\n".join(text) + "\n", args.markdown)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -23,8 +22,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from overhead import machine
-from runs import apart, check_options, fit_and_test, newest, publish, result, rows
+from overhead import machine_line
+from runs import apart, check_options, fit_and_test_all, newest, publish, result, rows
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -307,19 +306,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(given)
     if wrong := check_options(args.out, extra):
         parser.error(wrong)
-    with ThreadPoolExecutor(args.jobs) as pool:
-        waiting = [
-            pool.submit(
-                fit_and_test,
-                folder(args.out, name, arm, seed),
-                [*options(EXPERIMENTS[name], arm, seed), *extra],
-            )
-            for name, seed in product(args.experiments, args.seeds)
-            for arm in EXPERIMENTS[name].arms
-        ]
-    for each in waiting:
-        each.result()  # raises what a worker raised
-    text = [f"Machine: {', '.join(f'{k} {v}' for k, v in machine().items() if v is not None)}."]
+    wanted = (
+        (folder(args.out, name, arm, seed), [*options(EXPERIMENTS[name], arm, seed), *extra])
+        for name, seed in product(args.experiments, args.seeds)
+        for arm in EXPERIMENTS[name].arms
+    )
+    fit_and_test_all(wanted, args.jobs)
+    text = [machine_line()]
     for name in args.experiments:
         if any(result(place) for place in _places(name, args.out, args.seeds)):
             text.append(table(name, args.out, args.seeds))

@@ -8,7 +8,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -48,6 +49,14 @@ def fit_and_test(
     found = {**tested, "rounds": len(rows(folder)), "seconds": perf_counter() - start}
     result.write_text(json.dumps(found) + "\n")
     print(f"{folder.name}: {100 * found['test_acc']:.2f} %", file=sys.stderr)
+
+
+def fit_and_test_all(runs: Iterable[tuple[Path, Sequence[str]]], jobs: int) -> None:
+    """Do :func:`fit_and_test` for each folder and its options, several at the same time."""
+    with ThreadPoolExecutor(jobs) as pool:
+        waiting = [pool.submit(fit_and_test, folder, options) for folder, options in runs]
+    for each in waiting:
+        each.result()  # raises what a worker raised
 
 
 def result(folder: Path) -> dict[str, Any] | None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
@@ -22,8 +21,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from overhead import machine
-from runs import apart, check_options, fit_and_test, publish, result, rows
+from overhead import machine_line
+from runs import apart, check_options, fit_and_test_all, publish, result, rows
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4)
@@ -241,21 +240,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(own)
     if wrong := check_options(args.out, extra):
         parser.error(wrong)
-    with ThreadPoolExecutor(args.jobs) as pool:
-        waiting = [
-            pool.submit(
-                fit_and_test,
-                folder(args.out, part, arm, seed),
-                [*options(part, arm, seed), *extra],
-            )
+    if not args.show:
+        wanted = (
+            (folder(args.out, part, arm, seed), [*options(part, arm, seed), *extra])
             for part in args.parts
             for arm, seed in product(PARTS[part][1], args.seeds)
-            if not args.show
-        ]
-    for each in waiting:
-        each.result()  # raises what a worker raised
+        )
+        fit_and_test_all(wanted, args.jobs)
     tables = {"faults": fault_table, "attacks": attack_tables, "privacy": privacy_table}
-    text = [f"Machine: {', '.join(f'{k} {v}' for k, v in machine().items() if v is not None)}."]
+    text = [machine_line()]
     text += [f"## {part}\n\n{tables[part](args.out, args.seeds)}" for part in args.parts]
     if args.markdown and "faults" in args.parts:
         args.markdown.parent.mkdir(parents=True, exist_ok=True)
