@@ -100,9 +100,10 @@ class DPFedAvg(FedOpt):
             raise FederationError(f"clip_lr must be at most 10, got {clip_lr}: the paper has 0.2")
         if quantile is not None and count_noise is not None:
             noise_beside_a_count(noise_multiplier, count_noise)
-        self.noise_multiplier, self.clip_norm, self.delta = noise_multiplier, clip_norm, delta
+        self.noise_multiplier, self.clip_norm = float(noise_multiplier), float(clip_norm)
+        self.delta = delta
         self.quantile, self.clip_lr, self.count_noise = quantile, clip_lr, count_noise
-        self.register_buffer("clip", torch.tensor(float(clip_norm), dtype=torch.float64))
+        self.register_buffer("clip", torch.tensor(self.clip_norm, dtype=torch.float64))
         self.register_buffer("round", torch.zeros((), dtype=torch.int64))
         #: Noise multipliers of the rounds so far, and of how many rounds each.
         self.ledger: list[tuple[float, int]] = []
@@ -224,5 +225,6 @@ class DPFedAvg(FedOpt):
 
 def _is_entry(entry: Any) -> bool:
     """Say whether something is a noise multiplier and a number of rounds."""
-    is_pair = isinstance(entry, list | tuple) and len(entry) == 2
-    return is_pair and type(entry[0]) is float and entry[0] >= 0 and type(entry[1]) is int
+    if not isinstance(entry, list | tuple) or [*map(type, entry)] != [float, int]:
+        return False
+    return bool(entry[0] >= 0 and entry[1] >= 0)

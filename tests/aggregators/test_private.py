@@ -172,12 +172,21 @@ def test_a_resumed_run_has_spent_the_same(simulate, tmp_path):
         run("fixed", 4, ckpt_path=last, sampler=UniformSampler())
 
 
-@pytest.mark.parametrize("ledger", [None, 3, [[1.0]], [[1.0, 2.5]], [["1", 2]], [[-1.0, 2]]])
+@pytest.mark.parametrize(
+    "ledger", [None, 3, [[1.0]], [[1.0, 2.5]], [["1", 2]], [[-1.0, 2]], [[1.0, -2]]]
+)
 def test_a_ledger_that_is_none_is_refused(ledger):
     rule = started(torch.zeros(1))
     state = {**rule.get_extra_state(), "ledger": ledger}
     with pytest.raises(FederationError, match="it must be pairs of a noise multiplier and"):
         rule.set_extra_state(state)
+
+
+def test_a_whole_number_of_noise_goes_on_from_a_checkpoint():
+    rule, again = started(torch.zeros(1), noise_multiplier=2), started(torch.zeros(1))
+    rule.compute()
+    again.set_extra_state(rule.get_extra_state())
+    assert again.ledger == [(2.0, 1)]
 
 
 def test_rounds_of_nobody_are_rounds(simulate):
