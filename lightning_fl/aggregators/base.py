@@ -11,7 +11,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_fl.functional.summation import all_reduced, empty_sum, merged_sums
 from lightning_fl.types import ClientUpdate, Cohort
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ class Aggregator(Metric, ABC):
     #: is used again for those of the next clients.
     forgets = False
     #: Whether it wants to know the loss over all samples of a client, before and after training:
-    #: two more passes over them, by the module's method ``losses(batch)``.
+    #: two more passes over them, by the module's method ``federated_losses(batch)``.
     needs_losses = False
     #: Whether the module gets a network of another shape than that which clients train.
     replaces_network = False
@@ -61,8 +63,8 @@ class Aggregator(Metric, ABC):
         """Begin a round from the server's parameters, ``[P]``."""
         if self.server.shape != server.shape:
             # In full and on every process: one without clients has to gather the same shape.
-            self.to(server.device)
             self.allocate(server)
+            self.to(server.device)  # also what a rule has made on the CPU
         self.reset()
         self.server = server
 
@@ -77,6 +79,51 @@ class Aggregator(Metric, ABC):
     @abstractmethod
     def compute(self) -> Tensor:
         """Return the server's new parameters, ``[P]``."""
+
+    def add_sum(self, name: str, *shape: int) -> None:
+        """Declare a sum over clients that does not depend on their order, nor on the processes.
+
+        See :mod:`lightning_fl.functional.summation`, whose ``add_rows`` and ``sum_value`` belong to
+        it. A plain state with ``dist_reduce_fx="sum"`` is as good for whole numbers only.
+
+        Args:
+            name: Of the state.
+            shape: Of an addend.
+        """
+        self.add_state(name, empty_sum(shape, self.device), dist_reduce_fx=merged_sums)
+
+    def _sync_dist(
+        self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None
+    ) -> None:
+        """Put the states of all processes together, of which some may have had no client.
+
+        torchmetrics gathers an empty list as a float32 vector, which the lists of the others are
+        not: here it has their type and shape. Sums are merged without a copy for each process.
+        """
+        group = process_group or self.process_group
+        reductions = self._reductions
+        self._type_empty_lists(group)
+        for name in (name for name, reduce in reductions.items() if reduce is merged_sums):
+            setattr(self, name, all_reduced(getattr(self, name), group))
+        try:
+            self._reductions = {k: v for k, v in reductions.items() if v is not merged_sums}
+            super()._sync_dist(dist_sync_fn, process_group)
+        finally:
+            self._reductions = reductions
+
+    def _type_empty_lists(self, group: Any) -> None:
+        """Give empty list states the dtype and the row shape that other processes have."""
+        lists = {name: getattr(self, name) for name, first in self._defaults.items() if first == []}
+        if not lists:
+            return
+        own = {k: (rows[0].dtype, rows[0].shape[1:]) for k, rows in lists.items() if len(rows)}
+        every: list[dict[str, Any]] = [{}] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(every, own, group=group)
+        for name, rows in lists.items():
+            known = [kinds[name] for kinds in every if name in kinds]
+            if known and not len(rows):
+                dtype, shape = known[0]
+                rows.append(torch.zeros(0, *shape, dtype=dtype, device=self.device))
 
     def skip(self) -> None:
         """Let a round pass in which too few clients returned, for a rule that counts rounds."""

@@ -1,4 +1,4 @@
-"""Clients in clusters that split where their updates point apart."""
+"""Clusters of clients that split where the clients' updates point apart."""
 
 from __future__ import annotations
 
@@ -19,19 +19,25 @@ if TYPE_CHECKING:
 
 
 class ClusteredFL(Aggregator):
-    r"""A model for each cluster of clients; clusters are split in two (Sattler et al., 2021).
+    r"""Keep a model for each cluster of clients, and split clusters in two (Sattler et al., 2021).
 
-    All begin in one cluster. In a round every client starts from its cluster's model, which moves
-    by the mean update :math:`\Delta` of its clients,
-    :math:`W_c \leftarrow W_c + \sum_{k \in c} \frac{n_k}{\sum_{j \in c} n_j} \Delta_k`. Where the
-    cluster stands still though its clients do not,
+    All clients begin in one cluster. In a round every client starts from the model of its cluster,
+    and its update is :math:`\Delta_k`. Where the mean of a cluster is small though single updates
+    are not,
 
-    .. math:: \Bigl\lVert \sum_{k \in c} \frac{n_k}{\sum_{j \in c} n_j} \Delta_k \Bigr\rVert
-        < \varepsilon_1 \quad\text{and}\quad \max_{k \in c} \lVert \Delta_k \rVert > \varepsilon_2,
+    .. math:: \lVert \bar\Delta_c \rVert < \varepsilon_1 \quad\text{and}\quad
+        \max_{k \in c} \lVert \Delta_k \rVert > \varepsilon_2, \qquad
+        \bar\Delta_c = \sum_{k \in c} \frac{n_k}{\sum_{j \in c} n_j} \Delta_k,
 
-    it is split in two by agglomerative clustering of the cosine similarities of its clients'
-    updates. Both parts go on from its model. Clients that were not in the round stay in the first
-    part. Cluster models, the tree and who is where are in the checkpoint.
+    the cluster is split in two by agglomerative clustering of the cosine similarities of its
+    clients' updates. Then each model moves by the mean of its own clients,
+    :math:`W_c \leftarrow W_c + \bar\Delta_c`; after a split both parts start from the model of
+    the cluster that was split. Norms and cosines are over parameters, without BatchNorm statistics,
+    as in the authors' program (felisat/clustered-federated-learning).
+
+    Only the clients of the round count. A cluster without one keeps its model; clients that were
+    not in the round of a split stay in the first part. Cluster models, the tree and the cluster of
+    each client are in the checkpoint.
 
     What the server validates is the mean of the clusters' models, each weighted by its clients;
     the accuracy of clients on their own data is what clusters are for.
@@ -41,10 +47,14 @@ class ClusteredFL(Aggregator):
         eps2: :math:`\varepsilon_2`: the largest norm of an update above which it may. Both belong
             to a network and its learning rate; the table of rounds shows the norms.
         warmup: Rounds before the first split.
-        min_size: Clients in the round that a cluster has at least when it is split, from 2 up.
+        min_size: Minimum number of a cluster's clients in the round for it to be split, from 2 up.
         linkage: ``complete`` (the authors' programs) or ``single``, which is the optimum of the
             paper's criterion.
         weighting: ``samples`` weighs a client by its samples, ``uniform`` counts each once.
+        split_update: How models move in the round of a split. ``parts`` moves each part by the mean
+            of its own clients (the authors' program, which splits before it aggregates).
+            ``cluster`` moves both parts by the mean of the whole cluster, so that they still are
+            equal at the start of the next round (aggregation before the split).
 
     Raises:
         FederationError: If an option is out of range.
@@ -56,8 +66,8 @@ class ClusteredFL(Aggregator):
         ...     [[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [-1.0, 0.0]]), torch.ones(4)))
         >>> rule.compute()
         tensor([0., 0.])
-        >>> rule.clusters()
-        [[0, 1], [2, 3]]
+        >>> rule.clusters(), rule.models.tolist()
+        ([[0, 1], [2, 3]], [[1.0, 0.0], [-1.0, 0.0]])
     """
 
     models: Tensor
@@ -76,6 +86,7 @@ class ClusteredFL(Aggregator):
         min_size: int = 3,
         linkage: Literal["complete", "single"] = "complete",
         weighting: Literal["samples", "uniform"] = "samples",
+        split_update: Literal["parts", "cluster"] = "parts",
     ) -> None:
         super().__init__()
         if not (0 <= eps1 < float("inf") and 0 <= eps2 < float("inf")):
@@ -88,8 +99,10 @@ class ClusteredFL(Aggregator):
             raise FederationError(f"linkage must be complete or single, got {linkage!r}")
         if weighting not in ("samples", "uniform"):
             raise FederationError(f"weighting must be samples or uniform, got {weighting!r}")
+        if split_update not in ("parts", "cluster"):
+            raise FederationError(f"split_update must be parts or cluster, got {split_update!r}")
         self.eps1, self.eps2, self.warmup, self.min_size = eps1, eps2, warmup, min_size
-        self.linkage, self.weighting = linkage, weighting
+        self.linkage, self.weighting, self.split_update = linkage, weighting, split_update
         self._norms = {"mean_norm": 0.0, "max_norm": 0.0}
 
     def allocate(self, server: Tensor) -> None:
@@ -147,22 +160,31 @@ class ClusteredFL(Aggregator):
         self.round = self.round + 1
 
     def _move(self, cluster: int, ids: Tensor, deltas: Tensor, weights: Tensor) -> None:
-        """Move a cluster's model by its clients' mean, and split it where they point apart."""
-        wide = deltas.double()
-        mean = weighted_mean(wide, weights)
-        self.models[cluster] = (self.models[cluster].double() + mean).to(self.models.dtype)
-        mean_norm, max_norm = float(mean.norm()), float(wide.norm(dim=1).max())
+        """Split a cluster whose clients' updates point apart, and move its model or models."""
+        before, wide = self.models[cluster].double(), deltas.double()
+        mean, parameters = weighted_mean(wide, weights), wide[:, : self.num_parameters]
+        mean_norm = float(mean[: self.num_parameters].norm())
+        max_norm = float(parameters.norm(dim=1).max())
         if max_norm > self._norms["max_norm"]:
             self._norms = {"mean_norm": mean_norm, "max_norm": max_norm}
+        moved = [before + mean]
         stands_still = mean_norm < self.eps1 and max_norm > self.eps2
         if stands_still and self.round > self.warmup and len(ids) >= self.min_size:
-            apart = self.parts(wide)
+            apart = self.parts(parameters)
+            moved = moved * 2
+            if self.split_update == "parts":
+                moved = [before + weighted_mean(wide[p], weights[p]) for p in (~apart, apart)]
             self.cluster_of[ids[apart]] = len(self.models)
-            self.models = torch.cat([self.models, self.models[cluster][None]])
+            self.models = torch.cat([self.models, moved[1][None].to(self.models.dtype)])
             self.tree = torch.cat([self.tree, self.tree.new_tensor([[cluster, int(self.round)]])])
+        self.models[cluster] = moved[0].to(self.models.dtype)
 
     def parts(self, deltas: Tensor) -> Tensor:
-        """Say which updates are in the other part than the first, ``[k]``."""
+        """Return which updates are in the other part than the first one, ``[k]``.
+
+        Args:
+            deltas: Updates of the parameters, ``[k, P]``.
+        """
         distance = (1 - cosine_similarity(deltas)).cpu().numpy()
         upper = torch.triu_indices(len(deltas), len(deltas), 1).numpy()
         joined = linkage(distance[upper[0], upper[1]].clip(min=0), method=self.linkage)

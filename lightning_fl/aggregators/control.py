@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
+from lightning_fl.functional.summation import add_rows, sum_value
 from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
 from lightning_fl.types import ClientUpdate, FederationError
 
@@ -49,8 +50,12 @@ class FedControl(Aggregator):
 
     needs_losses = True
     forgets = True
+    #: Smallest part of the sum of a term's absolute values that its sum has to be: below, the
+    #: quotients of the term say nothing. Without negative values only a sum of 0 is too small.
+    cancellation = 0.0
     total: Tensor
     weight: Tensor
+    absolute: Tensor
     reports: list[Tensor] | Tensor
     #: What is remembered of a client, ``[places, columns]``: the last round's loss, the integral as
     #: of then, and that round, counted from 1; 0 is none.
@@ -75,35 +80,40 @@ class FedControl(Aggregator):
         if not 0 < least < float("inf"):
             raise FederationError(f"least must be positive and finite, got {least}")
         self.alpha, self.beta, self.decay, self.least = alpha, beta, decay, least
+        self._weight_l1 = 1.0
 
     def allocate(self, server: Tensor) -> None:
         """Declare three weighted sums of updates, their weights, and what clients report."""
-        zeros = torch.zeros(3, len(server), dtype=torch.float64, device=server.device)
-        self.add_state("total", zeros, dist_reduce_fx="sum")
-        self.add_state("weight", zeros.new_zeros(3), dist_reduce_fx="sum")
+        device = server.device
+        self.add_sum("total", 3, len(server))
+        self.add_sum("weight", 3)
+        self.add_sum("absolute", 3)
         self.add_state("reports", [], dist_reduce_fx="cat")
-        self.register_buffer("known", zeros.new_zeros(PLACES, self.columns))
-        self.register_buffer("round", torch.zeros((), dtype=torch.int64))
+        known = torch.zeros(PLACES, self.columns, dtype=torch.float64, device=device)
+        self.register_buffer("known", known)
+        self.register_buffer("round", torch.zeros((), dtype=torch.int64, device=device))
 
     def update(self, clients: ClientUpdate) -> None:
         """Add updates to the three sums."""
         if clients.loss_before is None or clients.loss_after is None:
             raise FederationError(
                 f"{type(self).__name__} weighs clients by their losses, which were not measured:"
-                " use a FederatedLoop and a module with a method losses(batch)"
+                " use a FederatedLoop and a module with a method federated_losses(batch)"
             )
-        after = clients.loss_after.to(self.total).clamp(min=self.least)
-        before = clients.loss_before.to(self.total).clamp(min=self.least)
+        before, after = clients.loss_before.to(self.total), clients.loss_after.to(self.total)
         known = self._rows(clients.clients)
         fall, integral, rows = self._terms(known, before, after)
         weights = torch.stack([clients.num_samples.to(self.total), fall, integral])
-        self.total += weights @ clients.delta.to(self.total)
-        self.weight += weights.sum(1)
+        for i, row in enumerate(weights):
+            add_rows(self.total[:, i], clients.delta, row)
+        add_rows(self.weight, weights.T)
+        add_rows(self.absolute, weights.T.abs())
         ids = clients.clients.to(rows)[:, None]
         self.reports.append(torch.cat([ids, rows], dim=1))  # type: ignore[union-attr]
 
     def _terms(self, known: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return how losses fell, their integrals, and what to remember, ``[k, columns]``."""
+        before, after = before.clamp(min=self.least), after.clamp(min=self.least)
         last, integral, when = known.unbind(1)
         now = self.round + 1
         integral = torch.where(when > 0, self.decay ** (now - when) * integral, 0.0) + after
@@ -112,14 +122,19 @@ class FedControl(Aggregator):
 
     def compute(self) -> Tensor:
         """Return the server's new model, and remember what the clients have reported."""
-        share = self.total.new_tensor([self.alpha, self.beta, 1 - self.alpha - self.beta])
+        total, weight = sum_value(self.total), sum_value(self.weight)
+        absolute = sum_value(self.absolute)
+        share = total.new_tensor([self.alpha, self.beta, 1 - self.alpha - self.beta])
         self._remember()
-        if not self.weight[0]:
+        if not weight[0]:
             return self.server
-        # A sum of zeros, where no loss fell: size decides for that term, too.
-        none = self.weight == 0
-        total = torch.where(none[:, None], self.total[0], self.total)
-        move = (share / torch.where(none, self.weight[0], self.weight)) @ total
+        # Where a term cannot be divided by its sum, size decides for it, too.
+        none = weight.abs() <= self.cancellation * absolute
+        total = torch.where(none[:, None], total[0], total)
+        weight = torch.where(none, weight[0], weight)
+        absolute = torch.where(none, absolute[0], absolute)
+        self._weight_l1 = float(share @ (absolute / weight.abs()))
+        move = (share / weight) @ total
         return (self.server + move).to(self.server.dtype)
 
     def skip(self) -> None:
@@ -179,34 +194,74 @@ class FedCostWAvg(FedControl):
 class FedPIDAvg(FedControl):
     r"""Weigh clients by size, by how much their loss fell, and by their last losses.
 
-    Mächler et al. (2023): :class:`FedControl` with the difference
-    :math:`d_k = \max(0, \ell_k^{t'} - \ell_k^t)` in place of the quotient, and for :math:`i_k` the
-    sum of the client's last losses. Where no loss fell, size decides for that term, too.
+    Mächler et al. (2023, "FedPIDAvg", section 2): with :math:`\ell_k^0` the loss of the initial
+    model on the samples of client :math:`k`, and :math:`\ell_k^i` that of its own model after its
+    :math:`i`-th round of training,
+
+    .. math:: w_k = \alpha \frac{s_k}{\sum_j s_j} + \beta \frac{d_k}{\sum_j d_j}
+        + (1 - \alpha - \beta) \frac{m_k}{\sum_j m_j}, \qquad
+        d_k = \ell_k^{i - 1} - \ell_k^i, \quad m_k = \sum_{l = 0}^{5} \ell_k^{i - l},
+
+    where :math:`m_k` has as many terms as there are. The initial model of a client is the one that
+    it started its first round from. All sums over clients run over those of the round, so weights
+    sum to 1.
+
+    Nothing is clamped: where a loss rises :math:`d_k` is negative, and so may be the weight of the
+    client. The quotient is undefined where :math:`\sum_j d_j` is 0, and where rising and falling
+    losses nearly cancel it gives weights far above 1 and below 0. Therefore the shares of this term
+    are those of size, too, where :math:`\lvert \sum_j d_j \rvert` is at most ``cancellation``
+    times :math:`\sum_j \lvert d_j \rvert`. The same holds for the last term, if losses are
+    negative. The table of rounds has ``weight_l1``, the sum of the absolute values of the weights:
+    1 where no weight of a term is negative.
 
     Args:
         alpha: The weight of size.
         beta: The weight of the fall; the last losses have the rest.
         window: How many losses are summed, from 1 up.
+        clamp: Use :math:`\max(0, d_k)`, so that no weight is negative as long as no loss is. This
+            is not in the paper.
+        cancellation: See above, from 0 up, below 1. With 0 only a sum of exactly 0 is replaced.
 
     Raises:
-        FederationError: If weights are negative or sum to more than 1, or the window is none.
+        FederationError: If an option is out of range.
 
     Example:
-        >>> FedPIDAvg().window
-        5
+        >>> rule = FedPIDAvg()
+        >>> rule.start(torch.zeros(1))
+        >>> before, after = torch.tensor([2.0, 2.0]), torch.tensor([1.0, 2.5])
+        >>> rule.update(ClientUpdate(torch.arange(2), torch.tensor([[4.0], [0.0]]),
+        ...     torch.tensor([5, 5]), before, after))  # d = 1, -0.5 and m = 3, 4.5
+        >>> rule.compute()  # 4 (0.45 / 2 + 0.45 * 2 + 0.1 * 0.4)
+        tensor([4.6600])
     """
 
-    def __init__(self, alpha: float = 0.45, beta: float = 0.45, window: int = 5) -> None:
+    def __init__(
+        self,
+        alpha: float = 0.45,
+        beta: float = 0.45,
+        window: int = 6,
+        clamp: bool = False,
+        cancellation: float = 1e-3,
+    ) -> None:
         super().__init__(alpha, beta)
         if window < 1 or int(window) != window:
             raise FederationError(f"window must be a whole number from 1 up, got {window}")
-        self.window = window
+        if not 0 <= cancellation < 1:
+            raise FederationError(f"cancellation must be in [0, 1), got {cancellation}")
+        self.window, self.clamp, self.cancellation = window, clamp, cancellation
         #: The last losses, oldest first, and in the end whether there was one.
         self.columns = window + 1
 
     def _terms(self, known: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        last, has_one = known[:, -2], known[:, -1] > 0
-        losses = torch.cat([known[:, 1:-1], after[:, None]], dim=1)
-        fall = (torch.where(has_one, last, before) - after).clamp(min=0)
+        has_one = known[:, -1] > 0
+        last = torch.where(has_one, known[:, -2], before)
+        earlier = torch.where(has_one[:, None], known[:, :-1], 0.0)
+        losses = torch.cat([earlier[:, :-1], last[:, None], after[:, None]], dim=1)
+        losses = losses[:, -self.window :]
+        fall = last - after
         rows = torch.cat([losses, torch.ones_like(after)[:, None]], dim=1)
-        return fall, losses.sum(1), rows
+        return fall.clamp(min=0) if self.clamp else fall, losses.sum(1), rows
+
+    def figures(self) -> dict[str, float]:
+        """Return the sum of the absolute values of the weights."""
+        return {"weight_l1": self._weight_l1}

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
+from lightning_fl.functional.summation import add_rows, sum_value
 from lightning_fl.types import ClientUpdate, FederationError
-
-#: Numbers that are added at once.
-PIECE = 2**16
 
 
 class FedAvg(Aggregator):
@@ -20,7 +18,8 @@ class FedAvg(Aggregator):
     .. math:: w^{t+1} = w^t + \sum_{k \in S_t} \frac{n_k}{\sum_{j \in S_t} n_j} (w_k - w^t)
 
     The weights are normalised over the clients of the round, so the step does not shrink with
-    participation. Sums are kept in float64: the order of clients changes rounding only.
+    participation. The order of the clients and the number of processes do not change the result
+    (:mod:`~lightning_fl.functional.summation`).
 
     Args:
         weighting: ``samples`` weighs a client by its number of training samples, ``uniform``
@@ -50,9 +49,9 @@ class FedAvg(Aggregator):
 
     def allocate(self, server: Tensor) -> None:
         """Declare the weighted sum of updates and the sum of weights."""
-        zeros = torch.zeros_like(server, dtype=torch.float64)
-        self.add_state("total", zeros, dist_reduce_fx="sum")
-        self.add_state("weight", zeros.new_zeros(1), dist_reduce_fx="sum")
+        self.add_sum("total", len(server))
+        zero = torch.zeros(1, dtype=torch.float64, device=server.device)
+        self.add_state("weight", zero, dist_reduce_fx="sum")
 
     def update(self, clients: ClientUpdate) -> None:
         """Add updates to the weighted sum."""
@@ -62,13 +61,13 @@ class FedAvg(Aggregator):
         weights = clients.num_samples.to(self.total)
         if self.weighting == "uniform":
             weights = torch.ones_like(weights)
-        for row, weight in zip(clients.delta, weights.tolist(), strict=True):
-            # Piece by piece: torch copies to float64 first, which has to stay in the cache.
-            for total, piece in zip(self.total.split(PIECE), row.split(PIECE), strict=True):
-                total.add_(piece, alpha=weight)
+        add_rows(self.total, clients.delta, weights)
         self.weight += weights.sum()
 
     def compute(self) -> Tensor:
         """Return server plus mean update; the server itself when nobody returned."""
-        mean = self.total / self.weight if self.weight else self.total
-        return (self.server + mean).to(self.server.dtype)
+        return (self.server + self._mean()).to(self.server.dtype)
+
+    def _mean(self) -> Tensor:
+        """Return the mean update in float64, zeros when nobody returned."""
+        return sum_value(self.total) / self.weight.clamp(min=1)

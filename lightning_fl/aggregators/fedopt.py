@@ -62,12 +62,12 @@ class FedOpt(FedAvg):
 
     def compute(self) -> Tensor:
         """Return the server's model after a step; the server itself when nobody returned."""
-        return self._stepped(self.total[None] / self.weight) if self.weight else self.server
+        return self._stepped(self._mean()[None]) if self.weight else self.server
 
     def _stepped(self, moves: Tensor) -> Tensor:
         """Return the server's model after a step for each move, ``[steps, P]``."""
         param: Tensor = self._optimizer.param_groups[0]["params"][0]
-        server, mean, n = self.server.double(), self.total / self.weight, param.numel()
+        server, mean, n = self.server.double(), self._mean(), param.numel()
         param.data = server[:n].clone()
         for move in moves:
             param.grad = -move[:n].double()

@@ -39,6 +39,12 @@ class NeuronMatching(Aggregator):
     Options that are None are searched: of all combinations whose merged network is within
     ``tolerance`` of the best training accuracy (of the round's clients) the narrowest is taken.
 
+    Defaults are those of the authors' program (IBM/probabilistic-federated-neural-matching) for
+    what is searched, ``std``, ``bias_mean``, ``sweeps`` and ``accept``. Where the program departs
+    from the paper the default is the paper's: the program has ``popularity=1``, the paper's
+    equations give 2. Limits are left out: the program has ``cap=10`` and ``max_width=700``, and
+    takes the best training accuracy of a search (``tolerance=0``).
+
     Args:
         gamma: :math:`\gamma_0`: the larger, the wider.
         sigma2: :math:`\sigma^2`, the variance of a client's weights around the atom's.
@@ -54,9 +60,13 @@ class NeuronMatching(Aggregator):
         popularity: How much it counts who else has an atom; see
             :class:`~lightning_fl.functional.matching.Process`.
         cap: Counts of an atom above it count as this.
-        max_width: Neurons of a merged layer at most, but where a client alone has more.
+        max_width: Neurons of a merged layer from which on each client may add only one (or as many
+            as it has more than the layer). None is no limit.
         tolerance: See above.
         seed: Of starts and orders; None is that of ``seed_everything``, else 0.
+        accept: ``always`` keeps the assignment that a sweep finds for a client, ``improvement``
+            only where it raises the objective; see
+            :func:`~lightning_fl.functional.matching.match`.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the module has
@@ -97,6 +107,7 @@ class NeuronMatching(Aggregator):
         max_width: int | None = None,
         tolerance: float = 0.005,
         seed: int | None = None,
+        accept: Literal["always", "improvement"] = "always",
     ) -> None:
         super().__init__()
         given = {"gamma": gamma, "sigma2": sigma2, "sigma02": sigma02}
@@ -115,6 +126,8 @@ class NeuronMatching(Aggregator):
                 raise FederationError(f"{name} must be a whole number, got {count!r}")
         if start not in ("own", "server"):
             raise FederationError(f"start must be own or server, got {start!r}")
+        if accept not in ("always", "improvement"):
+            raise FederationError(f"accept must be always or improvement, got {accept!r}")
         for name, least, number in (
             ("std", 0, 0 if std is None else std),
             ("sweeps", 0, sweeps),
@@ -131,6 +144,7 @@ class NeuronMatching(Aggregator):
         self.start_from, self.std, self.bias_mean = start, std, bias_mean
         self.sweeps, self.popularity, self.cap = sweeps, popularity, cap
         self.max_width, self.tolerance, self.seed = max_width, tolerance, seed
+        self.accept = accept
         #: Samples of each client and class, ``[clients, classes]``, where a loop knows them.
         self.class_counts: Tensor | None = None
         self.chain: Chain | None = None
@@ -250,6 +264,11 @@ class NeuronMatching(Aggregator):
         """Begin a round."""
         super().start(server)
         self._figures = {}
+
+    def reset(self) -> None:
+        """Forget the updates of the round, also those that are still to be merged."""
+        super().reset()
+        self._returned = None
 
     def allocate(self, server: Tensor) -> None:
         """Declare the updates of the round, and what outlives it."""
@@ -401,6 +420,7 @@ class NeuronMatching(Aggregator):
             "popularity": self.popularity,
             "cap": self.cap,
             "max_width": self.max_width,
+            "accept": self.accept,
             "sweeps": self.sweeps if self.round == 0 else min(self.sweeps, 3),
             "generator": generator(run_seed(self.seed), Purpose.NEURONS, 0, int(self.round)),
         }
@@ -446,7 +466,7 @@ class NeuronMatching(Aggregator):
             for row, atoms in enumerate(matching.assignments):
                 places[row, layer, 0] = ids[row]
                 places[row, layer, 1 : len(atoms) + 1] = atoms
-        self.places = places
+        self.places = places.to(self.starts.device)
 
     def assignments(self) -> dict[int, list[list[int]]]:
         """Return the atoms of the last round's neurons, by client and hidden layer."""
@@ -499,12 +519,43 @@ class NeuronMatching(Aggregator):
         """Refuse networks that are of other shapes than they say."""
         fits = self.starts.shape == (len(self.known), len(self.base))
         try:
-            widths = [len(bias) for _, bias in self.network()] if len(self.merged) else [0]
+            widths = [len(bias) for _, bias in self.network()] if len(self.merged) else []
         except (RuntimeError, ValueError):  # of other sizes, or of another number of layers
-            fits = False
-        if not fits or (self.places >= max(self.known.numel(), *widths)).any():
+            fits, widths = False, []
+        if not (fits and self._places_fit(widths[:-1])):
             raise FederationError(
                 f"the checkpoint has a network of {len(self.merged)} numbers in layers of"
-                f" {self.shapes.tolist()}, and those of clients {list(self.starts.shape)}: they do"
-                " not fit"
+                f" {self.shapes.tolist()}, those of clients {list(self.starts.shape)}, and"
+                f" assignments of their neurons {list(self.places.shape)}: they do not fit"
             )
+
+    def _places_fit(self, widths: Sequence[int]) -> bool:
+        """Say whether neurons were matched to atoms that there are, each to one of its own.
+
+        Args:
+            widths: Atoms of each hidden layer.
+        """
+        rows = self.places.tolist()
+        if self.places.ndim != 3 or (rows and self.places.shape[1] != len(widths)):
+            return False
+        clients = [layers[0][0] for layers in rows]
+        if len({*clients}) < len(clients):
+            return False
+        for client, layers in zip(clients, rows, strict=True):
+            # The widths of clients are not known where nothing is trained.
+            neurons = self._client_widths(client) if self._own else [None] * len(widths)
+            if not 0 <= client < len(self.known) or any(layer[0] != client for layer in layers):
+                return False
+            for layer, width, count in zip(layers, widths, neurons, strict=True):
+                if not _is_assignment([a for a in layer[1:] if a != -1], width, count):
+                    return False
+        return True
+
+
+def _is_assignment(atoms: Sequence[int], width: int, neurons: int | None) -> bool:
+    """Say whether these are different atoms of a layer, as many as there are neurons."""
+    return (
+        len({*atoms}) == len(atoms)
+        and all(0 <= atom < width for atom in atoms)
+        and neurons in (None, len(atoms))
+    )

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.chain import Layers
 from lightning_fl.functional.networks import MatchedNetwork, match_networks
@@ -18,7 +21,9 @@ class PFNM(NeuronMatching):
     matched, the top layer first: :func:`~lightning_fl.functional.networks.match_networks`. Filters
     of convolutions are neurons. One round of several local epochs is the paper's one-shot setting.
     In further rounds each client starts from the neurons that its own were matched to;
-    ``Proximal`` then is the paper's pull towards them.
+    ``Proximal`` then is the paper's pull towards them. The matching goes on from that of the last
+    round, as in the authors' program (``pfnm_communication.py``): clients that were in it begin
+    with the atoms that their neurons had, the others are placed greedily, and sweeps follow.
 
     Args:
         gamma: See :class:`NeuronMatching`.
@@ -27,6 +32,8 @@ class PFNM(NeuronMatching):
         restart: What a client starts the next round from: ``matched`` neurons, or its ``own``
             network as it was: then nothing is ever sent to it. In a stream class counts are those
             of the round's samples, not of all that a network has seen.
+        matching_start: Where the matching of a round after the first starts: ``previous`` is the
+            last round's assignment, ``greedy`` matches all clients anew.
         options: Others of :class:`NeuronMatching`.
 
     Raises:
@@ -44,12 +51,17 @@ class PFNM(NeuronMatching):
         sigma2: float | None = None,
         sigma02: float | None = None,
         restart: Literal["matched", "own"] = "matched",
+        matching_start: Literal["previous", "greedy"] = "previous",
         **options: Any,
     ) -> None:
         super().__init__(gamma=gamma, sigma2=sigma2, sigma02=sigma02, **options)
         if restart not in ("matched", "own"):
             raise FederationError(f"restart must be matched or own, got {restart!r}")
-        self.restart = restart
+        if matching_start not in ("previous", "greedy"):
+            raise FederationError(
+                f"matching_start must be previous or greedy, got {matching_start!r}"
+            )
+        self.restart, self.matching_start = restart, matching_start
 
     def _next(
         self,
@@ -66,4 +78,15 @@ class PFNM(NeuronMatching):
     def _matched(
         self, ids: Sequence[int], nets: Sequence[Layers], options: dict[str, Any]
     ) -> MatchedNetwork:
-        return match_networks(nets, self._counts(ids), **options)
+        return match_networks(nets, self._counts(ids), **options, start=self._start(ids))
+
+    def _start(self, ids: Sequence[int]) -> list[list[Tensor | None]] | None:
+        """Return the last assignment of each hidden layer and client; None of other clients."""
+        goes_on = self.matching_start == "previous" and self.round > 0
+        last = self.assignments() if goes_on else {}
+        if last.keys().isdisjoint(ids):
+            return None
+        return [
+            [torch.tensor(last[client][layer]) if client in last else None for client in ids]
+            for layer in range(len(self._own) - 1)
+        ]

@@ -9,8 +9,9 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 
 from lightning_fl.aggregators.fedopt import FedOpt
-from lightning_fl.functional.privacy import clipped_sum, epsilon, next_clip, noise_beside_a_count
+from lightning_fl.functional.privacy import clipped_update, epsilon, next_clip, noise_beside_a_count
 from lightning_fl.functional.randomness import Purpose, generator
+from lightning_fl.functional.summation import add_rows, sum_value
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
 
@@ -152,27 +153,30 @@ class DPFedAvg(FedOpt):
 
     def update(self, clients: ClientUpdate) -> None:
         """Add clipped updates, and count those that were short enough."""
-        n = len(self._mask())
-        total, below = clipped_sum(clients.delta[:, :n], self._norm)
-        self.total[:n] += total
-        self.below += below - len(clients.delta) / 2
+        n, norm = len(self._mask()), self._norm
+        for row in clients.delta[:, :n]:  # a copy of all in float64 would be twice their memory
+            short, is_below = clipped_update(row.double(), norm)
+            add_rows(self.total[:, :n], short[None])
+            self.below += is_below.double() - 0.5
         self.weight += len(clients.delta)
 
     def _mask(self) -> Tensor:
         """Return of which parameters clients train; buffers are not among them."""
         if self.trained is not None:
             return self.trained
-        return torch.ones_like(self.total[: self.num_parameters], dtype=torch.bool)
+        return torch.ones_like(self.server[: self.num_parameters], dtype=torch.bool)
 
     def compute(self) -> Tensor:
         """Return the server's model after a step for the noisy mean."""
-        random = generator(self._drawn.seed, Purpose.NOISE, int(self.round))
-        size, noise, mask = self._drawn.size, self.noise_multiplier, self._mask()
+        cohort = self._drawn
+        random = generator(cohort.seed, Purpose.NOISE, int(self.round), cohort.noise_key)
+        size, noise, mask = cohort.size, self.noise_multiplier, self._mask()
         if self.quantile is not None:
             noise = noise_beside_a_count(noise, self._count_noise)
         deviation = noise * self._norm
         drawn = torch.randn(len(mask), generator=random, dtype=torch.float64)
-        mean = (self.total[: len(mask)] + deviation * drawn.to(self.total.device)) / size
+        total = sum_value(self.total[:, : len(mask)])
+        mean = (total + deviation * drawn.to(total.device)) / size
         self._figures = {"clip_norm": self._norm, "noise": deviation / size}
         if self.quantile is not None:
             count = float(torch.randn((), generator=random, dtype=torch.float64))

@@ -219,11 +219,12 @@ class NormClipping(FedAvg):
     def update(self, clients: ClientUpdate) -> None:
         """Add clipped updates to the weighted sum."""
         n = clients.delta.shape[1] if self.num_parameters is None else self.num_parameters
-        params, buffers = clients.delta[:, :n], clients.delta[:, n:]
-        delta = torch.cat([clipped(params, self.max_norm), buffers], 1)
+        delta = clients.delta.clone()
+        for row in delta:  # each by itself: the norms of many may be rounded in another way
+            self.hits += row[:n].norm() > self.max_norm
+            row[:n] = clipped(row[None, :n], self.max_norm)[0]
         super().update(replace(clients, delta=delta))
-        self.hits += (params.norm(dim=1) > self.max_norm).sum()
-        self.count += len(params)
+        self.count += len(delta)
 
     def compute(self) -> Tensor:
         """Return server plus mean; see :meth:`FedAvg.compute`."""

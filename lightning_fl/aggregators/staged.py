@@ -80,6 +80,7 @@ class Staged(Aggregator):
         begins = int(self.round) in [sum(self.rounds[:i]) for i in range(1, len(self.rounds) + 1)]
         if begins:  # with the model that the stage before has left
             self.active.allocate(server)
+            self.active.to(server.device)
         self.active.start(server)
 
     def update(self, clients: ClientUpdate) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -69,6 +70,39 @@ def score(grid: Tensor, index: int, mean: Tensor, root: Tensor) -> tuple[Tensor,
     by_mean = precision @ (away[index] - p @ away)
     by_root = (away.mT @ (p[:, None] * away) - away[index].outer(away[index])) @ root
     return by_mean, by_root
+
+
+def relative_reduction(before: float, after: float, bound: float = math.inf) -> float:
+    r"""Return how far a loss fell, relative to its size: the reward of Mostafa (2019, section 3.2).
+
+    .. math:: r_t = \frac{L_t - L_{t+1}}{\lvert L_t \rvert}
+
+    The paper divides by :math:`L_t`, which is the same for positive losses. For a negative loss
+    (a log-likelihood of a density, for example) that would reward a rising loss; the absolute
+    value makes a falling loss a positive reward whatever its sign. A loss that leaves 0 is the
+    limit: ``bound`` if it fell, ``-bound`` if it rose.
+
+    Args:
+        before: :math:`L_t`, the loss before the round.
+        after: :math:`L_{t+1}`, the loss after the round.
+        bound: The reward is clamped to ``[-bound, bound]``.
+
+    Returns:
+        The reward, never NaN. A loss that becomes NaN or infinite gives ``-bound``, one that
+        becomes finite again 1, and one that stays so 0.
+
+    Example:
+        >>> relative_reduction(4.0, 3.0), relative_reduction(-4.0, -5.0)
+        (0.25, 0.25)
+    """
+    if not math.isfinite(before):
+        return 1.0 if math.isfinite(after) else 0.0
+    if not math.isfinite(after):
+        return -bound
+    if before == after:
+        return 0.0
+    ratio = (before - after) / abs(before) if before else math.copysign(math.inf, before - after)
+    return max(-bound, min(bound, ratio))
 
 
 def causal_weights(rewards: Tensor) -> Tensor:

@@ -21,10 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
+
+from lightning_fl.types import FederationError
 
 #: Numbers that are worked on at once: few enough to stay in a processor's cache.
 PIECE = 2**18
@@ -41,8 +44,10 @@ class Process:
         gamma: :math:`\gamma_0`: the larger, the more atoms.
         popularity: :math:`\kappa`: how much it counts who else has an atom. 2 follows from the
             paper's equations 6 and 8; 1 is its proposition 2 as printed, and its authors' program.
-        cap: Counts above it count as this.
-        most: Atoms there may be; as many as neurons where None.
+        cap: Counts above it count as this; 10 in the authors' program, None is no limit.
+        most: Atoms from which on a client may add only one of its own (supplement 4.2: 700), or as
+            many as it has neurons more than there are atoms. So the limit is soft: it can grow by
+            one with each client that is placed. None is no limit.
     """
 
     mean: Tensor
@@ -187,10 +192,10 @@ def _rate(prior: Process, step: int | None) -> float:
 
 
 def _places(prior: Process, atoms: int, neurons: int) -> int:
-    """How many atoms a client may add: as many as it has neurons, if there is room."""
+    """Return how many atoms a client may add: one for each neuron, at the limit one for all."""
     if prior.most is None:
         return neurons
-    return min(neurons, max(prior.most - atoms, neurons - atoms, 0))
+    return min(neurons, max(prior.most - atoms, neurons - atoms, 1))
 
 
 def best_assignment(gain: Tensor) -> Tensor:
@@ -353,6 +358,11 @@ class _State:
         self.add(client, found)
 
     def replace(self, client: int) -> None:
+        """Take a client out, and match it anew."""
+        self.remove(client)
+        self.place(client)
+
+    def improve(self, client: int) -> None:
         """Match a client anew, if that raises the objective.
 
         By more than rounding does: else the atoms' order would depend on it.
@@ -360,8 +370,7 @@ class _State:
         before, value = dict(vars(self)), self.objective()
         for name in ("sums", "precisions", "counts", "terms"):  # they are changed in place
             before[name] = before[name].clone()
-        self.remove(client)
-        self.place(client)
+        self.replace(client)
         if self.objective() <= value + 1e-9 * abs(value):
             vars(self).update(before)
 
@@ -372,15 +381,17 @@ def match(
     own: Sequence[Tensor],
     sweeps: int = 5,
     orders: Sequence[Sequence[int]] | None = None,
-    start: Sequence[Tensor] | None = None,
+    start: Sequence[Tensor | None] | None = None,
     generator: torch.Generator | None = None,
     past: Posterior | None = None,
+    accept: Literal["always", "improvement"] = "always",
 ) -> Matching:
-    """Match the neurons of several clients.
+    """Match the neurons of several clients (Yurochkin et al., 2019, section 3.1).
 
-    The clients are placed one after another, the widest first, each by the Hungarian method; then
-    in each sweep every client is taken out and placed anew, where that raises the objective: it
-    never falls.
+    The clients are placed one after another, the widest first, each by the Hungarian method. Then
+    in each sweep every client is taken out and placed anew. A client's own best assignment can
+    lower the objective of all a little, since its gains leave out how many atoms others have alone:
+    see :func:`objective`.
 
     Args:
         prior: What is believed before.
@@ -389,13 +400,21 @@ def match(
         sweeps: How often.
         orders: Of the clients: the first is that of the greedy pass, then one a sweep; None draws
             those of the sweeps.
-        start: Assignments to start with, instead of the greedy pass.
+        start: Atoms to start with, of each client, ``[L_j]``, all different, in place of the greedy
+            pass (the authors' program in rounds after the first). Clients with None are placed
+            after the others, in the order of the greedy pass.
         generator: Where orders come from; None is torch's.
         past: What the steps of a stream before this one have taught; that of none is
             :meth:`Posterior.before`, None is no stream.
+        accept: ``always`` keeps every new assignment (the paper, and its authors' program).
+            ``improvement`` keeps it only where it raises the objective, which then never falls.
 
     Returns:
         The matching.
+
+    Raises:
+        FederationError: If ``accept`` is neither, ``orders`` are not of all clients, or ``start``
+            has not one atom for each neuron.
 
     Example:
         >>> prior = Process(torch.zeros(1), torch.full((1,), 0.1), clients=2)
@@ -404,16 +423,25 @@ def match(
         >>> found.assignments, len(found.atoms)
         ([tensor([1, 0]), tensor([0, 1, 2])], 3)
     """
-    state = _State(prior, values, own, past)
-    everyone = range(len(values))
-    if start is None:
-        widest = sorted(everyone, key=lambda client: -len(values[client]))
-        for client in widest if orders is None else orders[0]:
-            state.place(client)
-    else:
-        for client, atoms in enumerate(start):
+    if accept not in ("always", "improvement"):
+        raise FederationError(f"accept must be always or improvement, got {accept!r}")
+    state, clients = _State(prior, values, own, past), range(len(values))
+    if orders is not None and (
+        len(orders) <= sweeps or any(sorted(order) != list(clients) for order in orders)
+    ):
+        raise FederationError(
+            f"orders must hold one of the {len(clients)} clients, numbered from 0, for the greedy"
+            f" pass and one for each of {sweeps} sweeps, got {orders}"
+        )
+    for client, atoms in zip(clients, start or (), strict=bool(start)):
+        if atoms is not None:
+            _check_start(client, atoms, len(values[client]))
             state.add(client, atoms)
-        state.drop_empty()
+    state.drop_empty()
+    widest = sorted(clients, key=lambda client: -len(values[client]))
+    for client in widest if orders is None else orders[0]:
+        if state.assignments[client] is None:
+            state.place(client)
     history = [state.objective()]
     for sweep in range(sweeps):
         if orders is None:
@@ -421,8 +449,17 @@ def match(
         else:
             order = list(orders[sweep + 1])
         for client in order:
-            state.replace(client)
+            (state.replace if accept == "always" else state.improve)(client)
         history.append(state.objective())
     assigned = [atoms for atoms in state.assignments if atoms is not None]
     after = Posterior(state.sums, state.precisions, state.uses(), state.past.steps + 1)
     return Matching(assigned, state.sums, state.precisions, state.counts, history, after)
+
+
+def _check_start(client: int, atoms: Tensor, neurons: int) -> None:
+    """Refuse a start that is no assignment."""
+    if atoms.shape != (neurons,) or len(atoms.unique()) < neurons or int(atoms.min()) < 0:
+        raise FederationError(
+            f"start must give each of the {neurons} neurons of client {client} an atom of its own,"
+            f" numbered from 0, got {atoms.tolist()}"
+        )

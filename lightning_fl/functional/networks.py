@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from lightning_fl.functional.matching import Matching, Posterior, Process, match
 from lightning_fl.types import FederationError
 
 Layers = Sequence[tuple[Tensor, Tensor]]
+#: Orders of clients: of the greedy pass, then of each sweep.
+Orders = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -94,10 +97,11 @@ def match_networks(
     cap: int | None = None,
     max_width: int | None = None,
     sweeps: int = 5,
-    orders: Sequence[Sequence[int]] | None = None,
-    start: Sequence[Sequence[Tensor]] | None = None,
+    orders: Orders | Sequence[Orders] | None = None,
+    start: Sequence[Sequence[Tensor | None]] | None = None,
     generator: torch.Generator | None = None,
     past: NetworkPosterior | None = None,
+    accept: Literal["always", "improvement"] = "always",
 ) -> MatchedNetwork:
     r"""Merge networks that were trained apart, of any widths, into one whose widths are inferred.
 
@@ -115,29 +119,34 @@ def match_networks(
         bias_mean: Mean of biases before; that of weights is 0.
         popularity: See :class:`~lightning_fl.functional.matching.Process`.
         cap: See :class:`~lightning_fl.functional.matching.Process`.
-        max_width: Neurons of a hidden layer at most, but where a client alone has more.
+        max_width: Neurons of a hidden layer from which on a client may add only one (``most`` of
+            :class:`~lightning_fl.functional.matching.Process`).
         sweeps: See :func:`~lightning_fl.functional.matching.match`.
-        orders: See :func:`~lightning_fl.functional.matching.match`; the same in all layers.
-        start: Assignments to start with, of each hidden layer and client, the lowest layer first.
+        orders: See :func:`~lightning_fl.functional.matching.match`: a list for each hidden layer,
+            the lowest first, or one for all. None draws orders of its own for each layer.
+        start: Assignments to start with, of each hidden layer and client, the lowest layer first,
+            see :func:`~lightning_fl.functional.matching.match`.
         generator: See :func:`~lightning_fl.functional.matching.match`.
         past: What the steps of a stream before this one have taught, ``NetworkPosterior()`` in the
             first; None is no stream.
+        accept: See :func:`~lightning_fl.functional.matching.match`.
 
     Raises:
         FederationError: If networks differ in depth, inputs, classes or kernels, hold numbers that
-            are not finite, a variance is not positive, or nobody has a sample of a class (but in a
-            stream).
+            are not finite, a variance is not positive, nobody has a sample of a class (but in a
+            stream), or ``orders`` fit neither clients nor layers.
 
     Example:
         >>> def one(*neurons):  # of one input and one output: weights in, bias, weights out
         ...     w, b, v = torch.tensor(neurons).unbind(1)
         ...     return [(w[:, None], b), (v[None], torch.zeros(1))]
         >>> found = match_networks([one((5.0, 0.0, 3.0)), one((-4.0, 0.0, 2.0), (5.2, 0.0, 3.2))],
-        ...                        sigma2=0.1, sigma02=10.0)
+        ...                        sigma2=0.1, sigma02=10.0, orders=[[0, 1]] * 6)
         >>> found.widths, found.matchings[0].assignments
-        ([2], [tensor([1]), tensor([0, 1])])
+        ([2], [tensor([0]), tensor([1, 0])])
     """
     nets = _checked(networks, sigma2, sigma02, gamma)
+    each_orders = _of_each_layer(orders, len(nets[0]) - 1)
     share = _shares(class_counts, len(nets), len(nets[0][-1][1]), past is not None)
     # The softmax bias: of one coordinate each, nothing to be matched.
     known = None if past is None else past.bias
@@ -166,7 +175,8 @@ def match_networks(
             if past.layers:
                 before = _grown(past.layers[layer], prior, 1 + wires)
         begun = None if start is None else start[layer]
-        found = match(prior, values, own, sweeps, orders, begun, generator, before)
+        order = each_orders[layer]
+        found = match(prior, values, own, sweeps, order, begun, generator, before, accept)
         matchings.insert(0, found)
         above = found.atoms[:, 1 : 1 + wires].unflatten(1, (next_width, *kernel)).movedim(0, 1)
         layers[0] = (above, layers[0][1])
@@ -188,9 +198,10 @@ def match_upwards(
     cap: int | None = None,
     max_width: int | None = None,
     sweeps: int = 5,
-    orders: Sequence[Sequence[int]] | None = None,
+    orders: Orders | Sequence[Orders] | None = None,
     generator: torch.Generator | None = None,
     known: Sequence[Sequence[Tensor]] = (),
+    accept: Literal["always", "improvement"] = "always",
 ) -> MatchedNetwork:
     r"""Merge networks from the input up, as FedMA does (Wang et al., 2020, algorithm 1).
 
@@ -211,15 +222,17 @@ def match_upwards(
         cap: See :class:`~lightning_fl.functional.matching.Process`.
         max_width: See :func:`match_networks`.
         sweeps: See :func:`~lightning_fl.functional.matching.match`.
-        orders: See :func:`~lightning_fl.functional.matching.match`.
+        orders: See :func:`match_networks`.
         generator: See :func:`~lightning_fl.functional.matching.match`.
         known: Assignments of the lowest hidden layers, of each client, that are not to be found:
             layers that the clients have been given and have not changed since.
+        accept: See :func:`~lightning_fl.functional.matching.match`.
 
     Raises:
         FederationError: See :func:`match_networks`.
     """
     nets = _checked(networks, sigma2, sigma02, gamma)
+    each_orders = _of_each_layer(orders, len(nets[0]) - 1)
     share = _shares(class_counts, len(nets), len(nets[0][-1][1]))
     layers: list[tuple[Tensor, Tensor]] = []
     matchings: list[Matching] = []
@@ -233,7 +246,9 @@ def match_upwards(
         prior = _prior(values, sigma02, gamma, bias_mean, popularity, cap, max_width)
         own = [torch.full_like(prior.mean, 1 / sigma2)] * len(nets)
         begun = known[layer] if layer < len(known) else None
-        found = match(prior, values, own, 0 if begun else sweeps, orders, begun, generator)
+        order = each_orders[layer]
+        rounds = 0 if begun else sweeps
+        found = match(prior, values, own, rounds, order, begun, generator, accept=accept)
         matchings.append(found)
         atoms = found.atoms if begun is None else _given(values, found)
         layers.append((atoms[:, 1:].unflatten(1, (-1, *kernel)), atoms[:, 0]))
@@ -307,6 +322,22 @@ def _checked(
     nets = [[(w.double(), b.double()) for w, b in layers] for layers in networks]
     _check_networks(nets)
     return nets
+
+
+def _of_each_layer(
+    orders: Orders | Sequence[Orders] | None, layers: int
+) -> Sequence[Orders | None]:
+    """Return the orders of each hidden layer."""
+    if orders is None:
+        return [None] * layers
+    if isinstance(orders[0][0], int):
+        return [cast("Orders", orders)] * layers
+    if len(orders) != layers:
+        raise FederationError(
+            f"orders must be a list for each of {layers} hidden layers, the lowest first, or one"
+            f" for all, got {len(orders)} lists"
+        )
+    return cast("Sequence[Orders]", orders)
 
 
 def _shares(

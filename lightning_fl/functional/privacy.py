@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_fl.types import Cohort, FederationError
@@ -152,27 +151,21 @@ def noise_beside_a_count(noise: float, count_noise: float) -> float:
     return 1 / math.sqrt(noise**-2 - (2 * count_noise) ** -2)
 
 
-def clipped_sum(updates: Tensor, clip: float) -> tuple[Tensor, int]:
-    r"""Return :math:`\sum_k \Delta_k \min(1, C / \|\Delta_k\|)` and how many are not longer.
-
-    In float64: a float32 vector may be longer than its norm in float32.
+def clipped_update(update: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    r"""Return :math:`\Delta \min(1, C / \|\Delta\|)`, and whether the update is not longer.
 
     Args:
-        updates: ``[k, P]``.
+        update: ``[P]`` in float64: a float32 vector may be longer than its norm in float32.
         clip: :math:`C`.
 
     Example:
-        >>> clipped_sum(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), clip=1.0)
-        (tensor([0.9000, 1.2000], dtype=torch.float64), 1)
+        >>> import torch
+        >>> clipped_update(torch.tensor([3.0, 4.0], dtype=torch.float64), clip=1.0)
+        (tensor([0.6000, 0.8000], dtype=torch.float64), tensor(False))
     """
-    total = torch.zeros(updates.shape[1], dtype=torch.float64, device=updates.device)
-    below = 0
-    for update in updates:  # one by one: a copy of all in float64 would be twice their memory
-        row = update.double()
-        norm = float(row.norm())
-        below += norm <= clip
-        total.add_(row, alpha=1.0 if norm <= clip else clip / norm)
-    return total, below
+    norm = update.norm()
+    # A norm of 0 makes it infinite, which is more than 1.
+    return update * (clip / norm).clamp(max=1.0), norm <= clip
 
 
 def _accountants(cohort: Cohort) -> tuple[Any, list[tuple[Any, Any]]]:

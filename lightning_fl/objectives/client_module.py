@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fl.functional.randomness import seeded_rng
@@ -19,13 +19,40 @@ from lightning_fl.objectives.terms import Side, Term
 from lightning_fl.types import FederationError
 
 
+class WeightedMean(Metric):
+    """The weighted mean of the finite values, 0-d; NaN without any.
+
+    Unlike torchmetrics' ``MeanMetric`` it never reads a value, so it does not wait for the device.
+    """
+
+    full_state_update = False
+    total: Tensor
+    weight: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("total", "weight"):
+            self.add_state(name, torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, values: Tensor, weights: Tensor) -> None:
+        """Add values, with weights of the same shape."""
+        is_finite = values.isfinite()
+        weights = weights.where(is_finite, 0).to(self.weight.dtype)
+        self.total += (values.where(is_finite, 0).to(self.total.dtype) * weights).sum()
+        self.weight += weights.sum()
+
+    def compute(self) -> Tensor:
+        """Return the mean."""
+        return self.total / self.weight
+
+
 class ClientModule(LightningModule):
     r"""Cross-entropy + terms, :math:`\frac{1}{|b|} \sum_{i \in b} \ell(w; x_i, y_i) + \sum_j r_j`.
 
     Logs once a round ``train_loss`` (the mean loss over the local samples that clients trained on,
     terms included, without clients whose loss is not finite), ``val_loss`` and ``val_acc``; in a
     test ``test_loss`` and ``test_acc``. A batch is ``(x, y)`` with class indices ``y``. For another
-    task override :meth:`losses`.
+    task override :meth:`federated_losses`.
 
     Args:
         net: The network, from inputs to logits, ``[batch, classes]``.
@@ -35,7 +62,7 @@ class ClientModule(LightningModule):
 
     Example:
         >>> module = ClientModule(nn.Linear(4, 3), optimizer=torch.optim.Adam)
-        >>> module.losses((torch.zeros(2, 4), torch.tensor([0, 2]))).shape
+        >>> module.federated_losses((torch.zeros(2, 4), torch.tensor([0, 2]))).shape
         torch.Size([2])
     """
 
@@ -49,20 +76,19 @@ class ClientModule(LightningModule):
         self.net, self.terms = net, nn.ModuleList(terms)
         # Not a hyper-parameter: a checkpoint with a callable in it cannot be loaded safely.
         self.make_optimizer = optimizer
-        self.train_loss = MeanMetric(nan_strategy="ignore")
+        self.train_loss = WeightedMean()
         # Not scalars: over several processes Lightning would average those without their weights.
         self.val_loss, self.test_loss = (MeanMetric(nan_strategy="disable") for _ in range(2))
         self.val_acc, self.test_acc = (MulticlassAccuracy(average="micro") for _ in range(2))
         #: Parameters that the client started from, by name, for the terms; a ``FederatedLoop`` sets
         #: them where it is not None. Constant, so neither a buffer nor saved.
-        self.fixed: dict[str, Tensor] | None = {} if len(self.terms) else None
+        self.federated_global_parameters: dict[str, Tensor] | None = {} if len(self.terms) else None
         #: Weight of each sample in the mean, ``[batch]``, summing to 1; None is equal weights.
         #: Lanes with fewer samples than others are filled up with samples of weight 0.
-        self.sample_weight: Tensor | None = None
+        self.federated_sample_weight: Tensor | None = None
         #: Whether the step heeds them: not that of a child, nor a term of the samples.
-        self.knows_weights = type(self).training_step is ClientModule.training_step and not any(
-            term.uses_batch for term in terms
-        )
+        has_own_step = type(self).training_step is not ClientModule.training_step
+        self.federated_knows_weights = not has_own_step and not any(t.uses_batch for t in terms)
         #: Looks inside the network, where a term wants that.
         self.recorder: Recorder | None = None
         self._built_for = torch.Size()
@@ -70,7 +96,7 @@ class ClientModule(LightningModule):
         self._client_samples: list[Tensor] = []
 
     @property
-    def local_parameters(self) -> list[str]:
+    def federated_local_parameters(self) -> list[str]:
         """Names of the parameters that stay with each client: those of some terms."""
         return [
             f"terms.{i}.{name}"
@@ -130,7 +156,7 @@ class ClientModule(LightningModule):
         """Return logits, ``[batch, classes]``."""
         return cast("Tensor", self.net(x))
 
-    def losses(self, batch: Any, outputs: Tensor | None = None) -> Tensor:
+    def federated_losses(self, batch: Any, outputs: Tensor | None = None) -> Tensor:
         """Return each sample's loss, ``[batch]``; training and validation use it.
 
         Args:
@@ -152,22 +178,24 @@ class ClientModule(LightningModule):
             outputs = self(batch[0])
         else:
             outputs, trace = self.recorder(batch[0])
-        losses = self.losses(batch, outputs)
-        weight = self.sample_weight
+        losses = self.federated_losses(batch, outputs)
+        weight = self.federated_sample_weight
         loss = task_loss = losses.mean() if weight is None else losses @ weight
-        if self.fixed is not None:
+        start = self.federated_global_parameters
+        if start is not None:
             params: dict[str, Tensor] = dict(self.net.named_parameters(prefix="net"))
-            if not self.fixed:  # Outside of a federation the model stays near where it began.
-                self.fixed = {n: p.detach().clone() for n, p in params.items()}
-            fixed = {n: self.fixed[n] for n in params}
+            if not start:  # Outside of a federation the model stays near where it began.
+                start = {n: p.detach().clone() for n, p in params.items()}
+                self.federated_global_parameters = start
+            fixed = {n: start[n] for n in params}
             own, anchor = Side(params, outputs, trace), Side(fixed)
             if self.recorder is not None:
                 anchor = Side(fixed, trace=self.recorder.fixed(fixed, batch[0]))
             loss = loss + sum(term(own, anchor, batch) for term in self.terms)
-        self.record(loss, len(losses))
-        return loss if self.fixed is None else {"loss": loss, "task_loss": task_loss.detach()}
+        self.federated_record(loss, len(losses))
+        return loss if start is None else {"loss": loss, "task_loss": task_loss.detach()}
 
-    def record(self, loss: Tensor, count: int | Tensor) -> None:
+    def federated_record(self, loss: Tensor, count: int | Tensor) -> None:
         """Note the loss of a local step, of one client or of each in the lanes.
 
         Args:
@@ -175,17 +203,18 @@ class ClientModule(LightningModule):
             count: Samples, of the same shape.
         """
         loss = loss.detach()
-        samples = torch.as_tensor(count, device=loss.device)
-        self._client_loss.append(loss * samples)
-        self._client_samples.append(samples)
+        if not isinstance(count, Tensor):
+            # Filled on the device: to copy the number is to wait for it.
+            count = torch.full_like(loss, count, dtype=torch.float32)
+        self._client_loss.append(loss * count)
+        self._client_samples.append(count)
 
     def on_client_end(self) -> None:
         """Add the clients' losses to the round's figure: once a client, not once a step."""
         if self._client_loss:
             samples = torch.stack(self._client_samples).sum(0)
             loss = torch.stack(self._client_loss).sum(0) / samples
-            # The metric ignores NaN alone.
-            self.train_loss.update(loss.where(loss.isfinite(), torch.nan), samples)
+            self.train_loss.update(loss, samples)
         self._client_loss, self._client_samples = [], []
 
     def on_train_epoch_end(self) -> None:
@@ -205,7 +234,7 @@ class ClientModule(LightningModule):
         self, batch: Any, name: str, loss: MeanMetric, accuracy: MulticlassAccuracy
     ) -> None:
         outputs = self(batch[0])
-        loss.update(self.losses(batch, outputs))
+        loss.update(self.federated_losses(batch, outputs))
         accuracy.update(outputs, batch[1])
         self.log(f"{name}_loss", loss)
         self.log(f"{name}_acc", accuracy, prog_bar=True)

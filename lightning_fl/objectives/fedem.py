@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
@@ -13,13 +14,14 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_fl.functional.mixture import mixture_log_probabilities, responsibilities
+from lightning_fl.functional.mixture import (
+    floored_log_weights,
+    log_responsibilities,
+    mixture_log_probabilities,
+)
 from lightning_fl.functional.randomness import run_seed, seeded_rng
 from lightning_fl.objectives.client_module import ClientModule
 from lightning_fl.types import FederationError
-
-#: The least weight of a component: one of 0 would stay so.
-LEAST = 1e-6
 
 
 class FedEM(ClientModule):
@@ -37,21 +39,29 @@ class FedEM(ClientModule):
     :class:`~lightning_fl.aggregators.Gossip` without a server). A mixture predicts
     :math:`\log \sum_m \pi_{km} \operatorname{softmax}(h_m(x))`; the server has equal weights.
 
+    Weights are kept as logarithms, so that a small one does not become 0 by rounding. As in the
+    authors' program (omarfoq/FedEM) there is no floor: a component that fits a client badly loses
+    its weight there, and one whose weight is 0 stays at 0.
+
     Args:
         net: A component, from inputs to logits. The others are like it, each drawn anew.
         components: :math:`M`.
         optimizer: Makes the optimiser from the parameters.
+        floor: Smallest weight of a component, at least 0 and below :math:`1 / M`: smaller ones are
+            raised to it when a round starts, and all divided by their sum. It lets components come
+            back that a client has given up. 0 is the paper.
         seed: Component :math:`m` is drawn from seed + m; None is that of ``seed_everything``, else
             0.
 
     Raises:
-        FederationError: If there is no component, the network has buffers (BatchNorm), or its
-            parameters cannot be drawn anew.
+        FederationError: If there is no component, ``floor`` is out of range, the network has
+            buffers (BatchNorm), or its parameters cannot be drawn anew.
 
     Example:
         >>> module = FedEM(nn.Linear(4, 3), components=2)
-        >>> module(torch.zeros(5, 4)).exp().sum(1)
-        tensor([1., 1., 1., 1., 1.], grad_fn=<SumBackward1>)
+        >>> probabilities = module(torch.zeros(5, 4)).exp()
+        >>> torch.allclose(probabilities.sum(1), torch.ones(5))
+        True
     """
 
     def __init__(
@@ -60,9 +70,15 @@ class FedEM(ClientModule):
         components: int = 3,
         optimizer: OptimizerCallable = torch.optim.SGD,
         seed: int | None = None,
+        floor: float = 0.0,
     ) -> None:
         if components < 1 or int(components) != components:
             raise FederationError(f"components must be a whole number from 1 up, got {components}")
+        if not 0 <= floor < 1 / components:
+            raise FederationError(
+                f"floor must be at least 0 and below 1/{components} for {components} components,"
+                f" got {floor}"
+            )
         if any(True for _ in net.buffers()):
             raise FederationError(
                 f"{type(net).__name__} has buffers (BatchNorm), and the E step looks at components"
@@ -81,59 +97,66 @@ class FedEM(ClientModule):
         self._template = (copy.deepcopy(net).eval(),)
         like = next(net.parameters())
         equal = like.new_full((components,), 1 / components)
-        #: Weights of the mixture; the sum of what samples were given to, and their number.
-        self.weights = nn.Parameter(equal, requires_grad=False)
-        self.expected = nn.Parameter(torch.zeros_like(equal), requires_grad=False)
+        self.floor = floor
+        #: Logarithms of the mixture's weights, and of the sum of the responsibilities of a round
+        #: (0 before its first batch); the number of samples in this sum.
+        self.log_weights = nn.Parameter(equal.log(), requires_grad=False)
+        self.log_expected = nn.Parameter(torch.zeros_like(equal), requires_grad=False)
         self.seen = nn.Parameter(like.new_zeros(()), requires_grad=False)
-        self.fixed = {}
-        self.knows_weights = True
+        self.federated_global_parameters = {}
+        self.federated_knows_weights = True
 
     @property
-    def local_parameters(self) -> list[str]:
+    def federated_local_parameters(self) -> list[str]:
         """Names of the parameters that stay with each client."""
-        return ["weights", "expected", "seen"]
+        return ["log_weights", "log_expected", "seen"]
+
+    @property
+    def weights(self) -> Tensor:
+        """The mixture's weights, ``[M]``."""
+        return self.log_weights.detach().exp()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the mixture's log-probabilities, ``[batch, classes]``."""
         logits = torch.stack([net(x) for net in self._components])
-        return mixture_log_probabilities(logits, self._log_weights)
+        return mixture_log_probabilities(logits, self.log_weights)
 
     @property
     def _components(self) -> Sequence[nn.Module]:
         nets: Any = self.net
         return list(nets)
 
-    @property
-    def _log_weights(self) -> Tensor:
-        return self.weights.clamp(min=LEAST).log()
-
     @torch.no_grad()
     def on_client_start(self) -> None:
         """Take over the weights that the last round has led to."""
-        mean = self.expected / self.seen.clamp(min=1)
-        self.weights.copy_(torch.where(self.seen > 0, mean, self.weights))
-        self.expected.zero_()
+        mean = self.log_expected - self.seen.clamp(min=1).log()
+        log_weights = torch.where(self.seen > 0, mean, self.log_weights)
+        self.log_weights.copy_(floored_log_weights(log_weights, self.floor))
+        self.log_expected.zero_()
         self.seen.zero_()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the components' losses, each weighted by what the sample is of."""
         x, y = batch
         params = dict(self.net.named_parameters(prefix="net"))
-        if not self.fixed:  # outside of a federation
-            self.fixed = {n: p.detach().clone() for n, p in params.items()}
+        if not self.federated_global_parameters:  # outside of a federation
+            self.federated_global_parameters = {n: p.detach().clone() for n, p in params.items()}
         with torch.no_grad():
-            q = responsibilities(self._sample_losses(x, y, self.fixed), self._log_weights)
+            start = self._sample_losses(x, y, self.federated_global_parameters)
+            log_q = log_responsibilities(start, self.log_weights)
         own = torch.stack(
             [F.cross_entropy(net(x), y, reduction="none") for net in self._components], 1
         )
-        losses = (q * own).sum(1)
-        weight = self.sample_weight
+        losses = (log_q.exp() * own).sum(1)
+        weight = self.federated_sample_weight
         there = torch.ones_like(losses) if weight is None else (weight > 0).to(losses)
         with torch.no_grad():
-            self.expected.add_(there @ q)
+            batch_sum = (log_q + there.log()[:, None]).logsumexp(0)
+            so_far = torch.logaddexp(self.log_expected, batch_sum)
+            self.log_expected.copy_(torch.where(self.seen > 0, so_far, batch_sum))
             self.seen.add_(there.sum())
         loss = losses.mean() if weight is None else losses @ weight
-        self.record(loss, len(losses))
+        self.federated_record(loss, len(losses))
         return loss
 
     def _sample_losses(self, x: Tensor, y: Tensor, params: dict[str, Tensor]) -> Tensor:
@@ -157,10 +180,11 @@ class FedEM(ClientModule):
             The weights, ``[M]``, which the module has from now on.
         """
         params = {n: p.detach() for n, p in self.net.named_parameters(prefix="net")}
-        equal = torch.full_like(self.weights, 1 / len(self.weights)).log()
-        q = responsibilities(self._sample_losses(batch[0], batch[1], params), equal)
-        self.weights.copy_(q.mean(0))
-        return self.weights.detach().clone()
+        losses = self._sample_losses(batch[0], batch[1], params)
+        equal = torch.zeros_like(self.log_weights)  # a common factor does not matter
+        log_mean = log_responsibilities(losses, equal).logsumexp(0) - math.log(len(losses))
+        self.log_weights.copy_(floored_log_weights(log_mean, self.floor))
+        return self.weights
 
 
 def _drawn(net: nn.Module, seed: int) -> nn.Module:

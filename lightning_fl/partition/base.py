@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class Partition(ABC):
         [tensor([0, 1, 2]), tensor([3, 4])]
     """
 
-    splits_by: ClassVar[Literal["labels", "keys", "samples"]] = "labels"
+    splits_by: Literal["labels", "keys", "samples"] = "labels"
     """What the rule is given: classes, keys (speakers, writers...), or anything of that length."""
 
     @abstractmethod

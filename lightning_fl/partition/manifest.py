@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fl.files import read_text, shown
+from lightning_fl.files import read_text, shown, write_atomically
 from lightning_fl.partition.base import Partition, fault_of, fault_of_samples
 from lightning_fl.types import FederationError
 
@@ -82,20 +81,14 @@ class Manifest:
 
     def write(self, path: str | Path) -> None:
         """Write the file, one line a client; a reader sees the old file or the new one, no half."""
-        path = Path(path)
         fields = [f'"format": {json.dumps(FORMAT)}']
         for name in ("rule", "parameters", "seed", "num_samples", "checksum"):
             fields.append(f'"{name}": {json.dumps(getattr(self, name))}')
         for name in ("class_counts", "clients"):
             rows = ",\n    ".join(json.dumps(row) for row in getattr(self, name))
             fields.append(f'"{name}": [\n    {rows}\n  ]')
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            partial.write_text("{\n  " + ",\n  ".join(fields) + "\n}\n", encoding="utf-8")
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        content = ("{\n  " + ",\n  ".join(fields) + "\n}\n").encode()
+        write_atomically(path, lambda file: file.write(content))
 
     @classmethod
     def read(cls, path: str | Path) -> Manifest:

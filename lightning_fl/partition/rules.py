@@ -14,19 +14,42 @@ from lightning_fl.types import FederationError
 
 
 class IID(Partition):
-    """Deal the samples at random; sizes differ by at most one (McMahan et al., 2017, section 3).
+    r"""Deal the samples at random, in equal numbers.
+
+    By default the classes are ignored (McMahan et al., 2017, section 3): the class counts of
+    clients vary as those of random samples do. With ``stratified=True`` each class is shuffled and
+    divided separately (Yurochkin et al., 2019, supplement 4, "homogeneous"; Ben Mansour et al.,
+    2022), so that all clients have the same class distribution: of a class of :math:`n` samples
+    each of :math:`K` clients holds :math:`\lfloor n / K \rfloor` or :math:`\lceil n / K \rceil`.
+    Classes with fewer samples than clients are missing from some clients. Either way the sizes of
+    clients differ by at most one.
+
+    Args:
+        stratified: Whether each class is divided separately. This needs the class of each sample.
+
+    Raises:
+        FederationError: If ``stratified`` is not a boolean.
 
     Example:
-        >>> parts = IID()(torch.zeros(7), 3, torch.Generator().manual_seed(0))
-        >>> [len(part) for part in parts]
-        [3, 2, 2]
+        >>> labels = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+        >>> parts = IID(stratified=True)(labels, 2, torch.Generator().manual_seed(0))
+        >>> [labels[part].tolist() for part in parts]
+        [[0, 0, 1, 1], [0, 0, 1, 1]]
     """
 
-    splits_by = "samples"
+    def __init__(self, stratified: bool = False) -> None:
+        if not isinstance(stratified, bool):
+            raise FederationError(f"stratified must be True or False, got {stratified!r}")
+        self.stratified = stratified
+        self.splits_by = "labels" if stratified else "samples"
 
     def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
         """See `Partition.split`."""
-        return list(torch.randperm(len(labels), generator=generator).tensor_split(num_clients))
+        if not self.stratified:
+            return list(torch.randperm(len(labels), generator=generator).tensor_split(num_clients))
+        order, _ = _by_class(labels, generator)
+        # Dealt in turn, each class goes on where the one before ended: sizes are equal, too.
+        return [order[client::num_clients] for client in range(num_clients)]
 
 
 class ByLabel(Partition):

@@ -10,10 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fl.functional.randomness import Purpose, generator, run_seed
-from lightning_fl.types import FederationError, Feedback
+from lightning_fl.types import FederationError, Feedback, full
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def local_steps(values: Mapping[str, Tensor], batches_per_epoch: Tensor) -> Tensor:
+    """Return the local steps that hyperparameters ask for, ``[k]``.
+
+    Args:
+        values: ``num_steps`` or ``local_epochs``; without either it is one epoch.
+        batches_per_epoch: Batches in one pass over each client's samples, ``[k]``.
+
+    Example:
+        >>> local_steps({"local_epochs": torch.tensor(1.5)}, torch.tensor([4, 5]))
+        tensor([6, 8])
+    """
+    if (steps := values.get("num_steps")) is not None:
+        return full(steps, batches_per_epoch)
+    epochs = values.get("local_epochs", torch.ones(()))
+    return (epochs * batches_per_epoch).round().clamp(min=1).long()
 
 
 class HyperParameterPolicy(nn.Module, ABC):
@@ -25,7 +42,8 @@ class HyperParameterPolicy(nn.Module, ABC):
     #: Whether the server's validation loss is wanted before the first round too.
     needs_val_loss = False
     #: Whether it wants to know what each client has done to the server's validation loss: a pass
-    #: forward and back over the validation samples, by the module's method ``losses(batch)``.
+    #: forward and back over the validation samples, by the module's method
+    #: ``federated_losses(batch)``.
     needs_credits = False
     #: Whether it learns from the losses that clients report.
     hears_clients = False
@@ -40,6 +58,31 @@ class HyperParameterPolicy(nn.Module, ABC):
         on in the plan. The answer must depend on the arguments and on saved
         state only: it may be asked for twice.
         """
+
+    def max_local_steps(self, round: int, batches_per_epoch: Tensor) -> int:
+        """Return an upper bound on the local steps of any client in a round.
+
+        ``trainer.estimated_stepping_batches`` is the sum over all rounds of the run. A policy that
+        learns its amount of work overrides this with the largest value that it can draw.
+
+        Args:
+            round: Counted from 0.
+            batches_per_epoch: Batches in one pass over each client's samples, ``[num_clients]``.
+
+        Raises:
+            FederationError: If the policy learns its amount of work and does not override this.
+        """
+        clients = torch.arange(len(batches_per_epoch))
+        values = {k: torch.as_tensor(v).cpu() for k, v in self.sample(round, clients).items()}
+        learns = type(self).update is not HyperParameterPolicy.update
+        if learns and values.keys() & {"num_steps", "local_epochs"}:
+            name = type(self).__name__
+            raise FederationError(
+                f"trainer.estimated_stepping_batches is not known: {name} overrides update, so the"
+                f" local steps of later rounds may change. Override {name}.max_local_steps(round,"
+                " batches_per_epoch) with the largest number that it can draw"
+            )
+        return int(local_steps(values, batches_per_epoch).max())
 
     def update(self, feedback: Feedback) -> None:  # most policies do not learn
         """Learn from a round that ended."""

@@ -15,11 +15,12 @@ from lightning_fl.functional.discrete_gaussian import (
     centred_weights,
     log_probabilities,
     normalised_axis,
+    relative_reduction,
     score,
 )
 from lightning_fl.functional.randomness import Purpose
 from lightning_fl.functional.tables import with_rows_of
-from lightning_fl.policies.base import RandomPolicy
+from lightning_fl.policies.base import RandomPolicy, local_steps
 from lightning_fl.types import FederationError, Feedback
 
 #: Learning rates and local steps that the paper's tasks range over; it does not give its own.
@@ -29,8 +30,8 @@ GRID: dict[str, Sequence[float]] = {
 }
 
 
-#: The least reward.
-WORST = -10.0
+#: The largest absolute value of a reward.
+BOUND = 10.0
 
 
 class DiscreteGaussianReinforce(RandomPolicy):
@@ -40,15 +41,18 @@ class DiscreteGaussianReinforce(RandomPolicy):
     drawn from :math:`P(h \mid \psi_t) \propto e^{-\frac12 (h - \mu)^T A (h - \mu)}`,
     :math:`\psi = \{\mu, A\}`, where every axis of the grid is scaled to
     :math:`[-\frac12, \frac12]`. The reward is the relative reduction of the loss,
-    :math:`r_t = (L_t - L_{t+1}) / L_t`, and online REINFORCE with a baseline moves (eq. 7)
+    :math:`r_t = (L_t - L_{t+1}) / \lvert L_t \rvert`, and online REINFORCE with a baseline moves
+    (eq. 7)
 
     .. math:: \psi_{t+1} = \psi_t + \eta_H \sum_{\tau = t - Z'}^{t} (r_\tau - \hat r_t)
         \nabla_{\psi_\tau} \log P(h_\tau \mid \psi_\tau), \quad Z' = \min(Z, t - 1).
 
-    The paper prints a minus, which would lower the reward. The mean stays inside the grid, and
-    :math:`A = B B^T` positive definite. No reward counts less than -10 (a loss eleven times as
-    high, or not finite): one such round must not decide all later ones. The baseline to compare
-    with, fixed values that decay, is a :class:`Schedule`.
+    The paper prints a minus, which would lower the reward. It also divides by :math:`L_t` itself:
+    the same for positive losses, but of the wrong sign for negative ones. The mean stays inside the
+    grid, and :math:`A = B B^T` positive definite. Rewards are clamped to [-10, 10], since a single
+    round must not decide all later ones; -10 is a loss eleven times as high, or not finite. A
+    positive loss never earns more than 1, so the upper bound concerns losses near 0 that become
+    negative. The baseline to compare with, fixed values that decay, is a :class:`Schedule`.
 
     Args:
         grid: Allowed values by name: ``lr``, ``num_steps``, ``local_epochs``, or any that a module
@@ -167,6 +171,11 @@ class DiscreteGaussianReinforce(RandomPolicy):
             chosen[name] = (value.long() if name == "num_steps" else value).expand(len(clients))
         return {name: chosen[name] for name in self.grid}
 
+    def max_local_steps(self, round: int, batches_per_epoch: Tensor) -> int:
+        """Return the local steps of the grid's largest value."""
+        most = {name: torch.tensor(max(values)) for name, values in self.grid.items()}
+        return int(local_steps(most, batches_per_epoch).max())
+
     def update(self, feedback: Feedback) -> None:
         """Learn from the reward of a round: of this, or of the last that clients took part in."""
         by_mean, by_root = score(self.points, self._draw(feedback.plan.round), self.mean, self.root)
@@ -194,10 +203,7 @@ class DiscreteGaussianReinforce(RandomPolicy):
 
     def _learn(self, now: Tensor, before: float, after: float) -> None:
         """Move by the reward of a round with this score, and by those before it."""
-        reward = (before - after) / before if before else 0.0
-        if not math.isfinite(before):
-            reward = 1.0 if math.isfinite(after) else 0.0
-        reward = max(reward, WORST) if math.isfinite(reward) else WORST
+        reward = relative_reduction(before, after, BOUND)
         most = 2 * self.window + 1 if self.centred else self.window + 1
         self.scores = torch.cat([self.scores, now])[-most:]
         self.rewards = torch.cat([self.rewards, self.rewards.new_tensor([reward])])[-most:]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_fl.functional.randomness import Purpose, derive_seed
 from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
-from lightning_fl.policies.base import RandomPolicy
+from lightning_fl.policies.base import RandomPolicy, local_steps
 from lightning_fl.types import FederationError, Feedback
 
 if TYPE_CHECKING:
@@ -42,6 +42,21 @@ class PersonalizedPolicyGradient(RandomPolicy):
 
     A client whose update is dropped, since it is not finite, counts as the worst of its round, and
     with ``normalise`` as three times the usual.
+
+    The method is that of the notes "Policy Gradient based Approach", which this class departs from
+    in several points:
+
+    - Their policy is sequential: it decides for one client after another, and :math:`a_i` depends
+      on the choices before, :math:`p(\tau) = \prod_i p(a_i \mid a_1, \dots, a_{i-1})`. Here the
+      choices of a round are independent, :math:`p(\tau) = \prod_i p_{\alpha_i}(a_i)`, as in
+      their section on the assignment of rewards. So with ``reward``, too, the policy cannot learn
+      that the best setting of one client depends on what others were given.
+    - They use :math:`\alpha_i` both as probabilities and as free parameters. Here they are logits:
+      :math:`\nabla \log p = \text{onehot}(Z_i) - \operatorname{softmax}(\alpha_i)`, times the
+      share of the softmax in :math:`p(Z_i)` where ``floor`` is above 0.
+    - Their updates have no step size, baseline, normalization or floor. ``step=1, baseline=False,
+      normalise=False, floor=0`` leaves only the difference :math:`w_i - w^t` explained above.
+    - They sum over all clients, here over those of the round whose updates were used.
 
     Args:
         candidates: Settings to choose from, each of the same names: ``lr``, ``num_steps``...
@@ -124,6 +139,12 @@ class PersonalizedPolicyGradient(RandomPolicy):
             value = of_each[chosen]
             values[name] = value.long() if name == "num_steps" else value
         return values
+
+    def max_local_steps(self, round: int, batches_per_epoch: Tensor) -> int:
+        """Return the local steps of the candidate with the most work."""
+        names = self.candidates[0]
+        most = {name: torch.tensor(max(c[name] for c in self.candidates)) for name in names}
+        return int(local_steps(most, batches_per_epoch).max())
 
     def update(self, feedback: Feedback) -> None:
         """Learn from what the round's clients have done to the loss."""

@@ -55,6 +55,11 @@ class StagedPolicy(HyperParameterPolicy):
         policy, own = self._at(round)
         return policy.sample(own, clients)
 
+    def max_local_steps(self, round: int, batches_per_epoch: Tensor) -> int:
+        """Return what the stage's policy says."""
+        policy, own = self._at(round)
+        return policy.max_local_steps(own, batches_per_epoch)
+
     def update(self, feedback: Feedback) -> None:
         """Let the stage's policy learn."""
         policy, own = self._at(feedback.plan.round)

@@ -82,6 +82,10 @@ class Stragglers(RandomPolicy):
             values["local_epochs"] = torch.where(slow, less, epochs)
         return values
 
+    def max_local_steps(self, round: int, batches_per_epoch: Tensor) -> int:
+        """Return the policy's number, of a client that is no straggler."""
+        return self.policy.max_local_steps(round, batches_per_epoch)
+
     def update(self, feedback: Feedback) -> None:
         """Let the policy learn."""
         self.policy.update(feedback)

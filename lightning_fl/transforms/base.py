@@ -34,7 +34,10 @@ class Message(NamedTuple):
 
 
 class UpdateTransform(ABC):
-    """Change what a client sends: of parameters, not of floating buffers, which go as they are.
+    """Change what a client sends: the update of the parameters that it trains.
+
+    Buffers and frozen parameters are not passed to it. A vector in ``memory`` of the length of the
+    update follows its parameters when other layers are trained in later rounds.
 
     The loop calls it for one client after another, in the order of its ``transforms``, after
     updates that are not finite were dropped.
@@ -47,7 +50,7 @@ class UpdateTransform(ABC):
         """Return what the server gets.
 
         Args:
-            update: A client's move, ``[P]``.
+            update: A client's move of the trained parameters, ``[P]``.
             memory: What this client has left in its last round, to be read and written: tensors by
                 name, empty at first. It is in the checkpoint.
             generator: The client's own of this round, on the CPU.
@@ -60,7 +63,7 @@ class UpdateTransform(ABC):
         """Return what an update takes on its way.
 
         Args:
-            numbers: :math:`P`.
+            numbers: Trained parameters, :math:`P`.
             before: What it takes without this transform.
         """
         return before

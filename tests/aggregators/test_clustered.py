@@ -1,5 +1,7 @@
 """Clustered federated learning: when clusters split and how, and who starts where."""
 
+from itertools import combinations
+
 import pytest
 import torch
 
@@ -53,6 +55,135 @@ def test_clusters_split_and_split_again_with_the_clients_own_numbers():
     assert rule.tree[0].tolist() == [-1, -1]
     assert rule.tree[1].tolist() == [0, 2]
     assert rule.figures()["clusters"] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "models"),
+    [
+        ({}, [[12, 23], [8, 17]]),
+        ({"split_update": "cluster"}, [[10, 20], [10, 20]]),
+        ({"weighting": "uniform"}, [[12, 22], [8, 17]]),
+        ({"weighting": "uniform", "split_update": "cluster"}, [[10, 19.5], [10, 19.5]]),
+    ],
+)
+def test_a_split_by_hand(options, models):
+    """By samples the means of the parts are (2, 3) and (-2, -3), of all (0, 0).
+
+    Counted once each they are (2, 2), (-2, -3) and (0, -1/2).
+    """
+    rule = ClusteredFL(eps1=1.0, eps2=4.0, warmup=0, **options)
+    rule.start(torch.tensor([10.0, 20.0]))
+    deltas = torch.tensor([[2.0, 0.0], [-3.0, -2.0], [2.0, 4.0], [-1.0, -4.0]])
+    rule.update(ClientUpdate(torch.arange(4), deltas, torch.tensor([1, 2, 3, 2])))
+    server = rule.compute()
+    assert rule.clusters() == [[0, 2], [1, 3]]
+    assert rule.models.tolist() == models
+    assert server.tolist() == [sum(column) / 2 for column in zip(*models, strict=True)]
+    assert rule.server_for(torch.tensor([3, 0])).tolist() == models[::-1]
+
+
+def transcribed(rounds, targets, rates, eps1, eps2, warmup):
+    """The authors' program in plain loops: everybody trains, clusters split, then they average.
+
+    A client's round goes the part ``rate`` of the way to its target. Returns each client's model
+    and the clusters after every round.
+    """
+    models, clusters = [[0.0] * len(targets[0]) for _ in targets], [list(range(len(targets)))]
+
+    def dot(a, b):
+        return sum(x * y for x, y in zip(a, b, strict=True))
+
+    def average(rows):
+        return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+
+    def halves(members, updates):
+        """Complete linkage: join the two groups whose least similar members are most similar."""
+        groups = [[k] for k in members]
+        while len(groups) > 2:
+
+            def likeness(pair):
+                return min(
+                    dot(updates[i], updates[j])
+                    / (dot(updates[i], updates[i]) * dot(updates[j], updates[j])) ** 0.5
+                    for i in groups[pair[0]]
+                    for j in groups[pair[1]]
+                )
+
+            one, other = max(combinations(range(len(groups)), 2), key=likeness)
+            groups[one] += groups.pop(other)
+        return sorted(map(sorted, groups))
+
+    for t in range(1, rounds + 1):
+        updates = [
+            [rate * (x - w) for x, w in zip(target, model, strict=True)]
+            for target, model, rate in zip(targets, models, rates, strict=True)
+        ]
+        after = []
+        for members in clusters:
+            mean = average([updates[k] for k in members])
+            largest = max(dot(updates[k], updates[k]) ** 0.5 for k in members)
+            small = dot(mean, mean) ** 0.5 < eps1 and largest > eps2
+            does = small and len(members) > 2 and t > warmup
+            after += halves(members, updates) if does else [members]
+        clusters = after
+        for members in clusters:
+            mean = average([updates[k] for k in members])
+            for k in members:
+                models[k] = [w + x for w, x in zip(models[k], mean, strict=True)]
+        yield [list(model) for model in models], sorted(clusters)
+
+
+def test_rounds_are_the_authors_program():
+    """Twelve clients of four kinds, which split into two clusters and then both in one round."""
+    random = torch.Generator().manual_seed(3)
+    targets = DIRECTIONS[::2].repeat_interleave(3, 0)
+    targets = targets + 0.2 * torch.rand(12, 2, generator=random, dtype=torch.float64)
+    rates = 0.4 + 0.2 * torch.rand(12, generator=random, dtype=torch.float64)
+    rule = ClusteredFL(eps1=0.25, eps2=0.3, warmup=2, weighting="uniform")
+    server, ids = torch.zeros(2, dtype=torch.float64), torch.arange(12)
+    expected = list(transcribed(10, targets.tolist(), rates.tolist(), 0.25, 0.3, 2))
+    for models, clusters in expected:
+        rule.start(server)
+        starts = rule.server_for(ids)
+        rule.update(ClientUpdate(ids, rates[:, None] * (targets - starts), torch.ones(12)))
+        server = rule.compute()
+        found, wanted = rule.server_for(ids), torch.tensor(models, dtype=torch.float64)
+        torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
+        assert sorted(rule.clusters()) == clusters
+        torch.testing.assert_close(server, wanted.mean(0), atol=1e-12, rtol=0)
+    parents, rounds = rule.tree.T.tolist()
+    assert parents == [-1, 0, 0, 1]
+    assert rounds[2] == rounds[3] > rounds[1]
+
+
+def test_norms_and_cosines_are_over_parameters_and_not_over_statistics():
+    """Large statistics would keep the cluster together, or split it elsewhere."""
+    moves = torch.tensor([[1.0, 0.0], [1.0, 0.1], [-1.0, 0.0], [-1.0, -0.1]], dtype=torch.float64)
+    statistics = torch.tensor([[9.0], [-7.0], [9.0], [9.0]], dtype=torch.float64)
+    rules = [ClusteredFL(eps1=0.5, eps2=0.9, warmup=0) for _ in range(2)]
+    for rule, deltas in zip(rules, (moves, torch.cat([moves, statistics], 1)), strict=True):
+        rule.num_parameters = 2
+        rule.start(torch.zeros(deltas.shape[1], dtype=torch.float64))
+        rule.update(ClientUpdate(torch.arange(4), deltas, torch.ones(4)))
+        rule.compute()
+        assert rule.clusters() == [[0, 1], [2, 3]]
+    assert rules[0].figures() == rules[1].figures()
+    assert torch.equal(rules[0].models, rules[1].models[:, :2])
+    assert rules[1].models[:, 2].tolist() == [1.0, 9.0]  # each part has its own
+
+
+def test_only_the_clients_of_the_round_count():
+    """A cluster without a client keeps its model; absent clients stay with the first part."""
+    rule = ClusteredFL(eps1=0.3, eps2=0.2, warmup=0)
+    server = run(rule, 1, ids=[0, 1, 2, 4, 5, 6])
+    assert rule.clusters() == [[0, 1, 2], [4, 5, 6]]
+    before = rule.models.clone()
+    rule.start(server)
+    moved(rule, ids=[0, 1, 3])
+    rule.compute()
+    assert torch.equal(rule.models[1], before[1])
+    assert not torch.equal(rule.models[0], before[0])
+    assert rule.clusters() == [[0, 1, 2, 3], [4, 5, 6]]
 
 
 @pytest.mark.parametrize(
@@ -142,13 +273,28 @@ def federation(fit, tmp_path):
     return train
 
 
-@pytest.mark.parametrize("lanes", [None, 4])
-def test_a_federation_finds_its_groups(federation, tmp_path, lanes):
-    rule, loop = federation(10, lanes)
-    assert rule.clusters() == [[0, 1, 2], [3, 4, 5]]
-    assert [row["clusters"] for row in loop.rows][-1] == 2
-    assert loop.rows[0]["max_norm"] > 0
+def test_a_federation_finds_its_groups_also_vectorized(federation, tmp_path):
+    runs = [federation(10, lanes) for lanes in (None, 4)]
+    for rule, loop in runs:
+        assert rule.clusters() == [[0, 1, 2], [3, 4, 5]]
+        assert [row["clusters"] for row in loop.rows][-1] == 2
+        assert loop.rows[0]["max_norm"] > 0
+    (plain, _), (vectorized, _) = runs
+    torch.testing.assert_close(vectorized.models, plain.models, atol=1e-12, rtol=0)
     assert (tmp_path / "aggregator.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("lanes", [None, 3])
+def test_statistics_of_batches_have_no_norm(fit, data, lanes):
+    """With a rate of zero parameters stay, and only the statistics of BatchNorm move."""
+    net = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3))
+    module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.0)).double()
+    user = module if lanes is None else Lanes(module, lanes, compile=False)
+    loop = FederatedLoop(aggregator=ClusteredFL(eps1=9.0, eps2=0.0, warmup=0), buffers="average")
+    fit(user, loop, data(), rounds=2)
+    assert net[1].running_mean.abs().max() > 0
+    assert [row["max_norm"] for row in loop.rows] == [0, 0]
+    assert [row["clusters"] for row in loop.rows] == [1, 1]
 
 
 def test_a_resumed_federation_is_bit_equal(federation, tmp_path):
@@ -169,6 +315,7 @@ def test_a_resumed_federation_is_bit_equal(federation, tmp_path):
         ({"min_size": 1}, "min_size at least 2, got 20 and 1"),
         ({"warmup": -1}, "warmup must be at least 0"),
         ({"linkage": "ward"}, "linkage must be complete or single, got 'ward'"),
+        ({"split_update": "half"}, "split_update must be parts or cluster, got 'half'"),
         ({"weighting": "n"}, "weighting must be samples or uniform, got 'n'"),
     ],
 )

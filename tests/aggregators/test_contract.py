@@ -2,10 +2,12 @@
 
 import copy
 import pickle
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 
 from lightning_fl.aggregators import (
     ClusteredFL,
@@ -134,22 +136,16 @@ def test_what_becomes_of_an_update_later_does_not_matter(make):
 
 
 @every_rule
-def test_the_order_of_clients_changes_rounding_only(make):
-    server, update = problem(k=9)
+@every_dtype
+def test_order_and_grouping_of_clients_do_not_change_a_bit(make, dtype):
+    server, update = problem(k=9, dtype=dtype)
     expected = aggregate(make(), server, update)
     for order in ([8, 7, 6, 5, 4, 3, 2, 1, 0], [3, 1, 4, 0, 5, 8, 2, 6, 7]):
-        found = aggregate(make(), server, rows(update, order))
-        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
-
-
-@every_rule
-def test_clients_may_come_one_by_one_or_together(make):
-    server, update = problem(k=6)
-    together = aggregate(make(), server, update)
-    one_by_one = aggregate(make(), server, *(rows(update, [i]) for i in range(6)))
-    in_two = aggregate(make(), server, rows(update, [0, 1, 2, 3]), rows(update, [4, 5]))
-    torch.testing.assert_close(one_by_one, together, atol=1e-12, rtol=0)
-    torch.testing.assert_close(in_two, together, atol=1e-12, rtol=0)
+        assert torch.equal(aggregate(make(), server, rows(update, order)), expected)
+        one_by_one = [rows(update, [i]) for i in order]
+        assert torch.equal(aggregate(make(), server, *one_by_one), expected)
+        in_two = rows(update, order[:4]), rows(update, order[4:])
+        assert torch.equal(aggregate(make(), server, *in_two), expected)
 
 
 @every_rule
@@ -224,3 +220,74 @@ def test_nothing_of_a_client_stays_in_memory(make):
         tensors = [*rule.metric_state.values(), *rule.buffers()]
         sizes.append(sum(t.numel() for t in tensors))
     assert sizes[0] == sizes[1]
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+#: Which process each client of a round returns to, modulo their number; None loses the client.
+SHARES = [
+    [0, 0, 0, 0, 0],  # the others are idle
+    [2, 1, 0, 1, 2],
+    [1, None, 1, 1, None],  # a process loses all of its clients
+    [None, None, None, None, None],
+    [2, 2, 2, 2, 2],
+]
+
+
+def rounds_of_a_process(rank=0, world_size=1, group=None):
+    """Return what each rule makes of some rounds, on one process of several or on one alone."""
+    found = {}
+    for name, make in RULES.items():
+        rule, server = make(), problem()[0]
+        for part in rule.modules():
+            part.process_group = group
+        servers = []
+        for seed, shares in enumerate(SHARES):
+            _, update = problem(seed=seed)
+            rule.start(server)
+            for client, share in enumerate(shares):
+                if share is not None and share % world_size == rank:
+                    rule.update(rows(update, [client]))
+            server = rule.compute()
+            servers.append(server)
+        # The state in plain tensors: what a checkpoint of any process would hold.
+        found[name] = servers, {k: v for k, v in rule.state_dict().items() if torch.is_tensor(v)}
+    return found
+
+
+def run_process(rank, folder):
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/all", rank=rank, world_size=3)
+    two = torch.distributed.new_group([0, 1])
+    found = {3: rounds_of_a_process(rank, 3)}
+    if rank < 2:
+        found[2] = rounds_of_a_process(rank, 2, two)
+    torch.save(found, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def on_processes(tmp_path_factory):
+    """What each process of 2 and of 3 found, for every rule, from one start of three processes."""
+    folder = tmp_path_factory.mktemp("contract")
+    mp.spawn(run_process, (folder,), nprocs=3)
+    ranks = [torch.load(f"{folder}/{rank}.pt") for rank in range(3)]
+    return {n: [rank[n] for rank in ranks[:n]] for n in (2, 3)}
+
+
+@pytest.fixture(scope="module")
+def on_one_process():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return rounds_of_a_process()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_processes_without_clients_do_not_change_a_bit(on_processes, on_one_process, name):
+    servers, state = on_one_process[name]
+    assert not torch.equal(servers[0], servers[1])
+    for found in (found[name] for group in on_processes.values() for found in group):
+        assert all(map(torch.equal, found[0], servers))
+        assert found[1].keys() == state.keys()
+        assert all(torch.equal(found[1][key], state[key]) for key in state)

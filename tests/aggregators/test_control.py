@@ -83,38 +83,80 @@ def test_without_the_integral_it_is_fedcostwavg():
     agree(trained(FedCostWAvg(0.3)), plainly(0.3, 0.7, 1.0))
 
 
-def test_differences_and_a_window():
-    """FedPIDAvg, client by client."""
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("window", "clamp"), [(6, False), (2, False), (1, False), (3, True)])
+def test_rounds_are_the_equations_of_fedpidavg(window, clamp, split):
+    """Each client's losses, the initial model's first, are a list; losses rise and fall."""
 
     def plainly():
         server, history = torch.zeros(3, dtype=torch.float64), {}
         for update in problem():
-            s, d, i = [], [], []
-            for row, client in enumerate(update.clients.tolist()):
-                loss = float(update.loss_after[row])
-                past = history.setdefault(client, [])
-                last = past[-1] if past else float(update.loss_before[row])
-                past.append(loss)
+            ids, s, d, m = update.clients.tolist(), [], [], []
+            for row, client in enumerate(ids):
+                losses = history.setdefault(client, [float(update.loss_before[row])])
+                losses.append(float(update.loss_after[row]))
                 s.append(SAMPLES[client])
-                d.append(max(0.0, last - loss))
-                i.append(sum(past[-2:]))
-            for row in range(len(s)):
-                fall = d[row] / sum(d) if sum(d) else s[row] / sum(s)
-                weight = 0.3 * s[row] / sum(s) + 0.5 * fall + 0.2 * i[row] / sum(i)
+                d.append(losses[-2] - losses[-1])
+                m.append(sum(losses[-window:]))
+            assert min(d) < 0
+            if clamp:
+                d = [max(0.0, each) for each in d]
+                d = d if any(d) else s  # nobody's loss fell
+            for row in range(len(ids)):
+                weight = 0.45 * s[row] / sum(s) + 0.45 * d[row] / sum(d) + 0.1 * m[row] / sum(m)
                 server = server + weight * update.delta[row]
             yield server
 
-    agree(trained(FedPIDAvg(0.3, 0.5, window=2)), plainly())
+    agree(trained(FedPIDAvg(window=window, clamp=clamp), split), plainly())
 
 
-def test_where_no_loss_fell_size_decides():
-    rule = FedPIDAvg(0.0, 1.0)
+def test_the_published_constants_are_the_defaults():
+    rule = FedPIDAvg()
+    assert (rule.alpha, rule.beta, rule.window, rule.clamp) == (0.45, 0.45, 6, False)
+
+
+def one_round(rule, before, after, delta=(3.0, 0.0), samples=(1, 2)):
     rule.start(torch.zeros(1))
-    delta = torch.tensor([[3.0], [0.0]])
-    rule.update(
-        ClientUpdate(torch.arange(2), delta, torch.tensor([1, 2]), torch.ones(2), torch.ones(2))
-    )
-    assert rule.compute().item() == pytest.approx(1.0)
+    losses = torch.tensor(before), torch.tensor(after)
+    delta, samples = torch.tensor(delta)[:, None], torch.tensor(samples)
+    rule.update(ClientUpdate(torch.arange(len(delta)), delta, samples, *losses))
+    return rule.compute().item()
+
+
+def test_a_client_whose_loss_rises_counts_negatively():
+    """d = -1, 3: shares of -1/2 and 3/2 instead of 0 and 1."""
+    rule = FedPIDAvg(0.0, 1.0)
+    assert one_round(rule, [1.0, 5.0], [2.0, 2.0]) == pytest.approx(-1.5)
+    assert rule.figures()["weight_l1"] == pytest.approx(2.0)
+    assert one_round(FedPIDAvg(0.0, 1.0, clamp=True), [1.0, 5.0], [2.0, 2.0]) == 0
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        [1.0, 1.0],  # no loss moved
+        [0.5, 1.5],  # d = 0.5, -0.5
+        [0.5, 1.5 - 1e-6],  # the quotients would be about -500,000 and 500,000
+    ],
+)
+def test_where_falls_cancel_size_decides(after):
+    rule = FedPIDAvg(0.0, 1.0)
+    assert one_round(rule, [1.0, 1.0], after) == pytest.approx(1.0)
+    assert rule.figures()["weight_l1"] == pytest.approx(1.0)
+
+
+def test_the_limit_of_cancellation_is_an_option():
+    """d = 1, -0.9: the sum is 0.1, that of absolute values 1.9."""
+    found = [
+        one_round(FedPIDAvg(0.0, 1.0, cancellation=c), [1, 1.0], [0, 1.9]) for c in (0.05, 0.06)
+    ]
+    assert found == [pytest.approx(30.0, rel=1e-5), pytest.approx(1.0)]
+
+
+def test_negative_losses_are_not_clamped():
+    """Losses of -1 to -3 and -1 to -2: d = 2, 1 and m = -4, -3."""
+    assert one_round(FedPIDAvg(0.0, 1.0), [-1.0, -1.0], [-3.0, -2.0]) == pytest.approx(2.0)
+    assert one_round(FedPIDAvg(0.0, 0.0), [-1.0, -1.0], [-3.0, -2.0]) == pytest.approx(12 / 7)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +198,7 @@ def test_saved_after_two_rounds_it_goes_on_as_if_nothing_had_been(tmp_path, make
         (lambda: FedControl(-0.1, 0.5), "at least 0"),
         (lambda: FedControl(decay=1.2), r"decay must be in \[0, 1\], got 1.2"),
         (lambda: FedControl(least=0.0), "least must be positive and finite, got 0.0"),
+        (lambda: FedPIDAvg(cancellation=1.0), r"cancellation must be in \[0, 1\), got 1.0"),
         (lambda: FedPIDAvg(window=0), "window must be a whole number from 1 up, got 0"),
         (lambda: FedCostWAvg(1.5), r"alpha must be in \[0, 1\], got 1.5"),
     ],
@@ -245,16 +288,16 @@ def ragged_modules(fit, blobs):
 
 
 def test_a_module_without_losses_is_refused_at_once(fit, foreign):
-    with pytest.raises(FederationError, match=r"Foreign has no method losses\(batch\)"):
+    with pytest.raises(FederationError, match=r"Foreign has no method federated_losses\(batch\)"):
         fit(foreign(), FederatedLoop(aggregator=FedCostWAvg(), buffers="average"))
 
 
-def test_a_client_whose_loss_is_not_finite_is_skipped(fit, data):
+def test_a_client_whose_loss_is_not_finite_is_dropped(fit, data):
     """Its update would be fine, and its loss would stay with the rule for ever."""
 
     class Loud(ClientModule):
-        def losses(self, batch, *rest):
-            found = super().losses(batch, *rest)
+        def federated_losses(self, batch, *rest):
+            found = super().federated_losses(batch, *rest)
             bad = self.trainer.current_epoch == 0 and len(batch[0]) == 28
             return torch.full_like(found, torch.inf) if bad else found
 
@@ -262,9 +305,9 @@ def test_a_client_whose_loss_is_not_finite_is_skipped(fit, data):
     loop = FederatedLoop(aggregator=FedControl())
     keys = [0] * 28 + [1] * 30 + [2] * 31 + [3] * 31
     sizes = data(partition=ByKey(), keys=keys)
-    with pytest.warns(UserWarning, match="skipped 1 of 4 clients"):
+    with pytest.warns(UserWarning, match="dropped 1 of 4 client updates"):
         fit(module, loop, sizes, rounds=3)
-    assert [row["skipped_clients"] for row in loop.rows] == ["0", "", ""]
+    assert [row["dropped_clients"] for row in loop.rows] == ["0", "", ""]
     assert all(p.isfinite().all() for p in module.parameters())
 
 

@@ -88,6 +88,55 @@ def test_a_round_merges_what_clients_have_become(sizes):
     assert rule.figure() is not None
 
 
+def two_rounds(rule, made, rounds=2):
+    """The rule after rounds of clients 0, 1, 2 and then 0, 2, 3, and the second round's updates."""
+    begun(rule, made)
+    random = torch.Generator().manual_seed(5)
+    for round, ids in enumerate((torch.arange(3), torch.tensor([0, 2, 3]))):
+        starts = rule.server_for(ids)
+        deltas = 0.4 * torch.randn(starts.shape, generator=random, dtype=torch.float64)
+        if round < rounds:
+            rule.start(vector(made))
+            rule.update(ClientUpdate(ids, deltas, torch.ones(3)))
+            rule.compute()
+            rule.publish()
+            rule.withdraw()
+    return rule, starts + deltas
+
+
+@pytest.mark.parametrize("sizes", [(6, 8, 3), (6, 8, 5, 3)])
+@pytest.mark.parametrize(
+    "how", [{}, {"matching_start": "greedy"}, {"accept": "improvement"}], ids=str
+)
+def test_a_second_round_goes_on_from_the_assignment_of_the_first(sizes, how):
+    """Client 3 was not in the first round, and client 1 is not in the second."""
+    options = {"gamma": 1.0, "sigma2": 0.3, "sigma02": 5.0, "seed": 3, **how}
+    once, ends = two_rounds(PFNM(**options), module(sizes), rounds=1)
+    first = once.assignments()
+    start = [
+        [torch.tensor(first[client][layer]) if client != 3 else None for client in (0, 2, 3)]
+        for layer in range(len(sizes) - 2)
+    ]
+    nets = [once.module_chain.unpack(end, once._own) for end in ends]
+    given = {name: options[name] for name in ("gamma", "sigma2", "sigma02")}
+
+    def expected(start, **other):
+        found = match_networks(nets, None, **{**given, **once._options(), **other}, start=start)
+        return found, [[m.assignments[row].tolist() for m in found.matchings] for row in range(3)]
+
+    network, atoms = expected(start if "matching_start" not in how else None)
+    twice, _ = two_rounds(PFNM(**options), module(sizes))
+    assert [twice.assignments()[client] for client in (0, 2, 3)] == atoms
+    torch.testing.assert_close(twice.merged, once.module_chain.pack(network.layers))
+    assert 8 < network.widths[0] < 24  # some neurons are shared, not all
+    assert once._options()["sweeps"] == 3
+    others = [
+        expected(begin, accept=accept)[1]
+        for begin, accept in ((start, "always"), (None, "always"), (start, "improvement"))
+    ]
+    assert sum(other == atoms for other in others) == 1  # each option matters here
+
+
 def test_narrower_clients_stay_narrow(fit, data):
     made = module((6, 8, 3))
     rule = PFNM(**ALL, widths=[8, 3])
@@ -146,6 +195,7 @@ def test_it_resumes_bit_equal_and_loads_elsewhere(fit, data, trainer, tmp_path):
         last = str(tmp_path / "parts" / "last.ckpt")
         parts, two = run(tmp_path / "parts", 5, wrap, ckpt_path=last)
         assert one.rows == two.rows
+        assert one.aggregator.assignments() == two.aggregator.assignments()
         assert Chain(whole).shapes[0][0] > 8
         assert all(
             torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True)
@@ -353,6 +403,8 @@ def test_what_does_not_go_together(fit, data):
         ({"gamma": 0.0}, "gamma must be positive and finite"),
         ({"sigma2": float("nan")}, "sigma2 must be positive"),
         ({"sigma02": -1.0}, "sigma02 must be positive"),
+        ({"accept": "never"}, "accept must be always or improvement, got 'never'"),
+        ({"matching_start": "old"}, "matching_start must be previous or greedy, got 'old'"),
         ({"start": "mine"}, "start must be own or server"),
         ({"sweeps": -1}, "sweeps must be at least 0"),
         ({"widths": [3, 0]}, "widths must be at least 1, got 0"),

@@ -2,11 +2,13 @@
 
 import csv
 import math
+import warnings
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.plugins import MixedPrecision
 from scipy import stats
 
 from lightning_fl import ClientModule, Lanes
@@ -209,7 +211,7 @@ def test_rounds_of_nobody_are_rounds(simulate):
     for row in loop.rows:
         if row["clients"] == 0:
             assert (row["num_samples"], row["num_steps"], row["bytes_up"]) == (0, 0, 0)
-            assert (row["skipped"], row["bytes_down"]) == (0, 0)
+            assert (row["dropped"], row["bytes_down"]) == (0, 0)
     assert rule.ledger == [(1.0, 12)]
     assert all(distance > 0 for distance in moved)
     moved.clear()
@@ -225,7 +227,7 @@ def test_a_round_in_which_everyone_is_lost_has_its_noise(simulate):
     """Else it would be seen that nobody returned."""
     rule = DPFedAvg(noise_multiplier=1.0)
     _, loop = simulate(ClientFaults(dropout=1.0), aggregator=rule)
-    assert [row["skipped"] for row in loop.rows] == [4, 4, 4]
+    assert [row["dropped"] for row in loop.rows] == [4, 4, 4]
     assert loop.rows[-1]["epsilon"] == epsilon([(1.0, 3)], 4**-1.1, Cohort(4, 4))
     assert len({row["val_loss"] for row in loop.rows}) == 3
     with pytest.raises(FederationError, match=r"give away how many .* Set min_clients=1"):
@@ -309,6 +311,94 @@ def test_what_cannot_be_private_is_refused(simulate, fit, foreign):
     rule = DPFedAvg()
     with pytest.raises(FederationError, match="use it in a FederatedLoop, or set its cohort"):
         rule.start(torch.zeros(1))
+
+
+class Stepwise(ClientModule):
+    """A scheduler of steps, or one that watches a metric."""
+
+    def __init__(self, monitor=None):
+        super().__init__(torch.nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        self.monitor = monitor
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        if self.monitor is None:
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return [optimizer], [{"scheduler": schedule, "monitor": self.monitor}]
+
+
+def test_what_one_client_could_pass_to_the_others_is_refused(simulate, fit):
+    with pytest.raises(FederationError, match=r'interval="step".* Set interval="epoch"'):
+        fit(Stepwise().double(), FederatedLoop(aggregator=DPFedAvg(), seed=3))
+    with pytest.raises(FederationError, match="on_client_error='raise': a run that ends"):
+        simulate(aggregator=DPFedAvg(), on_client_error="raise")
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    with pytest.raises(FederationError, match="its loss scale is shared"):
+        simulate(aggregator=DPFedAvg(), plugins=[scaled])
+    for monitor in ("train_loss", "federation/num_samples"):
+        with pytest.raises(FederationError, match=f"EarlyStopping monitors '{monitor}'"):
+            simulate(EarlyStopping(monitor), aggregator=DPFedAvg())
+    with pytest.raises(FederationError, match="ReduceLROnPlateau monitors 'train_loss'"):
+        fit(Stepwise("train_loss").double(), FederatedLoop(aggregator=DPFedAvg(), seed=3))
+    simulate(EarlyStopping("val_loss"), aggregator=DPFedAvg(), rounds=1)
+
+
+class Mine(PoissonSampler):
+    """Draws in another way than its parent."""
+
+    def sample(self, round, count, num_samples, generator):
+        return torch.arange(count)
+
+
+class Claims(UniformSampler):
+    drawn = "poisson"
+
+
+@pytest.mark.parametrize("sampler", [Mine(), Claims()])
+def test_a_child_of_a_known_sampler_is_not_accounted_for(simulate, sampler):
+    with pytest.raises(FederationError, match="2 of 4 clients are drawn in a way of which no"):
+        simulate(aggregator=DPFedAvg(), participation=2, sampler=sampler)
+
+
+def test_branches_with_other_options_draw_other_noise(simulate, fit, tmp_path):
+    """Else the difference of two models that go on from one checkpoint has no noise."""
+
+    def model(rule=None, lr=0.1, rounds=2, **options):
+        module = ClientModule(torch.nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=lr))
+        with torch.no_grad():
+            torch.nn.init.zeros_(module.net.weight)
+            torch.nn.init.zeros_(module.net.bias)
+        options = {"policy": Schedule(num_steps=1), "seed": 3} | options
+        rule = rule or DPFedAvg(1.0, 1e-6)  # updates are nothing beside the noise
+        again = {"ckpt_path": str(tmp_path / "last.ckpt")} if rounds == 2 else {}
+        callbacks = [] if again else [RoundCheckpoint(str(tmp_path))]
+        loop = FederatedLoop(aggregator=rule, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fit(
+                module.double(),
+                loop,
+                rounds=rounds,
+                callbacks=callbacks,
+                enable_checkpointing=not again,
+                **again,
+            )
+        return module.net.weight.detach() * 1e6
+
+    start = model(rounds=1)
+    same = model()
+    assert torch.equal(model(), same)
+    deviation = float((same - start).std())
+    assert deviation > 0.05
+    for other in (
+        model(DPFedAvg(1.0, 1e-6, delta=0.01)),
+        model(DPFedAvg(1.0, 1.0001e-6)),
+        model(lr=0.1001),
+        model(policy=Schedule(num_steps=2)),
+    ):
+        assert float((other - same).std()) > 0.5 * deviation
 
 
 def test_policies_do_not_hear_single_clients(simulate):

@@ -98,7 +98,8 @@ def test_sweeps_find_what_no_single_client_can_better(seed):
     prior = process(2, 3, gamma=1.0)
     values = [rand(2, 2, seed=10 * seed + s) for s in range(3)]
     own = [torch.full((2,), 5.0, dtype=torch.float64)] * 3
-    found = match(prior, values, own, sweeps=6, orders=[[0, 1, 2]] * 7)
+    orders = [[0, 1, 2]] * 7
+    found = match(prior, values, own, sweeps=6, orders=orders, accept="improvement")
     best = found.objective[-1]
     assert plainly(prior, values, own, [a.tolist() for a in found.assignments]) == pytest.approx(
         best
@@ -114,17 +115,152 @@ def test_sweeps_find_what_no_single_client_can_better(seed):
     assert found.objective == sorted(found.objective)
 
 
-def test_the_objective_never_falls_over_sweeps():
+def test_the_objective_never_falls_where_only_improvements_are_accepted():
+    fell = 0
     for seed in range(10):
         values = [rand(6, 4, seed=100 * seed + s) for s in range(5)]
         prior = Process(torch.zeros(4), torch.ones(4), 5, gamma=10.0)
-        generator = torch.Generator().manual_seed(seed)
-        found = match(prior, values, [torch.full((4,), 3.0)] * 5, sweeps=8, generator=generator)
+        found, other = (
+            match(
+                prior,
+                values,
+                [torch.full((4,), 3.0)] * 5,
+                sweeps=8,
+                generator=torch.Generator().manual_seed(seed),
+                accept=accept,
+            )
+            for accept in ("improvement", "always")
+        )
         assert found.objective == sorted(found.objective)
+        fell += other.objective != sorted(other.objective)
         assert found.counts.sum() == 30
         assert found.counts.max() <= 5
         for each in found.assignments:
             assert len(each.unique()) == len(each)
+    assert fell
+
+
+def swept(prior, values, own, start, orders):
+    """The procedure of the paper in loops: each client in turn gets its best of all assignments.
+
+    Returns the groups of neurons, (client, neuron), that are one atom, and the objectives.
+    """
+    atoms = [list(each) for each in start]
+    objectives = [plainly(prior, values, own, atoms)]
+    for order in orders:
+        for client in order:
+            others = [a for c, each in enumerate(atoms) if c != client for a in each]
+            names = {atom: place for place, atom in enumerate(dict.fromkeys(others))}
+            atoms = [[names.get(a, -1) for a in each] for each in atoms]
+
+            def gain(chosen, client=client, atoms=atoms, names=names):
+                total, new = 0.0, 0
+                for neuron, atom in enumerate(chosen):
+                    holders = [
+                        (c, n)
+                        for c, each in enumerate(atoms)
+                        for n, a in enumerate(each)
+                        if c != client and a == atom
+                    ]
+                    top = prior.mean * prior.precision
+                    low = prior.precision.clone()
+                    for c, n in holders:
+                        top, low = top + own[c] * values[c][n], low + own[c]
+                    after = (top + own[client] * values[client][neuron]) ** 2 / (low + own[client])
+                    total += float((after - top**2 / low).sum())
+                    if atom < len(names):
+                        m = min(len(holders), prior.cap or len(holders))
+                        total += prior.popularity * log(m / (prior.clients - m))
+                    else:
+                        new += 1
+                        total += 2 * log(prior.gamma / prior.clients) - 2 * log(new)
+                return total
+
+            tried = every_assignment(len(values[client]), len(names))
+            atoms[client] = max(tried, key=gain)
+        objectives.append(plainly(prior, values, own, atoms))
+    return groups(atoms), objectives
+
+
+def groups(assignments):
+    found = {}
+    for client, atoms in enumerate(assignments):
+        for neuron, atom in enumerate(atoms):
+            found.setdefault(int(atom), set()).add((client, neuron))
+    return sorted(map(sorted, found.values()))
+
+
+@pytest.mark.parametrize("popularity", [1.0, 2.0])
+def test_sweeps_take_every_assignment_that_is_a_clients_best(popularity):
+    """Against loops over all assignments, from a start of a previous round, also where it falls."""
+    fell, differs = 0, 0
+    for seed in range(12):
+        prior = process(2, 3, gamma=2.0, popularity=popularity)
+        values = [0.8 * rand(n, 2, seed=10 * seed + s) for s, n in enumerate((3, 2, 3))]
+        own = [torch.full((2,), 2.0, dtype=torch.float64)] * 3
+        start, orders = [[0, 1, 2], [3, 0], [1, 4, 3]], [[2, 0, 1], [1, 2, 0], [0, 1, 2]]
+        expected, objectives = swept(prior, values, own, start, orders)
+        options = {"start": [torch.tensor(a) for a in start], "orders": [[0, 1, 2], *orders]}
+        found = match(prior, values, own, 3, **options)
+        assert groups(found.assignments) == expected
+        assert found.objective == pytest.approx(objectives, abs=1e-9)
+        fell += objectives != sorted(objectives)
+        variant = match(prior, values, own, 3, **options, accept="improvement")
+        differs += groups(variant.assignments) != expected
+    assert fell
+    assert differs
+
+
+def test_a_start_is_what_sweeps_begin_with_and_clients_without_one_are_placed():
+    prior, own = process(2, 3), [torch.ones(2).double()] * 3
+    values = [rand(2, 2, seed=s) for s in range(3)]
+    start = [torch.tensor([5, 2]), None, torch.tensor([2, 9])]
+    found = match(prior, values, own, sweeps=0, start=start)
+    two = match(prior, values[::2], own[:2], sweeps=0, start=[start[0], start[2]])
+    assert groups(two.assignments) == [[(0, 0)], [(0, 1), (1, 0)], [(1, 1)]]
+    gain = gains(prior, two.sums, two.precisions, two.counts, values[1], own[1])
+    best = best_assignment(gain)
+    assert torch.equal(found.assignments[1], best)
+    assert torch.equal(found.assignments[0], two.assignments[0])
+    assert torch.equal(found.assignments[2], two.assignments[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accept": "never"}, "accept must be always or improvement, got 'never'"),
+        ({"orders": [[0, 1]]}, r"orders must hold .* each of 2 sweeps, got \[\[0, 1\]\]"),
+        ({"orders": [[0, 1], [1, 0], [0, 0]]}, "one of the 2 clients, numbered from 0"),
+        ({"start": [torch.tensor([0, 1]), torch.tensor([2])]}, "each of the 2 neurons of client 1"),
+        ({"start": [torch.tensor([3, 3]), None]}, r"client 0 an atom of its own, .* got \[3, 3\]"),
+        ({"start": [torch.tensor([0, -1]), None]}, "numbered from 0, got"),
+    ],
+)
+def test_wrong_orders_and_starts_are_refused(options, message):
+    values = [rand(2, 1, seed=s) for s in range(2)]
+    prior = Process(torch.zeros(1), torch.ones(1), 2)
+    with pytest.raises(FederationError, match=message):
+        match(prior, values, [torch.ones(1)] * 2, sweeps=2, **options)
+
+
+@pytest.mark.parametrize("how", [match_networks, match_upwards])
+def test_each_layer_can_have_orders_of_its_own(how):
+    """What a layer is matched to depends on its own orders, and on those of the layer before."""
+    nets = [network(4, 5, 5, 3, seed=50 * s) for s in range(4)]
+    one, other = [[0, 1, 2, 3]] * 3, [[3, 1, 2, 0], [2, 3, 0, 1], [1, 0, 3, 2]]
+    options = {"sigma2": 0.5, "gamma": 3.0, "sweeps": 2}
+    first = -1 if how is match_networks else 0
+
+    def matched(orders, layer):
+        return groups(how(nets, orders=orders, **options).matchings[layer].assignments)
+
+    assert matched(one, first) != matched(other, first)
+    mixed = [one, one]
+    mixed[first] = other
+    assert matched(mixed, first) == matched(other, first)
+    assert matched([one, one], 0) == matched(one, 0)
+    with pytest.raises(FederationError, match=r"a list for each of 2 hidden layers, .* got 3"):
+        how(nets, orders=[one] * 3, **options)
 
 
 def test_the_same_orders_give_the_same_matching():
@@ -161,8 +297,28 @@ def test_a_cap_and_a_limit():
     assert gain.shape == (2, 3)
     expected = [2 * log(1 / 3), 2 * log(2 / 2), 2 * log(1 / 4)]
     np.testing.assert_allclose(gain[0], expected, atol=1e-12)
-    found = match(prior, [10 * rand(3, 1, seed=s) for s in range(4)], [torch.ones(1)] * 4)
-    assert len(found.atoms) == 3
+
+
+@pytest.mark.parametrize(("atoms", "places"), [(0, 3), (4, 3), (5, 2), (6, 1), (7, 1), (99, 1)])
+def test_at_the_limit_of_atoms_a_client_may_still_add_one(atoms, places):
+    """Supplement 4.2, with a limit of 7: three neurons, as many new columns as there are places."""
+    prior = Process(torch.zeros(1), torch.ones(1), 4, most=7)
+    old = torch.zeros(atoms, 1).double()
+    values = torch.zeros(3, 1).double()
+    gain = gains(prior, old, old + 1, torch.ones(atoms).double(), values, torch.ones(1).double())
+    assert gain.shape == (3, atoms + places)
+
+
+def test_the_limit_of_atoms_grows_by_one_with_each_client():
+    """Neurons are at right angles to each other: without a limit there would be twelve atoms."""
+    values, own = list((10 * torch.eye(12).double()).split(3)), [torch.ones(12).double()] * 4
+    nothing, one = torch.zeros(12), torch.ones(12)
+    prior, free = (Process(nothing, one, 4, most=most) for most in (3, None))
+    assert len(match(free, values, own, sweeps=0).atoms) == 12
+    found = match(prior, values, own, sweeps=0)
+    assert [int(a.max()) for a in found.assignments] == [2, 3, 4, 5]
+    alone = match(Process(nothing, one, 2, most=1), values[:2], own[:2], sweeps=0)
+    assert len(alone.atoms) == 4  # as many as the first client needs, and one
 
 
 def test_a_cap_counts_in_placing_and_in_accepting():
@@ -175,7 +331,8 @@ def test_a_cap_counts_in_placing_and_in_accepting():
     # Atom 0 has four holders: log(1/3), log(2/2), log(3/1) became three times log(1/3).
     rise = 2 * (log(2 / 2) + log(3 / 1) - 2 * log(1 / 3)) + 2 * (log(2 / 2) - log(1 / 3))
     assert free.objective[0] - found.objective[0] == pytest.approx(rise)
-    swept = match(prior, values, own, sweeps=4, orders=[[0, 1, 2, 3]] * 5)
+    orders = [[0, 1, 2, 3]] * 5
+    swept = match(prior, values, own, sweeps=4, orders=orders, accept="improvement")
     assert swept.objective == sorted(swept.objective)
 
 
@@ -468,7 +625,8 @@ def test_upwards_by_hand():
         (torch.tensor([[5.0, 6.0], [7.0, 8.0]]), torch.tensor([2.0, 5.0])),
     ]
     counts = torch.tensor([[3, 1], [1, 1]])
-    found = match_upwards([one, two], counts, sigma2=0.1, sigma02=10.0, gamma=1.0)
+    options = {"sigma2": 0.1, "sigma02": 10.0, "gamma": 1.0, "accept": "improvement"}
+    found = match_upwards([one, two], counts, **options)
     assert [a.tolist() for a in found.matchings[0].assignments] == [[0, 1], [2, 0]]
     (weight, bias), (last, top) = found.layers
     assert weight[:, 0].tolist() == pytest.approx(

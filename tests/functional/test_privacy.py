@@ -8,7 +8,7 @@ import torch
 from scipy import integrate, stats
 
 from lightning_fl.functional.privacy import (
-    clipped_sum,
+    clipped_update,
     epsilon,
     next_clip,
     noise_beside_a_count,
@@ -135,15 +135,13 @@ def test_the_norm_follows_a_quantile():
     assert next_clip(2.0, 1.0, 0.5, 0.2) == pytest.approx(2 * math.exp(-0.1))
 
 
-def test_clipped_sum_by_hand_and_never_longer():
-    updates = torch.tensor([[3.0, 4.0], [0.3, -0.4], [0.0, 0.0], [0.0, 1.0]])
-    total, below = clipped_sum(updates, 1.0)
-    torch.testing.assert_close(
-        total, torch.tensor([0.9, 1.4], dtype=torch.float64), rtol=1e-7, atol=0
-    )
-    assert below == 3
+def test_clipped_by_hand_and_never_longer():
+    updates = torch.tensor([[3.0, 4.0], [0.3, -0.4], [0.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    rows, below = zip(*(clipped_update(update, 1.0) for update in updates), strict=True)
+    expected = torch.tensor([[0.6, 0.8], *updates[1:].tolist()], dtype=torch.float64)
+    torch.testing.assert_close(torch.stack(rows), expected, rtol=1e-15, atol=0)
+    assert [bool(is_below) for is_below in below] == [False, True, True, True]
     random = torch.Generator().manual_seed(1)
     for _ in range(50):
-        long = 1e4 * torch.randn(1, 997, generator=random)
-        assert float(clipped_sum(long, 0.1)[0].norm()) <= 0.1 * (1 + 1e-12)
-    assert clipped_sum(torch.zeros(0, 2), 1.0)[0].tolist() == [0.0, 0.0]
+        long = 1e4 * torch.randn(997, generator=random)
+        assert float(clipped_update(long.double(), 0.1)[0].norm()) <= 0.1 * (1 + 1e-12)

@@ -62,14 +62,16 @@ def test_a_samples_loss_is_its_cross_entropy(module, blobs):
     x, y = blobs(7).tensors
     made = module()
     expected = cross_entropy(*own(made), x, y)[0]
-    torch.testing.assert_close(made.losses((x, y)), expected)
-    torch.testing.assert_close(made.losses((None, y), outputs=made(x)), expected)
+    torch.testing.assert_close(made.federated_losses((x, y)), expected)
+    torch.testing.assert_close(made.federated_losses((None, y), outputs=made(x)), expected)
 
 
 def test_the_loss_of_a_step_is_the_mean_plus_the_terms(module, blobs):
     batch = blobs(7).tensors
     made = module(terms=[Proximal(mu=0.5), Proximal(mu=0.1)])
-    made.fixed = {name: p.detach().clone() for name, p in made.named_parameters()}
+    made.federated_global_parameters = {
+        name: p.detach().clone() for name, p in made.named_parameters()
+    }
     start = own(made)
     with torch.no_grad():
         made.net.weight += 0.2
@@ -216,14 +218,14 @@ def test_a_terms_parameters_are_trained_and_averaged_and_saved(fit, module, data
 def test_no_copy_of_the_server_is_kept_after_a_federation(fit, module, terms):
     made = module(terms=terms)
     fit(made, rounds=1)
-    assert made.fixed == ({} if terms else None)
+    assert made.federated_global_parameters == ({} if terms else None)
 
 
 @pytest.mark.parametrize("terms", [[], [Proximal(mu=0.5)]])
 def test_a_copy_of_the_beginning_is_kept_for_terms_only(fit, module, terms):
     class Looks(ClientModule):
         def training_step(self, batch, batch_idx):
-            assert bool(self.fixed) == bool(terms)
+            assert bool(self.federated_global_parameters) == bool(terms)
             return super().training_step(batch, batch_idx)
 
     fit(module(Looks, terms=terms), rounds=1)
@@ -232,7 +234,7 @@ def test_a_copy_of_the_beginning_is_kept_for_terms_only(fit, module, terms):
 def test_weights_of_samples_make_a_weighted_mean(module, blobs):
     x, y = blobs(7).tensors
     made = module()
-    made.sample_weight = torch.tensor([0.5, 0.25, 0.25, 0, 0, 0, 0]).double()
+    made.federated_sample_weight = torch.tensor([0.5, 0.25, 0.25, 0, 0, 0, 0]).double()
     losses = cross_entropy(*own(made), x, y)[0]
     expected = losses[0] / 2 + losses[1] / 4 + losses[2] / 4
     torch.testing.assert_close(made.training_step((x, y), 0).detach(), expected)
@@ -242,11 +244,11 @@ def test_losses_of_steps_are_recorded_for_one_client_or_several_at_once(module):
     made = module()
     steps = [([1.0, 5.0, 4.0], [2, 1, 3]), ([3.0, 1.0, 0.0], [2, 3, 0])]
     for loss, count in steps:
-        made.record(torch.tensor(loss), torch.tensor(count))
+        made.federated_record(torch.tensor(loss), torch.tensor(count))
     made.on_client_end()
-    made.record(torch.tensor(7.0), 4)
+    made.federated_record(torch.tensor(7.0), 4)
     made.on_client_end()
-    made.record(torch.tensor([torch.nan, 2.0]), torch.tensor([5, 1]))
+    made.federated_record(torch.tensor([torch.nan, 2.0]), torch.tensor([5, 1]))
     made.on_client_end()
     # (1 * 2 + 3 * 2) + (5 + 3) + 4 * 3 + 7 * 4 + 2, over 4 + 4 + 3 + 4 + 1 samples.
     assert made.train_loss.compute().item() == pytest.approx((8 + 8 + 12 + 28 + 2) / 16)
@@ -258,13 +260,13 @@ def test_losses_of_steps_are_recorded_for_one_client_or_several_at_once(module):
 class Wild(ClientModule):
     """Its loss is infinite where a feature is."""
 
-    def losses(self, batch, outputs=None):
+    def federated_losses(self, batch, outputs=None):
         x, y = batch
-        losses = super().losses((x.nan_to_num(posinf=0.0), y))
+        losses = super().federated_losses((x.nan_to_num(posinf=0.0), y))
         return losses.where(x.isfinite().all(1), torch.inf)
 
 
-@pytest.mark.filterwarnings("ignore:.*skipped 1 of 4 clients")
+@pytest.mark.filterwarnings("ignore:.*dropped")
 @pytest.mark.parametrize(("kind", "bad"), [(ClientModule, torch.nan), (Wild, torch.inf)])
 def test_train_loss_leaves_out_a_client_whose_loss_is_not_finite(
     fit, module, data, blobs, kind, bad
@@ -354,7 +356,7 @@ def test_a_prediction_is_the_logits(trainer, module, blobs, data):
 class Regression(ClientModule):
     """Another task: the loss is another function of the same batch."""
 
-    def losses(self, batch, outputs=None):
+    def federated_losses(self, batch, outputs=None):
         x, y = batch
         return (self(x) if outputs is None else outputs).sub(y[:, None]).square().mean(1)
 

@@ -14,7 +14,12 @@ from lightning_fl import ClientModule, Lanes
 from lightning_fl.aggregators import Gossip
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.functional.mixture import mixture_log_probabilities, responsibilities
+from lightning_fl.functional.mixture import (
+    floored_log_weights,
+    log_responsibilities,
+    mixture_log_probabilities,
+    responsibilities,
+)
 from lightning_fl.objectives import FedEM
 from lightning_fl.partition import ByKey, Dirichlet
 from lightning_fl.policies import Schedule
@@ -46,10 +51,17 @@ def test_a_mixture_predicts_the_mean_of_probabilities():
 @pytest.fixture
 def federation(fit, blobs):
     def train(
-        rounds=2, lanes=None, components=2, policy=None, batch_size=7, module=None, **options
+        rounds=2,
+        lanes=None,
+        components=2,
+        policy=None,
+        batch_size=7,
+        module=None,
+        floor=0.0,
+        **options,
     ):
         torch.manual_seed(0)
-        made = module or FedEM(nn.Linear(6, 3), components, sgd).double()
+        made = module or FedEM(nn.Linear(6, 3), components, sgd, floor=floor).double()
         data = FederatedDataModule(
             blobs(100), num_clients=4, batch_size=batch_size, partition=Dirichlet(0.5, 5), seed=1
         )
@@ -61,9 +73,10 @@ def federation(fit, blobs):
     return train
 
 
-def test_rounds_are_the_algorithm(federation):
+@pytest.mark.parametrize("floor", [0.0, 0.4])
+def test_rounds_are_the_algorithm(federation, floor):
     """Everyone's samples in one batch, two local steps: M steps with fixed responsibilities."""
-    module, loop, data = federation(3, policy=Schedule(num_steps=2), batch_size=None)
+    module, loop, data = federation(3, policy=Schedule(num_steps=2), batch_size=None, floor=floor)
     start = FedEM(nn.Linear(6, 3), 2, sgd, seed=0).double()
     theta = torch.stack(
         [torch.cat([n.weight.flatten(), n.bias]).detach() for n in start.net]
@@ -79,7 +92,8 @@ def test_rounds_are_the_algorithm(federation):
         moved, counts = [], []
         for client in plan:
             x, y = data.train.fetch(data.parts[client])
-            weights = pi.get(client, torch.full((2,), 0.5, dtype=torch.float64))
+            weights = pi.get(client, torch.full((2,), 0.5, dtype=torch.float64)).clamp(min=floor)
+            weights = weights / weights.sum()
             mass = weights * torch.exp(-losses(theta, x, y))
             q = mass / mass.sum(1, keepdim=True)
             own = theta.clone().requires_grad_()
@@ -95,7 +109,7 @@ def test_rounds_are_the_algorithm(federation):
     torch.testing.assert_close(found, theta, atol=1e-12, rtol=0)
     for client, weights in pi.items():
         kept = loop.store.get(client)
-        mean = kept["parameter.expected"] / kept["parameter.seen"]
+        mean = kept["parameter.log_expected"].exp() / kept["parameter.seen"]
         torch.testing.assert_close(mean, weights, atol=1e-12, rtol=0)
 
 
@@ -118,7 +132,7 @@ def test_batches_of_a_pass_are_the_whole_e_step(federation):
         q = responsibilities(start._sample_losses(x, y, params), torch.full((2,), 0.5).log())
         kept = loop.store.get(client)
         assert kept["parameter.seen"] == len(x)
-        found = kept["parameter.expected"] / len(x)
+        found = kept["parameter.log_expected"].exp() / len(x)
         torch.testing.assert_close(found, q.mean(0), atol=1e-12, rtol=0)
 
 
@@ -130,10 +144,69 @@ def test_one_component_is_fedavg(federation, flat):
     torch.testing.assert_close(flat(module.net), flat(plain.net), atol=1e-12, rtol=0)
 
 
+def test_a_small_weight_is_not_rounded_to_zero():
+    """By hand: q = 1e-50 / (1 + 1e-50) for the first sample, which float32 does not have."""
+    losses = torch.tensor([[0.0, math.log(1e50)], [0.0, math.log(1e60)]])
+    log_q = log_responsibilities(losses, torch.tensor([0.5, 0.5]).log())
+    expected = torch.tensor([[0.0, -math.log(1e50)], [0.0, -math.log(1e60)]])
+    torch.testing.assert_close(log_q, expected)
+    assert responsibilities(losses, torch.tensor([0.5, 0.5]).log())[:, 1].tolist() == [0, 0]
+
+
+def test_a_weight_of_zero_is_a_responsibility_of_zero():
+    losses = torch.tensor([[9.0, 0.0], [1e4, 0.0]])
+    assert responsibilities(losses, torch.tensor([1.0, 0.0]).log()).tolist() == [[1, 0], [1, 0]]
+
+
+def test_a_floor_by_hand():
+    weights = torch.tensor([0.0, 0.04, 0.96], dtype=torch.float64)
+    found = floored_log_weights(weights.log(), 0.1).exp()
+    expected = torch.tensor([0.1, 0.1, 0.96], dtype=torch.float64) / 1.16
+    torch.testing.assert_close(found, expected, atol=1e-15, rtol=0)
+    assert torch.equal(floored_log_weights(weights.log(), 0.0), weights.log())
+
+
+def test_a_component_that_fits_badly_keeps_what_the_equation_gives_it():
+    """Two batches in float32 with losses of 0 and 200: the weight is e^-200, neither 0 nor 1e-6."""
+    module = FedEM(nn.Linear(1, 2), 2, sgd)
+    with torch.no_grad():
+        for net, scale in zip(module.net, (100.0, -100.0), strict=True):
+            net.weight.copy_(torch.tensor([[-scale], [scale]]))
+            net.bias.zero_()
+    x, y = torch.ones(3, 1), torch.ones(3, dtype=torch.int64)
+    for _ in range(2):
+        module.training_step((x, y), 0)
+    module.on_client_start()
+    torch.testing.assert_close(module.log_weights.detach(), torch.tensor([0.0, -200.0]))
+    module.training_step((x, 1 - y), 0)  # the other one fits: it comes back
+    module.on_client_start()
+    # Prior odds of e^-200 and a likelihood ratio of e^200: even.
+    torch.testing.assert_close(module.weights, torch.tensor([0.5, 0.5]), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("lanes", [None, 3])
+def test_a_component_of_weight_zero_stays_there_unless_there_is_a_floor(federation, lanes):
+    for floor in (0.0, 0.1):
+        module = FedEM(nn.Linear(6, 3), 2, sgd, seed=0, floor=floor).double()
+        with torch.no_grad():
+            module.log_weights.copy_(torch.tensor([1.0, 0.0]).log())
+        before = module.net[1].weight.detach().clone()
+        _, loop, _ = federation(3, lanes, module=module)
+        kept = [loop.store.get(client) for client in range(4)]
+        shares = [k["parameter.log_expected"].exp() / k["parameter.seen"] for k in kept if k]
+        assert len(shares) > 2
+        if floor:
+            assert min(share[1] for share in shares) > 1e-3
+        else:
+            assert [float(share[1]) for share in shares] == [0] * len(shares)
+        assert torch.equal(module.net[1].weight, before) == (floor == 0)
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.4])
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_lanes_change_nothing(federation, flat, lanes):
-    plain, one, _ = federation(3)
-    found, other, _ = federation(3, lanes)
+def test_lanes_change_nothing(federation, flat, lanes, floor):
+    plain, one, _ = federation(3, floor=floor)
+    found, other, _ = federation(3, lanes, floor=floor)
     torch.testing.assert_close(flat(found), flat(plain), atol=1e-12, rtol=0)
     for client in range(4):
         a, b = one.store.get(client), other.store.get(client)
@@ -187,7 +260,7 @@ def test_clients_of_two_kinds_find_their_component(fit, groups, rule):
         fit(module.double(), loop, groups(), rounds=40, callbacks=[callback])
         scores[name] = loop.rows[-1]["server/mean"]
         if name == "fedem":
-            weights = [loop.store.get(c)["parameter.expected"] for c in range(6)]
+            weights = [loop.store.get(c)["parameter.log_expected"] for c in range(6)]
             kinds = [int(w.argmax()) for w in weights]
             assert kinds[:3] == [kinds[0]] * 3
             assert kinds[3:] == [1 - kinds[0]] * 3
@@ -219,6 +292,8 @@ def test_components_differ_and_belong_to_the_seed():
     [
         (lambda: FedEM(nn.Linear(2, 2), 0), "components must be a whole number from 1 up, got 0"),
         (lambda: FedEM(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))), "has buffers"),
+        (lambda: FedEM(nn.Linear(2, 2), floor=0.4), "at least 0 and below 1/3 for 3 components"),
+        (lambda: FedEM(nn.Linear(2, 2), floor=-1.0), "floor must be at least 0"),
     ],
 )
 def test_what_does_not_work_is_refused(make, words):

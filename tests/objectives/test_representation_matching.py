@@ -441,7 +441,7 @@ def test_without_weight_it_is_fedavg(fit, blobs, flat):
 def test_names_of_own_parameters_must_fit(fit, linear):
     module = linear()
     for names, message in ((["net.bias"], "no parameter"), (["net.weight"], "nothing to train")):
-        module.local_parameters = names
+        module.federated_local_parameters = names
         with pytest.raises(FederationError, match=message):
             fit(module, FederatedLoop(seed=1))
 
@@ -629,7 +629,7 @@ def test_a_batch_that_is_changed_in_place_is_the_same_for_both(in_place):
 
     x = torch.ones(4, 6, dtype=torch.float64) * 3
     module, fixed = matched(make, torch.ones(1, 6, dtype=torch.float64))
-    module.fixed = {**fixed}
+    module.federated_global_parameters = {**fixed}
     batch = x.clone(), torch.tensor([0, 1, 2, 0])
     loss = module.training_step(batch, 0)["loss"]
     loss.backward()

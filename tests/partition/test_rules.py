@@ -25,6 +25,7 @@ from lightning_fl.types import FederationError
 
 RANDOM = [
     IID(),
+    IID(stratified=True),
     ByLabel(2),
     Shards(),
     Dirichlet(),
@@ -152,7 +153,7 @@ def test_randomness_comes_as_a_torch_generator(bad):
         IID()(torch.zeros(5), 1, bad)
 
 
-@pytest.mark.parametrize("rule", [ByLabel(), Shards(), Dirichlet(), ByKey()], ids=repr)
+@pytest.mark.parametrize("rule", [ByLabel(), Shards(), Dirichlet(), ByKey(), IID(True)], ids=repr)
 def test_rules_that_group_samples_refuse_real_numbers(rule):
     with pytest.raises(FederationError, match=r"torch.float32.*use IID or QuantitySkew"):
         rule(torch.rand(5), 1, rng())
@@ -198,13 +199,14 @@ def test_a_faulty_rule_is_found_out(made, words):
 
 def test_a_rule_reads_like_its_constructor():
     assert repr(Dirichlet()) == "Dirichlet(alpha=0.5, min_size=1)"
-    assert repr(IID()) == "IID()"
+    assert repr(IID()) == "IID(stratified=False)"
     assert QuantitySkew(2.0, min_size=3).parameters() == {"alpha": 2.0, "min_size": 3}
 
 
 def test_rules_say_what_they_split_by():
-    said = {type(rule).__name__: rule.splits_by for rule in RULES}
+    said = {type(rule).__name__: rule.splits_by for rule in RULES if rule is not RANDOM[1]}
     assert said.pop("ByKey") == "keys"
+    assert IID(stratified=True).splits_by == "labels"
     samples = {name for name, by in said.items() if by == "samples"}
     assert samples == {"IID", "QuantitySkew", "FromManifest"}
     assert set(said.values()) == {"labels", "samples"}
@@ -249,6 +251,38 @@ def test_iid_sizes_differ_by_at_most_one():
 def test_iid_is_a_shuffle_and_not_a_cut():
     first = IID()(torch.zeros(1000), 2, rng())[0]
     assert 200 < (first < 500).sum() < 300
+
+
+@given(labels=data, num_clients=st.integers(1, 8), seed=st.integers(0, 2**40))
+@settings(max_examples=30, deadline=None)
+def test_a_stratified_split_divides_each_class_and_the_whole_equally(labels, num_clients, seed):
+    labels = labels + 3
+    table = counts(IID(stratified=True)(labels, num_clients, rng(seed)), labels)
+    for size, shares in zip(labels.bincount().tolist(), table.T, strict=True):
+        assert shares.sum() == size
+        assert set(shares.tolist()) <= {size // num_clients, -(-size // num_clients)}
+    sizes = table.sum(1)
+    assert sizes.max() - sizes.min() <= 1
+
+
+def test_a_stratified_split_is_random_within_a_class():
+    labels = torch.tensor([0] * 400 + [1] * 400)
+    first = IID(stratified=True)(labels, 2, rng())[0]
+    assert 70 < (first < 200).sum() < 130
+    assert 70 < ((first >= 400) & (first < 600)).sum() < 130
+
+
+def test_an_unstratified_split_stays_what_it_was():
+    """Splits of earlier runs repeat: the option draws nothing where it is off."""
+    expected = torch.randperm(11, generator=rng(5)).tensor_split(3)
+    found = IID()(torch.arange(11) % 2, 3, rng(5))
+    assert lists(found) == [sorted(part.tolist()) for part in expected]
+
+
+@pytest.mark.parametrize("bad", [1, "yes", None])
+def test_stratified_is_a_boolean(bad):
+    with pytest.raises(FederationError, match="stratified must be True or False, got"):
+        IID(stratified=bad)
 
 
 def test_ten_clients_of_one_class_hold_their_own_number():

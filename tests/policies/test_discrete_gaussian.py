@@ -11,6 +11,7 @@ from lightning_fl.functional.discrete_gaussian import (
     centred_weights,
     log_probabilities,
     normalised_axis,
+    relative_reduction,
     score,
 )
 from lightning_fl.policies import DiscreteGaussianReinforce
@@ -71,6 +72,32 @@ def test_baselines():
     assert found.tolist() == pytest.approx([0, 0, 9 - (1 + 4 + 8 + 5) / 6, 0, 0])
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (4.0, 3.0, 0.25),  # the paper's formula, exactly
+        (4.0, 0.0, 1.0),
+        (0.3, 0.4, (0.3 - 0.4) / 0.3),
+        (-4.0, -5.0, 0.25),  # a negative loss that falls further
+        (-4.0, -3.0, -0.25),
+        (1.0, -2.0, 3.0),
+        (-1.0, 2.0, -3.0),
+        (1e-9, -1.0, 10.0),  # bounded on both sides
+        (-1e-9, 1.0, -10.0),
+        (0.0, -1e-3, 10.0),  # the limit of a loss that leaves 0
+        (0.0, 1e-3, -10.0),
+        (0.0, 0.0, 0.0),
+        (1e-300, -1e300, 10.0),
+        (-5.0, math.nan, -10.0),
+        (-5.0, -math.inf, -10.0),
+        (math.inf, -5.0, 1.0),
+        (math.nan, math.nan, 0.0),
+    ],
+)
+def test_a_reward_is_positive_exactly_where_the_loss_falls(before, after, expected):
+    assert relative_reduction(before, after, 10.0) == expected
+
+
 # --- a policy -------------------------------------------------------------------------------------
 
 
@@ -118,6 +145,25 @@ def test_updates_are_equation_7():
     torch.testing.assert_close(policy.root, root, atol=1e-12, rtol=0)
     assert not torch.equal(policy.root, DiscreteGaussianReinforce(GRID).root)
     assert policy.figures()["reward"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("loss", ["validation", "clients"])
+def test_a_negative_loss_moves_the_policy_as_a_positive_one_that_falls_alike(loss):
+    """Rewards of 0.25, -0.5 and 0.5: the policy must not be driven to what raises the loss."""
+    means = []
+    for losses in ([4.0, 3.0, 4.5, 2.25], [-4.0, -5.0, -2.5, -3.75]):
+        policy = DiscreteGaussianReinforce(GRID, hyper_lr=0.3, window=2, seed=1, loss=loss)
+        for t in range(3):
+            if loss == "validation":
+                policy.update(feedback(t, losses[t], losses[t + 1]))
+            else:
+                policy.update(reported(t, losses[t]))
+        if loss == "clients":
+            policy.update(reported(3, losses[3]))
+        means.append(policy.mean)
+        assert policy.rewards.tolist() == [0.25, -0.5, 0.5]
+    assert means[0].any()
+    assert torch.equal(*means)
 
 
 def test_updates_are_equation_6_where_that_is_asked_for():

@@ -1,0 +1,141 @@
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+import lightning_fl.functional.summation as summation
+from lightning_fl.functional.summation import add_rows, empty_sum, merged_sums, sum_value
+
+
+def addends(count=24, size=40, seed=0):
+    """Rows whose coordinates differ in scale by hundreds of orders, with zeros and cancellation."""
+    random = torch.Generator().manual_seed(seed)
+    rows = torch.randn(count, size, generator=random, dtype=torch.float64)
+    each = torch.randint(-40, 40, (count, size), generator=random)  # within a coordinate
+    scale = torch.linspace(-950, 950, size).round()  # from coordinate to coordinate
+    rows = rows * 2.0 ** each.double() * 2.0 ** scale.double()
+    rows[torch.rand(count, size, generator=random) < 0.2] = 0
+    rows[count // 2 :, ::7] = -rows[: count - count // 2, ::7]  # their total is 0
+    return rows
+
+
+def total_of(rows, weights=None):
+    total = empty_sum(rows.shape[1:])
+    add_rows(total, rows, weights)
+    return total
+
+
+def exact(rows):
+    return [sum(map(Fraction, column)) for column in rows.T.tolist()]
+
+
+def check(value, rows):
+    """Compare with exact arithmetic: right to 1e-15 of the sum of magnitudes, at least."""
+    for found, right, column in zip(value.tolist(), exact(rows), rows.T.tolist(), strict=True):
+        magnitude = sum(abs(Fraction(x)) for x in column)
+        assert abs(Fraction(found) - right) <= magnitude / 2**53 + Fraction(5e-324)
+        if not right:
+            assert found == 0
+
+
+@pytest.fixture(autouse=True, params=["cpu", "device"])
+def _both_ways(request, monkeypatch):
+    """Coordinates are looked for on a CPU, and treated alike elsewhere, with the same result."""
+    if request.param == "device":
+        monkeypatch.setattr(summation, "_too_large", lambda rest: [slice(None)])
+    monkeypatch.setattr(summation, "PIECE", 16)
+
+
+def test_it_is_right_where_scales_differ_by_hundreds_of_orders():
+    rows = addends()
+    check(sum_value(total_of(rows)), rows)
+
+
+def test_order_and_grouping_do_not_change_a_bit():
+    rows = addends()
+    expected = sum_value(total_of(rows))
+    random = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        order = torch.randperm(len(rows), generator=random)
+        cuts = torch.randint(0, len(rows), (4,), generator=random).sort().values
+        groups = [total_of(rows[part]) for part in order.tensor_split(cuts)]  # some are empty
+        assert torch.equal(sum_value(merged_sums(torch.stack(groups))), expected)
+        assert torch.equal(sum_value(total_of(rows[order])), expected)
+    # A plain sum of these does depend on the order.
+    assert not torch.equal(rows.cumsum(0)[-1], rows.flip(0).cumsum(0)[-1])
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        [1e16, 1.0, -1e16],
+        [1e300, 1.0, -1e300, 1e284],
+        [5e-324, 5e-324, 1e-310],
+        [1.7e308, 5e-324, -1.7e308],
+        [0.1] * 1000,
+        [2.0**32 - 0.5, -(2.0**31), 0.5, 2.0**-33],
+        [-1.0, 2.0**-53, 2.0**-54, -(2.0**-90)],
+        [1.0, -1.0 - 2.0**-52, 2.0**-60],
+        [0.0, -0.0],
+        [],
+    ],
+)
+def test_hard_columns(column):
+    rows = torch.tensor(column, dtype=torch.float64)[:, None]
+    expected = sum_value(total_of(rows))
+    check(expected, rows)
+    assert torch.equal(sum_value(total_of(rows.flip(0))), expected)
+
+
+def test_halves_of_units_are_rounded_alike():
+    """Ties at the edge of a bin: what a bin has so far does not decide how they are rounded."""
+    units = [2.0 ** (32 * i - 1074) for i in range(28, 36)]
+    column = [s * unit * f for unit in units for f in (0.5, 1.5, 1.0) for s in (1, -1, 1)]
+    rows = torch.tensor(column, dtype=torch.float64)[:, None]
+    expected = sum_value(total_of(rows))
+    random = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        order = torch.randperm(len(rows), generator=random)
+        assert torch.equal(sum_value(total_of(rows[order])), expected)
+
+
+def test_it_is_no_worse_than_fsum_for_typical_updates():
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randn(50, 20, generator=random).double() * 1e-3 + 1
+    right = torch.tensor([math.fsum(column) for column in rows.T.tolist()], dtype=torch.float64)
+    assert torch.equal(sum_value(total_of(rows)), right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrow_updates_are_weighed_in_float64(dtype):
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randn(9, 30, generator=random).to(dtype)
+    weights = torch.randint(1, 10**6, (9,), generator=random)
+    check(sum_value(total_of(rows, weights)), rows.double() * weights[:, None])
+
+
+def test_inputs_are_left_as_they_are():
+    rows = addends()
+    copy = rows.clone()
+    total_of(rows, torch.full((len(rows),), 3))
+    assert torch.equal(rows, copy)
+
+
+def test_what_is_not_finite_stays_in_its_coordinate():
+    rows = torch.ones(3, 4)
+    rows[1, 0], rows[2, 2] = torch.inf, torch.nan
+    assert sum_value(total_of(rows)).isfinite().tolist() == [False, True, False, True]
+
+
+def test_it_counts_millions():
+    total = total_of(torch.full((1, 1), 2.0**32 - 1, dtype=torch.float64))
+    for _ in range(20):  # doubled by itself, which is as many addends as it may have
+        total = merged_sums(torch.stack([total, total]))
+    assert float(sum_value(total)) == (2.0**32 - 1) * 2**20
+
+
+def test_its_memory_does_not_grow():
+    total = empty_sum((10,))
+    add_rows(total, torch.ones(100, 10))
+    assert total.shape == (summation.BINS + 1, 10)
