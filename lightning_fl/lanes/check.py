@@ -16,33 +16,29 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
 from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.lanes.host import is_floating
 from lightning_fl.lanes.local_step import LocalStep, Outcome
-from lightning_fl.types import FederationError
+from lightning_fl.lanes.watch import Watch
 
 if TYPE_CHECKING:
     from lightning_fl.lanes.stacked import StackedLanes
 
-Result = tuple[Outcome, list[Tensor]]
+#: What a step makes, gradients, and frozen parameters after it.
+Result = tuple[Outcome, list[Tensor], list[Tensor]]
 
 
-def why_not_mapped(
-    module: LightningModule, host: StackedLanes, batch: Any, size: int
-) -> str | None:
+def why_not_mapped(module: LightningModule, host: StackedLanes, batch: Any) -> str | None:
     """Compare a step of two lanes, mapped and one after the other, in float64.
 
     Args:
         module: The user's module; its tensors are left alone.
         host: The lanes, whose first two clients are compared.
-        batch: Samples, ``[k, B, ...]``.
-        size: Samples that both have.
+        batch: Batches of two clients, stacked.
 
     Returns:
-        What is wrong: an exception, other losses, gradients or buffers, or a torchmetrics metric
-        that the step updates, which fails silently in lanes. None if all is well.
-
-    Raises:
-        FederationError: If the step, run on tensors that it is given, is not what the module itself
-            does with its own: it reaches its parameters on other ways than by its attributes.
+        What is wrong: an exception, other losses, gradients, buffers or frozen parameters, a step
+        that writes to parameters that it trains, or a torchmetrics metric that the step updates,
+        which fails silently in lanes. None if all is well.
     """
     for m in module.modules():
         if isinstance(m, nn.Embedding) and m.padding_idx is not None:
@@ -57,8 +53,12 @@ def why_not_mapped(
     def leaf_params() -> dict[str, Tensor]:
         leaves = {n: two(p) for n, p in host.params.items()}
         for name, leaf in leaves.items():
-            leaf[1] *= 1 + 2**-6  # clients start alike: a little apart, a mix-up of lanes shows
-            leaf.requires_grad_(host.params[name].requires_grad)
+            is_trained = host.params[name].requires_grad
+            if is_floating(leaf):
+                # Clients start alike: a little apart, a mix-up of lanes shows. So does a frozen
+                # copy that the step makes equal to the trained parameters.
+                leaf[1] *= 1 + (2**-6 if is_trained else 2**-7)
+            leaf.requires_grad_(is_trained)
         return leaves
 
     def fixed_params() -> dict[str, Tensor]:
@@ -66,17 +66,31 @@ def why_not_mapped(
             return {n: t.to(wide.get(t.dtype, t.dtype)) for n, t in host.fixed.items()}
         return {n: two(t) for n, t in host.fixed.items()}
 
-    def own_step() -> Result:
-        """Make the first lane's step by the module itself, with its own tensors."""
+    def own_step() -> tuple[Result, set[str]]:
+        """Make the first lane's step by the module itself; also return what it writes to."""
         fixed = {n: t if host.fixed_is_shared else t[0] for n, t in fixed_params().items()}
-        tensors = {n: p.detach()[0] for n, p in leaf_params().items()}
-        tensors |= {n: two(b)[0] for n, b in host.buffer_stack.items()}
-        samples = tree_map(lambda t: two(t)[0, :size], batch)
-        with _left_alone(module), seeded_rng(0, module.device), torch.enable_grad():
-            return local.by_itself(tensors, fixed, samples)
+        values = {n: p.detach()[0] for n, p in leaf_params().items()}
+        values |= {n: two(b)[0] for n, b in host.buffer_stack.items()}
+        own = {**host.named_parameters, **host.named_buffers}
+        first = tree_map(lambda t: two(t)[0], batch)
+        with (
+            left_alone(module),
+            seeded_rng(0, module.device),
+            torch.enable_grad(),
+            host.values(values),
+            Watch(own) as watch,
+        ):
+            outcome, grads = local.by_itself(fixed, first)
+            written = watch.written
+        buffers = {name: values[name] for name in host.named_buffers}
+        each = [grads.get(n, torch.zeros_like(values[n])) for n in trained]
+        return (outcome._replace(buffers=buffers), each, _frozen(values)), written
+
+    def _frozen(values: dict[str, Tensor]) -> list[Tensor]:
+        return [values[name].detach() for name in host.params if name not in trained]
 
     def first_step() -> Result:
-        with _left_alone(module):  # it begins as the module's own does
+        with left_alone(module):  # it begins as the module's own does
             return step(at_once=False)
 
     def step(at_once: bool, seed: int = 0) -> Result:
@@ -86,28 +100,32 @@ def why_not_mapped(
                 leaves,
                 tree_map(two, host.buffer_stack),
                 fixed,
-                tree_map(lambda t: two(t)[:, :size], batch),
+                tree_map(two, batch),
                 None,
                 fixed_is_shared=host.fixed_is_shared,
                 at_once=at_once,
             )
-        wanted = [p for p in leaves.values() if p.requires_grad]
+        wanted = [leaves[name] for name in trained]
         grads = torch.autograd.grad(outcome.loss.sum(), wanted, allow_unused=True)
-        return outcome, [
-            torch.zeros_like(p) if g is None else g for g, p in zip(grads, wanted, strict=True)
-        ]
+        pairs = zip(grads, wanted, strict=True)
+        each = [torch.zeros_like(p) if g is None else g.to_dense() for g, p in pairs]
+        return outcome, each, _frozen(leaves)
 
+    trained = [name for name, p in host.params.items() if p.requires_grad]
     metrics = [m for m in module.modules() if isinstance(m, Metric)]
     counts = [m._update_count for m in metrics]
-    with _without_dropout(module), _left_alone(module) as escaped:
+    with _without_dropout(module), left_alone(module) as escaped:
         local, exactness = LocalStep(module), 1e-8
+        local.batch_idx = host.local.batch_idx
         try:
             try:
-                alone = first_step()
+                own, written = own_step()
             except Exception:  # a step written for single precision, maybe
                 wide, exactness = {}, 1e-4
-                alone = first_step()
-            own = own_step()
+                own, written = own_step()
+            if names := sorted(written.intersection(trained)):
+                return f"its training_step writes to {names[0]}, which it trains"
+            alone = first_step()
             other, mapped = step(at_once=False, seed=1), step(at_once=True)
         except Exception as error:  # vmap has no rule for an operation, or the user's own mistake
             return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -121,11 +139,9 @@ def why_not_mapped(
             return f"training_step keeps tensors in {names[0]}"
         is_random = not _close(alone, other, exactness)
         if not is_random and not _close(own, tree_map(lambda t: t[0], alone), exactness):
-            raise FederationError(
-                f"{type(module).__name__} cannot train in lanes: its step gives other results on"
-                " parameters that it is handed than on its own, so it reaches them on another way"
-                " than by its attributes (a list of them, say). Reach them by attributes, or train"
-                " the module itself instead of Lanes(module)"
+            return (
+                "its step gives other results on parameters that it is handed than on its own, so"
+                " it reaches them in another way than by its attributes (a list of them, say)"
             )
     if is_random:
         return None  # of its own making: there is nothing to compare with
@@ -162,7 +178,7 @@ def mixes_samples(module: LightningModule, host: StackedLanes, batch: Any) -> bo
                 at_once=False,
             ).loss
 
-    with _without_dropout(module), _left_alone(module), host.untouched():
+    with _without_dropout(module), left_alone(module), host.untouched():
         local = LocalStep(module)
         return not torch.allclose(loss(half), loss(size), rtol=1e-4, atol=1e-6, equal_nan=True)
 
@@ -180,7 +196,7 @@ def _numbers(result: Result) -> list[Tensor]:
 
 
 @contextmanager
-def _left_alone(module: nn.Module) -> Iterator[Callable[[], list[str]]]:
+def left_alone(module: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """Undo what happens to plain attributes; yields what tells where mapped tensors escaped to."""
     owners = [(name, vars(m)) for name, m in module.named_modules()]
     before = [dict(own) for _, own in owners]

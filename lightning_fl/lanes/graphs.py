@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.optim.sgd import sgd
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_fl.lanes.check import left_alone
 from lightning_fl.lanes.local_step import LocalStep, Outcome, Tensors
 
 #: Options of SGD that torch's function for a step takes.
@@ -32,6 +36,7 @@ class Graphs:
 
     def __init__(self, local: LocalStep, optimizer: torch.optim.Optimizer) -> None:
         self.local, self.optimizer = local, optimizer
+        self._reads_batch_idx = reads_batch_idx(local.module)
         on_a_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
         self._gradients = Repeated(LocalStep.gradients, local.module, on_a_gpu)
         self._sgd_step = Repeated(sgd_step, local.module, on_a_gpu)
@@ -57,7 +62,7 @@ class Graphs:
     def gradients(self, params: Tensors, *tensors: Any, **how: Any) -> tuple[Tensors, Outcome]:
         """Return gradients and what the step made; see :meth:`LocalStep.gradients`."""
         found: tuple[Tensors, Outcome] = self._gradients(
-            _kind(tensors, how), self.local, params, *tensors, **how
+            self._kind(tensors, how), self.local, params, *tensors, **how
         )
         return found
 
@@ -84,11 +89,19 @@ class Graphs:
             buffers.append(
                 [state[p].get("momentum_buffer") if group["momentum"] else None for p in own]
             )
-        kind = (*_kind(tensors, how), *(tuple(options.values()) for _, options in groups))
+        kind = (*self._kind(tensors, how), *(tuple(options.values()) for _, options in groups))
         outcome: Outcome = self._sgd_step(
             kind, self.local, params, groups, rates, buffers, *tensors, **how
         )
         return outcome
+
+    def _kind(self, tensors: Sequence[Any], how: dict[str, Any]) -> tuple[Hashable, ...]:
+        """Return what a graph depends on that changes within a Lightning batch."""
+        _, _, batch, weight = tensors
+        shapes = tuple((t.shape, t.stride(), t.dtype) for t in tree_leaves(batch))
+        # A step that is handed batch_idx may look at it some day.
+        index = self.local.batch_idx if self._reads_batch_idx else None
+        return (*shapes, weight is None, index, *how.values())
 
 
 def sgd_step(
@@ -114,6 +127,43 @@ def sgd_step(
             **options,
         )
     return outcome
+
+
+def reads_batch_idx(module: LightningModule) -> bool:
+    """Say whether the code of ``training_step`` reads its argument ``batch_idx`` at all.
+
+    A step whose code is not known, as of a decorator, may do so.
+    """
+    step: Any = module.training_step
+    code = getattr(getattr(step, "__func__", step), "__code__", None)
+    at = 1 + isinstance(step, MethodType)
+    if code is None or code.co_argcount <= at:
+        return code is None or bool(code.co_flags & inspect.CO_VARARGS)
+    name = code.co_varnames[at]
+    if name in code.co_cellvars:
+        return True
+    return any(
+        "LOAD" in line.opname
+        and name in (line.argval if isinstance(line.argval, tuple) else (line.argval,))
+        for line in dis.get_instructions(code)
+    )
+
+
+def depends_on_batch_idx(local: LocalStep, *tensors: Any, **how: Any) -> bool:
+    """Say whether another ``batch_idx`` makes another graph of a step; nothing is compiled."""
+    traced = torch.compile(_own(LocalStep.gradients), dynamic=False, backend="eager")
+    at, graphs = local.batch_idx, []
+    try:
+        for i in (at, at, at + 1):
+            local.batch_idx = i
+            with left_alone(local.module):
+                traced(local, *tensors, **how)
+            graphs.append(counters["frames"]["total"])
+    except Exception:  # the compiler's to say
+        return False
+    finally:
+        local.batch_idx = at
+    return bool(graphs[2] != graphs[1])
 
 
 class Repeated:
@@ -157,13 +207,6 @@ class Repeated:
         if is_same and counters["frames"]["total"] == compiled:
             self._settled.add(kind)
         return result
-
-
-def _kind(tensors: Sequence[Any], how: dict[str, Any]) -> tuple[Hashable, ...]:
-    """What a graph depends on that changes within a Lightning batch."""
-    _, _, batch, weight = tensors
-    shapes = tuple((t.shape, t.stride(), t.dtype) for t in tree_leaves(batch))
-    return (*shapes, weight is None, *how.values())
 
 
 class _OpaqueError(Exception):
@@ -213,9 +256,13 @@ def _copied(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compiled(function: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
-    # A code object of its own: torch counts the graphs of each, and gives up at eight.
+    compiled: Callable[..., Any] = torch.compile(_own(function), dynamic=False, mode=mode)
+    return compiled
+
+
+def _own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy a function, its code too: torch counts the graphs of each, and gives up at eight."""
     assert isinstance(function, FunctionType)
     own = FunctionType(function.__code__.replace(), function.__globals__)
     own.__kwdefaults__ = function.__kwdefaults__
-    compiled: Callable[..., Any] = torch.compile(own, dynamic=False, mode=mode)
-    return compiled
+    return own

@@ -5,14 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_fl.lanes.optimizer_state import OptimizerState, around_steps, check_fresh
 from lightning_fl.types import FederationError, ServerState
 
+#: Attribute of a module that holds the parameters that its client started from, if it has one.
+GLOBAL_PARAMETERS = "federated_global_parameters"
 BufferPolicy = Literal["average", "server", "local"]
 Rows = Mapping[str, Tensor]
 
@@ -28,23 +33,37 @@ def is_floating(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors on the CPU; those of a dtype in one copy, as each waits for the device."""
+    found = dict(tensors)
+    away = {name: t.detach() for name, t in tensors.items() if t.device.type != "cpu"}
+    for dtype in {t.dtype for t in away.values()}:
+        alike = {name: t for name, t in away.items() if t.dtype == dtype}
+        copy = torch.cat([t.reshape(-1) for t in alike.values()]).cpu()
+        pieces = copy.split([t.numel() for t in alike.values()])
+        for (name, tensor), piece in zip(alike.items(), pieces, strict=True):
+            found[name] = piece.view(tensor.shape)
+    return found
+
+
 def local_parameters(module: LightningModule) -> list[str]:
     """Return the names of parameters that stay with each client.
 
     Raises:
         FederationError: If one is not a parameter, or if none is left to share.
     """
-    names = list(getattr(module, "local_parameters", None) or ())
+    names = list(getattr(module, "federated_local_parameters", None) or ())
     known = dict(module.named_parameters())
     for name in names:
         if name not in known:
             raise FederationError(
-                f"{type(module).__name__}.local_parameters names {name!r}, which is no parameter"
+                f"{type(module).__name__}.federated_local_parameters names {name!r}, which is no"
+                " parameter"
             )
     if names and len(set(names)) == len(known):
         raise FederationError(
-            f"all parameters of {type(module).__name__} stay with the clients (local_parameters):"
-            " there is nothing to train together"
+            f"all parameters of {type(module).__name__} stay with the clients"
+            " (federated_local_parameters): there is nothing to train together"
         )
     return names
 
@@ -80,8 +99,9 @@ class TensorList:
 class LaneHost(ABC):
     """Where clients train: loaded with the server's state, collected after their last step.
 
-    A module may name parameters that stay with each client (``local_parameters``): they are neither
-    averaged nor sent, a new client starts from the module's own, and a client finds its own again.
+    A module may name parameters that stay with each client (``federated_local_parameters``): they
+    are neither averaged nor sent. A new client starts from the module's values, and a client finds
+    its own again.
 
     Args:
         module: The user's module; between rounds it holds the server's model.
@@ -113,17 +133,24 @@ class LaneHost(ABC):
         ]
         self.named_parameters = dict(module.named_parameters())
         self.named_buffers = dict(module.named_buffers())
+        self._has_warned_of_late = False
         #: What a new client's own parameters are.
         self.private = {
             name: self.named_parameters[name].detach().clone() for name in local_parameters(module)
         }
-        self.shared = {n: p for n, p in self.named_parameters.items() if n not in self.private}
+        exchanged = {n: p for n, p in self.named_parameters.items() if n not in self.private}
+        #: Parameters that are averaged, by name.
+        self.shared = {n: p for n, p in exchanged.items() if is_floating(p)}
+        #: Integer parameters, which nothing trains, and integer buffers, by name.
+        self.named_counters = {
+            name: tensor
+            for name, tensor in {**exchanged, **self.named_buffers}.items()
+            if not is_floating(tensor)
+        }
         floats = [b for b in self.named_buffers.values() if is_floating(b)]
         self.vector = TensorList([*self.shared.values(), *floats], torch.float32)
         self.num_parameters = sum(flat(p).numel() for p in self.shared.values())
-        self.counters = TensorList(
-            (b for b in self.named_buffers.values() if not is_floating(b)), torch.int64
-        )
+        self.counters = TensorList(self.named_counters.values(), torch.int64)
         #: The optimiser's own learning rate, which a client's is a ratio to. With a scheduler it is
         #: the first value: the scheduler's factor stays in force.
         group = optimizer.param_groups[0]
@@ -133,48 +160,71 @@ class LaneHost(ABC):
         #: Samples of each local step and lane of the batch, and who still trains, ``[steps, k]``.
         self.sizes = self.active = torch.zeros(0, 1)
         self._ratio, self._own_lr = 1.0, list[Any]()
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._set_lr),
-            optimizer.register_step_post_hook(self._restore_lr),
-        ]
+        #: What the optimizer learns, wherever it keeps it.
+        self.optimizer_state = OptimizerState(optimizer)
+        check_fresh(self.optimizer_state, keep_optimizer)
+        #: The first group's rate in each local step of the clients, without their own ratio.
+        self._step_rates: list[Any] = []
+        self._end_steps = around_steps(optimizer, self._before_step, self.end_step)
 
     # --- the server's model -----------------------------------------------------------------------
 
     @torch.no_grad()
-    def _adopt(self) -> None:
-        """Take back buffers that the module set anew (``self.seen = self.seen + 1``)."""
+    def adopt(self) -> None:
+        """Take back buffers that the module set anew (``self.seen = self.seen + 1``).
+
+        Raises:
+            FederationError: If one has another shape now.
+        """
         for owner, name, buffer in self._owned:
             if (now := owner._buffers[name]) is not buffer and now is not None:
+                if now.shape != buffer.shape:
+                    raise FederationError(
+                        f"{type(self.module).__name__} changed the shape of its buffer {name} from"
+                        f" {tuple(buffer.shape)} to {tuple(now.shape)}, so clients cannot be"
+                        " averaged: give it its final shape before the fit"
+                    )
                 buffer.copy_(now)
                 owner._buffers[name] = buffer
 
     def read(self) -> ServerState:
         """Return a copy of the module's state."""
-        self._adopt()
+        self.adopt()
         return ServerState(self.vector.read(), self.counters.read())
 
     def write(self, state: ServerState) -> None:
-        """Put a state into the module and forget the optimiser's."""
-        self._adopt()
+        """Put a state into the module and make the optimizer fresh."""
+        self.adopt()
+        self._warn_of_late_buffers()
         self.vector.write(state.vector)
         self.counters.write(state.counters)
         with torch.no_grad():
             for name, first in self.private.items():
                 self.named_parameters[name].copy_(first)
-        self.optimizer.state.clear()
+        self.optimizer_state.reset()
+
+    def _warn_of_late_buffers(self) -> None:
+        """Say once which buffers clients cannot get fresh, since they are newer than the fit."""
+        late = [n for n, _ in self.module.named_buffers() if n not in self.named_buffers]
+        if late and not self._has_warned_of_late:
+            self._has_warned_of_late = True
+            rank_zero_warn(
+                f"{type(self.module).__name__} registered the buffer {late[0]} during the fit: it"
+                " passes from client to client and is not averaged. Register it before the fit, or"
+                " run the module once on a sample before"
+            )
 
     def close(self) -> None:
         """Let go of the optimiser."""
-        for hook in self._hooks:
-            hook.remove()
+        self._end_steps()
         self._restore_lr()  # an exception inside a step comes before the hook after it
         if self.wants_fixed:
-            self.module.fixed = {}  # type: ignore[assignment]  # no child: a plain dictionary
+            vars(self.module)[GLOBAL_PARAMETERS] = {}
 
     @property
     def wants_fixed(self) -> bool:
         """Whether the module has a place for the parameters that its client starts from."""
-        return getattr(self.module, "fixed", None) is not None
+        return getattr(self.module, GLOBAL_PARAMETERS, None) is not None
 
     # --- clients ----------------------------------------------------------------------------------
 
@@ -210,7 +260,7 @@ class LaneHost(ABC):
 
     @contextmanager
     def client(self, lane: int) -> Iterator[None]:
-        """Let the module have a client's tensors for a while, to be looked at."""
+        """Let the module have a client's tensors for a while, to read and write them."""
         yield
 
     @abstractmethod
@@ -238,6 +288,8 @@ class LaneHost(ABC):
     # --- learning rates ---------------------------------------------------------------------------
 
     def _ratios(self, lr: Sequence[float]) -> list[float]:
+        """Return the clients' rates as ratios to the optimizer's; their steps begin."""
+        self._step_rates = []
         for rate in lr:
             if rate != self.base_lr and not self.base_lr:
                 raise FederationError(
@@ -246,34 +298,44 @@ class LaneHost(ABC):
                 )
         return [rate / self.base_lr if self.base_lr else 1.0 for rate in lr]
 
-    def _set_lr(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Only inside the step: in the groups it would corrupt the module's own schedulers."""
+    def _before_step(self, *_: Any) -> None:
+        """Set the client's rate inside the step only: the module's schedulers own the groups."""
+        self.optimizer_state.before_step()
         if self._ratio != 1:
-            self._own_lr = [group["lr"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
+            self._own_lr = [group["lr"] for group in self.optimizer.param_groups]
+            for group in self.optimizer.param_groups:
                 group["lr"] = group["lr"] * self._ratio
 
-    def _restore_lr(self, *_: Any) -> None:
+    def end_step(self, *_: Any) -> None:
+        """Note the step's rate, which hooks may have set inside it, and put the group's own back.
+
+        A rate that is a tensor is copied, not read: reading waits for the device.
+        """
+        lr = self._own_lr[0] if self._own_lr else self.optimizer.param_groups[0].get("lr", 0.0)
+        self._step_rates.append(lr.detach().clone() if isinstance(lr, Tensor) else lr)
+        self._restore_lr()
+        self.optimizer_state.after_step()
+
+    def mean_lr(self, steps: int, lr: float) -> float:
+        """Return the mean learning rate of a client's local steps, with schedulers.
+
+        Args:
+            steps: Local steps of the client.
+            lr: Its learning rate without schedulers.
+        """
+        rates = self._step_rates[:steps] or [self.base_lr]
+        if isinstance(rates[0], Tensor):  # to read one by one is to wait for each
+            rates = torch.stack([rate.reshape(()) for rate in rates]).tolist()
+        mean = rates[0] if len(set(rates)) == 1 else fmean(rates)
+        if mean == self.base_lr or not self.base_lr:  # exactly, without a rounded ratio
+            return lr
+        return mean if lr == self.base_lr else mean * (lr / self.base_lr)
+
+    def _restore_lr(self) -> None:
         if self._own_lr:
             for group, lr in zip(self.optimizer.param_groups, self._own_lr, strict=True):
                 group["lr"] = lr
             self._own_lr = []
-
-    # --- what a client keeps of the optimiser -----------------------------------------------------
-
-    def _optimizer_rows(self) -> dict[str, Tensor]:
-        rows = {}
-        for i, (param, _) in enumerate(self._optimized()):
-            for name, value in self.optimizer.state.get(param, {}).items():
-                if value is None:
-                    continue
-                if not isinstance(value, Tensor):
-                    raise FederationError(
-                        f"optimizer_state: keep cannot keep {name} of"
-                        f" {type(self.optimizer).__name__}: it is not a tensor. Choose reset"
-                    )
-                rows[f"optimizer.{i}.{name}"] = value
-        return rows
 
     def _optimized(self) -> list[tuple[nn.Parameter, dict[str, object]]]:
         return [(p, group) for group in self.optimizer.param_groups for p in group["params"]]

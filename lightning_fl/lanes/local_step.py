@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torchmetrics import Metric
 
 from lightning_fl.types import FederationError
@@ -26,14 +26,15 @@ class Outcome(NamedTuple):
         loss: The loss to minimise.
         task_loss: What a client reports of it: ``task_loss`` of a step that returns a dictionary
             with it, else the loss.
-        logs: What the module logged, by name.
-        recorded: The loss that a module with a method ``record`` notes; empty without one.
+        logs: What the module logged, by name, and the batch size that it gave with it, NaN if none.
+        recorded: The loss that a module with a method ``federated_record`` notes;
+            empty without one.
         buffers: The module's buffers after the step.
     """
 
     loss: Tensor
     task_loss: Tensor
-    logs: Tensors
+    logs: dict[str, tuple[Tensor, Tensor]]
     recorded: Tensors
     buffers: Tensors
 
@@ -57,18 +58,22 @@ _LOG_OPTIONS = list(signature(LightningModule.log).parameters)[3:]
 class LocalStep(nn.Module):
     """A module's ``training_step`` without side effects.
 
-    Instead of what it starts with, the module sees its client's: parameters, buffers, and, where
-    it has such attributes, ``fixed`` (the parameters that the client started from, by name) and
-    ``sample_weight`` (``[batch]``, summing to 1, or None for equal weights). With the latter, which
-    is None at first, its method ``record`` is called once for all lanes.
+    The module sees the client's tensors instead of its own: parameters, buffers, and, where it has
+    such attributes, ``federated_global_parameters`` (the parameters that the client started from,
+    by name) and ``federated_sample_weight`` (``[batch]``, summing to 1, or None for equal weights).
+    A method ``federated_record`` is called once for all lanes.
     """
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
         self.module: LightningModule = module
+        #: The clients' own local step, which the module gets as its ``batch_idx``.
+        self.batch_idx = 0
         #: Options of what the module logged, by name, and the metrics that it logged.
         self.log_options: dict[str, dict[str, Any]] = {}
         self.metrics: dict[str, Metric] = {}
+        #: Whether the module logged something without a batch size.
+        self.wants_batch_size = False
         # Whatever its name is, as Lightning has it.
         self._takes_batch_idx = len(signature(module.training_step).parameters) > 1
         # A tensor has one name for us and every owner's name for torch.
@@ -82,12 +87,9 @@ class LocalStep(nn.Module):
         self._first_place = {name: place for place, name in reversed(self._places)}
 
     def forward(self, batch: Any) -> Any:
-        """Run the module's own step, as the first of all: lanes do not count alike.
-
-        ``functional_call`` reaches it through here.
-        """
+        """Run the module's own step; ``functional_call`` reaches it through here."""
         step: Callable[..., Any] = self.module.training_step
-        return step(batch, 0) if self._takes_batch_idx else step(batch)
+        return step(batch, self.batch_idx) if self._takes_batch_idx else step(batch)
 
     def one(
         self,
@@ -109,33 +111,35 @@ class LocalStep(nn.Module):
 
     def _noted(
         self, run: Callable[[], Any], fixed: Tensors, batch: Any, weight: Tensor | None
-    ) -> tuple[tuple[Tensor, Tensor], Tensors, Tensors]:
+    ) -> tuple[tuple[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]], Tensors]:
         """Run the module's step; return its losses, and what it logged and recorded."""
-        samples = len(tree_leaves(batch)[0])
-        logs: Tensors = {}
+        logs: dict[str, tuple[Tensor, Tensor]] = {}
         recorded: Tensors = {}
 
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
             options |= dict(zip(_LOG_OPTIONS, args, strict=False))
-            if options.get("batch_size") == samples:  # which lanes know: each has its own number
-                del options["batch_size"]
             self.log_options[name] = options
             if isinstance(value, Metric):  # it keeps its own sums, where lanes come one by one
                 self.metrics[name] = value
-            else:
-                logs[name] = torch.as_tensor(value).detach()
+                return
+            size = options.pop("batch_size", None)
+            if size is None or (weight is not None and size == len(weight)):  # filled up
+                size, self.wants_batch_size = torch.nan, True
+            value = self._on_device(value)
+            size = torch.full((), size, dtype=torch.float64, device=value.device)
+            logs[name] = value, size
 
         def record(loss: Tensor, count: Any) -> None:
             recorded["loss"] = loss.detach()
 
         known: dict[str, Any] = {"log": log}
-        if getattr(self.module, "sample_weight", ...) is None:  # else a name of its own
-            known["sample_weight"] = weight
-            if hasattr(self.module, "record"):
-                known["record"] = record
-        if fixed and getattr(self.module, "fixed", ...) is not ...:
-            known["fixed"] = fixed
-        with _replaced(self.module, known):
+        if hasattr(self.module, "federated_sample_weight"):
+            known["federated_sample_weight"] = weight
+        if hasattr(self.module, "federated_record"):
+            known["federated_record"] = record
+        if fixed and hasattr(self.module, "federated_global_parameters"):
+            known["federated_global_parameters"] = fixed
+        with replaced(self.module, known):
             out = run()
         loss = out["loss"] if isinstance(out, Mapping) else out
         task_loss = reported_loss(out)
@@ -145,6 +149,13 @@ class LocalStep(nn.Module):
                 " module itself instead of Lanes(module)"
             )
         return (loss, task_loss), logs, recorded
+
+    def _on_device(self, value: Any) -> Tensor:
+        """Return a value that was logged, a number too, on the device of the module."""
+        device = self.module.device
+        if not isinstance(value, Tensor):
+            return torch.full((), value, device=device)
+        return value.detach().to(device, non_blocking=True)
 
     def many(
         self,
@@ -180,35 +191,25 @@ class LocalStep(nn.Module):
 
         return (_mapped if at_once else _one_after_another)(step, own)
 
-    def by_itself(
-        self, tensors: Tensors, fixed: Tensors, batch: Any
-    ) -> tuple[Outcome, list[Tensor]]:
-        """Make the step by the module's own tensors, which get these values for a while.
+    def by_itself(self, fixed: Tensors, batch: Any) -> tuple[Outcome, Tensors]:
+        """Make the step by the module's own tensors, as training without lanes does.
 
         Args:
-            tensors: Values of parameters and buffers, by name.
-            fixed: What the client started from.
-            batch: Samples, ``[B, ...]``.
+            fixed: What the client started from; none leaves the module what it has.
+            batch: The client's batch.
 
         Returns:
-            What the step made, and gradients of the parameters that have one.
+            What the step made, but for buffers, and gradients of the parameters that have one.
         """
-        own = dict([*self.module.named_parameters(), *self.module.named_buffers()])
-        before = {name: tensor.data for name, tensor in own.items()}
-        try:
-            for name, tensor in own.items():
-                tensor.data = tensors[name].clone()
-            (loss, task_loss), logs, recorded = self._noted(lambda: self(batch), fixed, batch, None)
-            wanted = [p for p in self.module.parameters() if p.requires_grad]
-            grads = torch.autograd.grad(loss, wanted, allow_unused=True)
-            buffers = {name: b.data.clone() for name, b in self.module.named_buffers()}
-        finally:
-            for name, tensor in own.items():
-                tensor.data = before[name]
-        outcome = Outcome(loss.detach(), task_loss, logs, recorded, buffers)
-        return outcome, [
-            torch.zeros_like(p) if g is None else g for g, p in zip(grads, wanted, strict=True)
-        ]
+        (loss, task_loss), logs, recorded = self._noted(lambda: self(batch), fixed, batch, None)
+        wanted = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        grads = {
+            name: grad.to_dense() if grad.is_sparse else grad
+            for name, grad in zip(wanted, found, strict=True)
+            if grad is not None
+        }
+        return Outcome(loss.detach(), task_loss.detach(), logs, recorded, {}), grads
 
     def gradients(self, params: Tensors, *tensors: Any, **how: Any) -> tuple[Tensors, Outcome]:
         """Return the gradients of the sum of losses and what the step made; see :meth:`many`."""
@@ -242,7 +243,7 @@ def _one_after_another(step: Callable[[Any], Outcome], stacked: dict[str, Any]) 
 
 
 @contextmanager
-def _replaced(module: nn.Module, attributes: dict[str, Any]) -> Iterator[None]:
+def replaced(module: nn.Module, attributes: dict[str, Any]) -> Iterator[None]:
     """Set attributes of a module, past what nn.Module does with them, and put the old ones back."""
     own = vars(module)
     before = {name: own[name] for name in attributes if name in own}

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from time import perf_counter
+from types import MethodType
 from typing import Any, Literal, cast
 
 import torch
@@ -19,12 +20,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_fl.lanes.check import mixes_samples, why_not_mapped
+from lightning_fl.lanes.check import left_alone, mixes_samples, why_not_mapped
 from lightning_fl.lanes.host import BufferPolicy, LaneHost
 from lightning_fl.lanes.local_step import Outcome
+from lightning_fl.lanes.optimizer_state import restack
 from lightning_fl.lanes.plain import ModuleLane
+from lightning_fl.lanes.samples import Collated, Padded, Samples, each_of
 from lightning_fl.lanes.stacked import StackedLanes
-from lightning_fl.types import FederationError
+from lightning_fl.types import ClientBatches, FederationError, check_package
 
 #: What a module may say about each step of its training, which lanes do not ask it.
 STEP_HOOKS = (
@@ -54,7 +57,7 @@ GRADIENT_HOOKS = (
 _HOOKS = {
     *(name for kind in (ModelHooks, DataHooks, CheckpointHooks) for name in vars(kind)),
     *("validation_step", "test_step", "predict_step", "configure_callbacks"),
-    *("on_client_end", *STEP_HOOKS),
+    *STEP_HOOKS,
 }
 
 
@@ -81,6 +84,9 @@ class Lanes(LightningModule):
         fast_matmul: Let oneDNN multiply matrices on a CPU: ``auto`` if that is as exact.
         channels_last: Keep images and filters of 2-d convolutions with their channels last in
             memory; ``auto`` does on a CPU, where that is faster.
+        fixed_groups: Choose which clients train at once from all clients of a round, and give whole
+            groups to processes. Results then are bit for bit the same on any number of processes;
+            with fewer groups than processes some processes are idle. It needs a number of lanes.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the optimiser looks
@@ -101,8 +107,10 @@ class Lanes(LightningModule):
         compile: bool | Literal["auto"] = "auto",
         fast_matmul: bool | Literal["auto"] = "auto",
         channels_last: bool | Literal["auto"] = "auto",
+        fixed_groups: bool = False,
     ) -> None:
         super().__init__()
+        check_package(module, LightningModule)
         if not isinstance(module, LightningModule) or isinstance(module, Lanes):
             raise FederationError(f"Lanes takes a LightningModule, got {module!r}")
         for name, value in (("lanes", lanes), ("steps_per_batch", steps_per_batch)):
@@ -116,9 +124,15 @@ class Lanes(LightningModule):
         ):
             if option not in ("auto", True, False):
                 raise FederationError(f"{name} must be auto, true or false, got {option!r}")
+        if fixed_groups and lanes == "auto":
+            raise FederationError(
+                "fixed_groups needs a number of lanes: auto depends on the memory of the machine."
+                " Set lanes"
+            )
+        self.fixed_groups = fixed_groups
         self.module = module
         self.example_input_array = module.example_input_array
-        for name in ("_strict_loading", "_log_hyperparams", "_hparams_name"):
+        for name in ("_strict_loading", "_log_hyperparams", "_hparams_name", "_dtype", "_device"):
             vars(self)[name] = vars(module).get(name)
         self.lanes, self.steps_per_batch = lanes, steps_per_batch
         self.compiled, self.fast_matmul = compile, fast_matmul
@@ -134,7 +148,46 @@ class Lanes(LightningModule):
         for name in overridden:
             vars(self)[name] = getattr(module, name)
 
+        vars(self)["_is_made"] = True
+
     # --- what is the module's ---------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the module, where lanes have none: callbacks ask for them."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "module" not in vars(self).get("_modules", {}):
+                raise
+        value = getattr(self.module, name)
+        if isinstance(value, Tensor | nn.Module | MethodType):
+            self._refuse_while_training(name)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the module, where lanes have none of that name."""
+        is_own = name in vars(self) or hasattr(type(self), name) or name == "module"
+        is_modules = not is_own and vars(self).get("_is_made", False)
+        if not is_modules or (name.startswith("_") and not hasattr(self.module, name)):
+            super().__setattr__(name, value)
+            return
+        if isinstance(value, Tensor | nn.Module):
+            self._refuse_while_training(name)
+        setattr(self.module, name, value)
+
+    def _refuse_while_training(self, name: str) -> None:
+        """Refuse what would be the global model's where a caller expects a client's.
+
+        Raises:
+            FederationError: If clients are in training.
+        """
+        if self.host is not None and self.host.is_loaded:
+            raise FederationError(
+                f"a callback uses {type(self.module).__name__}.{name} while {self.host.count}"
+                " clients train at once: it has one value for each of them. Use it between rounds"
+                " (on_train_epoch_start, on_validation_start, on_train_epoch_end), write a hook"
+                " on_client_end of the module, or train the module itself instead of Lanes(module)"
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the server's model."""
@@ -167,6 +220,16 @@ class Lanes(LightningModule):
         vars(self)["_hook"] = name  # The module's own self.log asks for it.
         if "module" in self._modules:
             self.module._current_fx_name = name
+
+    # --- batches ----------------------------------------------------------------------------------
+
+    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        return each_of(super()._on_before_batch_transfer, batch, dataloader_idx)
+
+    def _apply_batch_transfer_handler(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        return each_of(super()._apply_batch_transfer_handler, batch, device, dataloader_idx)
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -243,32 +306,46 @@ class Lanes(LightningModule):
         }
         stacked = {id(param): self.stack[name] for name, param in params.items()}
         for optimizer in optimizers_in(made):
-            optimizer.state.clear()
-            for group in optimizer.param_groups:
-                group["params"] = [stacked.get(id(param), param) for param in group["params"]]
+            restack(optimizer, stacked)
         return made
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Take the samples of the batch apart, by local step and client."""
+        """Take the samples of the batch apart, by local step and client.
+
+        Args:
+            batch: The samples of several local steps and clients.
+            batch_idx: Local steps that these clients have made before.
+        """
         if (host := self.host) is None:
             if self.reason is not None:
                 return
             raise FederationError("Lanes is trained by a FederatedLoop: add one to the callbacks")
-        host.logged, host.weights = {}, []
+        host.logged = {}
         if not len(host.active):  # this process waits for others
             return
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set by the connector
-        host.fetch = None
-        if data.plan().stepwise:
+        plan = data.plan()
+        host.steps_before, host.fetch = batch_idx, None
+        if plan.stepwise:
             host.fetch, host.transfers = data.local_steps(), self._transfers()
         steps = len(host.sizes) if host.fetch is None else 1
+        if not data.has_samples_in_front:
+            host.batch = batch if isinstance(batch, ClientBatches) else ClientBatches([batch])
+            return
         host.batch = _unflatten(batch, steps, host.count)
         full = host.sizes == tree_leaves(host.batch)[0].shape[2]
         host.is_even = (full & host.active).all(1).tolist()
 
     def on_client_start(self) -> None:
-        """Let the module see each client's tensors before its first step; it may write to them."""
-        hook: Any = getattr(self.module, "on_client_start", None)
+        """Call the module's hook for each client, with its tensors; what it writes is kept."""
+        self._call_for_each("on_client_start")
+
+    def on_client_end(self) -> None:
+        """Call the module's hook for each client, with its tensors; what it writes is kept."""
+        self._call_for_each("on_client_end")
+
+    def _call_for_each(self, name: str) -> None:
+        hook: Any = getattr(self.module, name, None)
         if not callable(hook):
             return
         if self.host is None:
@@ -282,18 +359,24 @@ class Lanes(LightningModule):
         """Return the sum of the clients' losses in one local step."""
         assert self.host is not None
         host, step = self.host, self.host.step
+        host.local.batch_idx = host.steps_before + step
         samples = self._samples(host, step)
         if host.count > 1 and not host.is_ready:
-            self._choose(host, samples, host.sizes[step])
-        total, outcome = host.loss(samples, host.sizes[step], host.active[step])
-        weight = host.sizes[step] * host.active[step]
-        self._note(host, outcome, weight.to(total.device))
+            self._choose(host, samples)
+        total, outcome = host.loss(samples, host.active[step])
+        self._note(host, outcome, samples)
         host.evaluation += 1
         if step == len(host.sizes) - 1 and host.evaluation == host.evaluations:
             self._log(host)
         return total
 
-    def _samples(self, host: StackedLanes, step: int) -> Any:
+    def _samples(self, host: StackedLanes, step: int) -> Samples:
+        """Return the samples of a local step."""
+        if isinstance(host.batch, ClientBatches):
+            return Collated(host.batch[step * host.count : (step + 1) * host.count])
+        return Padded(self._padded(host, step), host.sizes[step])
+
+    def _padded(self, host: StackedLanes, step: int) -> Any:
         """Return the samples of a local step, ``[k, B, ...]``."""
         if host.fetch is None or step == 0:
             return tree_map(lambda t: t[step], host.batch)
@@ -314,30 +397,33 @@ class Lanes(LightningModule):
             or any(is_overridden(hook, data) for hook in TRANSFER_HOOKS)
         )
 
-    def _choose(self, host: StackedLanes, samples: Any, sizes: Tensor) -> None:
+    def _choose(self, host: StackedLanes, samples: Samples) -> None:
         """Check that lanes do what the module does, and find out which way is the fastest."""
         name, host.is_ready = type(self.module).__name__, True
-        if why := why_not_mapped(self.module, host, samples, int(sizes[:2].min())):
+        why = samples.why_not_stacked() or why_not_mapped(self.module, host, samples.pair())
+        if why is not None:
             host.train_one_by_one()
             rank_zero_warn(f"{name} is trained one client after another, not at once: {why}")
             return
-        if host.weighted and mixes_samples(self.module, host, samples):
-            host.weighted = False
+        if isinstance(samples, Padded) and host.weighted:
+            host.weighted = not mixes_samples(self.module, host, samples.tensors)
         if self.lanes == "auto":
-            each = [seconds(partial(host.trial, samples, at_once=way)) for way in (True, False)]
+            with left_alone(self.module):
+                each = [seconds(partial(host.trial, samples, at_once=way)) for way in (True, False)]
             if each[1] < each[0]:
                 host.train_one_by_one()
         if self.compiled is True or (
-            self.compiled == "auto" and host.at_once and self._compiling_pays(host, samples)
+            self.compiled == "auto" and host.at_once and self._compiling_pays(host)
         ):
             self._compile(host, samples)
         how = "at once" if host.at_once else "one after another, which is faster"
         rank_zero_info(f"{name}: {host.count} clients {how}{', compiled' * bool(host.graphs)}")
 
-    def _compile(self, host: StackedLanes, samples: Any) -> None:
-        """Compile the step, unless it leaves parameters without a gradient.
+    def _compile(self, host: StackedLanes, samples: Samples) -> None:
+        """Compile the step, unless it leaves parameters without a gradient, or uses ``batch_idx``.
 
-        A graph has zeros for those: momentum and weight decay would move them.
+        A graph has zeros for those: momentum and weight decay would move them. And each value of
+        ``batch_idx`` would be another graph.
         """
         if unused := host.unused(samples):
             rank_zero_warn(
@@ -345,46 +431,57 @@ class Lanes(LightningModule):
                 " requires_grad_(False), or leave it out, to have them compiled"
             )
             return
+        if host.uses_batch_idx(samples):
+            rank_zero_warn(
+                "lanes are not compiled: training_step uses batch_idx, and each of its values would"
+                " be compiled anew. Leave it out of training_step to have them compiled"
+            )
+            return
         host.compile()
 
-    def _compiling_pays(self, host: StackedLanes, samples: Any) -> bool:
+    def _compiling_pays(self, host: StackedLanes) -> bool:
         """Say whether the run is long enough, by its work: not by time, which varies.
 
         A step costs 6 operations a parameter and sample, at about 100 GFLOP/s, or Python's time.
         """
         trainer = self.trainer
-        count = tree_leaves(samples)[0].shape[:2].numel()
+        count = int(host.sizes[host.step].sum())
         took = max(2e-3, 6 * host.num_parameters * count / 1e11)
         rounds = (trainer.max_epochs or 0) - trainer.current_epoch
         steps = rounds * trainer.num_training_batches * len(host.sizes)
         return bool(steps * took * COMPILING_SAVES > COMPILING_TAKES)
 
-    def _note(self, host: StackedLanes, outcome: Outcome, weight: Tensor) -> None:
+    def _note(self, host: StackedLanes, outcome: Outcome, samples: Samples) -> None:
         """Keep what the module logged, and let it record the losses of those who still train."""
-        host.weights.append(weight)
+        device, active = outcome.loss.device, host.active[host.step]
         if host.step == 0:
             host.first_losses = outcome.task_loss
-        for name, value in outcome.logs.items():
-            host.logged.setdefault(name, []).append(value)
+        if outcome.logs:
+            sizes = samples.counts() if host.local.wants_batch_size else host.sizes[host.step]
+            # Copies to the device do not wait for it, and nothing is read back.
+            counts, trains = (t.to(device, non_blocking=True) for t in (sizes, active))
+            for name, (value, size) in outcome.logs.items():
+                weight = size.where(~size.isnan(), counts) * trains
+                host.logged.setdefault(name, []).append((value, weight, active))
         if outcome.recorded:
-            loss = outcome.recorded["loss"].where(weight > 0, 0)
-            record: Any = self.module.record
-            record(loss, weight)
+            weight = (host.sizes[host.step] * active).to(device, non_blocking=True)
+            record: Any = self.module.federated_record
+            record(outcome.recorded["loss"].where(weight > 0, 0), weight)
 
     def _log(self, host: StackedLanes) -> None:
         """Log what the batch's steps and lanes logged, as one value."""
-        for name, values in host.logged.items():
+        for name, noted in host.logged.items():
             options = dict(host.local.log_options[name])
-            weight = torch.stack(host.weights).double()
-            if (size := options.get("batch_size")) is not None:
-                weight = (weight > 0) * float(size)
-            each = torch.stack(values).double()
+            each, weight, active = (torch.stack(part) for part in zip(*noted, strict=True))
+            each, weight = each.double(), weight.double()
             if options.get("reduce_fx", "mean") in ("mean", torch.mean):
-                options["batch_size"] = int(weight.sum())
+                total = weight.sum()
+                options["batch_size"] = total.long() if total.device.type != "cpu" else int(total)
                 value = (each.where(weight > 0, 0) * weight).sum() / weight.sum()
             else:
                 reduce = options["reduce_fx"]
-                chosen = each[weight > 0]
+                at = active.flatten().nonzero()[:, 0].to(each.device, non_blocking=True)
+                chosen = each.flatten()[at]
                 value = getattr(chosen, reduce)() if isinstance(reduce, str) else reduce(chosen)
             self.log(name, value.float(), **options)
         for name, metric in host.local.metrics.items():
@@ -414,6 +511,8 @@ class Lanes(LightningModule):
             else:
                 optimizer.step(closure=optimizer_closure)
             host.after_step(before, active)
+            if not is_last:  # Lightning steps schedulers after the last
+                self._step_schedulers(host)
         host.step = 0
 
     def _has_watchers(self) -> bool:
@@ -441,7 +540,12 @@ class Lanes(LightningModule):
                 bare, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
             )
             bare.step()
-        for config in trainer.lr_scheduler_configs:
+        else:
+            host.end_step()
+
+    def _step_schedulers(self, host: StackedLanes) -> None:
+        """Step the schedulers that count local steps."""
+        for config in self.trainer.lr_scheduler_configs:
             if config.interval == "step":
                 self.lr_scheduler_step(config.scheduler, None)
                 if host.graphs is not None:
@@ -539,9 +643,8 @@ def _unflatten(batch: Any, steps: int, lanes: int) -> Any:
         if not isinstance(value, Tensor) or value.ndim == 0 or len(value) % (steps * lanes):
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise FederationError(
-                "Lanes needs batches of tensors that have the samples in front, got"
-                f" {got} for {steps} steps of {lanes} clients: choose another collate_fn, or train"
-                " the module without Lanes"
+                f"a hook of the data or the precision has changed the number of samples: got {got}"
+                f" for {steps} local steps of {lanes} clients. Train the module without Lanes"
             )
         return value.view(steps, lanes, len(value) // (steps * lanes), *value.shape[1:])
 

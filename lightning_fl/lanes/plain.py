@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fl.lanes.host import LaneHost, Rows
+from lightning_fl.lanes.host import GLOBAL_PARAMETERS, LaneHost, Rows, to_cpu
 from lightning_fl.lanes.local_step import reported_loss
+from lightning_fl.lanes.optimizer_state import OPTIMIZER_ROWS
 from lightning_fl.types import ServerState
 
 
@@ -22,30 +23,23 @@ class ModuleLane(LaneHost):
         self.write(ServerState(state.vector[0], state.counters))
         if self.wants_fixed:
             at_start = {n: p.detach().clone() for n, p in self.named_parameters.items()}
-            self.module.fixed = at_start  # type: ignore[assignment]  # no child: a plain dictionary
+            vars(self.module)[GLOBAL_PARAMETERS] = at_start
         if not kept:
             return
         with torch.no_grad():
             for name in self.private:
                 if (row := kept.get(f"parameter.{name}")) is not None:
-                    self.named_parameters[name].copy_(row)
+                    self.named_parameters[name].copy_(row, non_blocking=True)
             for name, buffer in self.named_buffers.items():
                 if (row := kept.get(f"buffer.{name}")) is not None:
-                    buffer.copy_(row)
-        for i, (param, group) in enumerate(self._optimized()):
-            prefix = f"optimizer.{i}."
-            on_device = any(group.get(name) is True for name in ("capturable", "fused"))
-            for name, row in kept.items():
-                if name.startswith(prefix):
-                    # As torch's own load: step counters stay on the CPU, unless the step is fused.
-                    device = param.device if row.ndim or on_device else row.device
-                    self.optimizer.state[param][name.removeprefix(prefix)] = row.to(
-                        device, copy=True
-                    )
+                    buffer.copy_(row, non_blocking=True)
+        self.optimizer_state.load(
+            {name: row for name, row in kept.items() if name.startswith(OPTIMIZER_ROWS)}
+        )
 
     def collect(self, state: ServerState, reuse: bool = False) -> tuple[Tensor, Tensor]:
         """Return the client's move and its counters; see :meth:`LaneHost.collect`."""
-        self._adopt()
+        self.adopt()
         delta = self._moved(self.vector.read()[None], state)
         return delta, (state.counters if self.buffers == "server" else self.counters.read())[None]
 
@@ -56,10 +50,10 @@ class ModuleLane(LaneHost):
 
     def rows(self) -> list[dict[str, Tensor]]:
         """Return the tensors that the client keeps for itself."""
-        self._adopt()
+        self.adopt()
         rows = {f"parameter.{n}": self.named_parameters[n].detach() for n in self.private}
         if self.buffers == "local":
             rows |= {f"buffer.{name}": buffer for name, buffer in self.named_buffers.items()}
         if self.keep_optimizer:
-            rows |= self._optimizer_rows()
-        return [rows]
+            rows |= self.optimizer_state.rows()
+        return [to_cpu(rows)]

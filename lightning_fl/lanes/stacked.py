@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,11 +13,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fl.functional.randomness import seeded_rng
-from lightning_fl.lanes.graphs import Graphs
-from lightning_fl.lanes.host import BufferPolicy, LaneHost, Rows, is_floating
-from lightning_fl.lanes.local_step import LocalStep, Outcome, Tensors
+from lightning_fl.lanes.graphs import Graphs, depends_on_batch_idx, reads_batch_idx
+from lightning_fl.lanes.host import (
+    GLOBAL_PARAMETERS,
+    BufferPolicy,
+    LaneHost,
+    Rows,
+    is_floating,
+    to_cpu,
+)
+from lightning_fl.lanes.local_step import LocalStep, Outcome, Tensors, replaced
 from lightning_fl.lanes.matmul import allow_fast_matmul
 from lightning_fl.lanes.memory import keep_freed_memory
+from lightning_fl.lanes.samples import Collated, Padded, Samples
+from lightning_fl.lanes.separable import check_separable, fresh
 from lightning_fl.types import FederationError, ServerState
 
 if TYPE_CHECKING:
@@ -44,7 +52,7 @@ class StackedLanes(LaneHost):
         keep_optimizer: bool,
     ) -> None:
         super().__init__(lanes.module, buffers, optimizer, keep_optimizer)
-        self.is_linear = check_separable(optimizer, keep_optimizer)
+        self.is_linear = check_separable(self.optimizer_state, keep_optimizer)
         self.lanes = lanes
         self.params: dict[str, nn.Parameter] = lanes.stack
         first = next(iter(self.params.values()))
@@ -58,13 +66,17 @@ class StackedLanes(LaneHost):
         self.local = LocalStep(lanes.module)
         #: Whether the step is mapped over the lanes; else they train one after another.
         self.at_once = True
+        #: Whether clients are in the lanes, from their first hook to the end of their last step.
+        self.is_loaded = False
         #: Whether it is chosen how to train.
         self.is_ready = False
-        self.weighted = getattr(lanes.module, "knows_weights", False) and not any(
+        self.weighted = getattr(lanes.module, "federated_knows_weights", False) and not any(
             isinstance(m, _BatchNorm) for m in lanes.module.modules()
         )
         #: The Lightning batch's samples, ``[steps, k, B, ...]``, and which local step is next.
         self.batch: Any = None
+        #: Local steps that these clients had made before the batch.
+        self.steps_before = 0
         #: How to fetch the steps after the first, where the batch holds that alone.
         self.fetch: Callable[[int, bool], Any] | None = None
         self.step = 0
@@ -79,8 +91,7 @@ class StackedLanes(LaneHost):
         #: Whether the step is made without Lightning, which would go back from its loss.
         self.is_light = False
         #: What the module logged in the batch, ``[k]`` each, and the samples behind it.
-        self.logged: dict[str, list[Tensor]] = {}
-        self.weights: list[Tensor] = []
+        self.logged: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
         #: Task losses in the batch's first local step, ``[k]``.
         self.first_losses = torch.empty(0)
         self.buffer_stack: Tensors = {}
@@ -94,16 +105,20 @@ class StackedLanes(LaneHost):
         self._moves = torch.empty(0)
         self._shapes: set[tuple[torch.Size, ...]] = set()
         self._lane_ratios: Tensor | None = None
+        #: Parameters when the optimiser's step begins, where lanes have rates of their own.
+        self._start: list[Tensor] = []
+        #: Whether it was said that batches cannot be stacked.
+        self._is_said = False
         self._floating = [n for n, b in self.named_buffers.items() if is_floating(b)]
-        self._counting = [n for n, b in self.named_buffers.items() if not is_floating(b)]
 
     # --- clients ----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def load(self, state: ServerState, rows: Sequence[Rows], lr: Sequence[float]) -> None:
         """Begin clients; see :meth:`LaneHost.load`."""
-        self._adopt()
-        self.optimizer.state.clear()
+        self.adopt()
+        self.is_loaded = True
+        self.optimizer_state.reset()
         known = {id(param) for param in self.params.values()}
         if any(id(param) not in known for param, _ in self._optimized()):
             raise FederationError(
@@ -121,9 +136,11 @@ class StackedLanes(LaneHost):
                     " one rate for all, or train the module itself instead of Lanes(module)"
                 )
             self._ratio = 1.0
-            self._lane_ratios = torch.tensor(ratios, dtype=torch.float64).to(state.vector.device)
+            self._lane_ratios = _placed(torch.tensor(ratios, dtype=torch.float64), state.vector)
         names = [*self.shared, *self._floating]
         pieces = dict(zip(names, state.vector.split(self.vector.sizes, dim=1), strict=True))
+        counters = state.counters.expand(k, -1).split(self.counters.sizes, dim=1)
+        pieces |= dict(zip(self.named_counters, counters, strict=True))
         self._resize(k)
         for name, param in self.params.items():
             start = self.private.get(name)
@@ -132,8 +149,6 @@ class StackedLanes(LaneHost):
             param.copy_(start)
             param.grad = None
             param.requires_grad_(self.named_parameters[name].requires_grad)
-        counters = state.counters.expand(k, -1).split(self.counters.sizes, dim=1)
-        pieces |= dict(zip(self._counting, counters, strict=True))
         self.buffer_stack = {
             name: _unflatten(pieces[name], buffer).clone(memory_format=torch.contiguous_format)
             for name, buffer in self.named_buffers.items()
@@ -146,12 +161,20 @@ class StackedLanes(LaneHost):
             }
         self._load_rows(rows)
 
+    def write(self, state: ServerState) -> None:
+        """Put a state into the module: no client is in training."""
+        super().write(state)
+        self.is_loaded = False
+
     def _resize(self, count: int) -> None:
         """Make place for so many lanes."""
         made = {
             id(param): (
                 name,
-                nn.Parameter(self._laid_out(param.new_empty(count, *param.shape[1:]))),
+                nn.Parameter(
+                    self._laid_out(param.new_empty(count, *param.shape[1:])),
+                    requires_grad=param.requires_grad,
+                ),
             )
             for name, param in self.params.items()
             if len(param) != count or self._laid_out(param).stride() != param.stride()
@@ -203,35 +226,58 @@ class StackedLanes(LaneHost):
                 self.optimizer.state[param][name] = stacks[key] = fresh(self.optimizer, param, name)
         for lane, kept in enumerate(rows):
             for key, row in kept.items():
-                stacks[key][lane] = row
+                stacks[key][lane].copy_(row, non_blocking=True)
 
     @torch.no_grad()
     def collect(self, state: ServerState, reuse: bool = False) -> tuple[Tensor, Tensor]:
         """Return the clients' moves and counters; see :meth:`LaneHost.collect`."""
+        self.is_loaded = False
         shared = (self.params[name] for name in self.shared)
         floating = [*shared, *(self.buffer_stack[n] for n in self._floating)]
         if not reuse or self._moves.shape != (self.count, state.vector.shape[1]):
             self._moves = state.vector.new_empty(self.count, state.vector.shape[1])
         local = torch.cat([_flatten(t) for t in floating], dim=1, out=self._moves)
         delta = self._moved(local, state)
-        if self.buffers == "server" or not self._counting:
+        if self.buffers == "server" or not self.named_counters:
             return delta, state.counters.expand(self.count, -1)
-        counters = torch.cat([_flatten(self.buffer_stack[n]) for n in self._counting], dim=1)
+        stacks: Tensors = {**self.params, **self.buffer_stack}
+        counters = torch.cat([_flatten(stacks[name]) for name in self.named_counters], dim=1)
         return delta, counters.to(self.counters.dtype)
 
     @contextmanager
     def client(self, lane: int) -> Iterator[None]:
-        """Let the module have a client's tensors for a while; see :meth:`LaneHost.client`."""
+        """Let the module have a client's tensors for a while; see :meth:`LaneHost.client`.
+
+        Its tensors are views of the stacks, so what the module writes to them in place is there
+        already; what it sets anew, by ``data`` or as a buffer, is copied.
+        """
         stacks: Tensors = {**self.params, **self.buffer_stack}
+        start = {GLOBAL_PARAMETERS: self._started_from(lane)} if self.wants_fixed else {}
+        rows = {name: stack.detach()[lane] for name, stack in stacks.items()}
+        with replaced(self.module, start), self.values(rows):
+            yield
+
+    @contextmanager
+    def values(self, values: Tensors) -> Iterator[None]:
+        """Let the module have these values for a while; what it writes is in them afterwards."""
         own = {**self.named_parameters, **self.named_buffers}
         before = {name: tensor.data for name, tensor in own.items()}
         try:
             for name, tensor in own.items():
-                tensor.data = stacks[name].detach()[lane]
+                tensor.data = values[name]
             yield
         finally:
+            self.adopt()
             for name, tensor in own.items():
+                if tensor.data_ptr() != values[name].data_ptr():
+                    values[name].data.copy_(tensor.data)
                 tensor.data = before[name]
+
+    def _started_from(self, lane: int) -> Tensors:
+        """Return the parameters that a client started from."""
+        if self.fixed_is_shared:
+            return self.fixed
+        return {name: start[lane] for name, start in self.fixed.items()}
 
     def reported(self, outputs: Any) -> Tensor:
         """Return the clients' task losses; see :meth:`LaneHost.reported`."""
@@ -243,7 +289,8 @@ class StackedLanes(LaneHost):
         if self.buffers == "local":
             kept |= {f"buffer.{name}": buffer for name, buffer in self.buffer_stack.items()}
         if self.keep_optimizer:
-            kept |= self._optimizer_rows()
+            kept |= self.optimizer_state.rows()
+        kept = to_cpu(kept)
         return [{key: stack[lane] for key, stack in kept.items()} for lane in range(self.count)]
 
     def choices(self) -> dict[str, bool]:
@@ -271,59 +318,113 @@ class StackedLanes(LaneHost):
 
     # --- a local step -----------------------------------------------------------------------------
 
-    def loss(self, batch: Any, sizes: Tensor, active: Tensor) -> tuple[Tensor, Outcome]:
+    def loss(self, samples: Samples, active: Tensor) -> tuple[Tensor, Outcome]:
         """Make the forward pass of all clients, and keep the buffers of those who still train.
 
-        Lanes with fewer samples than others are weighted where the module knows weights, else they
-        are mapped by themselves: filling them up would change their means.
-
         Args:
-            batch: Samples, ``[k, B, ...]``, of which a lane has the first ``sizes``.
-            sizes: ``[k]``.
+            samples: What each client trains on.
             active: Who still trains, ``[k]``.
 
         Returns:
             The sum of losses, to go back from, and what else the step makes.
         """
-        self.has_updated = False
-        if self.channels_last:
-            batch = tree_map(self._laid_out, batch)
-        if self.at_once and self.is_even[self.step]:
-            total, outcome = self._all(batch, None, True)
-            self.buffer_stack = {name: b.detach() for name, b in outcome.buffers.items()}
-            return total, outcome
+        self.has_updated, versions = False, self._versions()
+        if isinstance(samples, Padded) and self.channels_last:
+            samples = samples._replace(tensors=tree_map(self._laid_out, samples.tensors))
+        if not self.maps or (isinstance(samples, Collated) and not self._can_stack(samples)):
+            total, outcome = self._one_by_one(samples, active)
+        else:
+            total, outcome = self._mapped(samples, active)
+            self._keep_buffers(outcome, active)
+        if self._lane_ratios is not None and self.evaluations == 1 and self._wrote(versions):
+            self._note_start()
+        return total, outcome
+
+    def _versions(self) -> list[int]:
+        return [param._version for param in self.params.values()]
+
+    def _wrote(self, versions: list[int]) -> bool:
+        """Say whether the step may have written to parameters: by itself a module can unnoticed."""
+        return not self.maps or versions != self._versions()
+
+    @property
+    def maps(self) -> bool:
+        """Whether the step is mapped over the lanes of the clients that are in training."""
+        return self.at_once and self.count > 1
+
+    def _can_stack(self, samples: Collated) -> bool:
+        """Say whether batches can be stacked; say once why not."""
+        why = samples.why_not_stacked()
+        if why is not None and not self._is_said:
+            self._is_said = True
+            rank_zero_warn(
+                f"{type(self.module).__name__} trains its clients one after another in such steps,"
+                f" not at once: {why}"
+            )
+        return why is None
+
+    def _keep_buffers(self, outcome: Outcome, active: Tensor) -> None:
+        for name, buffer in outcome.buffers.items():
+            after = buffer.detach()
+            if not active.all():
+                after = torch.where(_beside(active, after), after, self.buffer_stack[name])
+            self.buffer_stack[name] = after
+
+    def _mapped(self, samples: Samples, active: Tensor) -> tuple[Tensor, Outcome]:
+        """Map the step over the lanes; train one client after another where that fails.
+
+        The first step was checked, and yet a later one may do what cannot be mapped.
+        """
+        versions = self._versions()
+        try:
+            if isinstance(samples, Padded):
+                return self._padded(samples, active)
+            return self._groups(samples.groups(), bool(active.all()))
+        except Exception as error:
+            if versions != self._versions():
+                raise  # half of the step is done
+            self.train_one_by_one()
+            result = self._one_by_one(samples, active)
+            rank_zero_warn(
+                f"{type(self.module).__name__} is trained one client after another from here on,"
+                f" not at once: {first_line(error)}"
+            )
+            return result
+
+    def _padded(self, samples: Padded, active: Tensor) -> tuple[Tensor, Outcome]:
+        """Map the step over lanes that have their samples in front.
+
+        Lanes with fewer samples than others are weighted where the module knows weights, else they
+        are mapped by themselves: filling them up would change their means.
+        """
+        batch, sizes = samples
+        if self.is_even[self.step]:
+            return self._all(batch, None, True)
         groups = [(sizes == size).nonzero()[:, 0] for size in sizes.unique()]
-        if not self.at_once:
-            total, outcome = self._one_by_one(batch, sizes, active)
-        elif len(groups) == 1:
-            total, outcome = self._all(_first(batch, int(sizes[0])), None, bool(active.all()))
-        elif self.weighted:
+        if len(groups) == 1:
+            return self._all(_first(batch, int(sizes[0])), None, bool(active.all()))
+        if self.weighted:
             most = next(t.shape[1] for t in tree_leaves(batch))
             weight = (torch.arange(most) < sizes[:, None]).double() / sizes[:, None]
             like = next(iter(self.params.values()))
-            total, outcome = self._all(
-                batch, weight.to(like.device, like.dtype), bool(active.all())
-            )
-        else:
-            each = [self._some(rows, batch, int(sizes[rows[0]])) for rows in groups]
-            total = torch.stack([outcome.loss.sum() for outcome in each]).sum()
-            at = torch.cat(groups)
-            outcome = tree_map(lambda *t: _scattered(torch.cat(t), at, len(sizes)), *each)
-        for name, before in self.buffer_stack.items():
-            after = outcome.buffers[name].detach()
-            if not active.all():
-                after = torch.where(_beside(active, after), after, before)
-            self.buffer_stack[name] = after
-        return total, outcome
+            return self._all(batch, _placed(weight.to(like.dtype), like), bool(active.all()))
+        parts = [(rows, _first(_select(batch, rows), int(sizes[rows[0]]))) for rows in groups]
+        return self._groups(parts, False)
+
+    def _groups(self, groups: list[tuple[Tensor, Any]], is_whole: bool) -> tuple[Tensor, Outcome]:
+        """Map the step over each group of lanes that have batches of the same shape."""
+        if is_whole and len(groups) == 1:
+            return self._all(groups[0][1], None, True)
+        each = [self._some(rows, batch) for rows, batch in groups]
+        total = torch.stack([outcome.loss.sum() for outcome in each]).sum()
+        at = torch.cat([rows for rows, _ in groups])
+        return total, tree_map(lambda *t: _scattered(torch.cat(t), at, self.count), *each)
 
     def _all(self, batch: Any, weight: Tensor | None, is_whole: bool) -> tuple[Tensor, Outcome]:
         params: Tensors = dict(self.params)
         tensors = (params, self.buffer_stack, self.fixed, batch, weight)
-        how: dict[str, Any] = {
-            "fixed_is_shared": self.fixed_is_shared,
-            "at_once": self.count > 1,
-        }
-        if self.graphs is not None and how["at_once"] and self._is_worth_a_graph(batch):
+        how: dict[str, Any] = {"fixed_is_shared": self.fixed_is_shared, "at_once": True}
+        if self.graphs is not None and self._is_worth_a_graph(batch):
             try:
                 return self._compiled_step(self.graphs, is_whole, *tensors, **how)
             except Exception as error:  # torch.compile and the compilers below it fail in many ways
@@ -353,35 +454,23 @@ class StackedLanes(LaneHost):
             return outcome.loss.sum(), outcome
         return _known_gradient(outcome.loss, self.params, grads), outcome
 
-    def _one_by_one(self, batch: Any, sizes: Tensor, active: Tensor) -> tuple[Tensor, Outcome]:
+    def _one_by_one(self, samples: Samples, active: Tensor) -> tuple[Tensor, Outcome]:
         """Make the steps of clients one after another, each forward and back before the next.
 
-        Who is done rests: a module may count its steps.
+        The module makes each step by itself, with the client's tensors in the place of its own. Who
+        is done rests: a module may count its steps.
         """
         rows, each = active.nonzero()[:, 0], []
-        wanted = {n: p for n, p in self.params.items() if p.requires_grad}
         known: Tensors = {}
         for row in rows.tolist():
-            own = {
-                n: p.detach()[row].requires_grad_(p.requires_grad) for n, p in self.params.items()
-            }
-            fixed = self.fixed
-            if not self.fixed_is_shared:
-                fixed = {n: t[row] for n, t in fixed.items()}
-            buffers = {n: b[row] for n, b in self.buffer_stack.items()}
-            samples = tree_map(lambda t, row=row: t[row, : sizes[row]], batch)
-            with torch.enable_grad():
-                outcome = self.local.one(own, buffers, fixed, samples, None)
-            grads = torch.autograd.grad(
-                outcome.loss, [own[name] for name in wanted], allow_unused=True
-            )
-            for (name, param), grad in zip(wanted.items(), grads, strict=True):
-                if grad is not None:
-                    if name not in known:
-                        known[name] = self._gradient_place(name, param).zero_()
-                    known[name][row] = grad
+            with self.client(row), torch.enable_grad():
+                outcome, grads = self.local.by_itself({}, samples.client(row))
+            for name, grad in grads.items():
+                if name not in known:
+                    known[name] = self._gradient_place(name, self.params[name]).zero_()
+                known[name][row] = grad
             each.append(tree_map(lambda t: t.detach(), outcome))
-        stacked = tree_map(lambda *t: _scattered(torch.stack(t), rows, len(sizes)), *each)
+        stacked = tree_map(lambda *t: _scattered(torch.stack(t), rows, self.count), *each)
         return _known_gradient(stacked.loss, self.params, known), stacked
 
     def _gradient_place(self, name: str, param: Tensor) -> Tensor:
@@ -390,64 +479,67 @@ class StackedLanes(LaneHost):
             self._gradients[name] = torch.empty_like(param)
         return self._gradients[name]
 
-    def unused(self, batch: Any) -> list[str]:
+    def unused(self, samples: Samples) -> list[str]:
         """Return the parameters that a step gives no gradient."""
-        grads = self._trial_gradients(batch, at_once=self.at_once)
-        wanted = [name for name, p in self.params.items() if p.requires_grad]
+        with seeded_rng(0), self.untouched(), torch.enable_grad():
+            total, _ = self._mapped(samples, torch.ones(self.count, dtype=torch.bool))
+        wanted = {name: p for name, p in self.params.items() if p.requires_grad}
+        grads = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
         return [name for name, grad in zip(wanted, grads, strict=True) if grad is None]
 
-    def trial(self, batch: Any, at_once: bool) -> None:
+    def trial(self, samples: Samples, at_once: bool) -> None:
         """Make a step forward and back, of which nothing remains."""
-        if at_once:
-            self._trial_gradients(batch, at_once)
-            return
-        k, size = tree_leaves(batch)[0].shape[:2]
-        with seeded_rng(0), self.untouched():
-            self._one_by_one(batch, torch.full((k,), size), torch.ones(k, dtype=torch.bool))
+        everyone = torch.ones(self.count, dtype=torch.bool)
+        with seeded_rng(0), self.untouched(), torch.enable_grad():
+            if not at_once:
+                self._one_by_one(samples, everyone)
+                return
+            total, _ = self._mapped(samples, everyone)
+            wanted = [p for p in self.params.values() if p.requires_grad]
+            torch.autograd.grad(total, wanted, allow_unused=True)
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Undo what a step writes to parameters by itself: to frozen ones, as averages are."""
-        frozen = {n: p.detach().clone() for n, p in self.params.items() if not p.requires_grad}
+        """Undo what a step writes to parameters and buffers by itself, as averages are."""
+        tensors: Tensors = {**self.params, **self.buffer_stack}
+        before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, value in frozen.items():
-                    self.params[name].copy_(value)
+            for name, value in before.items():
+                tensors[name].data.copy_(value)
 
-    def _trial_gradients(self, batch: Any, at_once: bool) -> tuple[Tensor | None, ...]:
-        params = {n: p.detach().requires_grad_(p.requires_grad) for n, p in self.params.items()}
-        with torch.enable_grad(), seeded_rng(0), self.untouched():
-            outcome = self.local.many(
-                params,
-                self.buffer_stack,
-                self.fixed,
-                batch,
-                None,
-                fixed_is_shared=self.fixed_is_shared,
-                at_once=at_once,
-            )
-        wanted = [p for p in params.values() if p.requires_grad]
-        return torch.autograd.grad(outcome.loss.sum(), wanted, allow_unused=True)
-
-    def _some(self, rows: Tensor, batch: Any, size: int) -> Outcome:
-        """Make the step of a few lanes that have as many samples as each other."""
+    def _some(self, rows: Tensor, batch: Any) -> Outcome:
+        """Make the step of a few lanes, whose batches are ``[rows, ...]``."""
         params: Tensors = _select(dict(self.params), rows)
         outcome = self.local.many(
             params,
             _select(self.buffer_stack, rows),
             self.fixed if self.fixed_is_shared else _select(self.fixed, rows),
-            _first(_select(batch, rows), size),
+            batch,
             None,
             fixed_is_shared=self.fixed_is_shared,
-            at_once=len(rows) > 1,
+            at_once=True,
         )
-        with torch.no_grad():  # what the step itself has written: a frozen teacher's average
-            for name, param in self.params.items():
-                if not param.requires_grad:
-                    param[rows] = params[name]
+        for name, param in self.params.items():  # what the step has written: a teacher's average
+            if params[name]._version:
+                param.data.index_copy_(0, _placed(rows, param), params[name].detach())
         return outcome
+
+    def uses_batch_idx(self, samples: Samples) -> bool:
+        """Say whether the module's step depends on ``batch_idx``, as far as a graph of it shows."""
+        if not reads_batch_idx(self.module):
+            return False
+        batch = samples.pair()
+        rows = torch.arange(2)
+        params = {n: p.detach()[:2].clone() for n, p in self.params.items()}
+        for name, param in params.items():
+            param.requires_grad_(self.params[name].requires_grad)
+        fixed = self.fixed if self.fixed_is_shared else _select(self.fixed, rows)
+        tensors = (params, _select(self.buffer_stack, rows), fixed, batch, None)
+        how = {"fixed_is_shared": self.fixed_is_shared, "at_once": True}
+        with seeded_rng(0):
+            return depends_on_batch_idx(self.local, *tensors, **how)
 
     def compile(self) -> None:
         """Make forward and backward pass one compiled graph for each shape of batches."""
@@ -462,10 +554,15 @@ class StackedLanes(LaneHost):
 
     @torch.no_grad()
     def before_step(self, active: Tensor) -> list[Tensor]:
-        """Return what :meth:`after_step` needs of the time before the optimiser's step."""
-        if self._lane_ratios is None and active.all():
-            return []
-        return [tensor.clone() for tensor in self._stepped()]
+        """Return what :meth:`after_step` needs of the time before the local step."""
+        if self._lane_ratios is not None:
+            self._note_start()
+        return [] if active.all() else [tensor.clone() for tensor in self._stepped()]
+
+    @torch.no_grad()
+    def _note_start(self) -> None:
+        """Note where the optimiser's step begins: behind what the module itself has written."""
+        self._start = [p.detach().clone() for p in self.params.values() if p.requires_grad]
 
     @torch.no_grad()
     def after_step(self, before: list[Tensor], active: Tensor) -> None:
@@ -474,20 +571,17 @@ class StackedLanes(LaneHost):
         For an optimiser that is linear in its rate, a step at :math:`\eta_k` is
         :math:`w + \frac{\eta_k}{\eta} (w' - w)`, where :math:`w'` is the step at :math:`\eta`.
         """
-        if not before:
-            return
-        # Not what the module itself has written into frozen parameters, nor the optimiser's state.
-        steps = [param.requires_grad for param in self.params.values()]
-        for i, (now, old) in enumerate(zip(self._stepped(), before, strict=False)):
-            new = now
-            if self._lane_ratios is not None and i < len(steps) and steps[i]:
-                new = old.lerp(now, _beside(self._lane_ratios, now).to(now.dtype))
-            now.copy_(torch.where(_beside(active, now), new, old))
+        if self._lane_ratios is not None:
+            trained = [p.detach() for p in self.params.values() if p.requires_grad]
+            for now, start in zip(trained, self._start, strict=True):
+                now.copy_(start.lerp(now, _beside(self._lane_ratios, now).to(now.dtype)))
+        for now, old in zip(self._stepped(), before, strict=False):
+            now.copy_(torch.where(_beside(active, now), now, old))
 
     def _stepped(self) -> list[Tensor]:
         """What a step changes: parameters, then the optimiser's state if somebody keeps it."""
         params = [param.detach() for param in self.params.values()]
-        return params + (list(self._optimizer_rows().values()) if self.keep_optimizer else [])
+        return params + (list(self.optimizer_state.rows().values()) if self.keep_optimizer else [])
 
     @torch.no_grad()
     def clip(self, value: float, algorithm: str) -> None:
@@ -505,6 +599,11 @@ class StackedLanes(LaneHost):
             grad.mul_(_beside(scale, grad))
 
 
+def first_line(error: Exception) -> str:
+    """Return the name of an exception and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 class _Known(torch.autograd.Function):
     """A loss whose gradients are known already: its backward pass puts them in their place.
 
@@ -520,8 +619,11 @@ class _Known(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[None, ...]:
-        for param, grad in zip(ctx.params, ctx.grads, strict=True):
-            grad = grad if outer[0] == 1 else grad * outer[0]
+        scale, grads = outer[0], ctx.grads
+        # To look at it would wait for a device: there gradients are multiplied by 1, too.
+        if grads and (scale.device.type != "cpu" or scale != 1):
+            grads = torch._foreach_mul(grads, scale)
+        for param, grad in zip(ctx.params, grads, strict=True):
             param.grad = grad if param.grad is None else param.grad + grad
         return (None,) * 4
 
@@ -553,96 +655,26 @@ def _flatten(stack: Tensor) -> Tensor:
 
 def _beside(lanes: Tensor, stack: Tensor) -> Tensor:
     """One number a lane, in the shape that multiplies a stack."""
-    return lanes.to(stack.device).view(-1, *[1] * (stack.ndim - 1))
+    return _placed(lanes, stack).view(-1, *[1] * (stack.ndim - 1))
+
+
+def _placed(small: Tensor, like: Tensor) -> Tensor:
+    """Bring a small tensor to the device of another, without waiting for it."""
+    return small.to(like.device, non_blocking=True)
 
 
 def _select(stacks: Any, rows: Tensor) -> Any:
     return tree_map(
-        lambda t: t.index_select(0, rows.to(t.device)) if isinstance(t, Tensor) else t, stacks
+        lambda t: t.index_select(0, _placed(rows, t)) if isinstance(t, Tensor) else t, stacks
     )
 
 
 def _scattered(values: Tensor, rows: Tensor, count: int) -> Tensor:
     """Put the values of some lanes in their places, with zeros for the others."""
     values = values.detach()
-    return values.new_zeros(count, *values.shape[1:]).index_copy_(0, rows.to(values.device), values)
+    return values.new_zeros(count, *values.shape[1:]).index_copy_(0, _placed(rows, values), values)
 
 
 def _first(batch: Any, count: int) -> Any:
     """The first samples of each lane."""
     return tree_map(lambda t: t[:, :count] if isinstance(t, Tensor) else t, batch)
-
-
-def fresh(optimizer: torch.optim.Optimizer, param: Tensor, name: str) -> Tensor:
-    """Return what a state of an optimiser is before its first step."""
-    made = getattr(optimizer, "fresh", None)
-    value: Tensor = torch.zeros_like(param) if made is None else made(param, name)
-    return value.detach().clone()
-
-
-def check_separable(optimizer: torch.optim.Optimizer, keep: bool) -> bool:
-    """Refuse an optimiser whose step for one client depends on the others in the lanes.
-
-    It trains two small tensors apart and stacked, with gradients of very different size.
-
-    Returns:
-        Whether its step is proportional to its learning rate.
-
-    Raises:
-        FederationError: If they differ, as with layer-wise norms (LARS) or line searches (LBFGS).
-    """
-    kind = type(optimizer)
-    known = inspect.signature(kind).parameters
-    options = {name: value for name, value in optimizer.defaults.items() if name in known}
-    device = optimizer.param_groups[0]["params"][0].device
-    random = torch.Generator().manual_seed(0)
-    start, *grads = (torch.randn(2, 3, 4, generator=random, dtype=torch.float64) for _ in range(4))
-    scale = torch.tensor([1.0, 1e3], dtype=torch.float64).view(2, 1, 1)
-
-    def trained(rows: slice | int, ratio: float = 1, lr: float = 1) -> tuple[Tensor, Any]:
-        param = nn.Parameter(start[rows].to(device, copy=True))
-        rate = {"lr": options["lr"] * lr} if "lr" in options else {}
-        made = kind([param], **{**options, **rate})
-        for grad in grads:
-            before, param.grad = param.detach().clone(), (grad * scale)[rows].to(device)
-            made.step()
-            param.data = before.lerp(param.detach(), ratio)
-        return param.detach(), made
-
-    refused = f"{kind.__name__} cannot train clients in lanes"
-    remedy = "train the module itself instead of Lanes(module)"
-    try:
-        (stacked, made), apart = trained(slice(0, 2)), [trained(i)[0] for i in (0, 1)]
-        ratio, rate = trained(0, ratio=0.5)[0], trained(0, lr=0.5)[0]
-    except Exception as error:
-        raise FederationError(f"{refused} ({type(error).__name__}: {error}): {remedy}") from error
-    if not torch.allclose(stacked, torch.stack(apart), rtol=1e-10, atol=1e-12):
-        raise FederationError(
-            f"{refused}: its step for one client depends on the others (norms of whole tensors):"
-            f" {remedy}"
-        )
-    shared = [n for s in made.state.values() for n, v in s.items() if getattr(v, "ndim", 1) == 0]
-    if keep and (shared or options.get("dampening")):
-        what = shared[0] if shared else "the first step of its dampening"
-        raise FederationError(
-            f"optimizer_state: keep does not work in lanes with {kind.__name__}, whose {what} is"
-            f" one for all: choose reset, or {remedy}"
-        )
-    if keep:  # beside a client that has a state, one that has none begins with a fresh one
-        param = nn.Parameter(start[0].to(device, copy=True))
-        again = kind([param], **options)
-        for name, value in made.state[made.param_groups[0]["params"][0]].items():
-            if value is not None:
-                again.state[param][name] = fresh(again, param, name)
-        first = nn.Parameter(start[0].to(device, copy=True))
-        other = kind([first], **options)
-        for each, tensor in ((again, param), (other, first)):
-            tensor.grad = grads[0][0].to(device)
-            each.step()
-        if not torch.allclose(param, first, rtol=1e-10, atol=1e-12):
-            raise FederationError(
-                f"optimizer_state: keep does not work in lanes with {kind.__name__}, whose state"
-                f" does not begin at 0: give it a method fresh(param, name), choose reset, or"
-                f" {remedy}"
-            )
-    return torch.allclose(ratio, rate, rtol=1e-10, atol=1e-12)

@@ -59,7 +59,7 @@ def ask(net, step=None, words=False, k=3, dtype=torch.float32):
     host.load(ServerState(server.vector.expand(k, -1), server.counters), [{}] * k, [0.1] * k)
     x = torch.randint(5, (k, 8, 4)) if words else torch.randn(k, 8, 4, dtype=dtype)
     batch = [x, torch.randint(3, (k, 8))]
-    return module, host, lambda: why_not_mapped(module, host, batch, 8)
+    return module, host, lambda: why_not_mapped(module, host, [t[:2] for t in batch])
 
 
 def mlp(*layers):

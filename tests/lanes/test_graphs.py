@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from lightning_fl.lanes.graphs import Graphs, Repeated, _are_same, _attributes, sgd_step
 from lightning_fl.lanes.local_step import LocalStep
@@ -178,6 +179,26 @@ def test_guards_are_checked_until_they_held_twice(graphs):
     steps = [nothing] * 4 + [change] + [nothing] * 3
     assert called(module, *steps) == [1, 1, 1, 1, 2, 2, 2, 2]
     assert graphs == [{"skip_guard_eval_unsafe": True}] * 4
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_step_that_passes_batch_idx_on_gets_its_own_value_in_later_rounds(ready, tiny, graphs):
+    class PassesOn(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            return self.weighted(batch, batch_idx)
+
+        def weighted(self, batch, number):
+            return F.cross_entropy(self.net(batch[0]), batch[1]) * (1 + number)
+
+    _, params, optimizer, batch = ready()
+    made = Graphs(LocalStep(tiny(PassesOn)), optimizer)
+    for steps in (2, 2, 4):  # the first round compiles, in the others guards may be skipped
+        made.restart()
+        losses = []
+        for made.local.batch_idx in range(steps):
+            _, outcome = made.gradients(params, {}, {}, batch, None, **HOW)
+            losses.append(outcome.loss)
+        torch.testing.assert_close(losses, [losses[0] * n for n in range(1, steps + 1)])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

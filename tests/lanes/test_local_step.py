@@ -19,21 +19,30 @@ class Module(L.LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.fixed, self.sample_weight, self.notes = {}, None, []
+        self.federated_global_parameters, self.federated_sample_weight, self.notes = {}, None, []
         self.metric = MeanMetric()
 
     def training_step(self, batch, batch_idx):
         self.seen = self.seen + 1
         losses = F.cross_entropy(self.net(batch["x"]), batch["y"], reduction="none")
-        loss = losses.mean() if self.sample_weight is None else losses @ self.sample_weight
-        if self.fixed:
-            loss = loss + (self.net[0].weight - self.fixed["net.0.weight"]).square().sum()
+        loss = (
+            losses.mean()
+            if self.federated_sample_weight is None
+            else losses @ self.federated_sample_weight
+        )
+        if self.federated_global_parameters:
+            loss = (
+                loss
+                + (self.net[0].weight - self.federated_global_parameters["net.0.weight"])
+                .square()
+                .sum()
+            )
         self.log("loss", loss, on_epoch=True)
         self.log("two", 2.0)
-        self.record(loss, len(losses))
+        self.federated_record(loss, len(losses))
         return {"loss": loss, "extra": 1}
 
-    def record(self, loss, count):
+    def federated_record(self, loss, count):
         self.notes.append((loss, count))
 
 
@@ -79,7 +88,11 @@ def as_it_is(module, tensors):
     params, buffers, fixed, batch, weight = tensors
     copied = copy.deepcopy(module)
     copied.load_state_dict({**params, **buffers})
-    copied.fixed, copied.sample_weight, copied.log = fixed, weight, lambda *a, **k: None
+    copied.federated_global_parameters, copied.federated_sample_weight, copied.log = (
+        fixed,
+        weight,
+        lambda *a, **k: None,
+    )
     loss = copied.training_step(batch, 0)["loss"]
     loss.backward()
     return (
@@ -107,14 +120,14 @@ def test_the_step_of_many_is_the_step_of_each(module, k, fixed, weight, at_once)
         loss, grads, buffers = as_it_is(module, each(tensors, lane, fixed))
         close = {"atol": 1e-12, "rtol": 0}
         torch.testing.assert_close(found.loss[lane].detach(), loss, **close)
-        torch.testing.assert_close(found.logs["loss"][lane], loss, **close)
+        torch.testing.assert_close(found.logs["loss"][0][lane], loss, **close)
         torch.testing.assert_close(found.recorded["loss"][lane], loss, **close)
         for name, grad in grads.items():
             torch.testing.assert_close(leaves[name].grad[lane], grad, **close)
         assert found.buffers.keys() == buffers.keys()
         for name, buffer in buffers.items():
             torch.testing.assert_close(found.buffers[name][lane], buffer, **close)
-    assert found.logs["two"].tolist() == [2.0] * k
+    assert found.logs["two"][0].tolist() == [2.0] * k
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -132,8 +145,8 @@ def test_nothing_of_it_stays(module, at_once, error):
         step.many(*tensors, fixed_is_shared=False, at_once=at_once)
     assert all(torch.equal(module.state_dict()[name], state[name]) for name in state)
     assert vars(module).keys() == attributes.keys()
-    assert module.fixed == {}
-    assert module.sample_weight is None
+    assert module.federated_global_parameters == {}
+    assert module.federated_sample_weight is None
     assert module.notes == []
     assert module.log == attributes.get("log", module.log)
     assert all(p is parameters[n] for n, p in module.named_parameters())
@@ -148,7 +161,7 @@ def test_a_module_without_such_attributes_does_not_get_them(module):
             self.net = nn.Linear(4, 3)
 
         def training_step(self, batch, batch_idx):
-            assert not {"fixed", "sample_weight", "record"} & vars(self).keys()
+            assert not {"federated_sample_weight", "federated_record"} & vars(self).keys()
             return F.cross_entropy(self.net(batch["x"]), batch["y"])
 
     plain = Plain().double()

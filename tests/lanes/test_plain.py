@@ -72,17 +72,19 @@ def test_a_state_that_is_not_a_tensor_cannot_be_kept():
     made.optimizer.state[made.module.bias] = {"momentum_buffer": None}
     assert made.rows() == [{}]
     made.optimizer.state[made.module.bias] = {"history": [1, 2]}
-    with pytest.raises(FederationError, match=r"keep cannot keep history of SGD.* Choose reset"):
+    with pytest.raises(
+        FederationError, match=r"cannot keep all that SGD learns.* history.* Choose reset"
+    ):
         made.rows()
 
 
 def test_what_a_client_starts_from_is_handed_over_and_taken_back():
     made = lane()
-    made.module.fixed = {}
+    made.module.federated_global_parameters = {}
     load(made, {})
     step(made)
-    assert made.module.fixed["bias"].item() == 5
-    assert made.module.fixed["weight"].tolist() == [[1, 2], [3, 4]]
+    assert made.module.federated_global_parameters["bias"].item() == 5
+    assert made.module.federated_global_parameters["weight"].tolist() == [[1, 2], [3, 4]]
     assert made.module.bias.item() != 5
     made.close()
-    assert made.module.fixed == {}
+    assert made.module.federated_global_parameters == {}

@@ -1,0 +1,64 @@
+"""Which of a module's tensors some code reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Watch(TorchDispatchMode):
+    """Note the tensors whose memory operations read and write, under whatever alias.
+
+    Args:
+        tensors: The tensors to watch, by name.
+
+    Example:
+        >>> with Watch({"w": (w := torch.ones(2))}) as watch:
+        ...     _ = w.data.mul_(2)
+        >>> watch.written
+        {'w'}
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tensors = dict(tensors)
+        self._memories = {name: _memory(tensor) for name, tensor in tensors.items()}
+        self._names = {memory: name for name, memory in self._memories.items() if memory}
+        self.read: set[str] = set()
+        self._changed: set[str] = set()
+
+    @property
+    def written(self) -> set[str]:
+        """Names of the tensors that were written to, or whose ``data`` is another."""
+        before = self._memories
+        return self._changed | {n for n, t in self._tensors.items() if _memory(t) != before[n]}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Note the tensors among the arguments, and run the operation."""
+        kwargs = kwargs or {}
+        values = zip(func._schema.arguments, args, strict=False)
+        named = ((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs)
+        for argument, value in [*values, *named]:
+            alias = argument.alias_info
+            if alias is not None and not alias.is_write:  # a view: what uses it is noted
+                continue
+            for tensor in tree_leaves(value):
+                if isinstance(tensor, Tensor) and (name := self._names.get(_memory(tensor))):
+                    (self.read if alias is None else self._changed).add(name)
+        return func(*args, **kwargs)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return where the memory of a tensor begins; 0 for one that has none, as sparse ones."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0

@@ -1,0 +1,173 @@
+"""Small optimizers that keep what they learn in the places that packages use."""
+
+from collections import OrderedDict, defaultdict
+
+import torch
+from torch.optim import SGD, Optimizer
+
+
+class Counting(Optimizer):
+    """A counter in the parameter groups, as timm's Lamb and schedulefree."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = self._loss(closure)
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(self.update(p, group), alpha=group["lr"] / group["step"])
+        return loss
+
+    def update(self, p, group):
+        return p.grad
+
+    def _loss(self, closure):
+        with torch.enable_grad():
+            return None if closure is None else closure()
+
+
+class Attribute(Counting):
+    """A counter that is an attribute, and a tensor."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.calls, self.total = 0, torch.zeros(())
+
+    def update(self, p, group):
+        group["step"] = 1
+        self.calls += 1
+        self.total = self.total + self.calls
+        return p.grad / self.total.to(p)
+
+
+class Lookahead(Optimizer):
+    """As timm's: slow weights around another optimizer, without Optimizer.__init__."""
+
+    def __init__(self, params, lr=0.1):
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self.inner = SGD(params, lr=lr, momentum=0.9)
+        self.param_groups, self.defaults = self.inner.param_groups, self.inner.defaults
+        self.state = defaultdict(dict)
+        for group in self.param_groups:
+            group["count"] = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = self.inner.step(closure)
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                slow = self.inner.state[p].setdefault("slow", p.detach().clone())
+                if group["count"] % 3 == 0:
+                    p.copy_(slow.lerp_(p, 0.5))
+        return loss
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.inner.load_state_dict(state_dict)
+        self.param_groups = self.inner.param_groups
+
+
+class Learned(Counting):
+    """A scale that is learned for all parameters together, as Prodigy's d."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["d"] = 1e-3
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = self._loss(closure)
+        for group in self.param_groups:
+            total = sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
+            group["d"] = max(group["d"], total / (1 + total))
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * group["d"])
+        return loss
+
+
+class Matrices(Counting):
+    """Weight decay for matrices alone, decided in the step by the number of dimensions."""
+
+    def update(self, p, group):
+        return p.grad + 0.1 * p if p.ndim > 1 else p.grad
+
+
+class GlobalNorm(Counting):
+    """Gradients clipped by the norm of all of them, as in Lamb."""
+
+    def update(self, p, group):
+        grads = [q.grad.norm() for q in group["params"] if q.grad is not None]
+        return p.grad / torch.stack(grads).norm().clamp(min=1)
+
+
+class Factored(Counting):
+    """Second moments of rows and columns, as Adafactor."""
+
+    def update(self, p, group):
+        if p.ndim < 2:
+            return p.grad.sign()
+        return p.grad / (p.grad.square().mean(-1, keepdim=True) + 1e-8).sqrt()
+
+
+class Sharpness(Counting):
+    """A second gradient, away from the parameters by the norm of the first (SAM)."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = self._loss(closure)
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        moved = [p.grad / norm for p in params]
+        for p, by in zip(params, moved, strict=True):
+            p.add_(by)
+        self._loss(closure)
+        for p, by in zip(params, moved, strict=True):
+            p.sub_(by)
+        return super().step() if loss is None else super().step(lambda: loss)
+
+
+class SlowCopy(Counting):
+    """A copy of the parameters that is made when the optimizer is, not in its first step."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["slow"] = p.detach().clone()
+
+    def update(self, p, group):
+        return p.grad + 0.1 * (p - self.state[p]["slow"])
+
+
+class AnchorAttribute(Counting):
+    """The same in an attribute, which moves."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    def update(self, p, group):
+        at = next(i for i, q in enumerate(group["params"]) if q is p)
+        self.slow[at].lerp_(p, 0.5)
+        return p.grad + 0.1 * (p - self.slow[at])
+
+
+class Closed(Counting):
+    """A counter in a closure, which nobody can reset."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        calls = []
+        self.rate = lambda: calls.append(0) or 1 / len(calls)
+
+    def update(self, p, group):
+        return p.grad * self.rate()
