@@ -59,7 +59,9 @@ class Attack(OnUpdates):
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._who = self.attackers(self._loop.run_seed, len(data.parts))
 
-    def on_client_updates(self, plan: RoundPlan, clients: Tensor, delta: Tensor) -> Tensor:
+    def on_client_updates(
+        self, plan: RoundPlan, clients: Tensor, delta: Tensor, dropped: dict[int, str]
+    ) -> Tensor:
         """Let attackers send something else; see :class:`OnUpdates`."""
         for row, client in enumerate(clients.tolist()):
             if client in self._who:

@@ -117,10 +117,8 @@ class MatchingBaselines(Callback):
                 " give it the module's inputs and classes"
             )
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Take the networks at the end of a round, and distil them."""
+    def _take(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the networks of the round that was aggregated, and distil them; once a round."""
         ids, networks = self._rule.returned()
         if not ids:
             return
@@ -128,7 +126,13 @@ class MatchingBaselines(Callback):
         self.networks = networks
         self.class_counts = None if counts is None else counts[ids]
         if self._first is not None:
-            self.student = self._distilled(trainer, pl_module, ids, copy.deepcopy(self._first))
+            with torch.inference_mode(False):  # validation's, whose tensors cannot be trained
+                first = copy.deepcopy(self._first)
+                self.student = self._distilled(trainer, pl_module, ids, first)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the networks of a round that was not validated."""
+        self._take(trainer, pl_module)
 
     @torch.no_grad()
     def _probabilities(self, module: nn.Module, x: Any) -> Tensor:
@@ -168,7 +172,8 @@ class MatchingBaselines(Callback):
     # --- evaluation -------------------------------------------------------------------------------
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count."""
+        """Take the round's networks, and begin to count."""
+        self._take(trainer, pl_module)
         self._begin(pl_module)
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -2,61 +2,22 @@
 
 from __future__ import annotations
 
-import glob
 import os
-import tempfile
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_fl.callbacks.checkpoint_checks import read_checkpoint
+from lightning_fl.callbacks.checkpoint_checks import check_sums, read_checkpoint
+from lightning_fl.files import write_atomically
 from lightning_fl.types import FederationError
-
-
-def write_atomically(
-    path: str | os.PathLike[str], write: Callable[[IO[bytes]], Any], *, durable: bool = True
-) -> None:
-    """Write a file beside its place, then put it there at once.
-
-    A reader, or a run that resumes after a kill, finds the old file or the new one, whole; what
-    the killed one left beside it is removed. A file has one writer.
-
-    Args:
-        path: The place.
-        write: Writes the content.
-        durable: Whether to wait for the disk first: else that holds for a killed process, but not
-            for a machine without power.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # mkstemp puts eight characters between: no pattern of one file fits another's.
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.{'?' * 8}.tmp"):
-        leftover.unlink(missing_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -72,8 +33,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Write a checkpoint to a temporary file beside it, then replace the old one."""
         if "://" in os.fspath(path):  # A remote store writes whole objects itself.
             super().save_checkpoint(checkpoint, path, storage_options)
-        else:
+            return
+        computes = get_crc32_options()
+        set_crc32_options(True)  # they are checked when the file is read
+        try:
             write_atomically(path, lambda file: torch.save(checkpoint, file))
+        finally:
+            set_crc32_options(computes)
 
     def load_checkpoint(
         self,
@@ -87,6 +53,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set.
         """
         if weights_only is False:
+            if "://" not in os.fspath(path) and is_zipfile(path):
+                check_sums(path)
             return super().load_checkpoint(path, map_location, weights_only)
         return read_checkpoint(path, partial(super().load_checkpoint, path, map_location, True))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import PurePath
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from lightning_fl.files import shown
 from lightning_fl.lanes.host import LaneHost
+from lightning_fl.lanes.optimizer_state import OPTIMIZER_ROWS, params_of
 from lightning_fl.lanes.plain import ModuleLane
 from lightning_fl.transforms import UpdateTransform
-from lightning_fl.types import FederationError, ServerState, describe
+from lightning_fl.types import FederationError, describe
 
 WHOLE = range(-(2**63), 2**63)
 COUNT = range(2**63)
@@ -79,11 +80,13 @@ STATE: dict[str, Any] = {
     "monitored": {str: float},
     "base_lr": float,
     "lanes": {str: bool},
+    "trained": [bool],
     "options": {str: (WHOLE, float, str, [str])},
     "aggregator": {str: object},
     "policy": {str: object},
-    "store": {int: {str: Tensor}},
-    "server": ([Tensor], None),
+    "store": [{"name": str, "clients": Tensor, "rows": Tensor}],
+    "unsaved buffers": {str: Tensor},
+    "server": ({str: object}, None),
 }
 
 
@@ -220,12 +223,15 @@ def _refuse(fault: str | None) -> None:
 # --- the file -------------------------------------------------------------------------------------
 
 
-def read_checkpoint(path: str | os.PathLike[str], load: Callable[[], Any]) -> dict[str, Any]:
+def read_checkpoint(
+    path: str | os.PathLike[str], load: Callable[[], Any], *, in_full: bool = True
+) -> dict[str, Any]:
     """Read a checkpoint that is safe to hand to Lightning.
 
     Args:
         path: Of its file, which may be anywhere that Lightning can read.
         load: Reads it, with ``weights_only=True``.
+        in_full: Whether to compare all of its content with its checksums.
 
     Raises:
         FederationError: If it is damaged, no checkpoint of Lightning 2, holds more than data, or
@@ -241,15 +247,38 @@ def read_checkpoint(path: str | os.PathLike[str], load: Callable[[], Any]) -> di
             # Of torch's advice the cause alone: the rest is how to run the code after all.
             cause = next((line for line in str(error).splitlines() if "nsupported" in line), error)
             what = str(cause).rpartition("WeightsUnpickler error: ")[2].partition(". ")[0]
-            raise FederationError(f"it holds more than data: {_line(what)}") from error
+            raise FederationError(
+                f"it holds more than data: {one_line(what)}. If you trust whoever wrote it, pass"
+                " weights_only=False to Trainer.fit (lightning-fl fit --weights_only=false), which"
+                " lets it run code"
+            ) from error
         except Exception as error:  # of many kinds, where a file is damaged
-            raise FederationError(_line(error)) from error
+            raise FederationError(one_line(error)) from error
         if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
             raise FederationError(
                 "it is a file of torch, but no checkpoint of Lightning: give what a fit has written"
             )
         check_outline(checkpoint, size)
+    if in_full and size is not None:
+        check_sums(path)
     return checkpoint
+
+
+def check_sums(path: str | os.PathLike[str]) -> None:
+    """Compare the content of a file of ``torch.save`` with the checksums in it.
+
+    ``torch.load`` does not. It takes about a second for each GB.
+
+    Raises:
+        FederationError: If they differ: the file is damaged.
+    """
+    with ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise FederationError(
+            f"{path} is damaged: {shown(damaged)} in it does not have the checksum that it was"
+            " written with. Go on from another checkpoint"
+        )
 
 
 @contextmanager
@@ -274,7 +303,7 @@ def _size(path: str | os.PathLike[str]) -> int:
     except OSError as error:
         raise FederationError(f"it cannot be read ({error.strerror})") from error
     except Exception as error:  # of many kinds, where a file is damaged
-        raise FederationError(_line(error)) from error
+        raise FederationError(one_line(error)) from error
     content = sum(entry.file_size for entry in entries)
     if content > size or any(entry.compress_type != ZIP_STORED for entry in entries):
         raise FederationError(
@@ -283,7 +312,7 @@ def _size(path: str | os.PathLike[str]) -> int:
     return size
 
 
-def _line(error: object) -> str:
+def one_line(error: object) -> str:
     """Return the beginning of a message, as one line that does not move a cursor."""
     text = str(error).strip() or type(error).__name__
     return "".join(c if c.isprintable() else " " for c in text)[:200]
@@ -309,7 +338,7 @@ def check_outline(checkpoint: dict[str, Any], size: int | None = None) -> None:
     try:
         version = Version(checkpoint["pytorch-lightning_version"])
     except InvalidVersion as error:
-        raise FederationError(_line(error)) from error
+        raise FederationError(one_line(error)) from error
     if version < Version("2.0"):
         raise FederationError(
             f"it is of Lightning {version}: bring it up to date with python -m"
@@ -424,6 +453,7 @@ def check_state(state: Any) -> None:
     _refuse(fault_of(state, STATE))
     if any(isinstance(item, Tensor) and item.requires_grad for item in _parts(state)):
         raise FederationError("a tensor is waiting for a gradient")
+    check_packed(state["store"])
     if not 0 <= (lr := state["base_lr"]) <= 1e30:
         raise FederationError(f"'base_lr' is {lr}, which is no learning rate")
     rounds = [row.get("round") for row in state["rows"]]
@@ -431,6 +461,29 @@ def check_state(state: Any) -> None:
         raise FederationError(
             f"'rows' are of the rounds {shown(rounds)}, and 'round' is {state['round']}"
         )
+
+
+def check_packed(store: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what is not a row of one name for each of a list of clients.
+
+    Raises:
+        FederationError: Says what is not.
+    """
+    seen: dict[str, list[Tensor]] = defaultdict(list)
+    for each in store:
+        name, clients, rows = each["name"], each["clients"], each["rows"]
+        with blamed(f"{shown(name)} in 'store'"):
+            if clients.dtype != torch.int64 or clients.ndim != 1 or not rows.ndim:
+                raise FederationError(
+                    f"it needs a list of clients and a row for each, got {_shape(clients)} and"
+                    f" {_shape(rows)}"
+                )
+            if len(clients) != len(rows):
+                raise FederationError(f"{len(clients)} clients have {len(rows)} rows")
+            seen[name].append(clients)
+            counts = torch.cat(seen[name]).unique(return_counts=True)
+            if (twice := counts[0][counts[1] > 1]).numel():
+                raise FederationError(f"client {int(twice[0])} has it twice")
 
 
 def check_round(fit_loop: Mapping[str, Any], round: int) -> None:
@@ -450,19 +503,19 @@ def check_round(fit_loop: Mapping[str, Any], round: int) -> None:
             raise FederationError(f"it is in the middle of a batch: {shown(count)}")
 
 
-def check_server(state: Sequence[Tensor] | None, lane: LaneHost) -> ServerState | None:
-    """Return the server's model as it is in a checkpoint, where it is.
+def check_buffers(
+    state: Mapping[str, Tensor], buffers: Mapping[str, tuple[nn.Module, str]]
+) -> None:
+    """Refuse buffers that the module does not leave out of its own state, or of another shape.
 
     Raises:
-        FederationError: If it is of another network.
+        FederationError: Says which.
     """
-    if state is None:
-        return None
-    now = lane.read()
-    _refuse(fault_of(len(state), range(2, 3), "the length of 'server'"))
-    for saved, here in zip(state, now, strict=True):
-        _refuse(fault_of(saved, here, "'server'"))
-    return ServerState(*(saved.to(here) for saved, here in zip(state, now, strict=True)))
+    for name, saved in state.items():
+        if name not in buffers:
+            raise FederationError(f"the module has no non-persistent buffer {shown(name)}")
+        owner, key = buffers[name]
+        _refuse(fault_of(saved, Tensor if (now := owner._buffers[key]) is None else now, name))
 
 
 def check_progress(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -515,9 +568,12 @@ def check_rows(
     like = {f"parameter.{name}": row for name, row in lane.private.items()}
     like |= {f"buffer.{name}": buffer for name, buffer in lane.named_buffers.items()}
     params = [p for group in lane.optimizer.param_groups for p in group["params"]]
-    tried = set()
+    kinds, tried = set(), set()
     for client, rows in store.items():
         _refuse(fault_of(client, range(num_clients), "a client of 'store'"))
+        if (all_of_it := _kind(rows)) in kinds:  # as one that has been looked at
+            continue
+        kinds.add(all_of_it)
         with blamed(f"what client {client} keeps"):
             for name, row in rows.items():
                 room, _, rest = name.partition(".")
@@ -526,9 +582,11 @@ def check_rows(
                     _refuse(fault_of(row, like[name], name))
                 elif room == "optimizer" and at in map(str, range(len(params))):
                     _fits(row, params[int(at)], name)
+                elif name in lane.optimizer_state.kept:
+                    _refuse(fault_of(row, lane.optimizer_state.kept[name], name))
                 elif room != "transform":
                     raise FederationError(f"{shown(name)} is not known here")
-            states = {n: row for n, row in rows.items() if n.startswith("optimizer.")}
+            states = {n: row for n, row in rows.items() if n.startswith(OPTIMIZER_ROWS)}
             if states and (kind := _kind(states)) not in tried:
                 tried.add(kind)
                 _try_optimizer(states, lane)
@@ -550,30 +608,20 @@ def _kind(rows: Mapping[str, Tensor]) -> tuple[Any, ...]:
 
 
 def _try_optimizer(rows: Mapping[str, Tensor], lane: LaneHost) -> None:
-    """Let a copy of the optimiser make a step from what a client keeps of it."""
-    own = lane.optimizer
-    trial = object.__new__(type(own))
-    trial.__dict__.update(vars(own))
-    trial.__dict__.pop("step", None)  # a scheduler's, which counts
-    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    trial.state, trial.param_groups, at = defaultdict(dict), [], 0
-    for group in own.param_groups:
-        params = []
-        for param in group["params"]:
-            like = param.detach() if isinstance(lane, ModuleLane) else param.detach()[0]
-            params.append(nn.Parameter(like.clone()))
-            params[-1].grad = torch.zeros_like(like)
-            for name, row in rows.items():
-                if name.startswith(f"optimizer.{at}."):
-                    place = param.device if row.ndim or group.get("fused") else row.device
-                    copied = row.to(place, copy=True)
-                    trial.state[params[-1]][name.removeprefix(f"optimizer.{at}.")] = copied
-            at += 1
-        trial.param_groups.append({**group, "params": params})
+    """Let a copy of the optimizer make a step from what a client keeps of it."""
+
+    def one(param: Tensor) -> Tensor:
+        return (param if isinstance(lane, ModuleLane) else param[0]).clone()
+
+    trial, state = lane.optimizer_state.replica(one, every=True)
     try:
+        state.load(rows)
+        for param in params_of(trial):
+            param.grad = torch.zeros_like(param)
         trial.step(lambda: 0.0)
     except Exception as error:  # of many kinds
-        raise FederationError(f"{type(own).__name__} cannot use it: {_line(error)}") from error
+        name = type(lane.optimizer).__name__
+        raise FederationError(f"{name} cannot use it: {one_line(error)}") from error
 
 
 def _fits(row: Tensor, param: Tensor, name: str) -> None:
@@ -589,4 +637,4 @@ def _try(transform: UpdateTransform, memory: Mapping[str, Tensor], lane: LaneHos
     try:
         transform(update, copies, torch.Generator()).view_as(update)
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise FederationError(f"{describe(transform)} cannot use it: {_line(error)}") from error
+        raise FederationError(f"{describe(transform)} cannot use it: {one_line(error)}") from error

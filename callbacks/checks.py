@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelPruning,
+    SpikeDetection,
     StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
+from lightning_fl.callbacks.hooks import replaced
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.objectives import ClientModule
-from lightning_fl.types import FederatedData, FederationError
+from lightning_fl.types import FederatedData, FederationError, check_package
 
 
 @contextmanager
@@ -62,6 +66,12 @@ def check_module(module: LightningModule) -> None:
             f"{name} optimises by hand (automatic_optimization=False): FederatedLoop needs"
             " automatic optimisation, to give each client its own optimiser state and rate"
         )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise FederationError(
+            f"{name}.training_step takes dataloader_iter, with which the module fetches batches"
+            " itself: FederatedLoop gives each client its own batches, use training_step(batch,"
+            " batch_idx)"
+        )
     for tensor_name, tensor in module.named_parameters():
         if nn.parameter.is_lazy(tensor):
             raise FederationError(
@@ -99,8 +109,34 @@ def check_smallest_batch(module: nn.Module, data: Any) -> None:
         )
 
 
-def check_trainer(trainer: Trainer) -> None:
-    """Refuse options and callbacks of the Trainer that break rounds."""
+#: Callbacks that break rounds: what each does to them, and the remedy.
+REFUSED: dict[type[Callback], str] = {
+    WeightAveraging: "averages the parameters of different clients step by step, which breaks"
+    " rounds: take it out of the Trainer's callbacks; FedOpt has momentum on the server",
+    StochasticWeightAveraging: "averages the parameters of different clients and sets their"
+    " learning rate, which breaks rounds: take it out of the Trainer's callbacks",
+    GradientAccumulationScheduler: "adds up gradients across clients, which breaks rounds: take it"
+    " out of the Trainer's callbacks and raise batch_size",
+    BatchSizeFinder: "trains before the first round, which breaks rounds: take it out of the"
+    " Trainer's callbacks and set batch_size",
+    LearningRateFinder: "trains before the first round, which breaks rounds: take it out of the"
+    " Trainer's callbacks and set the learning rate",
+    ModelPruning: "replaces parameters by masked ones while clients train, so that the masks of one"
+    " client reach the others, which breaks rounds: take it out of the Trainer's callbacks and"
+    " prune the trained module after the fit",
+    SpikeDetection: "compares the loss of a client with the losses of the clients before it, which"
+    " breaks rounds: take it out of the Trainer's callbacks; on_client_error handles updates that"
+    " are not finite",
+}
+
+
+def check_trainer(trainer: Trainer, vectorized: bool = False) -> None:
+    """Refuse options and callbacks of the Trainer that break rounds.
+
+    Args:
+        trainer: The Trainer, with its callbacks.
+        vectorized: Whether clients train at once, in lanes.
+    """
     if trainer.world_size != 1 and not isinstance(trainer.strategy, DDPStrategy):
         raise FederationError(
             f"FederatedLoop cannot share clients out with {type(trainer.strategy).__name__}: choose"
@@ -108,17 +144,15 @@ def check_trainer(trainer: Trainer) -> None:
             " train one client, on parts of its batches)"
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the connector
-        if isinstance(
-            callback,
-            WeightAveraging
-            | StochasticWeightAveraging
-            | GradientAccumulationScheduler
-            | BatchSizeFinder
-            | LearningRateFinder,
-        ):
+        check_package(callback, Callback)
+        for kind, why in REFUSED.items():
+            if isinstance(callback, kind):
+                raise FederationError(f"{type(callback).__name__} {why}")
+        if vectorized and isinstance(callback, BaseFinetuning):
             raise FederationError(
-                f"{type(callback).__name__} changes the module or its steps across clients, which"
-                " breaks rounds: take it out of the Trainer's callbacks"
+                f"{type(callback).__name__} gives the optimizer parameters of the module itself,"
+                " which vectorized training does not step: train the module itself instead of"
+                " Lanes(module)"
             )
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
@@ -147,29 +181,24 @@ def check_trainer(trainer: Trainer) -> None:
 @contextmanager
 def one_optimizer(module: LightningModule) -> Iterator[None]:
     """Refuse several optimisers as they are configured: Lightning's advice is of no use here."""
-    configure, had = module.configure_optimizers, "configure_optimizers" in vars(module)
 
-    @wraps(configure)
-    def checked() -> Any:
-        made: Any = configure()
-        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list | tuple):
-            found = len(made[0])
-        elif isinstance(made, list | tuple):
-            found = len(made)
-        else:
-            found = int(made is not None)
-        if found != 1:
-            raise FederationError(
-                f"a client trains with one optimiser, {type(module).__name__} configures {found}:"
-                " return one from configure_optimizers"
-            )
-        return made
+    def checking(configure: Callable[[], Any]) -> Callable[[], Any]:
+        def checked() -> Any:
+            made: Any = configure()
+            if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list | tuple):
+                found = len(made[0])
+            elif isinstance(made, list | tuple):
+                found = len(made)
+            else:
+                found = int(made is not None)
+            if found != 1:
+                raise FederationError(
+                    f"a client trains with one optimiser, {type(module).__name__} configures"
+                    f" {found}: return one from configure_optimizers"
+                )
+            return made
 
-    vars(module)["configure_optimizers"] = checked
-    try:
+        return checked
+
+    with replaced(module, "configure_optimizers", checking):
         yield
-    finally:
-        if had:
-            vars(module)["configure_optimizers"] = configure
-        else:
-            vars(module).pop("configure_optimizers", None)

@@ -14,15 +14,16 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_fl.callbacks.checkpoint import write_atomically
 from lightning_fl.callbacks.checkpoint_checks import COUNT, check
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
-from lightning_fl.files import read_text, shown
+from lightning_fl.files import read_text, shown, write_atomically
 from lightning_fl.functional.randomness import Purpose, generator
 from lightning_fl.types import FederationError, RoundPlan
 
-#: What may happen to a client in a round; nothing arrives of the first four.
+#: What may happen to a client in a round; the server has no use for the first four.
 FAULTS = ("dropout", "crash", "nan", "late", "explode")
+#: Under which cause the table of rounds counts a client that does not answer, or not in time.
+CAUSE_OF = {"dropout": "dropped_out", "crash": "crashed", "late": "late"}
 #: What an update becomes that is too large to be true.
 EXPLODED = 1e30
 
@@ -44,13 +45,19 @@ class OnUpdates(Callback, ABC):
             self._loop = loop
 
     @abstractmethod
-    def on_client_updates(self, plan: RoundPlan, clients: Tensor, delta: Tensor) -> Tensor:
-        """Return what the server gets; a row that is not finite is a client that is lost.
+    def on_client_updates(
+        self, plan: RoundPlan, clients: Tensor, delta: Tensor, dropped: dict[int, str]
+    ) -> Tensor:
+        """Return the updates that the server receives, and mark the clients that it loses.
 
         Args:
-            plan: The round's.
-            clients: Ids, ``[k]``.
-            delta: Their moves, ``[k, P]``, which may be written to.
+            plan: The plan of the round.
+            clients: Ids of the clients, ``[k]``.
+            delta: Updates of these clients, ``[k, P]``. They may be written to.
+            dropped: Causes by client. A client that is added does not count in this round, and its
+                cause (``dropped_out``, ``crashed``, ``late``, or another name) becomes a column of
+                the table of rounds. An update that is not finite is dropped as ``non_finite``
+                anyway.
         """
 
 
@@ -59,10 +66,15 @@ class ClientFaults(OnUpdates):
 
     A client of a round has at most one fault:
 
-    - ``dropout``: it never answers; ``crash``: it dies in training; ``nan``: it sends NaN. The loop
-      drops, counts and names all three (``skipped``), or ends the run (``on_client_error: raise``);
-    - ``explode``: it sends finite numbers as large as :math:`10^{30}`, for robust rules to stand;
-    - ``late``: it answers after the ``deadline``, and is dropped, too.
+    - ``dropout``: it never answers;
+    - ``crash``: it fails during training;
+    - ``late``: it answers after the ``deadline``;
+    - ``nan``: it sends NaN;
+    - ``explode``: it sends finite numbers as large as :math:`10^{30}`, for robust rules to stand.
+
+    The loop drops all but the last and counts them in the table of rounds, in the columns
+    ``dropped_out``, ``crashed``, ``late`` and ``non_finite``; or it ends the run
+    (``on_client_error: raise``).
 
     Faults are a function of (run seed, round, client). What happened is written to ``faults.csv``
     beside the table of rounds, which is a trace to be replayed.
@@ -74,10 +86,10 @@ class ClientFaults(OnUpdates):
     or until the deadline. Column ``virtual_time`` of the table of rounds is the sum so far.
 
     Args:
-        dropout: Probability of each of a round's clients.
-        crash: Likewise.
-        nan: Likewise.
-        explode: Likewise.
+        dropout: Probability that a sampled client drops out of the round.
+        crash: Probability that it crashes during training.
+        nan: Probability that it sends NaN.
+        explode: Probability that it sends numbers that are far too large.
         straggler: Probability that a client is slow in a round, whatever else happens.
         slowness: How many times slower a straggler is.
         trace: A CSV file with the columns ``round`` (from 1), ``client`` and ``fault``: what is in
@@ -174,14 +186,18 @@ class ClientFaults(OnUpdates):
         up, down = self._loop.bytes_of_a_client()
         return factor * (steps * self.step_seconds + (up + down) / self.bandwidth)
 
-    def on_client_updates(self, plan: RoundPlan, clients: Tensor, delta: Tensor) -> Tensor:
+    def on_client_updates(
+        self, plan: RoundPlan, clients: Tensor, delta: Tensor, dropped: dict[int, str]
+    ) -> Tensor:
         """Let clients fail; see :class:`ClientFaults`."""
         for row, client in enumerate(clients.tolist()):
             fault = self._what(plan, client)
             if fault == "explode":
                 delta[row] = EXPLODED * torch.ones_like(delta[row]).copysign(delta[row])
-            elif fault is not None:
+            elif fault == "nan":
                 delta[row] = torch.nan
+            elif fault is not None:
+                dropped[client] = CAUSE_OF[fault]
         return delta
 
     def _what(self, plan: RoundPlan, client: int) -> str | None:

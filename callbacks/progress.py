@@ -127,8 +127,10 @@ class RoundProgress(ProgressBar):
         self._drawn = time.monotonic()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the last line standing."""
+        """Show the last round, of which everything is known now, and leave it standing."""
         self._print_round(trainer, pl_module)
+        if self._live and self._bar.live.is_started:
+            self._draw(trainer, pl_module)
         self._stop()
 
     def on_exception(

@@ -18,11 +18,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_fl.aggregators import Aggregator
-from lightning_fl.callbacks.checkpoint import write_atomically
 from lightning_fl.callbacks.checkpoint_checks import COUNT, check
 from lightning_fl.callbacks.checks import evaluating, on_device
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of, user_module
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
+from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.lanes import LaneHost
 from lightning_fl.partition import plot
@@ -102,7 +102,7 @@ class RunReport(Callback):
         loop = _loop(trainer)
         if self.counts is not None and (plan := loop.plan_of_the_round) is not None:
             self.counts[0, plan.cohort] += 1
-            self.counts[1, [int(c) for c in loop.rows[-1]["skipped_clients"].split()]] += 1
+            self.counts[1, [int(c) for c in loop.rows[-1]["dropped_clients"].split()]] += 1
             self._counted = loop.round
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -280,16 +280,16 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
 
 @contextmanager
 def _kept(lane: LaneHost) -> Iterator[ServerState]:
-    """Put the module, and what its optimiser remembers, back to what they were."""
-    state, memory = lane.read(), dict(lane.optimizer.state)
+    """Put the module, and what its optimizer learned, back to what they were."""
+    state = lane.read()
     private = {name: lane.named_parameters[name].detach().clone() for name in lane.private}
-    try:
-        yield state
-    finally:
-        lane.write(state)
-        for name, row in private.items():
-            lane.named_parameters[name].detach().copy_(row)
-        lane.optimizer.state.update(memory)
+    with lane.optimizer_state.held():
+        try:
+            yield state
+        finally:
+            lane.write(state)
+            for name, row in private.items():
+                lane.named_parameters[name].detach().copy_(row)
 
 
 def _accuracy(

@@ -1,15 +1,40 @@
-"""Learning-rate schedulers between clients, and over a resume."""
+"""Learning-rate schedulers between clients, over a run and over a resume."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_fl.types import FederationError
+
+
+@contextmanager
+def stepping_batches(trainer: Trainer, count: Callable[[], int | float]) -> Iterator[None]:
+    """Make ``trainer.estimated_stepping_batches`` the scheduler steps of one client for a while.
+
+    Lightning's own property counts the batches of all clients. It cannot be set on an object, so
+    the Trainer gets a class of its own, a child of the one that it has.
+
+    Args:
+        trainer: The Trainer.
+        count: Returns the number.
+    """
+    kind = type(trainer)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": None}
+    estimated = property(lambda self: count(), doc="Scheduler steps of one client in the run.")
+    trainer.__class__ = type(
+        kind.__name__, (kind,), {**names, "estimated_stepping_batches": estimated}
+    )
+    try:
+        yield
+    finally:
+        trainer.__class__ = kind
+
 
 ScheduleState = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
@@ -23,7 +48,8 @@ class Schedulers:
     resumed run makes up for the step.
 
     Raises:
-        FederationError: If schedulers count steps beside others that count rounds, or not each one.
+        FederationError: If schedulers count steps beside others that count rounds, or not each one;
+            if ``ReduceLROnPlateau`` counts steps.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -33,6 +59,11 @@ class Schedulers:
             raise FederationError(
                 'a scheduler with interval="step" counts the steps of each client anew: it needs'
                 " frequency=1 and cannot stand beside one that counts rounds"
+            )
+        if any(c.reduce_on_plateau for c in stepwise):
+            raise FederationError(
+                'ReduceLROnPlateau with interval="step" would read its metric after each local step'
+                ' of a client, which has none: set interval="epoch", which counts rounds'
             )
         self._stepwise: list[Any] = [c.scheduler for c in stepwise]
         self._on_plateau = [c for c in configs if c.reduce_on_plateau and c.interval == "epoch"]

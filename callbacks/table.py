@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_fl.callbacks.checkpoint import write_atomically
+from lightning_fl.files import write_atomically
 
 
 class RoundTable:
@@ -27,6 +27,8 @@ class RoundTable:
         self._text = ""
         self._before: Mapping[str, Any] = {}
         self._is_open = False
+        #: Columns of the open row that are the federation's.
+        self._own: set[str] = set()
 
     def begin(self, metrics: Mapping[str, Any]) -> None:
         """Note what earlier rounds logged: Lightning keeps it."""
@@ -43,13 +45,21 @@ class RoundTable:
     def add(self, figures: dict[str, Any]) -> None:
         """Begin the row of a round that ended."""
         self.rows.append(figures)
-        self._is_open = True
+        self._is_open, self._own = True, set(figures)
 
     def complete(self, metrics: Mapping[str, Any], close: bool = False) -> None:
-        """Add what the module logged; late, as its own on_train_epoch_end runs after callbacks'."""
+        """Add what the module logged; late, as its own on_train_epoch_end runs after callbacks'.
+
+        A metric with the name of one of the federation's columns gets the prefix ``module/``.
+        """
         if self._is_open:
             fresh = sorted(self.fresh(metrics).items())
-            self.rows[-1] |= {name: value for name, value in fresh if "federation/" not in name}
+            logged = {
+                f"module/{name}" if name in self._own else name: value
+                for name, value in fresh
+                if "federation/" not in name
+            }
+            self.rows[-1] = self.rows[-1] | logged  # a new row: a checkpoint may hold the old
             self._is_open = not close
 
     @rank_zero_only

@@ -43,7 +43,8 @@ class Chain:
         found = {n: m for n, m in module.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
         #: Layers by name, from input to output.
         self.layers: dict[str, nn.Linear | nn.Conv2d] = found
-        self._trained = {id(p) for p in module.parameters() if p.requires_grad}
+        # By name: on its way to a device a module may get new parameters.
+        self._trained = {name for name, p in module.named_parameters() if p.requires_grad}
         inside = {id(p) for layer in found.values() for p in layer.parameters()}
         kinds = (
             (type(m).__name__, t)
@@ -163,9 +164,9 @@ class Chain:
 
     def freeze(self, count: int) -> None:
         """Keep the lowest layers from being trained, the others as they came."""
-        for i, layer in enumerate(self.layers.values()):
-            for param in layer.parameters():
-                param.requires_grad_(i >= count and id(param) in self._trained)
+        for i, (prefix, layer) in enumerate(self.layers.items()):
+            for name, param in layer.named_parameters(prefix=prefix):
+                param.requires_grad_(i >= count and name in self._trained)
 
     def _names(self) -> list[str]:
         return [f"{name}.{kind}" for name in self.layers for kind in ("weight", "bias")]

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
+import os
 import re
 import shutil
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc import locate
 from typing import Any, Literal, NoReturn, get_type_hints
 
 import torch
+import yaml
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 # Every class that a config may name by its short name has to be imported.
 import lightning_fl.aggregators
@@ -34,19 +39,96 @@ import lightning_fl.policies
 import lightning_fl.samplers
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RoundProgress, RunReport
 from lightning_fl.callbacks.checkpoint_checks import read_checkpoint
+from lightning_fl.callbacks.config import RunConfig
 from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.files import read_text, write_atomically
 from lightning_fl.lanes import Lanes
 from lightning_fl.report import report
+from lightning_fl.report.run import TEST_FORMAT, differing_options, values_of
 from lightning_fl.types import FederationError
 
 
 class Parser(LightningArgumentParser):
-    """Lightning's parser; where it does not know a class, it says which it knows."""
+    """Lightning's parser, with errors of a few lines that say what would work."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the message, with the names that would work."""
-        names = known_names(message) if self.exit_on_error else []  # not for an option's own parser
-        super().error(message + f"\nKnown names: {', '.join(names)}" * bool(names), ex)
+        """Print the mistake, what may have been meant, and where all options are listed."""
+        if not self.exit_on_error:  # the parser of an option's own class
+            super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        options = [option for action in parser._actions for option in action.option_strings]
+        program = parser.prog.replace(" [options]", "")
+        command = program if " " in program else f"{program} fit|validate|test|predict"
+        sys.stderr.write(f"usage: {command} --config FILE [--option=VALUE ...]\n")
+        sys.stderr.write(f"       {program} --help lists all options\n")
+        sys.stderr.write(f"lightning-fl: error: {explain(message, options)}\n")
+        self.exit(2)
+
+
+def explain(message: str, options: Sequence[str] = ()) -> str:
+    """Return a message of jsonargparse as a user needs it: short, with what may have been meant.
+
+    Args:
+        message: What jsonargparse says.
+        options: Flags that exist.
+
+    Example:
+        >>> explain("unrecognized arguments: --trainer.max_epoch=3", ["--trainer.max_epochs"])
+        'unknown option --trainer.max_epoch: did you mean --trainer.max_epochs?'
+    """
+    if found := re.search(r"unrecognized arguments: ([^\s=]+)", message):
+        return f"unknown option {found[1]}{did_you_mean(found[1], options)}"
+    if found := re.search(r"does not accept option '([^']+)'", message):
+        names = [option.removeprefix("--") for option in options]
+        return f"unknown option {found[1]}{did_you_mean(found[1], names)}"
+    key = ".".join(re.findall(r'[Kk]ey "([^"]+)"', message))
+    if found := re.search(r"Option '([^']+)' is not accepted", message):
+        owner = re.findall(r"class_path '([^']+)'", message[: found.start()])[-1]
+        names = list(inspect.signature(locate(owner)).parameters)  # type: ignore[arg-type]
+        similar = did_you_mean(found[1], names) or f": it has {', '.join(names)}"
+        return f"{key}: {owner.rpartition('.')[2]} has no option {found[1]}{similar}"
+    if found := re.search(r"Expected a dot import path string: (\S+)", message):
+        names = known_names(message)
+        known = f"\nKnown names: {', '.join(names)}" * bool(names)
+        return f"{key}: there is no class {found[1]}{did_you_mean(found[1], names)}{known}"
+    inner = message[message.rfind('arser key "') :]
+    types = [in_words(found) for found in re.findall(r"Expected an? (.+)", inner)]
+    nested = re.search(r"NestedArg\(key='([^']+)'", message)
+    if nested and not key.endswith(nested[1].rpartition(".")[2]):
+        key = f"{key}.{nested[1]}"
+    if types and (value := re.search(r"Given value: (.*)", inner)):
+        if "a number" in types:
+            types = [kind for kind in types if kind != "a whole number"]
+        return f"{key} must be {' or '.join(dict.fromkeys(types))}, got {value[1]!r:.200}"
+    names = known_names(message)
+    text = " ".join(message.split())
+    short = text if len(text) <= 400 else f"{text[:300]} ... {text[-90:]}"
+    return short + f"\nKnown names: {', '.join(names)}" * bool(names)
+
+
+def in_words(kind: str) -> str:
+    """Return a type of jsonargparse's messages for a reader.
+
+    Example:
+        >>> in_words("<class 'int'>"), in_words("typing.Literal['mean', 'sum']")
+        ('a whole number', "one of 'mean', 'sum'")
+    """
+    name = kind.removeprefix("<class '").removesuffix("'>")
+    if found := re.fullmatch(r"typing\.Literal\[(.*)\]", name):
+        return f"one of {found[1]}"
+    words = {"int": "a whole number", "float": "a number", "NoneType": "null", "str": "a text"}
+    return {**words, "bool": "true or false"}.get(name, name.rpartition(".")[2])
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the most similar one, if there is one.
+
+    Example:
+        >>> did_you_mean("Dirichlett", ["Dirichlet", "IID"]), did_you_mean("x", [])
+        (': did you mean Dirichlet?', '')
+    """
+    similar = get_close_matches(name, names, n=1, cutoff=0.7)
+    return f": did you mean {similar[0]}?" if similar else ""
 
 
 def known_names(message: str) -> list[str]:
@@ -68,11 +150,34 @@ def known_names(message: str) -> list[str]:
     )
 
 
+#: The file in a run's folder that names the SLURM job that the run is of.
+JOB = "slurm.json"
+
+
+class JobNote(Callback):
+    """Notes in the folder of a run which SLURM job it is of: one that is requeued looks for it.
+
+    Args:
+        path: The file.
+        job: Its content.
+    """
+
+    def __init__(self, path: Path, job: Mapping[str, Any]) -> None:
+        self.path, self.job = path, job
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write it, when all processes have chosen the folder."""
+        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            content = json.dumps(self.job).encode()
+            write_atomically(self.path, lambda file: file.write(content))
+
+
 class FederatedCLI(LightningCLI):
     """Lightning's CLI with a federation, its checkpoint and a folder for each run.
 
     A new fit takes the next free folder ``version_N`` under ``trainer.default_root_dir``; ``fit
-    --ckpt_path last`` goes on in the newest one, the other commands read it.
+    --ckpt_path last`` goes on in the newest one, the other commands read it. A job that SLURM has
+    requeued goes on in the folder of its first start.
     """
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -107,6 +212,7 @@ class FederatedCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and refuse seeds that numpy would refuse later."""
+        self.words = sys.argv[1:] if args is None else args
         super().parse_arguments(parser, args)
         for key in ("seed_everything", "federation.seed", "data.init_args.seed"):
             seed = self.config[self.config.subcommand].get(key)
@@ -146,12 +252,15 @@ class FederatedCLI(LightningCLI):
             key=lambda p: int(p.name.removeprefix("version_")),
         )
         self.run_folder = runs[-1] if runs else root / "version_0"
+        self.is_requeued = False
+        if subcommand == "fit" and (requeued := self._requeued(runs)) is not None:
+            self.run_folder, self.is_requeued = requeued, True
+            if config.ckpt_path is None or self._newest(config) is not None:
+                config.ckpt_path = "last"  # further on than what the command line names
         if config.ckpt_path == "last":
             last = self.run_folder / f"{config.checkpoint.filename}.ckpt"
-            if config.checkpoint.dirpath is not None:
-                last = Path(config.checkpoint.dirpath, last.name)
-            if last.is_file():
-                config.ckpt_path = str(last)
+            if (newest := self._newest(config)) is not None:
+                config.ckpt_path = str(newest)
             elif subcommand == "fit":
                 config.ckpt_path = None  # Killed before its first checkpoint, or never begun.
             else:
@@ -167,11 +276,35 @@ class FederatedCLI(LightningCLI):
             self.run_folder = Path(config.ckpt_path).absolute().parent
         elif subcommand == "fit" and not config.trainer.fast_dev_run:
             self.run_folder = root / f"version_{int(runs[-1].name[8:]) + 1 if runs else 0}"
-        if (path := config.ckpt_path) is not None:  # Mapped: of its tensors nothing is read.
-            read_checkpoint(
-                path, lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if (path := config.ckpt_path) is not None and config.weights_only is not False:
+            read_checkpoint(  # Mapped: of its tensors nothing is read.
+                path,
+                lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=True),
+                in_full=False,
             )
         # Not as Lightning: a checkpoint's hyper-parameters would say what classes are made.
+
+    def _newest(self, config: Any) -> Path | None:
+        """Return the newest checkpoint of the run: its own, or what SLURM's signal had written."""
+        folder = Path(config.checkpoint.dirpath or self.run_folder)
+        found = [folder / f"{config.checkpoint.filename}.ckpt"]
+        found += self.run_folder.glob("hpc_ckpt_*.ckpt")
+        return max(filter(Path.is_file, found), key=lambda p: p.stat().st_mtime, default=None)
+
+    def _requeued(self, runs: Sequence[Path]) -> Path | None:
+        """Return the folder of the run that SLURM has started this job for before, if it has."""
+        if os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0"):
+            return None
+        for run in reversed(runs):
+            with suppress(OSError, ValueError):
+                if json.loads(read_text(run / JOB)) == self._job():
+                    return run
+        return None
+
+    def _job(self) -> dict[str, Any]:
+        """Return what a job that is requeued has in common with its first start."""
+        words = self.words if isinstance(self.words, list) else [str(self.words)]
+        return {"job": os.environ.get("SLURM_JOB_ID"), "command": list(map(str, words))}
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Put what the run writes into its folder, and show rounds."""
@@ -184,14 +317,30 @@ class FederatedCLI(LightningCLI):
             checkpoint.dirpath = str(self.run_folder)
         if self.subcommand == "fit" and config.enable_progress_bar is not False:
             callbacks.append(RoundProgress())
+        if self.subcommand == "fit" and "SLURM_JOB_ID" in os.environ:
+            callbacks.append(JobNote(self.run_folder / JOB, self._job()))
         # Also where nothing is trained: Lightning warns of callbacks that a checkpoint has in it.
         if not any(isinstance(callback, RunReport) for callback in callbacks):
             callbacks.append(RunReport())
+        if self.subcommand == "fit" and not config.fast_dev_run:
+            resumed = self._get(self.config, "ckpt_path") is not None
+            callbacks.append(RunConfig(self._config_text(), self.run_folder, resumed))
         if config.logger in (None, True):
             kwargs["logger"] = self._loggers() if self.subcommand == "fit" else False
         return super().instantiate_trainer(
             callbacks=callbacks, default_root_dir=str(self.run_folder), **kwargs
         )
+
+    def _config_text(self) -> str:
+        """Return the configuration of the command, for a file that it can be repeated with."""
+        config = self.config[self.subcommand].clone()
+        for name in ("config", "ckpt_path"):
+            if config.get(name) is None:  # ckpt_path: null would have test take random weights
+                config.pop(name, None)
+        text: str = self._parser(self.subcommand).dump(
+            config, skip_none=False, skip_validation=True
+        )
+        return text
 
     def _loggers(self) -> list[Logger]:
         # Lightning's CSV logger empties its folder: a resumed run gets the next one.
@@ -205,6 +354,9 @@ class FederatedCLI(LightningCLI):
         if self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.trainer.fit(**kwargs)
             return
+        if self.is_requeued and self.trainer.is_global_zero:
+            job, count = os.environ["SLURM_JOB_ID"], os.environ["SLURM_RESTART_COUNT"]
+            print(f"SLURM job {job}, restart {count}: the run in {_short(self.run_folder)} goes on")
         if (path := kwargs.get("ckpt_path")) and self.trainer.is_global_zero:
             print(f"Going on from {_short(Path(path))}")
         # Not made here: other processes of the run are about to look which folder is the next.
@@ -215,8 +367,50 @@ class FederatedCLI(LightningCLI):
             if is_new and self.trainer.global_step == 0 and self.trainer.is_global_zero:
                 shutil.rmtree(self.run_folder, ignore_errors=True)
             raise
+        except SystemExit as end:  # Lightning's answer to an interruption, with code 1
+            if type(end) is not SystemExit or not self.trainer.interrupted:
+                raise  # also SIGTERMException, which has its own exit code
+            if self.trainer.is_global_zero:
+                checkpoint = self._get(self.config_init, "checkpoint")
+                last = Path(checkpoint.dirpath, f"{checkpoint.filename}.ckpt")
+                remedy = "resume with --ckpt_path last"
+                if not last.is_file():
+                    remedy = "there is no checkpoint yet, the next fit starts anew"
+                sys.stderr.write(f"\ninterrupted; {remedy}\n")
+            raise SystemExit(INTERRUPTED) from end
         if self.trainer.is_global_zero:
             print(f"Written to {_short(self.run_folder)}")
+
+    def test(self, **kwargs: Any) -> None:
+        """Test, and write the metrics to ``test.json`` beside the checkpoint.
+
+        Also the checkpoint and the options that differ from those of the fit.
+        """
+        metrics = self.trainer.test(**kwargs)
+        if self.trainer.fast_dev_run or not self.trainer.is_global_zero:  # type: ignore[attr-defined]
+            return
+        used = kwargs.get("ckpt_path")
+        folder = Path(used).absolute().parent if used else self.run_folder
+        tested = values_of(yaml.safe_load(self._config_text()))
+        try:
+            fitted = values_of(yaml.safe_load((folder / "config.yaml").read_text()))
+        except (OSError, ValueError, AttributeError, yaml.YAMLError):
+            fitted = None  # of a fit from Python
+        differing = {} if fitted is None else differing_options(fitted, tested)
+        if differing:
+            said = "; ".join(f"{k} is {t!r}, was {f!r}" for k, (f, t) in differing.items())
+            rank_zero_warn(f"the test ran with other options than the fit: {said:.1000}")
+        found = {
+            "format": TEST_FORMAT,
+            "checkpoint": Path(used).name if used else None,
+            "metrics": {name: value for each in metrics for name, value in each.items()},
+            "seed": self._get(self.config, "seed_everything"),
+            "differing options": differing,
+        }
+        content = (json.dumps(found, indent=2, default=str) + "\n").encode()
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "test.json", lambda file: file.write(content))
+        print(f"Written to {_short(folder / 'test.json')}")
 
     def predict(self, **kwargs: Any) -> None:
         """Predict the test samples and write what the module returned, a tensor a batch."""
@@ -239,6 +433,8 @@ def _short(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
+#: Exit code after an interruption (128 + SIGINT), as of a shell.
+INTERRUPTED = 130
 #: The configs that come with the package.
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -290,6 +486,36 @@ def report_parser() -> ArgumentParser:
     return parser
 
 
+def with_notes(error: BaseException) -> str:
+    """Return the message of an error and its notes, which name the round and the clients.
+
+    Example:
+        >>> error = ValueError("wrong")
+        >>> error.add_note("in round 2, client 7")
+        >>> print(with_notes(error))
+        wrong
+        in round 2, client 7
+    """
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    r"""Return a warning for the command line: what it says, not the line of code that says it.
+
+    Example:
+        >>> show_warning("2 of 10 updates", UserWarning, "file.py", 3)
+        'lightning-fl: warning: 2 of 10 updates\n'
+    """
+    kind = "warning" if issubclass(category, UserWarning) else category.__name__
+    return f"lightning-fl: {kind}: {message}\n"
+
+
 def main(args: ArgsType = None) -> None:
     """Run the command line; a user's mistake ends with a message, not with a traceback."""
     if args is None:
@@ -298,6 +524,7 @@ def main(args: ArgsType = None) -> None:
         args = with_shipped_configs(args)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.formatwarning = show_warning
     # Lightning's own, of torch 2.14.
     warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated")
     words = sys.argv[1:] if args is None else args
@@ -312,23 +539,30 @@ def main(args: ArgsType = None) -> None:
             subclass_mode_model=True,
             subclass_mode_data=True,
             seed_everything_default=0,
-            save_config_kwargs={"overwrite": True},
+            save_config_callback=None,  # RunConfig writes it
             parser_class=Parser,
             # Modules bring their own optimiser; the CLI's flags would replace it.
             auto_configure_optimizers=False,
-            parser_kwargs={"description": "A whole federation in one Lightning Trainer."},
+            # A prefix of an option is a mistake, not an abbreviation.
+            parser_kwargs={
+                "description": "A whole federation in one Lightning Trainer.",
+                "allow_abbrev": False,
+            },
             args=args,
         )
+    except KeyboardInterrupt:  # before or after the Trainer, which has its own answer
+        sys.stderr.write("\ninterrupted\n")
+        raise SystemExit(INTERRUPTED) from None
     except MisconfigurationException as error:
-        message = str(error)
+        message = with_notes(error)
     except ValueError as error:
-        message = str(error)
+        message = with_notes(error)
         if "Union subtypes" not in message:  # jsonargparse's own words for what a class refused
             raise
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, FederationError):
             cause = cause.__cause__
-        message = str(cause or error)
+        message = with_notes(cause or error)
     except RuntimeError as error:
         message = str(error)
         if "loading state_dict" in message:

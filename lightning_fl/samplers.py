@@ -15,9 +15,6 @@ from lightning_fl.types import FederationError
 class ClientSampler(ABC):
     """Draws the cohort of a round."""
 
-    #: How: by a coin of each, all sets of a size alike, or else. Private rules want to know.
-    drawn: Literal["poisson", "fixed", "other"] = "other"
-
     @abstractmethod
     def sample(
         self, round: int, count: int, num_samples: Tensor, generator: torch.Generator
@@ -43,8 +40,6 @@ class PoissonSampler(ClientSampler):
         [0, 5, 2, 6, 3, 1]
     """
 
-    drawn = "poisson"
-
     def sample(
         self, round: int, count: int, num_samples: Tensor, generator: torch.Generator
     ) -> Tensor:
@@ -61,8 +56,6 @@ class UniformSampler(ClientSampler):
         >>> UniformSampler().sample(0, 4, torch.ones(4), torch.Generator()).sort().values
         tensor([0, 1, 2, 3])
     """
-
-    drawn = "fixed"
 
     def sample(
         self, round: int, count: int, num_samples: Tensor, generator: torch.Generator
@@ -131,3 +124,18 @@ class RoundRobinSampler(ClientSampler):
     ) -> Tensor:
         """Return the next ``count`` ids."""
         return (round * count + torch.arange(count)) % len(num_samples)
+
+
+def how_drawn(sampler: ClientSampler) -> Literal["poisson", "fixed", "other"]:
+    """Return how a sampler draws clients, as private rules account for it.
+
+    It is known of :class:`PoissonSampler` and :class:`UniformSampler` themselves. A child class may
+    draw in another way, so every other class is ``other``, whatever it says of itself.
+
+    Example:
+        >>> how_drawn(UniformSampler()), how_drawn(RoundRobinSampler())
+        ('fixed', 'other')
+    """
+    if type(sampler) is PoissonSampler:
+        return "poisson"
+    return "fixed" if type(sampler) is UniformSampler else "other"

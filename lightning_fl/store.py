@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,8 @@ class ClientStore:
 
     What clients leave during a round counts from the round's end on: a round that is cut short is
     as if it had not been. Rows are in memory while they are few, else in a file that is mapped into
-    memory: the system keeps of it what is in use.
+    memory: the system keeps of it what is in use. Rows that count are never written over, because a
+    checkpoint may be written from them at any time, until :meth:`release` says that it is not.
 
     Args:
         most: Bytes of rows that stay in memory. With more, all are in the file.
@@ -50,6 +54,23 @@ class ClientStore:
         #: Whose rows are in the file, and the rest of its last piece.
         self._mapped: set[int] = set()
         self._free: Bytes = np.empty(0, np.uint8)
+        #: Places in the file that no client's rows are in any more: to be used again, by kind, and
+        #: those that a checkpoint may still be written from.
+        self._places: dict[Any, list[dict[str, Tensor]]] = defaultdict(list)
+        self._left: list[dict[str, Tensor]] = []
+
+    @property
+    def rows(self) -> Mapping[int, Mapping[str, Tensor]]:
+        """The rows of each client."""
+        return self._rows
+
+    def snapshot(self) -> Callable[[], list[dict[str, Any]]]:
+        """Return a function that returns the state as of now.
+
+        Nothing is copied before it is called. It may be called until the next :meth:`release`.
+        """
+        is_large = self._size > max(self.most, PIECE)  # what is too much for memory still is
+        return partial(pack, self._rows, self._piece if is_large else None)
 
     def get(self, client: int) -> dict[str, Tensor]:
         """Return what a client left in earlier rounds, on the CPU; empty if nothing."""
@@ -73,14 +94,21 @@ class ClientStore:
         self._rows, self.new = rows, {}
 
     def _in_file(self, client: int, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copy a client's rows to its place in the file, which it gets first where it has none."""
-        places = self._rows[client] if client in self._mapped else {}
-        if _kinds(places) != _kinds(rows):
-            places = self._place(rows)
-            self._mapped.add(client)
+        """Copy a client's rows to a place in the file that nothing is in."""
+        if client in self._mapped:
+            self._left.append(self._rows[client])
+        self._mapped.add(client)
+        free = self._places[_kind(rows)]
+        places = free.pop() if free else self._place(rows)
         for name, row in rows.items():
             places[name].copy_(row)
         return places
+
+    def release(self) -> None:
+        """Let places be used again whose rows were replaced: no checkpoint needs them any more."""
+        for places in self._left:
+            self._places[_kind(places)].append(places)
+        self._left = []
 
     def _place(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors in the file like these."""
@@ -111,14 +139,68 @@ class ClientStore:
         """Forget what clients left in a round that was cut short."""
         self.new = {}
 
-    def state_dict(self) -> dict[int, Any]:
-        """Return the rows by client. Write them before the next round ends, where they are many."""
-        return self._rows
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return a copy of all rows; see :func:`pack`."""
+        return self.snapshot()()
 
-    def load_state_dict(self, state: dict[int, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
-        self._rows, self._size, self._mapped, self.new = {}, 0, set(), dict(state)
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what :meth:`state_dict` returned.
+
+        Rows in memory are views of its tensors until their clients leave new ones.
+        """
+        self._rows, self._size, self._mapped, self.new = {}, 0, set(), unpack(state)
+        self._left, self._places = [], defaultdict(list)
         self.commit()
+
+
+def pack(
+    rows: Mapping[int, Mapping[str, Tensor]],
+    piece: Callable[[int], Bytes] | None = None,
+) -> list[dict[str, Any]]:
+    """Copy the rows of clients to a few large tensors, one for each name, shape and dtype.
+
+    A file of thousands of small tensors takes a hundred times as long to write and to read.
+
+    Args:
+        rows: By client and name.
+        piece: Returns memory of so many bytes, to copy them to; None is the usual one.
+
+    Example:
+        >>> pack({3: {"m": torch.ones(2)}, 5: {"m": torch.zeros(2)}})
+        [{'name': 'm', 'clients': tensor([3, 5]), 'rows': tensor([[1., 1.],
+                [0., 0.]])}]
+    """
+    kinds: dict[Any, tuple[list[int], list[Tensor]]] = {}
+    for client, each in rows.items():
+        for name, row in each.items():
+            clients, found = kinds.setdefault((name, row.dtype, row.shape), ([], []))
+            clients.append(client)
+            found.append(row)
+    packed, free = [], np.empty(0, np.uint8)
+    if piece is not None:
+        free = piece(sum(len(found) * _aligned(found[0].nbytes) for _, found in kinds.values()))
+    for (name, dtype, shape), (clients, found) in kinds.items():
+        out = torch.empty(0, dtype=dtype)
+        if piece is not None and (size := len(found) * found[0].nbytes):
+            out = torch.from_numpy(free[:size]).view(dtype).view(len(found), *shape)
+            free = free[_aligned(size) :]
+        packed.append(
+            {
+                "name": name,
+                "clients": torch.tensor(clients),
+                "rows": torch.stack(found, out=out),
+            }
+        )
+    return packed
+
+
+def unpack(state: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Tensor]]:
+    """Return the rows of each client: views of the large tensors that :func:`pack` has made."""
+    rows: dict[int, dict[str, Tensor]] = {}
+    for each in state:
+        for client, row in zip(each["clients"].tolist(), each["rows"].unbind(), strict=True):
+            rows.setdefault(client, {})[each["name"]] = row
+    return rows
 
 
 def _bytes(rows: dict[str, Tensor]) -> int:
@@ -129,5 +211,5 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def _kinds(rows: dict[str, Tensor]) -> dict[str, Any]:
-    return {name: (row.shape, row.dtype) for name, row in rows.items()}
+def _kind(rows: Mapping[str, Tensor]) -> frozenset[Any]:
+    return frozenset((name, row.shape, row.dtype) for name, row in rows.items())

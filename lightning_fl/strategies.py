@@ -34,7 +34,8 @@ class ClientParallelStrategy(DDPStrategy):
     """Each process trains its share of a round's clients: ``Trainer(strategy="client_parallel")``.
 
     Local training synchronises nothing; the processes meet at the end of a round, to aggregate, and
-    share validation and test samples. Their number changes results by rounding only. They are
+    share test samples, and validation samples where nothing acts on validation. The result does not
+    depend on their number, bit for bit, given the same number of threads in each. They are
     started as Lightning starts those of DDP (by itself on one node, by torchrun or SLURM on many)
     and talk through NCCL on GPUs and gloo on CPUs.
 
@@ -67,6 +68,8 @@ class ClientParallelStrategy(DDPStrategy):
         super().__init__(timeout=self.timeout, **options)
         #: Whether this process has no client left in the round; the loop says so for each batch.
         self.is_idle = False
+        #: Whether each process validates on all samples in a fit; the loop says so.
+        self.repeats_validation = False
         self._undo = ExitStack()
 
     def setup(self, trainer: Trainer) -> None:
@@ -83,7 +86,7 @@ class ClientParallelStrategy(DDPStrategy):
             self._throttle_stop_flag(trainer)
         for child in module.modules():
             if isinstance(child, LightningModule):
-                self._set(child, "log", _log_for_all(trainer, child.log))
+                self._set(child, "log", _log_for_all(self, trainer, child.log))
         super().setup(trainer)
 
     def _throttle_stop_flag(self, trainer: Trainer) -> None:
@@ -134,13 +137,19 @@ class ClientParallelStrategy(DDPStrategy):
         return super().reduce(tensor, group, reduce_op)
 
 
-def _log_for_all(trainer: Trainer, log: Callable[..., None]) -> Callable[..., None]:
-    """Make ``self.log`` wait for nobody in local training, and mean all samples elsewhere."""
+def _log_for_all(
+    strategy: ClientParallelStrategy, trainer: Trainer, log: Callable[..., None]
+) -> Callable[..., None]:
+    """Make ``self.log`` wait for nobody in local training, and mean all samples elsewhere.
+
+    Where each process validates on all samples, nothing is left to reduce.
+    """
 
     @wraps(log)
     def wrapped(name: str, value: Any, *args: Any, **options: Any) -> None:
         if len(args) < 8:  # sync_dist is not given by position
-            options["sync_dist"] = not trainer.training
+            repeats = trainer.state.fn == TrainerFn.FITTING and strategy.repeats_validation
+            options["sync_dist"] = not (trainer.training or repeats)
         log(name, value, *args, **options)
 
     return wrapped
@@ -163,13 +172,78 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
-def merge_logs(trainer: Trainer) -> None:
-    """Make what ``training_step`` logged on each process the figure of them all.
+class ClientLogs:
+    """What ``training_step`` logs in a round, client by client.
 
-    Raises:
-        FederationError: If a metric was logged on some processes only: its own ``compute`` would
-            wait for the others.
+    Lightning adds up what a process logs, in its order. Here the part of each client is taken out
+    when the client is done, and at the end of the round all are added in the order of the clients:
+    the figures do not depend on which process trained whom.
     """
+
+    def __init__(self) -> None:
+        self._parts: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
+
+    def take(self, trainer: Trainer, client: int) -> None:
+        """Take out what was logged since the last call.
+
+        Args:
+            trainer: Whose loop has logged.
+            client: Position in the plan of the client, or of the first of those that train at once.
+        """
+        results: Any = trainer.fit_loop.epoch_loop._results
+        part = self._parts.setdefault(client, {})
+        for key, metric in results.items():
+            if _is_sum(metric):
+                samples = _samples(metric)
+                part[key] = (metric.value, samples)
+                metric.value = torch.zeros_like(metric.value)
+                metric.cumulated_batch_size = torch.zeros_like(samples)
+
+    def put_back(self, trainer: Trainer, shared: bool) -> None:
+        """Make what was logged the figure of all clients.
+
+        Args:
+            trainer: Whose loop has logged.
+            shared: Whether processes share the clients: then all have to call it.
+
+        Raises:
+            FederationError: If a metric was logged on some processes only: its own ``compute``
+                would wait for the others.
+        """
+        parts = self._parts
+        if shared:
+            own = {
+                client: {
+                    key: (value.cpu(), samples.cpu()) for key, (value, samples) in part.items()
+                }
+                for client, part in parts.items()
+            }
+            parts = {client: part for every in gathered(own) for client, part in every.items()}
+            _merge_logs(trainer)
+        results: Any = trainer.fit_loop.epoch_loop._results
+        for key, metric in results.items():
+            found = [parts[client][key] for client in sorted(parts) if key in parts[client]]
+            if not found or not _is_sum(metric):
+                continue
+            value, samples = (torch.stack(each).sum(0) for each in zip(*found, strict=True))
+            metric.value = metric.value + value.to(metric.value)
+            metric.cumulated_batch_size = _samples(metric) + samples.to(metric.value.device)
+
+
+def _is_sum(metric: Any) -> bool:
+    """Say whether Lightning adds up a logged figure over an epoch, as a mean or as a sum."""
+    if not metric.is_tensor or not metric.meta.on_epoch or metric.has_reset:
+        return False
+    return bool(metric.meta.is_mean_reduction or metric.meta.is_sum_reduction)
+
+
+def _samples(metric: Any) -> Tensor:
+    """Return how many samples a logged mean is of, 0 where it is no mean."""
+    samples: Tensor = getattr(metric, "cumulated_batch_size", torch.zeros((), dtype=torch.int64))
+    return samples
+
+
+def _merge_logs(trainer: Trainer) -> None:
     results: Any = trainer.fit_loop.epoch_loop._results
     logged = {key: m for key, m in results.items() if m.meta.on_epoch and not m.has_reset}
     own = {key: _logged(m) for key, m in logged.items() if m.is_tensor}
@@ -208,8 +282,7 @@ class _Logged(NamedTuple):
 def _logged(metric: Any) -> _Logged:
     options = {f.name: getattr(metric.meta, f.name) for f in fields(_Metadata)}
     options.pop("_sync")
-    samples = getattr(metric, "cumulated_batch_size", torch.zeros(()))
-    return _Logged(options, metric.value.cpu(), samples.cpu())
+    return _Logged(options, metric.value.cpu(), _samples(metric).cpu())
 
 
 if "client_parallel" not in StrategyRegistry:

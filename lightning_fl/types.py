@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = [
+    "ClientBatches",
     "ClientUpdate",
     "Cohort",
     "FederatedData",
@@ -28,6 +32,21 @@ class FederationError(MisconfigurationException, ValueError):
     """A mistake in a configuration, its data or a checkpoint: what was wrong, and what to do."""
 
 
+def check_package(value: Any, kind: type) -> None:
+    """Refuse an object of the package ``pytorch_lightning``, whose classes are not lightning's.
+
+    Raises:
+        FederationError: If it is one of them.
+    """
+    old = [base.__module__.partition(".")[0] for base in type(value).__mro__]
+    if not isinstance(value, kind) and "pytorch_lightning" in old:
+        raise FederationError(
+            f"{type(value).__name__} is a class of the package pytorch_lightning, which does"
+            " not work together with lightning: write `import lightning as L` instead of"
+            " `import pytorch_lightning as pl`, for the module, the Trainer and its callbacks"
+        )
+
+
 class Cohort(NamedTuple):
     """How the clients of a round are drawn.
 
@@ -37,6 +56,7 @@ class Cohort(NamedTuple):
         drawn: ``poisson``, each by a coin of its own; ``fixed``, all sets of this size with equal
             probability; ``other``, in a way that is not known.
         seed: The run's.
+        noise_key: A digest of the run's options, of which private noise is a function, too.
 
     Example:
         >>> Cohort(size=10, clients=10, drawn="poisson").is_sampled
@@ -47,6 +67,7 @@ class Cohort(NamedTuple):
     clients: int
     drawn: Literal["poisson", "fixed", "other"] = "fixed"
     seed: int = 0
+    noise_key: int = 0
 
     @property
     def is_sampled(self) -> bool:
@@ -98,6 +119,8 @@ class RoundPlan:
         rank: Which of the processes this is. Only :attr:`schedule` and :attr:`rows` depend on it.
         world_size: Processes that share the clients.
         nobody: Whether nobody takes part: a round needs a client, whose work is thrown away.
+        fixed_groups: Whether the clients that train at once are chosen from all clients of the
+            round, so that they do not depend on the number of processes. A group stays whole.
 
     Raises:
         FederationError: If the round is empty, or the shapes or numbers of steps do not fit.
@@ -121,6 +144,7 @@ class RoundPlan:
     rank: int = 0
     world_size: int = 1
     nobody: bool = False
+    fixed_groups: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.clients):
@@ -152,14 +176,38 @@ class RoundPlan:
 
     @cached_property
     def shares(self) -> list[list[int]]:
-        """Positions of each process's clients: those with most steps first, to who has least."""
+        """Positions of each process's clients, as evenly as their steps allow."""
+        return [sorted(row for group in groups for row in group) for groups in self._groups]
+
+    @cached_property
+    def _groups(self) -> list[list[tuple[int, ...]]]:
+        """Groups of clients that train at once, of each process.
+
+        Those with most steps go first, to the process that has the fewest so far.
+        """
         steps = self.num_steps.tolist()
-        load, shares = [0] * self.world_size, [list[int]() for _ in range(self.world_size)]
-        for row in sorted(range(len(steps)), key=lambda row: -steps[row]):
+        rows = list(range(len(steps)))
+        units = self._cut(rows) if self.fixed_groups else [(row,) for row in rows]
+        work = {unit: max(steps[row] for row in unit) for unit in units}
+        load = [0] * self.world_size
+        shares: list[list[tuple[int, ...]]] = [[] for _ in load]
+        for unit in sorted(units, key=lambda unit: -work[unit]):
             rank = load.index(min(load))
-            shares[rank].append(row)
-            load[rank] += steps[row]
-        return [sorted(share) for share in shares]
+            shares[rank].append(unit)
+            load[rank] += work[unit]
+        if self.fixed_groups:
+            return shares
+        return [self._cut(sorted(row for unit in share for row in unit)) for share in shares]
+
+    def _cut(self, rows: list[int]) -> list[tuple[int, ...]]:
+        """Return clients in groups that differ by one in size at most, of similar work."""
+        steps = self.num_steps.tolist()
+        if self.lanes > 1:
+            rows = sorted(rows, key=lambda row: -steps[row])
+        count = -(-len(rows) // self.lanes)
+        sizes = [len(rows) // count + (i < len(rows) % count) for i in range(count)]
+        ends = list(accumulate(sizes))
+        return [tuple(rows[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
     @property
     def rows(self) -> list[int]:
@@ -170,22 +218,16 @@ class RoundPlan:
     def schedule(self) -> list[Step]:
         """This process's steps in order, one group of clients after another.
 
-        Clients of like work share the lanes, and groups differ by at most one in size: no lane
+        Clients of similar work share the lanes, and groups differ by at most one in size: no lane
         waits long for another, and none is empty. Every process has as many batches as the busiest.
         """
-        schedules = [self._schedule(share) for share in self.shares]
+        schedules = [self._schedule(groups) for groups in self._groups]
         own = schedules[self.rank]
         return own + [IDLE] * (max(map(len, schedules)) - len(own))
 
-    def _schedule(self, rows: list[int]) -> list[Step]:
-        steps = self.num_steps.tolist()
-        if self.lanes > 1:
-            rows = sorted(rows, key=lambda row: -steps[row])
-        groups = -(-len(rows) // self.lanes)
-        schedule, at = [], 0
-        for i in range(groups):
-            group = tuple(rows[at : at + len(rows) // groups + (i < len(rows) % groups)])
-            at += len(group)
+    def _schedule(self, groups: list[tuple[int, ...]]) -> list[Step]:
+        steps, schedule = self.num_steps.tolist(), []
+        for group in groups:
             most = max(steps[row] for row in group)
             for start in range(0, most, self.steps_per_batch):
                 count = min(self.steps_per_batch, most - start)
@@ -203,6 +245,13 @@ class ServerState(NamedTuple):
 
     vector: Tensor
     counters: Tensor
+
+
+class ClientBatches(list[Any]):
+    """Batches of several clients and local steps, in the order ``[steps, clients]``.
+
+    Each is what the client alone would get. None stands for a client that is done.
+    """
 
 
 @dataclass(frozen=True)
@@ -271,6 +320,8 @@ class FederatedData(Protocol):
     plan: Callable[[], RoundPlan] | None
     #: A digest of the split, which a checkpoint keeps.
     checksum: str
+    #: Whether processes share out the server's validation samples in a fit; else each reads all.
+    shares_validation: bool
     #: Training samples of each client, ``[num_clients]``.
     num_samples: Tensor
     #: Batches in one pass over each client's samples, ``[num_clients]``.
@@ -278,6 +329,8 @@ class FederatedData(Protocol):
 
     #: Memory that a sample takes.
     sample_bytes: int
+    #: Whether the first axis of every tensor in a batch is known to be that of the samples.
+    has_samples_in_front: bool
     #: Whether it can fetch a batch's local steps one at a time.
     can_fetch_steps: bool
 
@@ -314,10 +367,65 @@ def describe(rule: object) -> str:
         >>> describe(Dirichlet(alpha=0.5))
         'Dirichlet(alpha=0.5, min_size=1)'
     """
+    arguments = (f"{name}={value!r}" for name, value in plain_options(rule).items())
+    return f"{type(rule).__name__}({', '.join(arguments)})"
+
+
+def plain_options(rule: object) -> dict[str, Any]:
+    """Return those of a rule's constructor arguments that it keeps and that are plain values.
+
+    Example:
+        >>> from lightning_fl.partition import Dirichlet
+        >>> plain_options(Dirichlet(alpha=0.5))
+        {'alpha': 0.5, 'min_size': 1}
+    """
     kept = {name: getattr(rule, name, ...) for name in _arguments(type(rule))}
     plain = (int, float, str, bool, list, tuple, dict, type(None))
-    arguments = (f"{name}={value!r}" for name, value in kept.items() if isinstance(value, plain))
-    return f"{type(rule).__name__}({', '.join(arguments)})"
+    return {name: value for name, value in kept.items() if isinstance(value, plain)}
+
+
+def configuration(value: Any, depth: int = 8) -> str:
+    """Return a text that is the same for values of the same configuration, in every process.
+
+    Tensors and plain values count by value. An object counts by its class and by those of its
+    constructor's arguments that it keeps; a module also by its layers and its hyperparameters; a
+    function by its name. Addresses in memory are left out.
+
+    Args:
+        value: Anything.
+        depth: How deep objects in objects are looked at.
+
+    Example:
+        >>> from lightning_fl.partition import Dirichlet
+        >>> configuration([Dirichlet(0.5), {"b": 1, "a": 2.0}])
+        "[lightning_fl.partition.rules.Dirichlet{'alpha': 0.5, 'min_size': 1}, {'a': 2.0, 'b': 1}]"
+    """
+
+    def of(part: Any) -> str:
+        return configuration(part, depth - 1) if depth else "..."
+
+    if isinstance(value, str | bytes | int | float | complex | torch.dtype | type(None)):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{value.tolist()}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(f"{of(k)}: {of(v)}" for k, v in value.items())) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(of, value))}]"
+    if isinstance(value, set | frozenset):
+        return f"[{', '.join(sorted(map(of, value)))}]"
+    if isinstance(value, partial):
+        return f"{of(value.func)}{of([value.args, value.keywords])}"
+    if hasattr(value, "__qualname__"):  # a function, a method, a class
+        return f"{value.__module__}.{value.__qualname__}"
+    found: Mapping[str, Any] = getattr(value, "__dict__", {})
+    kept = {name: found[name] for name in _arguments(type(value)) if name in found}
+    text = f"{of(type(value))}{of(kept)}"
+    if isinstance(value, nn.Module):
+        text += re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+    if isinstance(value, LightningModule):
+        text += of(dict(value.hparams))
+    return text
 
 
 def _arguments(kind: type) -> list[str]:

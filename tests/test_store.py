@@ -1,6 +1,7 @@
 """State that clients keep from round to round."""
 
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_a_client_that_leaves_nothing_costs_nothing():
     store = ClientStore()
     store.put(0, {})
     store.commit()
-    assert store.state_dict() == {}
+    assert store.state_dict() == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -75,7 +76,7 @@ def test_a_store_is_saved_and_loaded_without_a_round_that_has_not_ended(store, t
     again.put(9, {"momentum": torch.zeros(1)})
     again.load_state_dict(torch.load(tmp_path / "store.pt", weights_only=True))
     again.commit()
-    assert again.state_dict().keys() == {3}
+    assert again.rows.keys() == {3}
     assert again.get(3)["momentum"].tolist() == [1, 1]
 
 
@@ -87,8 +88,9 @@ def test_later_rounds_do_not_change_what_was_saved(store):
         each.put(3, {"momentum": torch.zeros(2)})
         each.put(4, {"momentum": torch.zeros(2)})
         each.commit()
-    assert saved.keys() == {3}
-    assert saved[3]["momentum"].tolist() == [1, 1]
+    (only,) = saved
+    assert only["clients"].tolist() == [3]
+    assert only["rows"].tolist() == [[1, 1]]
 
 
 # --- in a file ------------------------------------------------------------------------------------
@@ -142,11 +144,59 @@ def test_in_a_file_is_as_in_memory(large):
     assert large.get(3)["weight"].shape == (5, 3)
 
 
-def test_a_client_has_one_place_in_the_file(large):
+def test_a_place_in_the_file_is_used_again_once_no_checkpoint_needs_it(large):
     place = large.get(2)["weight"].data_ptr()
+    saved = large.snapshot()
     large.put(2, rows(9))
     large.commit()
-    assert large.get(2)["weight"].data_ptr() == place
+    assert (
+        next(s for s in saved() if s["name"] == "weight")["rows"][2].ravel().tolist()
+        == [2.0] * 3000
+    )
+    assert large.get(2)["weight"].data_ptr() != place
+    large.release()
+    large.put(3, rows(9))
+    large.commit()
+    assert large.get(3)["weight"].data_ptr() == place
+
+
+def test_what_is_saved_of_much_is_in_a_file_too(large, monkeypatch):
+    monkeypatch.setattr("lightning_fl.store.PIECE", 0)
+    for each in large.state_dict():
+        assert in_the_file(each["rows"])
+        assert each["clients"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_clients_of_several_kinds_are_put_together_by_kind():
+    store = ClientStore()
+    store.put(7, {"momentum": torch.ones(2), "steps": torch.tensor(1)})
+    store.put(2, {"momentum": torch.zeros(2)})
+    store.put(5, {"momentum": torch.zeros(3)})
+    store.commit()
+    saved = store.state_dict()
+    assert [(each["name"], each["clients"].tolist(), each["rows"].shape) for each in saved] == [
+        ("momentum", [7, 2], (2, 2)),
+        ("steps", [7], (1,)),
+        ("momentum", [5], (1, 3)),
+    ]
+    again = ClientStore()
+    again.load_state_dict(saved)
+    assert again.rows.keys() == {2, 5, 7}
+    assert again.get(7)["steps"].item() == 1
+    assert again.get(5)["momentum"].shape == (3,)
+
+
+def test_the_number_of_tensors_in_a_file_does_not_grow_with_clients(tmp_path):
+    store = ClientStore()
+    for client in range(3000):
+        store.put(client, {f"optimizer.{i}.momentum": torch.ones(4) for i in range(4)})
+    store.commit()
+    torch.save(store.state_dict(), tmp_path / "store.pt")
+    with ZipFile(tmp_path / "store.pt") as archive:
+        assert len(archive.namelist()) < 20
+    again = ClientStore()
+    again.load_state_dict(torch.load(tmp_path / "store.pt", weights_only=True))
+    assert len(again.rows) == 3000
 
 
 def test_a_checkpoint_holds_the_rows_and_no_more(large, tmp_path):
@@ -170,7 +220,9 @@ def test_every_dtype_fits_into_the_file(tmp_path, dtype):
     )
     store.commit()
     torch.save(store.state_dict(), tmp_path / "store.pt")
-    found = torch.load(tmp_path / "store.pt", weights_only=True)[0]
+    again = ClientStore(0, tmp_path)
+    again.load_state_dict(torch.load(tmp_path / "store.pt", weights_only=True))
+    found = again.get(0)
     assert torch.equal(found["row"], row)
     assert found["one"].shape == ()
     assert found["none"].numel() == 0

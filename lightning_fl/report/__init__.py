@@ -9,7 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from lightning_fl import __version__
-from lightning_fl.callbacks.checkpoint import write_atomically
+from lightning_fl.files import write_atomically
 from lightning_fl.report.groups import Group, group
 from lightning_fl.report.run import Run, find_runs, read_run
 from lightning_fl.report.sections import Report, about_groups, about_run

@@ -20,6 +20,34 @@ LIMITS = {".csv": 64, ".json": 64, ".yaml": 0.25, ".png": 4}
 PICTURES = ("partition.png", "aggregator.png", "policy.png")
 #: Numbers beyond are drawn as gaps, as what is not finite.
 LARGEST = 1e30
+#: Files of resumed fits that a report looks at.
+MOST_RESUMED = 20
+#: Names what test.json is, and its version.
+TEST_FORMAT = "lightning_fl test 1"
+#: Options that do not change what a test measures: places, what is shown, how a fit is run.
+NOT_OF_A_TEST = {
+    "ckpt_path",
+    "lanes",
+    "threads",
+    "verbose",
+    "weights_only",
+    "data.root",
+    "data.download",
+    "trainer.accelerator",
+    "trainer.default_root_dir",
+    "trainer.devices",
+    "trainer.max_epochs",
+    "trainer.strategy",
+    "trainer.logger",
+    "trainer.callbacks",
+    "trainer.log_every_n_steps",
+    "trainer.enable_progress_bar",
+    "trainer.enable_model_summary",
+    "checkpoint.dirpath",
+    "checkpoint.filename",
+    "checkpoint.every_n_rounds",
+}
+NOT_OF_A_TEST_BELOW = ("lanes.", "trainer.callbacks.", "trainer.logger.", "trainer.strategy.")
 #: Values of a config that a report looks at.
 MOST_VALUES = 2000
 
@@ -40,6 +68,9 @@ class Run:
         faults: Round, client and fault, where faults were simulated.
         clients: A row a client of what ``PersonalizedEvaluation`` found.
         participation: A row a client of who took part.
+        test: What ``test.json`` says: metrics, checkpoint, and where its options differ from the
+            fit's.
+        resumed: Options of a resumed fit that differ from those of the first, as text.
         pictures: Files of the run that are there, as bytes.
         notes: What could not be read.
     """
@@ -53,6 +84,8 @@ class Run:
     faults: list[tuple[int, int, str]] | None = None
     clients: list[Row] = field(default_factory=list)
     participation: list[Row] = field(default_factory=list)
+    test: dict[str, Any] = field(default_factory=dict)
+    resumed: list[str] = field(default_factory=list)
     pictures: dict[str, bytes] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -148,17 +181,25 @@ def read_run(folder: str | Path) -> Run:
             notes.append(f"{name} is left out: {reason[:300]}")
             return default
 
-    text = read("config.yaml", _text, "")
+    text, config = read("config.yaml", _text, ""), read("config.yaml", _config, {})
+    resumed = []
+    for path in sorted(folder.glob("config_resumed_*.yaml"))[:MOST_RESUMED]:
+        changed = differing_options(config, read(path.name, _config, config))
+        if changed:
+            options = ", ".join(f"{name}={now}" for name, (_, now) in changed.items())
+            resumed.append(f"resumed with {options:.300} ({path.name})")
     faults = read("faults.csv", lambda path: _faults(path, notes), None)
     return Run(
         name=_name(folder),
         rows=[rows[number] for number in sorted(rows)],
-        config=read("config.yaml", _config, {}),
+        config=config,
         config_text=text,
         environment=read("environment.json", _mapping, {}),
         partition=read("partition.json", _partition, {}),
         faults=faults,
         clients=read("clients.csv", lambda path: _table(path, "client", notes), []),
+        test=read("test.json", _test, {}),
+        resumed=resumed,
         participation=read("participation.csv", lambda path: _table(path, "client", notes), []),
         pictures={name: content for name in PICTURES if (content := read(name, _picture, b""))},
         notes=notes,
@@ -211,9 +252,9 @@ def _table(path: Path, key: str, notes: list[str]) -> list[Row]:
         if not (0 <= at < 1e9 and at == int(at)):
             broken.append(f"line {number} ({key} is {cells.get(key, '')[:40]!r})")
             continue
-        # Numbers of skipped clients look like a number where there is one of them.
-        row.pop("skipped_clients", None)
-        texts = [n for n, c in cells.items() if c and n not in row and n != "skipped_clients"]
+        # Numbers of dropped clients look like a number where there is one of them.
+        row.pop("dropped_clients", None)
+        texts = [n for n, c in cells.items() if c and n not in row and n != "dropped_clients"]
         if texts:
             broken.append(f"{texts[0][:40]} in line {number}")
         found.append(row)
@@ -251,6 +292,27 @@ def _mapping(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise FederationError("it is no mapping")
     return found
+
+
+def _test(path: Path) -> dict[str, Any]:
+    """Return the metrics of a test, its checkpoint, and where its options were others."""
+    found = _mapping(path)
+    metrics, differing = found.get("metrics"), found.get("differing options", {})
+    if not isinstance(metrics, dict) or not isinstance(differing, dict):
+        raise FederationError("it was not written by a test")
+    return {
+        "metrics": {
+            str(name)[:80]: value
+            for name, value in list(metrics.items())[:MOST_VALUES]
+            if type(value) in (int, float)
+        },
+        "checkpoint": str(found.get("checkpoint") or "")[:80],
+        "differing": [
+            f"{str(name)[:80]} is {str(both[1])[:80]}, was {str(both[0])[:80]}"
+            for name, both in list(differing.items())[:MOST_VALUES]
+            if isinstance(both, list) and len(both) == 2
+        ],
+    }
 
 
 def _partition(path: Path) -> dict[str, Any]:
@@ -304,6 +366,30 @@ def values_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
     walk("", config, 0)
     return found
+
+
+def differing_options(
+    fitted: Mapping[str, Any], tested: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return the options of a test that differ from those of the fit, with both values.
+
+    Args:
+        fitted: Values of the fit's configuration, as of :func:`values_of`.
+        tested: Values of the test's configuration.
+
+    Example:
+        >>> differing_options({"data": "MNIST", "threads": 1}, {"data": "Digits", "verbose": True})
+        {'data': ('MNIST', 'Digits')}
+    """
+    return {
+        name: (fitted.get(name), tested.get(name))
+        for name in dict.fromkeys([*fitted, *tested])
+        if fitted.get(name) != tested.get(name)
+        and name not in NOT_OF_A_TEST
+        and not name.startswith(
+            ("lanes.", "trainer.callbacks.", "trainer.logger.", "trainer.strategy.")
+        )
+    }
 
 
 def _mapped(value: Mapping[str, Any], key: str) -> Mapping[str, Any]:

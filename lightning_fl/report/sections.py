@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 
 from lightning_fl import callbacks as callbacks_there
+from lightning_fl.callbacks.dropped import CAUSES
 from lightning_fl.callbacks.personalized import KINDS, summary
 from lightning_fl.report.figures import MOST_LINES, MOST_PANELS, Line, lines, png, spread, stacked
 from lightning_fl.report.groups import Group, differences, identity, mean_and_std
 from lightning_fl.report.run import Row, Run
 
 #: Columns of the table of rounds that have a place of their own in a report.
-KNOWN = {"round", "clients", "skipped", "num_samples", "num_steps", "bytes_up", "bytes_down"}
-KNOWN |= {"virtual_time"}
+KNOWN = {"round", "clients", "dropped", "num_samples", "num_steps", "bytes_up", "bytes_down"}
+KNOWN |= {"virtual_time", *CAUSES}
 UP, TOTAL = "MB up", "MB up and down"
 SENT, TIME = "MB so far", "virtual time (s)"
 STEPS = "local steps a client"
@@ -197,6 +198,7 @@ def about_run(run: Run, title: str | None = None) -> Report:
     alone = [Group(run.name, [run])]
     sections = [
         progress(alone),
+        tested(run),
         cost(alone),
         hyper_parameters(alone),
         partition(run),
@@ -231,21 +233,30 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
                 f"{run.name} is unfinished: {counted(run.rounds, 'round')}{of} done; {why}. Go on"
                 " with fit --ckpt_path=last."
             )
+        if differing := run.test.get("differing"):
+            more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
+            found.append(
+                f"{run.name} was tested with other options than it was fitted with:"
+                f" {'; '.join(differing[:5])}{more}. test --config config.yaml of the run has the"
+                " same."
+            )
+        found += [f"{run.name} was {resumed}." for resumed in run.resumed]
         found += [f"{run.name}: {note}" for note in run.notes]
     return found
 
 
 def _who(run: Run) -> str:
-    """Say who takes part in a round."""
+    """Say how many clients are sampled in a round."""
     cohorts = sorted({int(v) for _, v in run.column("clients") if math.isfinite(v)})
     count = len(run.partition.get("sizes", run.participation))
     if not cohorts:
-        return "an unknown number of clients took part"
+        return "an unknown number of clients was sampled"
     if cohorts == [count]:
-        return f"all {count} took part" if count > 1 else "its client took part"
+        return f"all {count} were sampled" if count > 1 else "its client was sampled"
     several = f"{number(cohorts[0])} to {number(cohorts[-1])}" if len(cohorts) > 1 else ""
     return (
-        f"{several or number(cohorts[0])} of {number(count) if count else 'the'} clients took part"
+        f"{several or number(cohorts[0])} of {number(count) if count else 'the'} clients were"
+        " sampled"
     )
 
 
@@ -304,9 +315,8 @@ def _outcome(run: Run) -> Iterable[str]:
         yield f"{name} was {number(last)} in the last round, best in round {at} ({number(top)})."
     if up := _sum(run, "bytes_up"):
         yield f"{megabytes(up)} went up, {megabytes(_sum(run, 'bytes_down'))} down."
-    asked, lost = _sum(run, "clients"), _sum(run, "skipped")
-    if lost:
-        yield f"{number(lost)} of {counted(asked, 'update')} were lost."
+    if _sum(run, "dropped"):
+        yield _dropped(run)
     if epsilon := run.column("epsilon"):
         spent, delta = epsilon[-1][1], run.column("delta")
         also = f" with delta {number(delta[-1][1])}" if delta else ""
@@ -320,6 +330,16 @@ def _outcome(run: Run) -> Iterable[str]:
             f"The backdoor worked with {number(100 * hits[-1][1])} % of the validation samples of"
             " other classes."
         )
+
+
+def _dropped(run: Run) -> str:
+    """Say how many updates were dropped, and why."""
+    causes = {words: _sum(run, cause) for cause, words in CAUSES.items()}
+    by_cause = ", ".join(f"{number(count)} {words}" for words, count in causes.items() if count)
+    return (
+        f"{number(_sum(run, 'dropped'))} of {counted(_sum(run, 'clients'), 'client update')} were"
+        f" dropped{f' ({by_cause})' if by_cause else ''}."
+    )
 
 
 def _rule(run: Run) -> str:
@@ -359,7 +379,7 @@ def _key_figures(run: Run) -> Iterable[tuple[str, str]]:
     if "server" in scores:
         yield f"worst tenth of clients, {where}", number(worst_decile(run))
     if asked := _sum(run, "clients"):
-        yield "updates lost", f"{number(_sum(run, 'skipped'))} of {number(asked)}"
+        yield "updates dropped", f"{number(_sum(run, 'dropped'))} of {number(asked)}"
     if moved := _sum(run, "bytes_up") + _sum(run, "bytes_down"):
         yield "up and down", megabytes(moved)
     if times := run.column("virtual_time"):
@@ -513,6 +533,15 @@ def hyper_parameters(groups: Sequence[Group]) -> Section | None:
     return Section("Hyper-parameters and other figures", text, pictures)
 
 
+def tested(run: Run) -> Section | None:
+    """Metrics of ``lightning-fl test``."""
+    if not run.test:
+        return None
+    rows = [[name, number(value)] for name, value in run.test["metrics"].items()]
+    used = f" with {run.test['checkpoint']}" if run.test["checkpoint"] else ""
+    return Section("Test", [f"Measured by lightning-fl test{used}."], (), [Table(["", ""], rows)])
+
+
 # --- sections of one run --------------------------------------------------------------------------
 
 
@@ -540,12 +569,12 @@ def partition(run: Run) -> Section | None:
 
 
 def participation(run: Run) -> Section | None:
-    """Who took part, and what was lost."""
-    lost = {int(row["round"]): row["skipped"] for row in run.rows if row.get("skipped", 0) > 0}
+    """Draw which clients were sampled, and which updates were dropped."""
+    lost = {int(row["round"]): row["dropped"] for row in run.rows if row.get("dropped", 0) > 0}
     asked, count = _sum(run, "clients"), sum(_finite(lost.values()))
     text = f"In each round {_who(run)}."
-    text += f" {number(count)} of {counted(asked, 'update')} were lost." if count else ""
-    text += " No update was lost." if asked and not count else ""
+    text += f" {_dropped(run)}" if count else ""
+    text += " No update was dropped." if asked and not count else ""
     panels: dict[str, dict[str, dict[int, int]]] = {}
     across: list[str] = []
     tables = []
@@ -554,10 +583,9 @@ def participation(run: Run) -> Section | None:
         kind: Counter(at for at, _, fault in run.faults or () if fault == kind) for kind in kinds
     }
     if rounds or lost:
-        whole = {int(r): int(n) for r, n in lost.items() if math.isfinite(n)}
-        panels["clients with a fault" if rounds else "updates lost"] = {
+        panels["clients with a fault" if rounds else "updates dropped"] = {
             kind: dict(sorted(found.items())) for kind, found in rounds.items()
-        } or {"lost": whole}
+        } or _drops_by_cause(run)
         across.append("round")
     if kinds:
         tables.append(Table(["fault", "times"], [[k, number(n)] for k, n in kinds.most_common()]))
@@ -567,30 +595,43 @@ def participation(run: Run) -> Section | None:
         gone = {c: int(row.get("dropped", 0)) for c, row in zip(times, rows, strict=True)}
         if len(times) <= 60:
             came = {client: number - gone[client] for client, number in times.items()}
-            panels["rounds of the client"] = {"update arrived": came, "update lost": gone}
+            panels["rounds of the client"] = {"update arrived": came, "update dropped": gone}
             across.append("client")
         else:
             panels["clients"] = {"clients": dict(sorted(Counter(times.values()).items()))}
-            across.append("rounds that a client took part in")
+            across.append("rounds in which a client was sampled")
         ranked = sorted(times.values())
         text += (
-            f" A client took part in {ranked[0]} to {ranked[-1]} rounds, {number(median(ranked))}"
+            f" A client was sampled in {ranked[0]} to {ranked[-1]} rounds, {number(median(ranked))}"
             " at the median."
             if ranked[0] < ranked[-1]
-            else f" Each client took part in {counted(ranked[0], 'round')}."
+            else f" Each client was sampled in {counted(ranked[0], 'round')}."
         )
     more = [] if run.faults is not None else ["--trainer.callbacks+=ClientFaults lets some fail."]
     if not panels:
         return Section("Participation and faults", [text, *more])
-    caption = "How often each client took part."
+    caption = "How often each client was sampled."
     if across[0] == "round":
-        caption = "In which rounds it happened, and how often each client took part."
+        caption = "In which rounds it happened, and how often each client was sampled."
     if rounds:
         caption += (
-            " dropout, crash, nan and late lose an update; explode sends one that is far too large."
+            " An update with dropout, crash, nan or late is dropped; explode sends one that is far"
+            " too large."
         )
     picture = Picture("participation", png(stacked(panels, across)), caption)
     return Section("Participation and faults", [text, *more], [picture], tables)
+
+
+def _drops_by_cause(run: Run) -> dict[str, dict[int, int]]:
+    """Return how many updates were dropped in each round, by cause."""
+    found = {
+        words: {int(at): int(n) for at, n in run.column(cause) if math.isfinite(n) and n > 0}
+        for cause, words in {**CAUSES, "dropped": "dropped"}.items()
+    }
+    total = found.pop("dropped")
+    by_cause = {words: counts for words, counts in found.items() if counts}
+    known = sum(sum(counts.values()) for counts in by_cause.values())
+    return by_cause if known == sum(total.values()) else {"dropped": total}
 
 
 def _spread_row(run: Run, kind: str, rows: Sequence[Row]) -> list[str]:
@@ -648,7 +689,7 @@ def _worst_clients(run: Run, scores: Mapping[str, Sequence[Row]]) -> Table:
     first = next(iter(scores))
     who = {row["client"]: row for row in run.participation}
     worst = sorted(scores[first], key=lambda row: (row[first], row["client"]))[:20]
-    head = ["client", "training samples", "rounds", "updates lost", *scores]
+    head = ["client", "training samples", "rounds", "updates dropped", *scores]
     rows = []
     for row in worst:
         more = who.get(row["client"], {})
@@ -816,7 +857,7 @@ def _ranking(groups: Sequence[Group]) -> list[str]:
 def _comparison(groups: Sequence[Group], found: Mapping[str, Sequence[Any]]) -> Section:
     name, best = headline([run for each in groups for run in each.runs])
     head = ["group", "seeds", "rounds", f"final {name}", f"best {name}", "worst tenth of clients"]
-    head += ["updates lost", "up and down", "virtual time", "epsilon", "backdoor_acc"]
+    head += ["updates dropped", "up and down", "virtual time", "epsilon", "backdoor_acc"]
     rows = []
     for each in groups:
         judged = [f for run in each.runs if (f := final_and_best(run, name, best))]
@@ -830,7 +871,7 @@ def _comparison(groups: Sequence[Group], found: Mapping[str, Sequence[Any]]) -> 
                 _plus_minus([f[0] for f in judged]),
                 _plus_minus([f[1] for f in judged]),
                 _plus_minus(_finite(worst_decile(run) for run in each.runs)),
-                _plus_minus([_sum(run, "skipped") for run in each.runs]),
+                _plus_minus([_sum(run, "dropped") for run in each.runs]),
                 _plus_minus(
                     [_sum(run, "bytes_up") + _sum(run, "bytes_down") for run in each.runs],
                     megabytes,

@@ -8,9 +8,11 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from lightning_fl.callbacks import AtomicCheckpointIO, FederatedLoop, RoundCheckpoint
-from lightning_fl.callbacks.checkpoint import write_atomically
+from lightning_fl.files import write_atomically
+from lightning_fl.types import FederationError
 
 
 def content(text):
@@ -241,3 +243,70 @@ def test_a_crash_while_a_checkpoint_is_written_leaves_the_one_before(
     path = str(tmp_path / "c" / "last.ckpt")
     loop = fit(again, FederatedLoop(buffers="average"), rounds=4, ckpt_path=path, **keep)
     assert loop.rows == expected.rows
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+def flipped(path, value):
+    """The file with one bit of a tensor turned round."""
+    content = bytearray(path.read_bytes())
+    place = content.index(torch.full((8,), value).numpy().tobytes())
+    content[place + 5] ^= 4
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_flipped_bit_is_noticed(tmp_path, weights_only):
+    path, tree = tmp_path / "last.ckpt", {"a": torch.full((8,), 1.5)}
+    before = get_crc32_options()
+    set_crc32_options(False)  # a user's choice, which must not hide it
+    try:
+        AtomicCheckpointIO().save_checkpoint(
+            {"pytorch-lightning_version": "2.6", "state_dict": tree}, path
+        )
+        assert not get_crc32_options()
+    finally:
+        set_crc32_options(before)
+    AtomicCheckpointIO().load_checkpoint(path, weights_only=weights_only)
+    with pytest.raises(FederationError, match=r"last.ckpt is damaged: .* the checksum that it was"):
+        AtomicCheckpointIO().load_checkpoint(flipped(path, 1.5), weights_only=weights_only)
+
+
+def test_a_checkpoint_that_holds_objects_names_the_remedy(tmp_path):
+    path = tmp_path / "last.ckpt"
+    saved = {"pytorch-lightning_version": "2.6", "state_dict": {}, "hyper": torch.nn.Linear(1, 1)}
+    AtomicCheckpointIO().save_checkpoint(saved, path)
+    with pytest.raises(FederationError, match=r"weights_only=False to .* --weights_only=f"):
+        AtomicCheckpointIO().load_checkpoint(path)
+    assert AtomicCheckpointIO().load_checkpoint(path, weights_only=False)["hyper"].in_features == 1
+
+
+# --- two runs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["run", "checkpoints"])
+def test_two_runs_do_not_share_a_folder(fit, foreign, tmp_path, where):
+    class Second(Callback):
+        """Starts another fit in the middle of the first one."""
+
+        def on_train_epoch_end(self, trainer, module):
+            if trainer.current_epoch == 0:
+                root = tmp_path / ("first" if where == "run" else "second")
+                keep = RoundCheckpoint(str(tmp_path / ("c" if where == "checkpoints" else "d")))
+                with pytest.raises(FederationError, match=r"is in use by another run .*process"):
+                    fit(
+                        foreign(),
+                        callbacks=[keep],
+                        enable_checkpointing=True,
+                        default_root_dir=str(root),
+                    )
+
+    options = {"enable_checkpointing": True, "default_root_dir": str(tmp_path / "first")}
+    keep = RoundCheckpoint(str(tmp_path / "c"))
+    loop = fit(foreign(), callbacks=[keep, Second()], **options)
+    assert len(loop.rows) == 3
+    assert names(tmp_path / "first") == ["rounds.csv"]
+    assert names(tmp_path / "c") == ["last.ckpt"]
+    fit(foreign(), callbacks=[RoundCheckpoint(str(tmp_path / "c"))], **options)  # now it is free

@@ -1,13 +1,16 @@
 """Faults: counts, replay, the virtual clock, and a federation that stands them."""
 
 import math
+import warnings
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from lightning_fl import Lanes
 from lightning_fl.aggregators import CoordinateMedian
-from lightning_fl.callbacks import ClientFaults, RoundCheckpoint
+from lightning_fl.callbacks import ClientFaults, OnUpdates, RoundCheckpoint
+from lightning_fl.callbacks.dropped import CAUSES
 from lightning_fl.callbacks.faults import read_trace
 from lightning_fl.types import FederationError
 
@@ -26,9 +29,9 @@ def test_half_of_all_clients_fail_in_every_way(simulate):
         if fault != "explode":
             lost.setdefault(round, set()).add(client)
     for row in loop.rows:
-        named = {int(c) for c in row["skipped_clients"].split()}
+        named = {int(c) for c in row["dropped_clients"].split()}
         assert named == lost.get(row["round"], set())
-        assert row["skipped"] == len(named)
+        assert row["dropped"] == len(named)
     kinds = [fault for _, _, fault in faults.happened]
     for fault in ("dropout", "crash", "nan", "explode"):
         assert 100 < kinds.count(fault) < 200  # 150 of 1200 are expected
@@ -52,9 +55,68 @@ def test_what_a_trace_says_happens(simulate, tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("round,client,fault\n1,2,dropout\n2,0,nan\n\n2,3, crash\n3,1,late\n")
     _, loop = simulate(ClientFaults(trace=path))
-    assert [row["skipped_clients"] for row in loop.rows] == ["2", "0 3", "1"]
+    assert [row["dropped_clients"] for row in loop.rows] == ["2", "0 3", "1"]
     # Who is lost has no part in the round.
     assert [row["num_samples"] for row in loop.rows] == [90, 60, 90]
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, lambda module: Lanes(module, lanes=3)])
+def test_each_cause_has_a_column_and_is_named_in_the_first_warning(simulate, tmp_path, wrap):
+    path = tmp_path / "trace.csv"
+    path.write_text("round,client,fault\n1,2,dropout\n1,0,nan\n2,3,crash\n2,0,explode\n3,1,late\n")
+    logged, messages = [], []
+
+    class Read(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            found = trainer.callback_metrics
+            logged.append([int(found[f"federation/{name}"]) for name in ("dropped", *CAUSES)])
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        _, loop = simulate(Read(), ClientFaults(trace=path), wrap=wrap, quiet=False)
+    messages = [str(w.message) for w in found if "dropped" in str(w.message)]
+    assert messages == [
+        "round 1: dropped 2 of 4 client updates: client 2 (dropped out), client 0 (non-finite"
+        " values). Later rounds are summed up at the end of the fit",
+        "dropped 4 of 12 client updates in 3 of 3 rounds (dropped out: 1, crashed: 1, too late: 1,"
+        " non-finite values: 1)",
+    ]
+    columns = ("dropped", "dropped_out", "crashed", "late", "non_finite")
+    table = [[row[name] for name in columns] for row in loop.rows]
+    assert table == logged == [[2, 1, 0, 0, 1], [1, 0, 1, 0, 0], [1, 0, 0, 1, 0]]
+
+
+class Battery(OnUpdates):
+    """Mark a client in the first round, for a cause that the library does not know."""
+
+    def __init__(self, client, cause):
+        self.client, self.cause = client, cause
+
+    def on_client_updates(self, plan, clients, delta, dropped):
+        if plan.round == 0 and 2 in clients:
+            dropped[self.client] = self.cause
+        return delta
+
+
+def test_a_callback_may_name_a_cause_of_its_own(simulate):
+    _, loop = simulate(Battery(2, "low_battery"), rounds=2)
+    assert [row.get("low_battery") for row in loop.rows] == [1, None]
+    assert [row["num_samples"] for row in loop.rows] == [90, 120]
+    lines = loop.table_path(loop._trainer).read_text().splitlines()
+    assert "low_battery" in lines[0].split(",")
+
+
+@pytest.mark.parametrize(
+    ("client", "cause", "message"),
+    [
+        (9, "late", r"drops client 9, which is not one of \[2\]"),
+        (2, "no power", "'no power': a cause becomes a column"),
+        (2, "clients", "Choose one of dropped_out, crashed, late, non_finite, or a new name"),
+    ],
+)
+def test_a_cause_that_cannot_be_a_column_is_refused(simulate, client, cause, message):
+    with pytest.raises(FederationError, match=message):
+        simulate(Battery(client, cause))
 
 
 def test_faults_do_not_depend_on_lanes_and_resume(simulate, tmp_path):
@@ -107,7 +169,7 @@ def test_the_server_waits_for_a_deadline_only_if_somebody_is_missing(simulate, t
     _, loop = simulate(ClientFaults(trace=path, step_seconds=1.0, bandwidth=1e12, deadline=50.0))
     assert [row["virtual_time"] for row in loop.rows] == pytest.approx([2.0, 52.0, 54.0], abs=1e-5)
     _, loop = simulate(ClientFaults(step_seconds=1.0, deadline=1.5), min_clients=1)
-    assert all(row["skipped"] == 4 for row in loop.rows)  # nobody is as fast
+    assert all(row["dropped"] == 4 for row in loop.rows)  # nobody is as fast
     assert loop.rows[-1]["virtual_time"] == pytest.approx(4.5)
 
 
@@ -120,7 +182,7 @@ def test_stragglers_are_slow_as_often_as_said(simulate):
 
 
 def test_a_fault_ends_a_run_that_asks_for_it(simulate):
-    with pytest.raises(FederationError, match="not finite in round 1"):
+    with pytest.raises(FederationError, match=r"no usable update of client 0 \(dropped out"):
         simulate(ClientFaults(dropout=1.0), on_client_error="raise")
 
 

@@ -1,5 +1,6 @@
 import copy
 import math
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -451,11 +452,13 @@ def poisoned(clients, num_clients=4, n=40):
 def test_a_client_that_is_not_finite_is_dropped_counted_and_named(fit, linear):
     module, clean = linear(), linear()
     loop = FederatedLoop(policy=Schedule(num_steps=1))
-    with pytest.warns(UserWarning, match=r"round 1: skipped 1 of 4 clients.*: 2"):
+    with pytest.warns(
+        UserWarning, match=r"round 1: dropped 1 of 4 client updates: client 2 \(non-fin"
+    ):
         fit(module, loop, poisoned([2]), rounds=1)
     assert module.net.weight.isfinite().all()
     row = loop.rows[0]
-    assert (row["skipped"], row["skipped_clients"], row["num_samples"]) == (1, "2", 30)
+    assert (row["dropped"], row["dropped_clients"], row["num_samples"]) == (1, "2", 30)
     # As if the others had been the whole cohort.
     fit(
         clean,
@@ -475,22 +478,27 @@ class Only(RoundRobinSampler):
 
 
 def test_on_client_error_raise_names_the_client(fit, linear):
-    with pytest.raises(FederationError, match="client 1 returned an update that is not finite"):
+    with pytest.raises(FederationError, match=r"no usable update of client 1 \(non-finite"):
         fit(linear(), FederatedLoop(on_client_error="raise"), poisoned([1]))
 
 
-@pytest.mark.filterwarnings("ignore:.*skipped")
+@pytest.mark.filterwarnings("ignore:.*dropped")
 def test_below_min_clients_the_server_keeps_its_model(fit, linear):
     module = linear()
     before = module.net.weight.detach().clone()
     loop = FederatedLoop(min_clients=3)
-    with pytest.warns(UserWarning, match="2 clients returned, fewer than the 3 that"):
+    with (
+        pytest.warns(UserWarning, match="2 clients returned, fewer than the 3 that"),
+        pytest.warns(UserWarning, match="model was kept in 2 of 2 rounds, .* fewer than 3"),
+    ):
         fit(module, loop, poisoned([0, 3]), rounds=2)
     assert torch.equal(module.net.weight, before)
-    assert [row["skipped"] for row in loop.rows] == [2, 2]
+    assert [row["dropped"] for row in loop.rows] == [2, 2]
 
 
-@pytest.mark.filterwarnings("ignore:.*skipped", "ignore:.*0 clients returned")
+@pytest.mark.filterwarnings(
+    "ignore:.*dropped", "ignore:.*0 clients returned", "ignore:the global model was kept"
+)
 def test_a_round_in_which_everyone_fails_keeps_the_model_and_goes_on(fit, linear):
     module = linear()
     before = module.net.weight.detach().clone()
@@ -551,7 +559,7 @@ def test_what_becomes_of_buffers(fit, buffers, seen, steps):
     if buffers == "local":
         assert [loop.store.get(k)["buffer.seen"].item() for k in range(3)] == [8, 16, 24]
     else:
-        assert loop.store.state_dict() == {}
+        assert loop.store.rows == {}
 
 
 def test_running_statistics_ask_for_a_choice(fit, foreign):
@@ -629,7 +637,7 @@ def test_an_exception_in_mid_round_leaves_the_server_model(fit, foreign):
 
 def test_skipping_the_rest_of_an_epoch_is_an_error(fit, foreign):
     module = foreign()
-    module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 5 else None
+    module.on_train_batch_start = lambda *_: -1 if module.trainer.global_step == 5 else None
     with pytest.raises(FederationError, match="ended after 1 of 4 clients"):
         fit(module)
 
@@ -676,7 +684,7 @@ def whole_and_resumed(fit, foreign, data, tmp_path):
         assert loop.rows == expected.rows
         assert len(loop.rows) == 4
         assert same(whole.state_dict(), again.state_dict())
-        assert loop.store.state_dict().keys() == expected.store.state_dict().keys()
+        assert loop.store.rows.keys() == expected.store.rows.keys()
 
     return run
 
@@ -884,6 +892,26 @@ def test_a_child_class_resumes_its_parents_checkpoint(fit, foreign, tmp_path):
     assert len(fit(foreign(), Child(buffers="average"), ckpt_path=path, **keep).rows) == 3
 
 
+@pytest.mark.parametrize(
+    ("world_size", "callbacks", "repeats"),
+    [
+        (2, [EarlyStopping("val_loss")], True),
+        (2, [], False),
+        (1, [EarlyStopping("val_loss")], False),
+    ],
+)
+def test_each_process_validates_on_all_samples_where_early_stopping_acts_on_them(
+    world_size, callbacks, repeats
+):
+    loop, data = FederatedLoop(), SimpleNamespace(shares_validation=True)
+    loop._data, loop._parallel = data, SimpleNamespace(repeats_validation=None)
+    options = {"world_size": world_size, "callbacks": callbacks, "lr_scheduler_configs": []}
+    loop._repeat_validation(SimpleNamespace(**options))
+    assert (data.shares_validation, loop._parallel.repeats_validation) == (not repeats, repeats)
+    loop.undo.close()
+    assert data.shares_validation
+
+
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_early_stopping_counts_no_round_twice(fit, foreign, tmp_path):
     """A checkpoint at validation does its round again, and EarlyStopping had counted it."""
@@ -957,11 +985,11 @@ def test_figures_of_an_earlier_validation_are_not_repeated(fit, foreign):
 
 def test_the_table_has_what_the_module_logs_at_the_end_of_its_epoch(fit, foreign, tmp_path):
     module = foreign()
-    module.on_train_epoch_end = lambda: module.log("late", float(module.current_epoch))
+    module.on_train_epoch_end = lambda: module.log("belated", float(module.current_epoch))
     loop = fit(module, rounds=3)
-    assert [row["late"] for row in loop.rows] == [0.0, 1.0, 2.0]
+    assert [row["belated"] for row in loop.rows] == [0.0, 1.0, 2.0]
     text = (tmp_path / "rounds.csv").read_text().splitlines()
-    assert text[0].startswith("round,clients,skipped,skipped_clients,num_samples,num_steps,lr")
+    assert text[0].startswith("round,clients,dropped,dropped_clients,dropped_out,crashed,late,")
     assert len(text) == 4
 
 
@@ -1100,7 +1128,7 @@ def test_weight_averaging_is_refused(fit, foreign, name):
     from lightning.pytorch import callbacks
 
     options = {"swa_lrs": 0.1} if name.startswith("S") else {}
-    with pytest.raises(FederationError, match=f"{name} changes the module"):
+    with pytest.raises(FederationError, match=f"{name} averages the parameters"):
         fit(foreign(), callbacks=[getattr(callbacks, name)(**options)])
 
 
@@ -1204,7 +1232,7 @@ def test_buffers_that_are_set_anew_infinite_or_expanded_are_federated_too(fit):
     loop = fit(module, FederatedLoop(buffers="average"), data, rounds=1)
     assert module.seen.item() == pytest.approx(28 / 3)
     assert module.steps.item() == 3
-    assert loop.rows[0]["skipped"] == 0
+    assert loop.rows[0]["dropped"] == 0
     assert module.weight.item() > 0
     assert module.mask[0, 1] == float("-inf")
 
@@ -1214,7 +1242,7 @@ def test_after_a_failed_fit_the_data_and_the_optimiser_are_free_again(fit, linea
     runner = trainer(FederatedLoop(policy=Schedule(lr=0.02)), rounds=2)
     step = module.training_step
     module.training_step = lambda batch, batch_idx: (
-        1 / 0 if batch_idx == 3 else step(batch, batch_idx)
+        1 / 0 if module.global_step == 3 else step(batch, batch_idx)
     )
     with pytest.raises(ZeroDivisionError):
         runner.fit(module, datamodule=federated)
@@ -1405,3 +1433,12 @@ def test_a_value_that_nobody_uses_is_named(fit, foreign):
 
     with pytest.warns(UserWarning, match="Odd sets learning_rate, which the loop has no use for"):
         fit(foreign(), FederatedLoop(policy=Odd(), buffers="average"), rounds=1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::DeprecationWarning")
+def test_a_module_with_a_scripted_network_trains(fit, linear):
+    plain, scripted = linear(features=6), linear(features=6)
+    scripted.net = torch.jit.script(scripted.net)
+    for module in (plain, scripted):
+        fit(module)
+    assert torch.equal(plain.net.weight, scripted.net.weight)

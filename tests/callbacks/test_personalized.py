@@ -213,7 +213,7 @@ def test_of_pfedme_the_personal_model_is_measured(train):
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_clipping_is_the_trainers(train, algorithm):
     def metric(module, batch):
-        return -module.losses(batch)
+        return -module.federated_losses(batch)
 
     clipped, free = (PersonalizedEvaluation(20, 20, metric=metric) for _ in range(2))
     train(clipped, gradient_clip_val=1e-9, gradient_clip_algorithm=algorithm, rounds=1)

@@ -275,3 +275,25 @@ def test_without_a_federation_there_are_no_rounds_to_show(trainer, data):
 def test_one_line_is_the_least(lines):
     with pytest.raises(FederationError, match=f"lines must be at least 1, got {lines}"):
         RoundProgress(lines)
+
+
+class Counted(ClientModule):
+    """Log the number of the round, in training and in validation."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("trained", float(self.current_epoch + 1), on_epoch=True, prog_bar=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("validated", float(self.current_epoch + 1), prog_bar=True)
+        return super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_last_line_has_the_figures_of_the_last_round(run, request, capsys, is_terminal):
+    file = request.getfixturevalue("terminal") if is_terminal else None
+    run(RoundProgress(), rounds=3, module=Counted(nn.Linear(6, 3)).double())
+    text = file.getvalue() if is_terminal else capsys.readouterr().out
+    last = text[text.rindex("round 3/3") :]
+    assert "trained_epoch 3" in last
+    assert "validated 3" in last

@@ -211,12 +211,12 @@ def test_without_a_federation_there_is_nothing_to_report(trainer, data):
 class Poison(Callback):
     """Client 2 sends what is not finite, whenever it takes part."""
 
-    def on_client_updates(self, plan, clients, delta):
+    def on_client_updates(self, plan, clients, delta, dropped):
         delta[clients == 2] = torch.nan
         return delta
 
 
-@pytest.mark.filterwarnings("ignore:round .* skipped")
+@pytest.mark.filterwarnings("ignore:.*dropped")
 @pytest.mark.parametrize("policy", [None, Stragglers(0.5)])
 def test_who_took_part_is_counted(run, tmp_path, policy):
     seen = []
@@ -334,7 +334,8 @@ def test_what_stays_with_clients_is_measured_with_them(fit, data, tmp_path):
     loop = FederatedLoop(policy=Schedule(num_steps=3))
     measured(fit, data, module, loop)
     assert len({row["train_acc"] for row in clients(tmp_path)} - {""}) >= 1
-    assert torch.equal(module.weights, torch.full((2,), 0.5, dtype=torch.float64))
+    # The logarithm of 0.5 was rounded to float32 when the module was made.
+    torch.testing.assert_close(module.weights, torch.full((2,), 0.5).double(), atol=1e-8, rtol=0)
 
 
 def test_a_network_that_is_replaced_is_measured_as_it_is(fit, data, tmp_path):

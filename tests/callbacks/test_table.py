@@ -69,12 +69,12 @@ def test_without_a_round_there_is_nothing_to_complete():
 def test_the_file_has_a_column_for_everything_that_any_round_had(tmp_path):
     table = RoundTable()
     table.rows = [
-        {"round": 1, "loss": 0.1, "skipped_clients": ""},
-        {"round": 2, "loss": 1e-20, "skipped_clients": "3 5", "val_acc": 0.5},
+        {"round": 1, "loss": 0.1, "dropped_clients": ""},
+        {"round": 2, "loss": 1e-20, "dropped_clients": "3 5", "val_acc": 0.5},
     ]
     path = tmp_path / "run" / "rounds.csv"
     table.write(path)
-    assert path.read_text() == ("round,loss,skipped_clients,val_acc\n1,0.1,,\n2,1e-20,3 5,0.5\n")
+    assert path.read_text() == ("round,loss,dropped_clients,val_acc\n1,0.1,,\n2,1e-20,3 5,0.5\n")
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
     assert float(rows[1]["loss"]) == 1e-20
@@ -100,3 +100,12 @@ def test_a_table_that_grows_is_written_as_if_at_once(tmp_path):
         assert (tmp_path / "grown.csv").read_bytes() == (tmp_path / "at_once.csv").read_bytes()
     with open(tmp_path / "grown.csv", newline="") as file:
         assert [row["val"] for row in csv.DictReader(file)] == ["", "", "1.0", ""]
+
+
+def test_a_metric_with_the_name_of_a_column_does_not_replace_it():
+    table = RoundTable()
+    table.begin({})
+    table.add({"round": 1, "late": 2})
+    for close in (False, True):  # a checkpoint asks before the round is over
+        table.complete({"late": torch.tensor(0.5), "acc": torch.tensor(1.0)}, close)
+    assert table.rows == [{"round": 1, "late": 2, "acc": 1.0, "module/late": 0.5}]

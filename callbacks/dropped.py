@@ -1,0 +1,104 @@
+"""Clients whose updates do not reach the aggregate, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_fl.types import FederationError
+
+#: Causes that every table of rounds has a column for, in words. A callback may name others.
+CAUSES = {
+    "dropped_out": "dropped out",
+    "crashed": "crashed",
+    "late": "too late",
+    "non_finite": "non-finite values",
+}
+
+
+def in_words(cause: str) -> str:
+    """Return a cause as part of a sentence.
+
+    Example:
+        >>> in_words("dropped_out"), in_words("low_battery")
+        ('dropped out', 'low battery')
+    """
+    return CAUSES.get(cause, cause.replace("_", " "))
+
+
+def check_causes(dropped: Mapping[int, str], clients: Sequence[int], taken: set[str]) -> None:
+    """Refuse what a callback marked if it cannot be a column of the table of rounds.
+
+    Args:
+        dropped: Causes by client.
+        clients: Clients that may be marked.
+        taken: Columns that the table has already.
+
+    Raises:
+        FederationError: If a client is not one of these, or a cause is not a name.
+    """
+    for client, cause in dropped.items():
+        if client not in clients:
+            raise FederationError(
+                f"on_client_updates drops client {client}, which is not one of {list(clients)}"
+            )
+        if not isinstance(cause, str) or not cause.isidentifier() or cause in taken - {*CAUSES}:
+            raise FederationError(
+                f"on_client_updates drops client {client} with the cause {cause!r}: a cause becomes"
+                f" a column of the table of rounds. Choose one of {', '.join(CAUSES)}, or a new"
+                " name of letters and underscores"
+            )
+
+
+def count_causes(dropped: Mapping[int, str]) -> dict[str, int]:
+    """Return how many clients were dropped by cause, the usual causes first.
+
+    Example:
+        >>> count_causes({4: "late", 7: "late"})
+        {'dropped_out': 0, 'crashed': 0, 'late': 2, 'non_finite': 0}
+    """
+    counts = Counter(dropped.values())
+    return {cause: counts[cause] for cause in [*CAUSES, *sorted(counts.keys() - CAUSES.keys())]}
+
+
+def describe_dropped(dropped: Mapping[int, str], most: int = 10) -> str:
+    """Return which clients were dropped, by cause.
+
+    Args:
+        dropped: Causes by client.
+        most: How many clients of a cause to name.
+
+    Example:
+        >>> describe_dropped({7: "late", 4: "late", 9: "non_finite"})
+        'clients 4, 7 (too late), client 9 (non-finite values)'
+    """
+    parts = []
+    for cause, count in count_causes(dropped).items():
+        if count:
+            clients = sorted(client for client, why in dropped.items() if why == cause)
+            named = ", ".join(map(str, clients[:most])) + ", ..." * (count > most)
+            parts.append(f"client{'s' * (count > 1)} {named} ({in_words(cause)})")
+    return ", ".join(parts)
+
+
+def summarize_dropped(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many updates were dropped in all rounds, by cause.
+
+    Args:
+        rows: The table of rounds.
+
+    Example:
+        >>> row = {"clients": 5, "dropped": 3, "late": 2, "low_battery": 1}
+        >>> summarize_dropped([row, row])
+        'dropped 6 of 10 client updates in 2 of 2 rounds (too late: 4, other causes: 2)'
+    """
+    dropped, sampled = (sum(row[name] for row in rows) for name in ("dropped", "clients"))
+    counts = {words: sum(row.get(cause, 0) for row in rows) for cause, words in CAUSES.items()}
+    counts["other causes"] = dropped - sum(counts.values())
+    by_cause = ", ".join(f"{words}: {count}" for words, count in counts.items() if count)
+    rounds = sum(row["dropped"] > 0 for row in rows)
+    return (
+        f"dropped {dropped} of {sampled} client updates in {rounds} of {len(rows)} rounds"
+        f" ({by_cause})"
+    )

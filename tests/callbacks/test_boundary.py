@@ -1,0 +1,348 @@
+"""A checkpoint describes a boundary between two rounds, whenever it is written."""
+
+import hashlib
+import inspect
+import io
+import sys
+from collections import Counter
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import nn
+
+from lightning_fl import Lanes
+from lightning_fl.aggregators import FedAdam
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.policies import HyperParameterPolicy
+
+#: Those that are themselves part of writing or reading a checkpoint.
+OF_CHECKPOINTS = {"on_save_checkpoint", "on_load_checkpoint", "state_dict", "load_state_dict"}
+HOOKS = sorted(
+    name
+    for name, _ in inspect.getmembers(Callback, inspect.isfunction)
+    if not name.startswith("_") and name not in OF_CHECKPOINTS
+)
+ROUNDS = 3
+
+
+class Module(L.LightningModule):
+    """Parameters, statistics, a queue that its own state leaves out, a part that stays local."""
+
+    def __init__(self, adam):
+        super().__init__()
+        self.adam = adam
+        self.body = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.2))
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("queue", torch.zeros(4), persistent=False)
+        self.federated_local_parameters = ["head.bias"]
+
+    def forward(self, x):
+        return self.head(self.body(x) + self.queue)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.queue.mul_(0.9).add_(0.1 * x.detach().mean(0)[:4])
+        loss = F.cross_entropy(self(x), y)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self(x), y))
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        kind, options = torch.optim.SGD, {"momentum": 0.9}
+        if self.adam:
+            kind, options = torch.optim.Adam, {}
+        optimizer = kind(self.parameters(), lr=0.02, **options)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Learning(HyperParameterPolicy):
+    """One local step more where the last round was worse, and a memory of all losses."""
+
+    needs_val_loss = True
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("losses", torch.zeros(0, dtype=torch.float64))
+
+    def sample(self, round, clients):
+        worse = len(self.losses) > 1 and self.losses[-1] > self.losses[-2]
+        return {"num_steps": 2 + int(worse) + clients % 2}
+
+    def update(self, feedback):
+        self.losses = torch.cat([self.losses, torch.tensor([feedback.val_loss]).double()])
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self.losses = torch.zeros_like(state_dict[f"{prefix}losses"])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Diary(Callback):
+    """State of another callback, written at both ends of a round and in between."""
+
+    def __init__(self):
+        self.pages = []
+
+    def on_train_epoch_start(self, trainer, module):
+        self.pages.append(f"{trainer.current_epoch} begins")
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.pages.append(f"{trainer.current_epoch}.{batch_idx}")
+
+    def on_validation_end(self, trainer, module):
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.pages.append(f"{trainer.current_epoch} is validated")
+
+    def on_train_epoch_end(self, trainer, module):
+        self.pages.append(f"{trainer.current_epoch} ends")
+
+    def state_dict(self):
+        return {"pages": self.pages}
+
+    def load_state_dict(self, state_dict):
+        self.pages = state_dict["pages"]
+
+
+class Run:
+    """One fit, and all that is left of it."""
+
+    def __init__(self, data, folder, lanes, *callbacks, rounds=ROUNDS, last=(), **options):
+        torch.manual_seed(0)
+        self.module = Module(adam=not lanes).double()  # lanes cannot keep Adam's state
+        self.policy = Learning()
+        self.loop = FederatedLoop(
+            0.5,
+            FedAdam(lr=0.1),
+            self.policy,
+            optimizer_state="keep",
+            buffers="local",
+            seed=0,
+            client_memory=0,  # rows are in a file, which is written to in place
+        )
+        self.diary, self.stop = Diary(), EarlyStopping("val_loss", patience=9)
+        self.trainer = L.Trainer(
+            accelerator="cpu",
+            max_epochs=rounds,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            callbacks=[*callbacks, self.loop, self.diary, self.stop, *last],
+            enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in last),
+        )
+        self.whole = Lanes(self.module, lanes=2, compile=False) if lanes else self.module
+        torch.manual_seed(1)
+        self.data = data(num_clients=6)
+        self.data.test = self.data.val
+        self.trainer.fit(self.whole, datamodule=self.data, **options)
+
+    def left(self):
+        kept = set().union(*self.loop.store.rows.values())
+        assert {"parameter.head.bias", "buffer.queue"} < kept, "nothing stays with the clients"
+        return {
+            "model": self.module.state_dict(),
+            "queue": self.module.queue,
+            "rows": self.loop.rows,
+            "policy": self.policy.state_dict(),
+            "rule": self.loop.aggregator.state_dict(),
+            "clients": {c: dict(rows) for c, rows in self.loop.store.rows.items()},
+            "diary": self.diary.pages,
+            "stop": self.stop.state_dict(),
+            "schedules": [c.scheduler.state_dict() for c in self.trainer.lr_scheduler_configs],
+        }
+
+
+def bits(tree):
+    """A digest of all that a tree holds, whatever shares its memory."""
+    if isinstance(tree, torch.Tensor):
+        return (str(tree.dtype), tuple(tree.shape), hashlib.sha256(tree.numpy()).hexdigest())
+    if isinstance(tree, dict):
+        return tuple((str(k), bits(v)) for k, v in sorted(tree.items(), key=lambda x: str(x[0])))
+    if isinstance(tree, list | tuple):
+        return tuple(bits(item) for item in tree)
+    return repr(tree)
+
+
+class Saver(Callback):
+    """Asks for a checkpoint at every call of its hooks, and of each that is new keeps the bytes."""
+
+    def __init__(self, hooks=HOOKS):
+        self.hooks = hooks
+        self.calls, self.files, self.held = {}, {}, []
+
+    def save(self, trainer, where):
+        if where not in self.hooks:
+            return
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint()
+        self.calls[where] = self.calls.get(where, 0) + 1
+        digest = bits(checkpoint)
+        if where not in ("setup", "teardown"):  # before and after, they are Lightning's own
+            self.held.append((checkpoint, digest))
+        if digest not in self.files:
+            file = io.BytesIO()
+            torch.save(checkpoint, file)
+            self.files[digest] = where, file.getvalue()
+
+
+def saving(name):
+    def hook(self, trainer, *args, **kwargs):
+        self.save(trainer, name)
+
+    return hook
+
+
+for _name in HOOKS:
+    setattr(Saver, _name, saving(_name))
+
+
+class LastSaver(Saver, ModelCheckpoint):
+    """The same behind all others, where Lightning calls those that write files."""
+
+    def __init__(self):
+        Saver.__init__(self)
+        ModelCheckpoint.__init__(self, save_top_k=0)
+
+
+def resumed(data, folder, lanes, files, name):
+    """Resume each checkpoint; return where those were written that led elsewhere."""
+    for number, (where, content) in enumerate(files.values()):
+        path = folder / f"{name}.{number}.ckpt"
+        path.write_bytes(content)
+        yield where, Run(data, folder / "resumed", lanes, ckpt_path=path).left()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "vectorized"])
+def lanes(request):
+    return request.param
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_of_any_hook_resumes_bit_for_bit_and_changes_nothing(data, tmp_path, lanes):
+    undisturbed = bits(Run(data, tmp_path / "whole", lanes).left())
+    first, last = Saver(), LastSaver()
+    assert bits(Run(data, tmp_path / "saved", lanes, first, last=[last]).left()) == undisturbed
+    of_fit = {h for h in HOOKS if not h.startswith(("on_test", "on_predict", "on_exception"))}
+    assert first.calls.keys() == of_fit
+    assert first.calls["on_before_backward"] >= 6
+    for checkpoint, digest in [*first.held, *last.held]:
+        assert bits(checkpoint) == digest, "a checkpoint changed after it was made"
+    files = first.files | last.files
+    assert len(files) < 25  # boundaries, not moments
+    for where, left in resumed(data, tmp_path, lanes, files, "hook"):
+        assert bits(left) == undisturbed, where
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_of_any_line_of_a_rounds_end_resumes_bit_for_bit(data, tmp_path, lanes):
+    """As a signal handler would write it."""
+    undisturbed = bits(Run(data, tmp_path / "whole", lanes).left())
+    saver, runs, visits = Saver(["line"]), [], Counter()
+    watched = {"federated_loop.py", "boundary.py", "store.py", "schedulers.py", "table.py"}
+
+    def trace(frame, event, arg):
+        if frame.f_code.co_filename.rpartition("/")[2] not in watched:
+            return None
+        line = frame.f_code.co_filename, frame.f_lineno
+        visits[line] += 1
+        if event == "line" and visits[line] <= 2:
+            saver.save(runs[0], "line")
+        return trace
+
+    class Trace(Callback):
+        """From the last batch of the second round to the first of the third."""
+
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            sys.settrace(None)
+            if trainer.current_epoch == 1 and batch_idx + 1 == trainer.num_training_batches:
+                sys.settrace(trace)
+
+        def setup(self, trainer, module, stage):
+            runs.append(trainer)
+
+    before = sys.gettrace()
+    try:
+        left = Run(data, tmp_path / "saved", lanes, Trace()).left()
+    finally:
+        sys.settrace(before)
+    assert bits(left) == undisturbed
+    assert saver.calls["line"] > 100
+    assert 3 <= len(saver.files) < 10
+    for where, left in resumed(data, tmp_path, lanes, saver.files, "line"):
+        assert bits(left) == undisturbed, where
+
+
+class SaveWeights(Callback):
+    """Asks for the weights alone in a client's step, and knows what the round has begun with."""
+
+    def __init__(self):
+        self.begun, self.checkpoints = [], []
+
+    def on_train_epoch_start(self, trainer, module):
+        self.begun.append(bits(module.state_dict()))
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            self.checkpoints.append(trainer._checkpoint_connector.dump_checkpoint(True))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_of_weights_in_a_round_holds_the_global_model(data, tmp_path, lanes):
+    weights = SaveWeights()
+    Run(data, tmp_path, lanes, weights)
+    assert len(set(weights.begun)) == ROUNDS
+    assert [bits(saved["state_dict"]) for saved in weights.checkpoints] == weights.begun
+    assert all("optimizer_states" not in saved for saved in weights.checkpoints)
+
+
+class Crash(Callback):
+    def __init__(self, round, batch):
+        self.at = round, batch
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) == self.at:
+            raise ZeroDivisionError
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_after_an_exception_resumes_bit_for_bit(data, tmp_path, lanes):
+    undisturbed = bits(Run(data, tmp_path / "whole", lanes).left())
+    saver = Saver(["on_exception"])
+    for at in ((0, 0), (1, 1)):
+        with pytest.raises(ZeroDivisionError):
+            Run(data, tmp_path / "dead", lanes, Crash(*at), saver)
+    assert len(saver.files) == 2
+    for where, left in resumed(data, tmp_path, lanes, saver.files, "exception"):
+        assert bits(left) == undisturbed, where
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_after_a_fit_is_the_last_rounds_end_and_the_module_as_it_is(
+    data, tmp_path, lanes
+):
+    undisturbed = bits(Run(data, tmp_path / "whole", lanes).left())
+    hooks = [h for h in HOOKS if h.startswith(("on_test", "on_predict", "on_validation"))]
+    saver = Saver(hooks)
+    run = Run(data, tmp_path / "saved", lanes, saver, rounds=2)
+    saver.calls, saver.files = {}, {}
+    for stage in (run.trainer.test, run.trainer.validate, run.trainer.predict):
+        stage(run.whole, datamodule=run.data)
+    assert saver.calls.keys() == set(hooks)
+    for where, left in resumed(data, tmp_path, lanes, saver.files, "after"):
+        assert bits(left) == undisturbed, where
+    with torch.no_grad():
+        run.module.head.weight.zero_()
+    run.trainer.save_checkpoint(tmp_path / "changed.ckpt")
+    saved = torch.load(tmp_path / "changed.ckpt", weights_only=True)
+    assert not saved["state_dict"]["head.weight"].any()

@@ -1,0 +1,837 @@
+"""The order of hooks in a round, and the steps that a client's module and its schedulers count."""
+
+import math
+import re
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+from torch.utils.data import TensorDataset
+
+from lightning_fl import ClientModule
+from lightning_fl.aggregators import PFNM, FedAvg
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.callbacks.hooks import replaced
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.lanes import Lanes
+from lightning_fl.partition import Dirichlet
+from lightning_fl.policies import (
+    DiscreteGaussianReinforce,
+    HyperParameterPolicy,
+    PersonalizedPolicyGradient,
+    Schedule,
+    StagedPolicy,
+    Stragglers,
+)
+from lightning_fl.samplers import PoissonSampler
+from lightning_fl.transforms import Quantize, TopK
+from lightning_fl.types import FederationError
+
+
+def regression(n=24, features=3):
+    random = torch.Generator().manual_seed(7)
+    x = torch.randn(n, features, generator=random, dtype=torch.float64)
+    return TensorDataset(x, x.sum(1) + torch.randn(n, generator=random, dtype=torch.float64))
+
+
+# --- the order of hooks ---------------------------------------------------------------------------
+
+
+class Shrink(L.Callback):
+    """Writes to the parameters at the start of a round and after each batch."""
+
+    def on_train_epoch_start(self, trainer, module):
+        shrink(module)
+
+    def on_train_batch_end(self, trainer, module, *args):
+        clip(module)
+
+
+def shrink(module):
+    for param in module.parameters():
+        param.data.mul_(0.5)
+
+
+def clip(module):
+    for param in module.parameters():
+        param.data.clamp_(-0.3, 0.3)
+
+
+def by_hand(data, weights, rounds):
+    """FedAvg with full batches; weights are halved before a round and clipped after it."""
+    x, y = data.train.tensors
+    for _ in range(rounds):
+        start, local = weights * 0.5, []
+        for part in data.parts:
+            gradient = 2 * x[part].T @ (x[part] @ start - y[part]) / len(part)
+            local.append((start - 0.1 * gradient).clamp(-0.3, 0.3))
+        n = data.num_samples.double()
+        weights = (n[:, None] * torch.stack(local)).sum(0) / n.sum()
+    return weights
+
+
+@pytest.mark.parametrize("lanes", [None, 3])
+@pytest.mark.parametrize("who", ["module", "callback"])
+@pytest.mark.filterwarnings("ignore:.* is not trained")
+def test_what_hooks_write_before_a_round_and_after_a_step_counts(fit, linear, who, lanes):
+    module, callbacks, seen = linear(), [], []
+    data = FederatedDataModule(regression(), regression(9), num_clients=3, batch_size=None)
+    if who == "module":
+        module.on_train_epoch_start = lambda: shrink(module)
+        module.on_train_batch_end = lambda *args: clip(module)
+    else:
+        callbacks = [Shrink()]
+    if who == "callback" and lanes:
+        pytest.skip("callbacks do not reach the parameters of clients that are trained together")
+    look = L.pytorch.callbacks.LambdaCallback(
+        on_validation_start=lambda *_: seen.append(module.net.weight.detach().clone()[0])
+    )
+    start = module.net.weight.detach().clone()[0]
+    fit(
+        module if lanes is None else Lanes(module, lanes),
+        FederatedLoop(seed=3),
+        data,
+        rounds=3,
+        callbacks=[*callbacks, look],
+    )
+    for rounds, validated in enumerate(seen, 1):  # the aggregate is validated
+        torch.testing.assert_close(validated, by_hand(data, start, rounds), atol=1e-12, rtol=0)
+
+
+def test_a_module_trained_in_lanes_starts_from_what_it_wrote(fit, linear):
+    results = []
+    for lanes in (None, 3):
+        module = linear()
+        module.on_train_epoch_start = lambda module=module: shrink(module)
+        data = FederatedDataModule(regression(), regression(9), num_clients=3, batch_size=4)
+        user = module if lanes is None else Lanes(module, lanes, compile=False)
+        fit(user, FederatedLoop(seed=3), data, rounds=3)
+        results.append(module.net.weight.detach())
+    torch.testing.assert_close(*results, atol=1e-12, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_write_before_a_round_is_made_once_when_the_round_is_resumed(fit, linear, data, tmp_path):
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 8:  # of 4 clients x 2 steps: in the second round
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+                if self.stops:
+                    raise ZeroDivisionError
+
+    def run(stops=False, **options):
+        module, save = linear(), Save()
+        save.stops = stops
+        module.on_train_epoch_start = lambda: shrink(module)
+        federated = data(regression(), val=regression(9))
+        loop = FederatedLoop(seed=3, policy=Schedule(num_steps=2))
+        fit(module, loop, federated, callbacks=[save], enable_checkpointing=True, **options)
+        return module.net.weight.detach()
+
+    whole = run()
+    with pytest.raises(ZeroDivisionError):
+        run(stops=True)
+    assert torch.equal(whole, run(ckpt_path=str(tmp_path / "within.ckpt")))
+
+
+def test_a_client_starts_after_all_hooks_with_its_own_random_numbers(fit, linear, data):
+    """What hooks of the round's start draw does not reach the first client."""
+    drawn = {}
+
+    def run(draws):
+        module, key = linear(), draws
+        drawn[key] = []
+        module.on_train_epoch_start = lambda: torch.rand(draws)
+        step = module.training_step
+        module.training_step = lambda batch, batch_idx: (
+            drawn[key].append(torch.rand(3).tolist()) or step(batch, batch_idx)
+        )
+        fit(module, FederatedLoop(seed=3), data(regression(), val=regression(9)), rounds=2)
+
+    run(0)
+    run(5)
+    assert drawn[0] == drawn[5]
+
+
+def test_the_hooks_of_a_module_are_its_own_again_after_a_fit(fit, linear, data, trainer):
+    module = linear()
+    own = module.on_train_batch_end = lambda *args: None
+    before = set(vars(module))
+    runner = trainer(FederatedLoop(), rounds=1)
+    kind, run = type(runner), runner.fit_loop.epoch_loop.automatic_optimization.run
+    runner.fit(module, datamodule=data(regression(), val=regression(9)))
+    assert vars(module)["on_train_batch_end"] is own
+    assert set(vars(module)) - before <= {"_hparams"}  # Lightning's own
+    assert type(runner) is kind
+    assert runner.fit_loop.epoch_loop.automatic_optimization.run == run
+
+
+def test_a_replaced_method_shows_the_arguments_of_the_users():
+    class Owner:
+        def method(self, batch):
+            return batch
+
+    owner = Owner()
+    with replaced(owner, "method", lambda method: lambda batch: method(batch) + 1):
+        assert owner.method.__wrapped__.__func__ is Owner.method
+        assert owner.method(1) == 2
+    assert vars(owner) == {}
+
+
+# --- a client's own steps -------------------------------------------------------------------------
+
+
+def _shown(value):
+    """What a hook was given, so that two runs can be compared."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().tolist()
+    if isinstance(value, dict):
+        return {k: _shown(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(v) for v in value]
+    return value if isinstance(value, int | float | str | None) else type(value).__name__
+
+
+MODULE_HOOKS = [
+    *(name for name in vars(L.pytorch.core.hooks.ModelHooks) if name.startswith("on_")),
+    *("training_step", "validation_step", "optimizer_step", "optimizer_zero_grad", "backward"),
+    *("configure_gradient_clipping", "lr_scheduler_step", "setup", "teardown"),
+]
+CALLBACK_HOOKS = [
+    name for name in vars(L.Callback) if name.startswith("on_") and "checkpoint" not in name
+]
+
+
+def recorded(owner, names, calls, who, skip):
+    """Let an object note each call of these hooks, with its arguments."""
+
+    def noted(name, hook):
+        def call(*args, **options):
+            calls.append((who, name, *map(_shown, args[skip:])))
+            return hook(*args, **options)
+
+        return call
+
+    for name in names:
+        vars(owner)[name] = noted(name, getattr(owner, name))
+    return owner
+
+
+class Decaying(L.LightningModule):
+    """A step schedule over the run, a loss that depends on ``batch_idx``, and clipped weights."""
+
+    def __init__(self, scheduler=None):
+        super().__init__()
+        self.net, self.scheduler = nn.Linear(3, 1, bias=False), scheduler or linear_decay
+        self.seen, self.rates = [], []
+
+    def training_step(self, batch, index):
+        self.seen.append(index)
+        x, y = batch
+        return (1 + index) * (self.net(x)[:, 0] - y).square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", (self.net(batch[0])[:, 0] - batch[1]).square().mean())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.5)
+        total = self.trainer.estimated_stepping_batches
+        config = {"interval": "step", "monitor": "val_loss"} | self.scheduler(optimizer, total)
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+def linear_decay(optimizer, total):
+    return {"scheduler": LambdaLR(optimizer, lambda step: 1 - step / total)}
+
+
+def one_cycle(optimizer, total):
+    return {"scheduler": OneCycleLR(optimizer, 0.05, total_steps=total)}
+
+
+def cosine(optimizer, total):
+    return {"scheduler": CosineAnnealingLR(optimizer, total)}
+
+
+def warm_up(optimizer, total):
+    parts = [
+        LambdaLR(optimizer, lambda step: (step + 1) / 4),
+        LambdaLR(optimizer, lambda step: 1 - step / (total - 3)),
+    ]
+    return {"scheduler": SequentialLR(optimizer, parts, milestones=[3])}
+
+
+def plateau(optimizer, total):
+    return {"scheduler": ReduceLROnPlateau(optimizer, patience=0), "interval": "epoch"}
+
+
+def every_round(optimizer, total):
+    return {"scheduler": LambdaLR(optimizer, lambda round: 0.5**round), "interval": "epoch"}
+
+
+@pytest.fixture
+def decaying():
+    def make(scheduler=None):
+        torch.manual_seed(0)
+        return Decaying(scheduler).double()
+
+    return make
+
+
+@pytest.mark.parametrize("scheduler", [linear_decay, one_cycle, every_round])
+def test_one_client_equals_plain_lightning_hook_for_hook(decaying, trainer, data, scheduler):
+    runs = []
+    for loop in (False, FederatedLoop(seed=0, optimizer_state="keep")):
+        calls = []
+        module = recorded(decaying(scheduler), MODULE_HOOKS, calls, "module", 0)
+        watch = recorded(L.Callback(), CALLBACK_HOOKS, calls, "callback", 2)
+        runner = trainer(loop, callbacks=[watch], gradient_clip_val=1.0, num_sanity_val_steps=2)
+        one = data(regression(20), val=regression(9), num_clients=1, seed=0)
+        runner.fit(module, datamodule=one)
+        runs.append((calls, module.net.weight.tolist(), runner.global_step, module.rates))
+    plain, federated = runs
+    assert len(plain[0]) > 200
+    assert {name for _, name, *_ in plain[0]} >= {"training_step", "optimizer_step"}
+    for expected, call in zip(plain[0], federated[0], strict=True):
+        assert call == expected
+    assert federated[1:] == plain[1:]
+
+
+def test_batch_idx_is_the_clients_own_step_and_callbacks_count_the_round(fit, decaying, data):
+    counts = []
+
+    class Count(L.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            counts.append(("callback", batch_idx))
+
+    module = decaying()
+    module.on_train_batch_start = lambda batch, i: counts.append(("start", i))
+    ended, stepped = module.on_train_batch_end, module.optimizer_step
+    module.on_train_batch_end = lambda o, b, i: (counts.append(("end", i)), ended(o, b, i))
+    module.optimizer_step = lambda e, i, *args: (counts.append(("step", i)), stepped(e, i, *args))
+    loop = FederatedLoop(policy=Schedule(num_steps=3))
+    federated = data(regression(), val=regression(9), num_clients=2)
+    fit(module, loop, federated, rounds=1, callbacks=[Count()])
+    assert module.seen == [0, 1, 2] * 2
+    for who in ("start", "step", "end"):
+        assert [count for name, count in counts if name == who] == [0, 1, 2] * 2
+    assert [count for name, count in counts if name == "callback"] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`")
+def test_a_module_that_fetches_its_own_batches_is_refused(fit, linear):
+    module = linear()
+    module.training_step = lambda self, dataloader_iter: None
+    with pytest.raises(FederationError, match="dataloader_iter"):
+        fit(module)
+
+
+@pytest.mark.parametrize("takes_index", [True, False])
+def test_a_training_step_that_validation_calls_too(fit, linear, data, takes_index):
+    """It may leave ``batch_idx`` out; what validation passes on is left as it is."""
+    module, seen = linear(), []
+
+    class Shared(type(module)):
+        def training_step(self, batch, index=None):
+            seen.append(index)
+            return super().training_step(batch, 0)
+
+        def validation_step(self, batch, batch_idx):
+            Shared.training_step(self, batch, 7) if batch_idx else self.training_step(batch)
+
+    class Without(Shared):
+        def training_step(self, batch):
+            return super().training_step(batch)
+
+    module.__class__ = Shared if takes_index else Without
+    federated = data(regression(), val=regression(9), eval_batch_size=5)
+    fit(module, FederatedLoop(policy=Schedule(num_steps=2)), federated, rounds=1)
+    assert seen == ([0, 1] * 4 if takes_index else [None] * 8) + [None, 7]
+
+
+# --- schedules over the run -----------------------------------------------------------------------
+
+
+def uneven(data, **options):
+    """Four clients with different numbers of batches."""
+    options = {"partition": Dirichlet(0.5, min_size=3), "batch_size": 4, "seed": 1} | options
+    return data(num_clients=4, **options)
+
+
+class Growing(HyperParameterPolicy):
+    def sample(self, round, clients):
+        return {"num_steps": 1 + round + clients % 2}
+
+
+class Learning(Growing):
+    def update(self, feedback):
+        pass
+
+
+class Bounded(Learning):
+    def max_local_steps(self, round, batches_per_epoch):
+        return 9
+
+
+GRID = {"lr": [0.1, 0.2], "num_steps": [2, 5, 3]}
+#: Policy, and the local steps that one client can make in three rounds at most; n is an epoch's.
+RUNS = {
+    "epoch": (Schedule(), lambda n: 3 * n),
+    "epochs": (Schedule(local_epochs=2.5), lambda n: 3 * round(2.5 * n)),
+    "steps": (Schedule(num_steps=3), lambda n: 9),
+    "decay": (Schedule(num_steps=8, steps_decay=0.5), lambda n: 8 + 4 + 2),
+    "growing": (Growing(), lambda n: 2 + 3 + 4),
+    "stragglers": (Stragglers(0.5, Schedule(num_steps=4)), lambda n: 12),
+    "stages": (StagedPolicy([1], [Schedule(num_steps=7), Schedule(num_steps=2)]), lambda n: 11),
+    "learned": (DiscreteGaussianReinforce(GRID), lambda n: 15),
+    "candidates": (
+        PersonalizedPolicyGradient([{"num_steps": 2}, {"num_steps": 6}], method="reward"),
+        lambda n: 18,
+    ),
+    "bounded": (Bounded(), lambda n: 27),
+}
+
+
+@pytest.mark.parametrize("lanes", [None, 2])
+@pytest.mark.parametrize("name", RUNS)
+def test_the_stepping_batches_are_those_of_the_longest_client(
+    fit, foreign, data, blobs, name, lanes
+):
+    module, found = foreign(batchnorm=False, dropout=0.0), []
+    configure = module.configure_optimizers
+
+    def ask():
+        found.append(module.trainer.estimated_stepping_batches)
+        return configure()
+
+    module.configure_optimizers = ask
+    policy, expected = RUNS[name]
+    federated = uneven(data, train=blobs(60))
+    loop = FederatedLoop(policy=policy, seed=2, monitor="val_loss")
+    policy.monitor = "accuracy"
+    look = L.pytorch.callbacks.LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: found.append(trainer.estimated_stepping_batches)
+    )
+    user = module if lanes is None else Lanes(module, lanes, compile=False)
+    fit(user, loop, federated, callbacks=[look])
+    longest = int(federated.batches_per_epoch.max())
+    assert longest > int(federated.batches_per_epoch.min())
+    assert set(found) == {expected(longest)}
+    assert len(found) > 3
+
+
+@pytest.mark.filterwarnings("ignore:.* clients returned")
+def test_the_stepping_batches_of_a_stream_and_of_a_trial_run(fit, foreign, data, blobs):
+    found = []
+
+    def run(rounds=5, **options):
+        module = foreign(batchnorm=False)
+        configure = module.configure_optimizers
+        module.configure_optimizers = lambda: (
+            found.append(module.trainer.estimated_stepping_batches) or configure()
+        )
+        federated = uneven(data, train=blobs(100), arrivals=2, partition=Dirichlet(1, min_size=9))
+        loop = FederatedLoop(0.5, sampler=PoissonSampler(), seed=2)
+        fit(module, loop, federated, rounds=rounds, **options)
+        most = []
+        for step in range(2):
+            federated.arrive(step)
+            most.append(int(federated.batches_per_epoch.max()))
+        return most
+
+    first, second = run()
+    assert found == [3 * first + 2 * second]
+    found.clear()
+    run(fast_dev_run=3)
+    assert found[0] <= 3
+    found.clear()
+    run(rounds=-1, max_time={"seconds": 0})
+    assert found == [math.inf]
+
+
+def test_a_learned_amount_of_work_without_a_bound_is_refused(fit, decaying, data):
+    with pytest.raises(FederationError, match="Override Learning"):
+        fit(decaying(), FederatedLoop(policy=Learning()), data(regression(), val=regression(9)))
+
+
+SCHEDULERS = [linear_decay, one_cycle, cosine, warm_up, plateau, every_round]
+
+
+def expected(scheduler, federated):
+    """The rate after three rounds of the longest client alone, without a federation."""
+    federated.setup("fit")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.05, momentum=0.5)
+    total = 3 * int(federated.batches_per_epoch.max())
+    config = {"interval": "step"} | scheduler(optimizer, total)
+    for _ in range(total if config["interval"] == "step" else 3):
+        optimizer.step()
+        config["scheduler"].step()
+    return optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_schedule_ends_with_the_run_whoever_trains(
+    fit, foreign, data, blobs, scheduler, tmp_path
+):
+    """Sequentially, vectorized with several local steps in a batch, and resumed: the same."""
+
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if self.saves and trainer.current_epoch == 1:
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+    def run(wrap=lambda m: m, saves=False, **options):
+        module, save = foreign(batchnorm=False, dropout=0.0), Save()
+        save.saves = saves
+
+        def configure():
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.5)
+            total = module.trainer.estimated_stepping_batches
+            config = {"interval": "step", "monitor": "val_loss"} | scheduler(optimizer, total)
+            return {"optimizer": optimizer, "lr_scheduler": config}
+
+        module.configure_optimizers = configure
+        lr = L.pytorch.callbacks.LambdaCallback(
+            on_train_end=lambda trainer, *_: lrs.append(trainer.optimizers[0].param_groups[0]["lr"])
+        )
+        lrs = []
+        loop = FederatedLoop(seed=3)
+        federated = uneven(data, train=blobs(60))
+        fit(wrap(module), loop, federated, callbacks=[lr, save], **options)
+        return module, loop.rows, lrs[0]
+
+    module, rows, lr = run(saves=True, enable_checkpointing=True)
+    if scheduler is not plateau:
+        assert lr == pytest.approx(expected(scheduler, uneven(data, train=blobs(60))), abs=1e-15)
+    wraps = [lambda m, k=k: Lanes(m, 3, steps_per_batch=k, compile=False) for k in (1, 3)]
+    for wrap in wraps:
+        other, others, other_lr = run(wrap)
+        assert other_lr == lr
+        for one, two in zip(module.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(one, two, atol=1e-12, rtol=0)
+        assert [row["lr"] for row in others] == [row["lr"] for row in rows]
+    other, others, other_lr = run(ckpt_path=str(tmp_path / "within.ckpt"))
+    assert other_lr == lr
+    assert others == rows
+    for one, two in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_callback_that_looks_at_gradients_does_not_stop_the_schedule(fit, foreign, data, blobs):
+    rates = []
+
+    def run(callbacks):
+        module = foreign(batchnorm=False, dropout=0.0)
+
+        def configure():
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+            total = module.trainer.estimated_stepping_batches
+            config = {"interval": "step"} | linear_decay(optimizer, total)
+            return {"optimizer": optimizer, "lr_scheduler": config}
+
+        module.configure_optimizers = configure
+        lanes = Lanes(module, 4, steps_per_batch=3, compile=False)
+        fit(lanes, FederatedLoop(seed=3), uneven(data, train=blobs(60)), callbacks=callbacks)
+        rates.append(module.net[0].weight.detach())
+
+    run([])
+    run([type("Watch", (L.Callback,), {"on_after_backward": lambda *_: None})()])
+    torch.testing.assert_close(*rates, atol=1e-12, rtol=0)
+
+
+def test_a_plateau_of_steps_is_refused(fit, decaying, data):
+    module = decaying(lambda optimizer, total: {"scheduler": ReduceLROnPlateau(optimizer)})
+    with pytest.raises(FederationError, match='set interval="epoch"'):
+        fit(module, None, data(regression(), val=regression(9)))
+
+
+# --- the rate that the table shows ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: Lanes(m, 2, 3, compile=False)])
+def test_the_table_shows_the_mean_rate_of_the_clients_steps(fit, foreign, data, blobs, wrap):
+    module = foreign(batchnorm=False, dropout=0.0)
+
+    def configure():
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.2)
+        schedule = LambdaLR(optimizer, lambda step: 0.5**step)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    module.configure_optimizers = configure
+
+    class Work(HyperParameterPolicy):
+        def sample(self, round, clients):
+            return {"num_steps": 1 + clients % 2, "lr": 0.2 - 0.1 * (clients == 3).double()}
+
+    federated, logged = data(num_clients=4), []
+    look = L.pytorch.callbacks.LambdaCallback(
+        on_train_epoch_end=lambda trainer, *_: logged.append(
+            float(trainer.callback_metrics["federation/lr"])
+        )
+    )
+    loop = fit(wrap(module), FederatedLoop(policy=Work()), federated, rounds=2, callbacks=[look])
+    rate = [0.2, 0.1, 0.05, 0.025]
+    for t, row in enumerate(loop.rows):
+        one, two = rate[2 * t], (rate[2 * t] + rate[2 * t + 1]) / 2
+        assert row["lr"] == pytest.approx((one + two + one + two / 2) / 4, rel=1e-12)
+        assert logged[t] == pytest.approx(row["lr"], rel=1e-6)
+
+
+@pytest.mark.parametrize("lr", [0.1, 0.3, 1 / 3])
+def test_a_constant_rate_is_exactly_that_number(fit, foreign, data, lr):
+    module = foreign(optimizer="sgd")
+    loop = fit(module, FederatedLoop(policy=Schedule(lr=lr), buffers="average"), data(), rounds=1)
+    assert loop.rows[0]["lr"] == lr
+    loop = fit(foreign(optimizer="sgd"), FederatedLoop(buffers="average"), data(), rounds=1)
+    assert loop.rows[0]["lr"] == 0.1
+
+
+# --- exceptions -----------------------------------------------------------------------------------
+
+
+def notes(caught):
+    return " | ".join(getattr(caught.value, "__notes__", ()))
+
+
+class Failing(PFNM):
+    """Fails while the network is being replaced, in the second round."""
+
+    at = "compute"
+
+    def _fails(self, at):
+        if self.at == at and self.round == 1:
+            raise KeyError(f"the rule failed in {at}")
+
+    def compute(self):
+        found = super().compute()
+        self._fails("compute")
+        return found
+
+    def _note(self, ids, found):
+        self.module_chain.write(found.layers)  # as a search does
+        super()._note(ids, found)
+        self._fails("publish")
+
+    def withdraw(self):
+        super().withdraw()
+        if self.server.numel():
+            self._fails("withdraw")
+
+
+@pytest.mark.parametrize("at", ["compute", "publish", "withdraw"])
+def test_the_exception_of_a_rule_is_the_one_that_is_seen(fit, data, at):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
+    rule, before = Failing(gamma=50.0, sigma2=0.1, sigma02=1.0, seed=5), {}
+    rule.at = at
+    keep = L.pytorch.callbacks.LambdaCallback(
+        on_validation_end=lambda trainer, module: before.update(
+            {name: t.clone() for name, t in module.state_dict().items()}
+        )
+    )
+    with pytest.raises(KeyError, match=f"the rule failed in {at}") as caught:
+        fit(module, FederatedLoop(aggregator=rule, seed=2), data(), callbacks=[keep])
+    if at == "withdraw":  # between rounds: nothing is to be put back
+        return
+    assert "In round 2, when the updates were aggregated" in notes(caught)
+    assert "Afterwards" not in notes(caught)
+    for name, tensor in module.net.state_dict().items():
+        assert torch.equal(tensor, before[f"net.{name}"])
+
+
+class Stubborn(FedAvg):
+    """A rule that cannot be undone either."""
+
+    has_failed = False
+
+    def compute(self):
+        self.has_failed = True
+        raise KeyError("the rule failed")
+
+    def publish(self, score=None):
+        if self.has_failed:
+            raise ValueError("cannot put back")
+
+
+def test_what_fails_in_the_clean_up_is_a_note(fit, linear, data, trainer):
+    module = linear()
+    with pytest.raises(KeyError, match="the rule failed") as caught:
+        fit(module, FederatedLoop(aggregator=Stubborn()), data(regression(), val=regression(9)))
+    assert "Afterwards abandon failed" in notes(caught)
+    assert "ValueError: cannot put back" in notes(caught)
+    assert "on_train_batch_end" not in vars(module)  # what comes after is cleaned up all the same
+
+
+@pytest.mark.parametrize("place", ["step", "hook", "transfer"])
+def test_an_exception_in_a_local_step_names_round_and_client(fit, linear, data, place):
+    module, federated = linear(), data(regression(), val=regression(9), num_clients=3)
+
+    def fail(*args):
+        if module.trainer.global_step == 7:  # three clients, two steps each: the second one's last
+            raise ZeroDivisionError("no such batch")
+
+    if place == "step":
+        step = module.training_step
+        module.training_step = lambda batch, batch_idx: fail() or step(batch, batch_idx)
+    elif place == "hook":
+        module.on_train_batch_start = fail
+    else:
+        federated.on_before_batch_transfer = lambda batch, index: fail() or batch
+    with pytest.raises(ZeroDivisionError, match="no such batch") as caught:
+        fit(module, FederatedLoop(policy=Schedule(num_steps=2), seed=1), federated)
+    assert notes(caught) == "In round 2, client 0, local step 2"
+
+
+def test_an_exception_of_vectorized_clients_names_them(fit, foreign, data):
+    module = foreign(batchnorm=False, dropout=0.0)
+    step, calls = module.training_step, []
+
+    def fail(batch, batch_idx):
+        calls.append(1)
+        if len(calls) > 30:
+            raise ZeroDivisionError
+        return step(batch, batch_idx)
+
+    module.training_step = fail
+    with pytest.raises(ZeroDivisionError) as caught:
+        fit(Lanes(module, 2, 2, compile=False), FederatedLoop(seed=1), data(), rounds=50)
+    assert re.fullmatch(r"In round \d+, clients \d, \d, local steps (1 to 2|3 to 4)", notes(caught))
+
+
+def test_an_exception_between_rounds_names_no_client(fit, linear, data):
+    module = linear()
+    module.on_validation_start = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError) as caught:
+        fit(module, FederatedLoop(), data(regression(), val=regression(9)))
+    assert notes(caught) == ""
+
+
+@pytest.mark.parametrize("lanes", [0, 2], ids=["plain", "vectorized"])
+def test_an_exception_before_the_first_batch_is_the_one_that_is_seen(fit, linear, data, lanes):
+    module = linear()
+    loop = FederatedLoop(seed=1)
+    before = []
+
+    class Fails(L.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                before.extend(p.detach().clone() for p in module.parameters())
+                raise ZeroDivisionError("no such round")
+
+    trained = Lanes(module, lanes, compile=False) if lanes else module
+    with pytest.raises(ZeroDivisionError, match="no such round") as caught:
+        fit(trained, loop, data(regression(), val=regression(9)), callbacks=[Fails()])
+    assert notes(caught) == "In round 2"
+    for param, kept in zip(module.parameters(), before, strict=True):
+        assert torch.equal(param, kept)
+
+
+# --- what is exchanged ----------------------------------------------------------------------------
+
+
+class Tuned(L.LightningModule):
+    """A small head on a frozen backbone of 6 x 50 numbers, which may be no parameters at all."""
+
+    def __init__(self, hidden=False, thaw=False, drifts=False):
+        super().__init__()
+        self.backbone = nn.Linear(6, 50, bias=False).double()
+        self.head = nn.Linear(50, 3).double()
+        self.thaw, self.drifts = thaw, drifts
+        self.weight = [self.backbone.weight.detach().clone()] if hidden else None
+        if hidden:
+            del self.backbone
+        else:
+            self.backbone.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(x @ self.weight[0].T if self.weight else self.backbone(x))
+
+    def on_train_epoch_start(self):
+        if self.thaw and self.current_epoch == 1:
+            self.backbone.requires_grad_(True)
+
+    def training_step(self, batch, batch_idx):
+        if self.drifts:
+            self.backbone.weight.data.mul_(0.99)
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+HEAD, BACKBONE = 8 * 153, 8 * 300
+
+
+@pytest.fixture
+def tuned(fit, data):
+    def run(transforms=(), wrap=lambda m: m, **options):
+        torch.manual_seed(0)
+        module = Tuned(**options)
+        loop = FederatedLoop(0.5, transforms=transforms, seed=1)
+        fit(wrap(module), loop, data(val_size=0), rounds=3)
+        return module, [(row["bytes_up"], row["bytes_down"]) for row in loop.rows]
+
+    return run
+
+
+WRAPS = {"one": lambda m: m, "lanes": lambda m: Lanes(m, 2, compile=False)}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_only_what_is_trained_is_counted(tuned, wrap):
+    assert tuned(wrap=wrap)[1] == [(2 * HEAD, 2 * HEAD)] * 3
+    both = 2 * (HEAD + BACKBONE)
+    assert tuned(wrap=wrap, thaw=True)[1] == [(2 * HEAD, 2 * HEAD), (both, both), (both, both)]
+
+
+def test_a_frozen_tensor_that_changes_is_counted(tuned):
+    both = 2 * (HEAD + BACKBONE)
+    assert tuned(drifts=True)[1] == [(both, both)] * 3
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@pytest.mark.parametrize("transform", [TopK(0.1), Quantize(1), Quantize(4)], ids=["k", "1", "4"])
+def test_transforms_see_what_is_trained(tuned, transform, wrap):
+    frozen, sent = tuned([transform], wrap)
+    hidden, expected = tuned([transform], wrap, hidden=True)
+    assert torch.equal(frozen.head.weight, hidden.head.weight)
+    assert [up for up, _ in sent] == [up for up, _ in expected]
+    torch.manual_seed(0)
+    assert torch.equal(frozen.backbone.weight, Tuned().backbone.weight)
+
+
+def test_layers_that_are_thawed_join_what_a_client_has_kept(tuned):
+    sent = tuned([TopK(0.1)], thaw=True)[1]
+    assert sent[0][0] == 2 * 16 * (8 + 4)
+    assert sent[1][0] == 2 * 46 * (8 + 4)
+
+
+def test_a_fit_without_a_loop_says_that_it_is_no_federation(linear, data, tmp_path):
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    runner = L.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        reload_dataloaders_every_n_epochs=1,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        log_every_n_steps=1,
+        **options,
+    )
+    with pytest.warns(UserWarning, match=r"no FederatedLoop.*callbacks=\[FederatedLoop") as found:
+        runner.fit(linear(), datamodule=data(regression(), val=regression(9)))
+    assert sum("no federation" in str(each.message) for each in found) == 1

@@ -1,0 +1,120 @@
+"""Files that a kill or another run cannot spoil."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from lightning_fl import files
+from lightning_fl.files import FolderLock, write_atomically
+from lightning_fl.types import FederationError
+
+
+class Other:
+    """Another process, which acts, says so and then waits. A fork, as imports are slow."""
+
+    def __init__(self, act):
+        reader, writer = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            act(lambda: os.write(writer, b"."))
+            time.sleep(60)
+            os._exit(0)
+        os.close(writer)
+        assert os.read(reader, 1) == b"."
+        os.close(reader)
+
+    def kill(self):
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.pid = 0
+
+
+@pytest.fixture
+def other():
+    started = []
+
+    def start(act):
+        started.append(Other(act))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_folder_has_one_run_and_the_message_names_it(tmp_path, other):
+    kept = []
+    process = other(lambda ready: (kept.append(FolderLock(tmp_path)), ready()))
+    with pytest.raises(FederationError, match=f"{tmp_path} is in use .*process {process.pid} on"):
+        FolderLock(tmp_path)
+    process.kill()
+    lock = FolderLock(tmp_path)  # at once
+    with pytest.raises(FederationError, match=f"process {os.getpid()} on"):
+        FolderLock(tmp_path)
+    lock.release()
+    assert names(tmp_path) == []
+
+
+def test_a_lock_is_gone_with_its_process_although_a_forked_one_lives_on(tmp_path, other):
+    """As workers of a data loader do, for some seconds."""
+
+    def hold_and_fork(ready):
+        lock = FolderLock(tmp_path)
+        if not os.fork():
+            time.sleep(2)
+            os._exit(0)
+        ready()
+        time.sleep(60)
+        lock.release()
+
+    other(hold_and_fork).kill()
+    FolderLock(tmp_path).release()
+
+
+def test_without_locks_a_run_goes_on_and_says_so(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(files.fcntl, "flock", fail)
+    with pytest.warns(UserWarning, match=f"file system of {tmp_path} has no locks"):
+        lock = FolderLock(tmp_path)
+    lock.release()
+    write_atomically(tmp_path / "file", lambda file: file.write(b"x"))
+    assert names(tmp_path) == ["file"]
+
+
+def test_what_another_process_is_writing_is_left_alone_until_it_is_dead(tmp_path, other):
+
+    def write_half(ready):
+        def write(file):
+            file.write(b"half")
+            file.flush()
+            ready()
+            time.sleep(60)
+
+        write_atomically(tmp_path / "file", write)
+
+    process = other(write_half)
+    (being_written,) = names(tmp_path)
+    write_atomically(tmp_path / "file", lambda file: file.write(b"whole"))
+    assert names(tmp_path) == sorted([being_written, "file"])
+    process.kill()
+    FolderLock(tmp_path).release()  # a fit begins with this
+    assert names(tmp_path) == ["file"]
+    assert (tmp_path / "file").read_bytes() == b"whole"
+
+
+def test_a_lock_leaves_no_folder_behind_that_is_empty(tmp_path):
+    FolderLock(tmp_path / "a").release()
+    assert names(tmp_path) == []
+    lock = FolderLock(tmp_path / "a")
+    (tmp_path / "a" / "file").touch()
+    lock.release()
+    assert names(tmp_path / "a") == ["file"]

@@ -1,0 +1,71 @@
+"""The private names of Lightning and PyTorch that the package uses.
+
+Hence the upper bounds in pyproject.toml: before a bound is raised, this test has to pass with the
+new release. A new use of a private name belongs in one of the two lists.
+"""
+
+import re
+from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Trainer
+
+from lightning_fl import ClientModule
+
+ROOT = Path(__file__).parent.parent
+#: Modules or classes, and the names that are imported from them or looked up on them.
+IMPORTED = {
+    "lightning.pytorch.overrides.distributed": ["_sync_module_states"],
+    "lightning.pytorch.strategies.launchers": ["_SubprocessScriptLauncher"],
+    "lightning.pytorch.trainer.connectors.logger_connector.result": [
+        "_Metadata",
+        "_ResultMetric",
+        "_Sync",
+    ],
+    "torch._C._functorch": ["is_batchedtensor"],
+    "torch._dynamo.utils": ["counters"],
+    "torch.nn.modules.batchnorm": ["_BatchNorm"],
+    "torch.nn.modules.dropout": ["_DropoutNd"],
+    "torch.utils._python_dispatch": ["TorchDispatchMode"],
+    "torch.utils._pytree": ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"],
+}
+#: Attributes of a Trainer whose fit has not begun.
+OF_A_TRAINER = [
+    "_logger_connector.log_metrics",
+    "fit_loop.epoch_loop._results",
+    "fit_loop.epoch_loop.automatic_optimization.run",
+]
+#: Attributes of a LightningModule.
+OF_A_MODULE = ["_current_fx_name", "_trainer"]
+
+
+@pytest.mark.parametrize(("home", "names"), IMPORTED.items())
+def test_private_names_can_be_imported(home, names):
+    module = import_module(home)
+    assert [name for name in names if not hasattr(module, name)] == []
+
+
+def test_private_attributes_exist():
+    trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    for path in OF_A_TRAINER:
+        attrgetter(path)(trainer)
+    module = ClientModule(net=None)
+    for path in OF_A_MODULE:
+        attrgetter(path)(module)
+
+
+def test_private_imports_of_the_package_are_listed():
+    """Every import of a private name or module of Lightning or PyTorch is in the list."""
+    pattern = re.compile(r"^\s*from ((?:lightning|torch)\.[\w.]+) import (.+)$", re.MULTILINE)
+    found = set()
+    for folder in ("lightning_fl", "callbacks", "datamodules"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = re.sub(r"\(\s*([^()]*?),?\s*\)", r"\1", path.read_text())
+            for home, names in pattern.findall(text):
+                for name in re.findall(r"\w+", names.partition(" as ")[0].partition("#")[0]):
+                    if name.startswith("_") or "._" in home:
+                        found.add((home, name))
+    assert found
+    assert found <= {(home, name) for home, names in IMPORTED.items() for name in names}
