@@ -17,6 +17,7 @@ from torchaudio.functional import resample
 from torchaudio.transforms import FrequencyMasking, MelSpectrogram, TimeMasking
 
 from lightning_fl.datamodules.federated import FederatedDataModule, InMemory
+from lightning_fl.files import data_root
 from lightning_fl.partition import Partition
 from lightning_fl.types import FederationError
 
@@ -179,7 +180,8 @@ class AudioDataModule(FederatedDataModule, ABC):
     Whole batches become ``[n, 1, 32, 32]`` after they were moved to the device.
 
     Args:
-        root: Folder of data sets.
+        root: Folder of data sets. None is the folder that the environment variable
+            ``LIGHTNING_FL_DATA`` names, or ``data`` if it is not set.
         seconds: Length of a clip; shorter ones are padded, longer ones cropped.
         image_size: Mel bands and frames.
         normalise: ``clip`` gives each spectrogram mean 0 and standard deviation 1, ``none`` leaves
@@ -205,7 +207,7 @@ class AudioDataModule(FederatedDataModule, ABC):
 
     def __init__(
         self,
-        root: str = "data",
+        root: str | None = None,
         seconds: float = 1.0,
         image_size: int = 32,
         normalise: Literal["clip", "none"] = "clip",
@@ -231,7 +233,7 @@ class AudioDataModule(FederatedDataModule, ABC):
                 "cache_features keeps spectrograms, and augment changes clips (time_shift, noise):"
                 " set both to 0, or cache_features to false"
             )
-        self.root, self.skip_damaged = root, skip_damaged
+        self.root, self.skip_damaged = data_root(root), skip_damaged
         self.cache_features, self.augment = cache_features, augment
         self.samples = max(1, round(seconds * self.rate))
         self.features = LogMel(self.rate, self.samples, image_size, normalise)

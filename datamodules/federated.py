@@ -14,6 +14,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
@@ -31,13 +33,20 @@ from lightning_fl.functional.randomness import (
     derive_seed,
     generator,
     run_seed,
-    seed_rng,
     seeded_rng,
 )
 from lightning_fl.partition import IID, Manifest, Partition, checksum
-from lightning_fl.types import FederationError, RoundPlan
+from lightning_fl.types import ClientBatches, FederationError, RoundPlan, check_package
 
 Collate = Callable[[list[Any]], Any]
+#: Hooks that change a batch on its way to the device.
+TRANSFER_HOOKS = (
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+)
+#: Packages whose hooks are known to treat each sample by itself.
+_SAMPLEWISE = {"lightning", "lightning_fl"}
 #: From inputs and labels, ``[n, ...]`` and ``[n]``, to others.
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -119,11 +128,14 @@ class Changed(Dataset[Any]):
 class Batch:
     """Which samples a batch holds, and the keys of the randomness that their transforms may use.
 
-    With several lanes or local steps in it each has a key, for an equal share of the samples.
+    With several clients or local steps in it each has a key.
     """
 
     index: Tensor
     keys: Sequence[tuple[int, ...]]
+    #: Number of samples of each client and local step, which are collated apart from each other;
+    #: None collates all samples together.
+    sizes: Sequence[int] | None = None
     #: Local steps, of equally many samples, of which only the first is fetched; 0 fetches all.
     stepwise: int = 0
 
@@ -152,21 +164,25 @@ class Batches(Dataset[Any]):
         return Batch(index, [(self.seed, Purpose.EVALUATION_SAMPLES, int(index[0]))])
 
     def __getitem__(self, batch: Batch) -> Any:
-        if isinstance(self.data, InMemory) and self.collate is default_collate:
-            if not batch.stepwise:
-                return self.data.fetch(batch.index)
+        if batch.stepwise:
+            assert isinstance(self.data, InMemory)
             steps = batch.index.view(batch.stepwise, -1)
             self.waiting.append(steps)
             return self.data.fetch(steps[0])
-        samples: list[Any] = []
-        with seeded_rng(0):
-            for key, index in zip(batch.keys, batch.index.chunk(len(batch.keys)), strict=True):
-                seed_rng(derive_seed(*key))
-                if hasattr(self.data, "__getitems__"):
-                    samples += self.data.__getitems__(index.tolist())
-                else:
-                    samples += [self.data[i] for i in index.tolist()]
-            return self.collate(samples)
+        if batch.sizes is None:
+            return self._collated(batch.index, batch.keys[0])
+        parts = zip(batch.index.split(list(batch.sizes)), batch.keys, strict=True)
+        return ClientBatches(
+            self._collated(index, key) if len(index) else None for index, key in parts
+        )
+
+    def _collated(self, index: Tensor, key: tuple[int, ...]) -> Any:
+        if isinstance(self.data, InMemory) and self.collate is default_collate:
+            return self.data.fetch(index)
+        with seeded_rng(derive_seed(*key)):
+            if hasattr(self.data, "__getitems__"):
+                return self.collate(self.data.__getitems__(index.tolist()))
+            return self.collate([self.data[i] for i in index.tolist()])
 
 
 class RoundLoader(DataLoader[Any]):
@@ -234,13 +250,15 @@ class RoundBatches(OwnBatches):
     """The batches of a round, client after client; asking twice gives the same batches.
 
     With several lanes or local steps in a batch the samples are in the order ``[steps, lanes,
-    samples]``. A lane with fewer samples than another, or none left, is filled with its own first.
+    samples]``. A lane with fewer samples than another, or none left, is filled with its own first,
+    unless each client's samples are collated apart from the others'.
 
     Args:
         plan: The round's.
         parts: Indices of each client's samples.
         rank: Which share of every batch's samples to take,
         world_size: of how many (DDP inside a client).
+        apart: Whether to collate the samples of each client and local step by themselves.
         batches: Options of :func:`client_batches`.
     """
 
@@ -250,9 +268,10 @@ class RoundBatches(OwnBatches):
         parts: Sequence[Tensor],
         rank: int = 0,
         world_size: int = 1,
+        apart: bool = False,
         **batches: Any,
     ) -> None:
-        self.plan, self.parts, self.batches = plan, parts, batches
+        self.plan, self.parts, self.apart, self.batches = plan, parts, apart, batches
         self.rank, self.world_size = rank, world_size
 
     def __len__(self) -> int:
@@ -271,13 +290,17 @@ class RoundBatches(OwnBatches):
             for i in range(step.start, step.start + step.steps):
                 for row in step.rows:
                     client = clients[row]
-                    index.append(next(streams[row]) if i < steps[row] else self.parts[client][:1])
+                    rest = self.parts[client][: 0 if self.apart else 1]
+                    index.append(next(streams[row]) if i < steps[row] else rest)
                     keys.append((plan.seed, Purpose.SAMPLES, plan.round, client, i))
+            if self.apart:
+                yield Batch(torch.cat(index), keys, [len(part) for part in index])
+                continue
             samples = torch.cat(_filled(index))
             # Who has none left takes one, which the loop gives no weight.
             share = samples[self.rank :: self.world_size]
             stepwise = step.steps if plan.stepwise else 0
-            yield Batch(share if len(share) else samples[:1], keys, stepwise)
+            yield Batch(share if len(share) else samples[:1], keys, stepwise=stepwise)
 
     def _client(self, client: int) -> Iterator[Tensor]:
         order = generator(self.plan.seed, Purpose.BATCHES, self.plan.round, client)
@@ -395,7 +418,8 @@ class FederatedDataModule(LightningDataModule):
 
     Under a :class:`~lightning_fl.callbacks.FederatedLoop` the training loader yields the batches
     of the round's clients, one client after the other. Without one it yields shuffled batches of
-    all training data: the centralised baseline. A child class overrides :meth:`load`.
+    all training data, the centralized baseline, with a warning. A child class overrides
+    :meth:`load`.
 
     Args:
         train: Training samples. A ``TensorDataset`` is fetched a batch at a time.
@@ -421,7 +445,7 @@ class FederatedDataModule(LightningDataModule):
             A BatchNorm layer cannot train on a batch of one sample.
         eval_batch_size: Samples a batch in validation, test and prediction.
         num_workers: Loader processes; 0 loads in the main process, best for data in memory.
-        collate_fn: Turns samples into a batch; None is torch's own.
+        collate_fn: Turns the samples of one client's local step into a batch; None is torch's own.
         seed: Seed of hold-out and split; None is that of ``seed_everything``, else 0.
 
     Raises:
@@ -478,6 +502,9 @@ class FederatedDataModule(LightningDataModule):
         self.collate_fn = collate_fn or default_collate
         self.seed = None if seed is None else _integer("seed", seed, 0)
         self.plan: Callable[[], RoundPlan] | None = None
+        self.shares_validation = True
+        #: Whether it was said that a fit is no federation.
+        self._has_warned = False
         #: Each client's training samples, of the whole stream.
         self.parts: list[Tensor] = []
         #: Those of them that are there to be trained on.
@@ -488,6 +515,16 @@ class FederatedDataModule(LightningDataModule):
         self._num_samples = torch.zeros(0, dtype=torch.int64)
         #: Class of each training sample, ``[n]``, where it is known.
         self.class_labels: Tensor | None = None
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The Trainer, which sets itself here at the start of a fit or test."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        check_package(trainer, Trainer)
+        self._trainer = trainer
 
     def load(self, train: bool) -> Dataset[Any] | None:
         """Return the training or the test samples; a child class reads its files here."""
@@ -756,11 +793,35 @@ class FederatedDataModule(LightningDataModule):
         self._fetched = loader.dataset
         return loader
 
+    def _warn_of_no_federation(self) -> None:
+        """Say once that a fit without a loop is no federation."""
+        if self.trainer is None or self._has_warned:
+            return
+        self._has_warned = True
+        rank_zero_warn(
+            "this fit is no federation: the Trainer has no FederatedLoop, so the module trains on"
+            f" the samples of all {self.num_clients} clients together, as a centralized baseline."
+            " To train a federation, use Trainer(callbacks=[FederatedLoop(), ...])"
+        )
+
+    @property
+    def has_samples_in_front(self) -> bool:
+        """Whether the first axis of every tensor in a batch is known to be that of the samples.
+
+        It is for tensors in memory, unless a hook of a child class may change whole batches. All
+        other samples are collated client by client.
+        """
+        hooks = (getattr(type(self), name) for name in TRANSFER_HOOKS)
+        return (
+            isinstance(self.train, InMemory)
+            and self.collate_fn is default_collate
+            and all(hook.__module__.partition(".")[0] in _SAMPLEWISE for hook in hooks)
+        )
+
     @property
     def can_fetch_steps(self) -> bool:
         """Whether a round's batches can be fetched one local step at a time: only from memory."""
-        in_memory = isinstance(self.train, InMemory) and self.collate_fn is default_collate
-        return in_memory and self.num_workers == 0
+        return self.has_samples_in_front and self.num_workers == 0
 
     def local_steps(self) -> Callable[[int, bool], Any]:
         """Return how to fetch the local steps of the next batch of a plan that is ``stepwise``."""
@@ -797,11 +858,13 @@ class FederatedDataModule(LightningDataModule):
     def _batches(self, plan: RoundPlan, parts: Sequence[Tensor]) -> RoundBatches:
         # Processes share the clients, or else the samples of each batch.
         rank, world_size = self._processes() if plan.world_size == 1 else (0, 1)
+        is_alone = plan.lanes == plan.steps_per_batch == 1
         return RoundBatches(
             plan,
             parts,
             rank,
             world_size,
+            not is_alone and not self.has_samples_in_front,
             batch_size=self.batch_size,
             replacement=self.replacement,
             drop_last=self.drop_last,
@@ -809,6 +872,7 @@ class FederatedDataModule(LightningDataModule):
 
     def _epoch(self) -> tuple[RoundBatches, int]:
         """Return the epoch's batches, those of one client that holds everything; and those done."""
+        self._warn_of_no_federation()
         pooled = torch.cat(self.parts).sort().values
         epoch, done = _position(self.trainer)
         steps = self._num_batches(torch.tensor([len(pooled)]))
@@ -820,7 +884,8 @@ class FederatedDataModule(LightningDataModule):
         if self.val is None:
             warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
             return []
-        return self.evaluation_loader(self.val)
+        fits = self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        return self.evaluation_loader(self.val, self.shares_validation or not fits)
 
     def test_dataloader(self) -> DataLoader[Any]:
         """Return the test samples in order."""
@@ -870,9 +935,15 @@ class FederatedDataModule(LightningDataModule):
         new_x, new_y = change(x[index], y[index])
         return InMemory(x.index_copy(0, index, new_x), *rest, y.index_copy(0, index, new_y))
 
-    def evaluation_loader(self, data: Any) -> DataLoader[Any]:
-        """Return any samples in order, as the server's own are read; processes share them."""
-        size, processes = self.eval_batch_size, self._processes()
+    def evaluation_loader(self, data: Any, shared: bool = True) -> DataLoader[Any]:
+        """Return any samples in order, as the server's own are read.
+
+        Args:
+            data: The samples.
+            shared: Whether several processes share them out; else each reads all, in the batches
+                that one process reads.
+        """
+        size, processes = self.eval_batch_size, self._processes() if shared else (0, 1)
         return self._loader(data, lambda data: EvaluationBatches(data, size, *processes))
 
     def _loader(

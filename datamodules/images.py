@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.datamodules.federated import FederatedDataModule, InMemory
+from lightning_fl.files import data_root
 from lightning_fl.partition import Partition
 from lightning_fl.types import FederationError
 
@@ -132,7 +133,8 @@ class TorchvisionDataModule(ImageDataModule, ABC):
     """One of torchvision's data sets, read from ``root`` in torchvision's layout.
 
     Args:
-        root: Folder of data sets.
+        root: Folder of data sets. None is the folder that the environment variable
+            ``LIGHTNING_FL_DATA`` names, or ``data`` if it is not set.
         download: Fetch the files into ``root`` if they are not there.
         options: Those of :class:`ImageDataModule`. The official test set is the test set.
 
@@ -141,9 +143,9 @@ class TorchvisionDataModule(ImageDataModule, ABC):
             of range.
     """
 
-    def __init__(self, root: str = "data", download: bool = False, **options: Any) -> None:
+    def __init__(self, root: str | None = None, download: bool = False, **options: Any) -> None:
         super().__init__(**options)
-        self.root, self.download = root, download
+        self.root, self.download = data_root(root), download
 
     @abstractmethod
     def open(self, train: bool, download: bool) -> Any:

@@ -36,7 +36,7 @@ class SpeechCommands(AudioDataModule):
 
     def __init__(
         self,
-        root: str = "data",
+        root: str | None = None,
         download: bool = False,
         keywords: Sequence[str] = KEYWORDS,
         **options: Any,

@@ -1,6 +1,5 @@
 """Spoken words: files of every kind, spectrograms, augmentation, and the two data sets."""
 
-import math
 import os
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from scipy.io import wavfile
 
+from layouts import speech_commands_layout, spoken_digits_layout, tone, write_wav
 from lightning_fl import ClientModule, Lanes
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import Augment, LogMel, SpeechCommands, SpokenDigits
@@ -18,25 +18,12 @@ from lightning_fl.partition import ByKey, ByLabel
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 
-
-def tone(seconds=1.0, rate=8000, hertz=440.0):
-    t = np.arange(int(seconds * rate)) / rate
-    return 0.5 * np.sin(2 * math.pi * hertz * t)
-
-
-def write(path, wave, rate=8000, dtype=np.int16):
-    scale = {np.uint8: 127.5, np.int16: 2**15, np.int32: 2.0**31, np.float32: 1}[dtype]
-    data = wave * scale + (127.5 if dtype is np.uint8 else 0)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    wavfile.write(path, rate, data.astype(dtype))
-
-
 # --- files ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.float32])
 def test_every_sample_format_is_read_alike(tmp_path, dtype):
-    write(tmp_path / "a.wav", tone(), dtype=dtype)
+    write_wav(tmp_path / "a.wav", tone(), dtype=dtype)
     found = read_wav(tmp_path / "a.wav", 8000, 8000)
     assert found.dtype == torch.int16
     steps = 2 * 2**8 if dtype is np.uint8 else 2
@@ -45,7 +32,7 @@ def test_every_sample_format_is_read_alike(tmp_path, dtype):
 
 def test_short_clips_are_padded_and_long_ones_cropped(tmp_path):
     ramp = np.arange(100) / 200
-    write(tmp_path / "a.wav", ramp)
+    write_wav(tmp_path / "a.wav", ramp)
     exact = read_wav(tmp_path / "a.wav", 8000, 100)
     assert torch.equal(read_wav(tmp_path / "a.wav", 8000, 40), exact[30:70])
     padded = read_wav(tmp_path / "a.wav", 8000, 150)
@@ -54,11 +41,11 @@ def test_short_clips_are_padded_and_long_ones_cropped(tmp_path):
 
 
 def test_other_rates_are_resampled_and_channels_averaged(tmp_path):
-    write(tmp_path / "a.wav", tone(rate=44100), rate=44100)
+    write_wav(tmp_path / "a.wav", tone(rate=44100), rate=44100)
     found = read_wav(tmp_path / "a.wav", 8000, 8000).double() / 2**15
     inner = slice(200, 7800)
     assert (found[inner] - torch.from_numpy(tone())[inner]).abs().max() < 0.01
-    write(tmp_path / "b.wav", np.stack([tone(), -tone()], 1))
+    write_wav(tmp_path / "b.wav", np.stack([tone(), -tone()], 1))
     assert read_wav(tmp_path / "b.wav", 8000, 8000).abs().max() <= 1
 
 
@@ -158,24 +145,13 @@ def test_noise_and_masks_change_what_they_should():
 
 @pytest.fixture
 def digits(tmp_path):
-    """Ten digits of two speakers, as tones of their own."""
-    folder = tmp_path / "free-spoken-digit-dataset" / "recordings"
-    for digit in range(10):
-        for speaker in ("anna", "ben_2"):
-            for index in range(4, 8):
-                wave = tone(0.3 + 0.05 * index, hertz=200 + 300 * digit)
-                write(folder / f"{digit}_{speaker}_{index}.wav", wave)
+    spoken_digits_layout(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def commands(tmp_path):
-    folder = tmp_path / "SpeechCommands" / "speech_commands_v0.02"
-    for i, word in enumerate(("yes", "no")):
-        for speaker in "abcd":
-            write(folder / word / f"{speaker}_nohash_0.wav", tone(1, 16000, 300 + i), 16000)
-    (folder / "validation_list.txt").write_text("yes/a_nohash_0.wav\nno/a_nohash_0.wav\n")
-    (folder / "testing_list.txt").write_text("yes/b_nohash_0.wav\nno/b_nohash_0.wav\n")
+    speech_commands_layout(tmp_path)
     return tmp_path
 
 

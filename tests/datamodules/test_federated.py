@@ -43,7 +43,7 @@ from lightning_fl.partition import (
     Manifest,
     QuantitySkew,
 )
-from lightning_fl.types import FederationError, RoundPlan
+from lightning_fl.types import ClientBatches, FederationError, RoundPlan
 
 
 def numbered(n=60, classes=3):
@@ -353,11 +353,21 @@ def read(data, plan):
 def each_client(data, plan):
     """What each client is trained on in each local step: ``{(client, step): samples}``.
 
-    Lanes are filled up with samples of their own client, which are left out here.
+    Lanes are filled up with samples of their own client, which are left out here, unless each
+    client's batch comes by itself.
     """
     found = {}
-    for step, (x, _) in read(data, plan):
+    for step, batch in read(data, plan):
         layout = step.steps, len(step.rows)
+        if isinstance(batch, ClientBatches):
+            for at, own in enumerate(batch):
+                i, row = step.start + at // len(step.rows), step.rows[at % len(step.rows)]
+                assert (own is None) == (i >= plan.num_steps[row])
+                if own is not None:
+                    assert set(own[0][:, 0].long().tolist()) <= set(data.parts[row].tolist())
+                    found[row, i] = own[0].tolist()
+            continue
+        x, _ = batch
         x = x.view(*layout, len(x) // (step.steps * len(step.rows)), -1)
         sizes = data.batch_sizes(plan.clients[list(step.rows)], step.start, step.steps)
         assert sizes.shape == layout
@@ -634,6 +644,14 @@ def test_only_a_rule_that_splits_by_labels_needs_one_for_each_sample(attributes)
     assert data.class_labels is None
     with pytest.raises(FederationError, match=r"ByLabel needs a label .*pass labels="):
         federated(having(**attributes), partition=ByLabel())
+
+
+def test_a_stratified_split_gives_all_clients_the_same_classes_and_needs_labels():
+    data = federated(partition=IID(stratified=True), labels=torch.arange(60) % 3, val_size=0)
+    assert data.class_counts.tolist() == [[5, 5, 5]] * 4
+    assert data.manifest().parameters == {"stratified": True}
+    with pytest.raises(FederationError, match=r"IID needs a label .*pass labels="):
+        federated(having(), partition=IID(stratified=True))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from lightning_fl.datamodules import (
     ImageDataModule,
     TorchvisionDataModule,
 )
+from lightning_fl.datamodules.speech_commands import SpeechCommands
+from lightning_fl.datamodules.spoken_digits import SpokenDigits
 from lightning_fl.objectives import ClientModule
 from lightning_fl.partition import ByLabel
 from lightning_fl.types import FederationError
@@ -115,9 +117,9 @@ class Types(ClientModule):
         super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
         self.given = []
 
-    def losses(self, batch, outputs=None):
+    def federated_losses(self, batch, outputs=None):
         self.given.append((batch[0].dtype, batch[0].mean().item()))
-        return super().losses(batch, outputs)
+        return super().federated_losses(batch, outputs)
 
 
 @pytest.mark.parametrize(
@@ -320,3 +322,12 @@ def test_rotations_are_multiples_of_90_degrees():
         Digits(rotations=[0, 45])
     with pytest.raises(FederationError, match="got 'a'"):
         Digits(rotations=["a"])
+
+
+@pytest.mark.parametrize("kind", [MNIST, FashionMNIST, CIFAR10, SpeechCommands, SpokenDigits])
+def test_the_folder_of_data_sets_is_the_given_one_then_the_environments(monkeypatch, kind):
+    monkeypatch.delenv("LIGHTNING_FL_DATA", raising=False)
+    assert kind().root == "data"
+    monkeypatch.setenv("LIGHTNING_FL_DATA", "/datasets")
+    assert kind().root == "/datasets"
+    assert kind(root="mine").root == "mine"
