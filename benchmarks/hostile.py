@@ -290,17 +290,17 @@ class Model(L.LightningModule):
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 
-    def losses(self, batch: Any) -> Tensor:
+    def federated_losses(self, batch: Any) -> Tensor:
         """Return each sample's."""
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the mean loss."""
-        return self.losses(batch).mean()
+        return self.federated_losses(batch).mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log the loss."""
-        self.log("val_loss", self.losses(batch).mean())
+        self.log("val_loss", self.federated_losses(batch).mean())
 
     def configure_optimizers(self) -> Any:
         """Return what has a state, and a scheduler that has one, too."""

@@ -418,7 +418,7 @@ def test_samples(place: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
     config = newest(place, "config.yaml").read_text()
     root = config.partition("\n    root: ")[2].partition("\n")[0]
-    data = MNIST(root=root)
+    data = MNIST(root=None if root == "null" else root)
     data.setup("test")
     batch = data.on_after_batch_transfer(tuple(data.test.tensors), 0)  # type: ignore[union-attr]
     return batch[0].flatten(1), batch[1]

@@ -182,7 +182,7 @@ def fault_table(out: Path, seeds: Sequence[int]) -> str:
     ]
     for arm in FAULTS:
         places = ended(out, "faults", arm, seeds)
-        lost = [total(p, "skipped") / total(p, "clients") for p in places]
+        lost = [total(p, "dropped") / total(p, "clients") for p in places]
         times = [v for p in places for v in last(p, "virtual_time")]
         reached = [
             float(row["virtual_time"])

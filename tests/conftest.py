@@ -82,6 +82,14 @@ def _no_seed_from_elsewhere(monkeypatch):
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
 
 
+@pytest.fixture(autouse=True)
+def _matmul_as_before():
+    """Lanes that a test never closes would leave their setting to the tests after it."""
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    yield
+    torch.backends.mkldnn.matmul.fp32_precision = before
+
+
 @pytest.fixture
 def foreign():
     def make(seed=0, **options):
@@ -137,6 +145,8 @@ def trainer(tmp_path):
 
     def make(loop=None, rounds=3, callbacks=(), **options):
         loop = FederatedLoop(buffers="average") if loop is None else loop
+        if loop is False:  # on purpose
+            warnings.filterwarnings("ignore", "this fit is no federation")
         options = {
             "accelerator": "cpu",
             "logger": False,
@@ -171,7 +181,9 @@ def fit(trainer, data):
 def simulate(fit, data):
     """Train a linear classifier of blobs with callbacks; returns it and the loop."""
 
-    def run(*callbacks, rounds=3, wrap=lambda m: m, clients=4, aggregator=None, **options):
+    def run(
+        *callbacks, rounds=3, wrap=lambda m: m, clients=4, aggregator=None, quiet=True, **options
+    ):
         torch.manual_seed(0)
         net = torch.nn.Linear(6, 3)
         made = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
@@ -180,8 +192,9 @@ def simulate(fit, data):
         given = {"policy": Schedule(num_steps=2), "seed": 3, **given}
         loop = FederatedLoop(aggregator=aggregator, **given)
         samples = options.pop("datamodule", None) or data(num_clients=clients)
-        with warnings.catch_warnings():  # of clients that are skipped
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings():  # of clients that are dropped
+            if quiet:
+                warnings.simplefilter("ignore")
             fit(wrap(made), loop, samples, rounds=rounds, callbacks=callbacks, **options)
         return made, loop
 

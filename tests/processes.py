@@ -16,6 +16,7 @@ from pathlib import Path
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -32,6 +33,8 @@ from lightning_fl.aggregators import (
     FedAvgM,
     FedControl,
     FedMA,
+    FedPIDAvg,
+    GeometricMedian,
     Gossip,
     Staged,
     StreamingPFNM,
@@ -46,8 +49,9 @@ from lightning_fl.callbacks import (
 from lightning_fl.callbacks.report import client_accuracies
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import FedEM, Proximal, RepresentationMatching
-from lightning_fl.partition import Dirichlet
+from lightning_fl.partition import IID, Dirichlet
 from lightning_fl.policies import (
+    DiscreteGaussianReinforce,
     HyperParameterPolicy,
     PersonalizedPolicyGradient,
     Schedule,
@@ -68,17 +72,11 @@ class Uneven(HyperParameterPolicy):
         return {"num_steps": 1 + (clients + round) % 4, "lr": 0.05 + 0.01 * clients}
 
     def update(self, feedback):
-        self.reported = float(feedback.losses @ (feedback.plan.clients + 1.0).double())
+        losses = feedback.losses.nan_to_num()  # of clients that were dropped
+        self.reported = float(losses @ (feedback.plan.clients + 1.0).double())
 
     def figures(self):
         return {"reported": self.reported}
-
-
-class SometimesNobody(PoissonSampler):
-    """Coins; in the second round all of them fall the other way."""
-
-    def sample(self, round, count, num_samples, generator):
-        return super().sample(round, count if round != 1 else 0, num_samples, generator)
 
 
 class Foreign(L.LightningModule):
@@ -119,6 +117,83 @@ class Foreign(L.LightningModule):
         optimizer = self.optimizer(self.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Measured(Foreign):
+    """It tells the loss of each sample, for rules that want to know."""
+
+    def federated_losses(self, batch):
+        x, y = batch
+        return F.cross_entropy(self.net(x), y, reduction="none")
+
+
+class Plateau(Foreign):
+    """What validation and training find changes the learning rate, and may end the run."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.3)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+        monitored = [("val_loss", 0.7), ("val_sum", 0.9), ("train_loss", 0.8), ("accuracy", 0.9)]
+        return [optimizer], [
+            {"scheduler": plateau(optimizer, factor=factor, patience=0), "monitor": name}
+            for name, factor in monitored
+        ]
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[0]))
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("val_sum", self.net(batch[0]).square().sum(), reduce_fx="sum", on_epoch=True)
+
+
+class Learner(HyperParameterPolicy):
+    """A rate that follows every bit of what it is told."""
+
+    needs_val_loss = True
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("lr", torch.tensor(0.05, dtype=torch.float64))
+
+    def sample(self, round, clients):
+        return {"num_steps": 1 + (clients + round) % 3, "lr": self.lr}
+
+    def update(self, feedback):
+        figures = [feedback.val_loss, float(feedback.losses.nansum()), *feedback.metrics.values()]
+        self.lr.mul_(0.5 + sum(f * 1e6 % 1 for f in figures) / len(figures))
+
+
+class Scheduled(Foreign):
+    """A rate that ends at zero with the run, and hooks that write to the parameters."""
+
+    def __init__(self, **options):
+        super().__init__(**{"dropout": 0.0, "metric": False, "optimizer": sgd} | options)
+
+    def on_train_epoch_start(self):
+        for param in self.parameters():
+            param.data.mul_(0.9)
+
+    def training_step(self, batch, batch_idx):
+        return (1 + batch_idx) * super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for param in self.parameters():
+            param.data.clamp_(-0.3, 0.3)
+
+    def configure_optimizers(self):
+        optimizer = self.optimizer(self.parameters(), lr=0.05)
+        total = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=total)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class LightlyScheduled(Scheduled):
+    """The same without hooks for each batch, which can be vectorized."""
+
+    training_step, on_train_batch_end = Foreign.training_step, L.LightningModule.on_train_batch_end
 
 
 def client_module(**options):
@@ -185,6 +260,11 @@ CASES = {
         {"aggregator": FedControl(), "participation": 5, "policy": Stragglers(0.5)},
         {},
     ),
+    "falls of losses": lambda: (
+        wide_lanes(client_module()),
+        {"aggregator": FedPIDAvg(window=2, cancellation=0.0), "participation": 5},
+        {},
+    ),
     "clusters": lambda: (
         client_module(),
         {"aggregator": ClusteredFL(eps1=9.0, eps2=0.0, warmup=1), "policy": Uneven()},
@@ -207,8 +287,8 @@ CASES = {
         client_module(),
         {
             "aggregator": DPFedAvg(quantile=0.5, count_noise=2.0),
-            "sampler": SometimesNobody(),
-            "participation": 3,
+            "sampler": PoissonSampler(),
+            "participation": 2,
         },
         {},
     ),
@@ -218,6 +298,56 @@ CASES = {
             "aggregator": CoordinateMedian(),
             "callbacks": [Backdoor([1, 4], target=1, strength=3.0), ClientFaults(dropout=0.2)],
         },
+        {},
+    ),
+    "a policy that learns": lambda: (
+        Foreign(batchnorm=True, optimizer=sgd),
+        {
+            "aggregator": FedAdam(),
+            "policy": Learner(),
+            "buffers": "average",
+            "callbacks": [ClientFaults(dropout=0.3)],
+        },
+        {"drop_last": True},
+    ),
+    "reinforce": lambda: (
+        client_module(),
+        {"policy": DiscreteGaussianReinforce(), "participation": 5},
+        {},
+    ),
+    "plateau": lambda: (
+        Plateau(batchnorm=True, metric=False),
+        {"buffers": "average", "callbacks": [EarlyStopping("val_loss", patience=1)]},
+        {"drop_last": True},
+    ),
+    "one client, median": lambda: (
+        client_module(),
+        {"aggregator": CoordinateMedian(), "participation": 1},
+        {},
+    ),
+    "one client, neurons": lambda: (
+        client_module(),
+        {"aggregator": PFNM(sigma02=10.0, widths=[8, 5]), "participation": 1},
+        {},
+    ),
+    "one client, gossip": lambda: (
+        client_module(),
+        {"aggregator": Gossip("ring"), "participation": 1},
+        {},
+    ),
+    "one client, losses": lambda: (
+        client_module(),
+        {"aggregator": FedControl(), "participation": 1},
+        {},
+    ),
+    "lost clients": lambda: (
+        client_module(),
+        {"aggregator": GeometricMedian(), "callbacks": [Lose()], "policy": Uneven()},
+        {},
+    ),
+    "lanes, fixed groups": lambda: (
+        wide_lanes(Foreign(dropout=0.0, optimizer=sgd, metric=False), fixed_groups=True),
+        {"policy": Uneven(), "aggregator": FedAdam()},
         {},
     ),
     "stages": lambda: (
@@ -232,6 +362,12 @@ CASES = {
     ),
     "mixture": lambda: (
         FedEM(nn.Linear(FEATURES, CLASSES), 2, lambda p: torch.optim.SGD(p, lr=0.1)),
+        {"participation": 5},
+        {},
+    ),
+    "schedule": lambda: (Scheduled(), {"participation": 5}, {}),
+    "lanes, schedule": lambda: (
+        wide_lanes(LightlyScheduled(), steps_per_batch=2),
         {"participation": 5},
         {},
     ),
@@ -253,6 +389,19 @@ SHARED = {
         {},
     ),
     "foreign": lambda: (Foreign(dropout=0.0), {"participation": 4}, {"batch_size": 5}),
+    "credits": lambda: (
+        client_module(),
+        {"policy": PersonalizedPolicyGradient([{"num_steps": 1}, {"num_steps": 3}], floor=0.0)},
+        {},
+    ),
+    "losses": CASES["losses"],
+    "batchnorm": lambda: (
+        Measured(batchnorm=True, dropout=0.0, optimizer=sgd),
+        {"aggregator": FedControl(), "policy": Learner(), "buffers": "local", "participation": 4},
+        # Two samples of every batch for each of three processes: BatchNorm cannot train on one.
+        {"drop_last": True, "partition": IID()},
+    ),
+    "schedule": lambda: (Scheduled(), {"participation": 4}, {"batch_size": 5}),
     "kept": lambda: (
         Foreign(dropout=0.0, optimizer=sgd),
         {"optimizer_state": "keep", "participation": 4},
@@ -269,6 +418,14 @@ class Poison(L.Callback):
         step, plan = loop.plan().schedule[batch_idx], loop.plan()
         if 4 in plan.clients[list(step.rows)].tolist() and not step.last:
             next(pl_module.parameters()).data.fill_(torch.inf)
+
+
+class Lose(L.Callback):
+    """Make the updates of all clients but one infinite, so that processes lose all of theirs."""
+
+    def on_client_updates(self, plan, clients, delta, dropped):
+        lost = clients != plan.clients[plan.round % len(plan.clients)]
+        return delta.masked_fill(lost[:, None], torch.inf)
 
 
 class Watch(RunReport):
@@ -317,12 +474,14 @@ def fit(
     )
     federation = data(kind, **data_options)
     trainer.fit(module.to(kind), datamodule=federation, ckpt_path=ckpt_path)
-    tested = trainer.test(module, datamodule=federation, verbose=False) if not callbacks else []
+    # Before a test, for which DDP sends what process 0 has to all.
     user = module.module if isinstance(module, Lanes) else module
+    state = {name: t.clone() for name, t in user.state_dict().items()}
+    tested = trainer.test(module, datamodule=federation, verbose=False) if not callbacks else []
     return {
-        "state": {name: t.clone() for name, t in user.state_dict().items()},
+        "state": state,
         "rows": loop.rows,
-        "store": dict(loop.store.state_dict()),
+        "store": dict(loop.store.rows),
         "test": tested,
         "counts": watch.counts,
         "accuracies": watch.accuracies,

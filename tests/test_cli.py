@@ -1,19 +1,23 @@
 import csv
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from zipfile import ZipFile
 
 import pytest
 import torch
 import yaml
 
-from lightning_fl import Lanes
-from lightning_fl.cli import main
+from lightning_fl import ClientModule, Lanes
+from lightning_fl.cli import FederatedCLI, main
+from lightning_fl.types import FederationError
 
 ROOT = Path(__file__).parent.parent
 DIGITS = str(ROOT / "configs" / "digits.yaml")
@@ -67,7 +71,7 @@ def test_a_report_is_made_of_runs(cli, tmp_path):
     out = cli("report", "runs/version_1")
     assert out == "Written to runs/version_1/report.html\n"
     text = (tmp_path / "runs" / "version_1" / "report.html").read_text()
-    assert "In each of 2 rounds 5 of 10 clients took part" in text
+    assert "In each of 2 rounds 5 of 10 clients were sampled" in text
     assert "own training samples" in text
     assert "warning" not in text.partition("<body>")[2]
     assert cli("report", "runs", "--title=Both", "--output=both.html") == "Written to both.html\n"
@@ -153,6 +157,90 @@ def test_the_other_commands_read_the_last_checkpoint(cli, tmp_path):
     assert sum(map(len, predictions)) == 359
     # They write nothing else.
     assert len(list((tmp_path / "runs" / "digits" / "version_0").glob("csv/*"))) == 1
+
+
+def test_a_test_leaves_the_config_of_the_fit_alone(cli, tmp_path):
+    run = tmp_path / "runs" / "digits" / "version_0"
+    cli(*FIT, "--federation.aggregator=CoordinateMedian", "--trainer.max_epochs=1")
+    before = (run / "config.yaml").read_bytes()
+    assert "CoordinateMedian" in before.decode()
+    with pytest.warns(UserWarning, match="the test ran with other options than the fit: data"):
+        out = cli("test", "--config", DIGITS, "--data.init_args.batch_size=16")
+    cli("validate", "--config", DIGITS)
+    cli("predict", "--config", DIGITS)
+    assert (run / "config.yaml").read_bytes() == before
+    found = json.loads((run / "test.json").read_text())
+    assert str(found["metrics"]["test_acc"])[:8] in out
+    assert found["checkpoint"] == "last.ckpt"
+    assert found["differing options"] == {
+        "data.batch_size": [32, 16],
+        "federation.aggregator": ["CoordinateMedian", None],
+    }
+    cli("report", "runs/digits/version_0")
+    page = (run / "report.html").read_text()
+    assert "Measured by lightning-fl test with last.ckpt" in page
+    assert "data.batch_size is 16, was 32; federation.aggregator is None" in page
+    # The file serves fit and test: the same run in a new folder, and a test that does not differ.
+    again = cli("fit", "--config", run / "config.yaml")
+    assert "Written to runs/digits/version_1" in again
+    other = tmp_path / "runs" / "digits" / "version_1"
+    for name in ("rounds.csv", "config.yaml"):
+        assert (other / name).read_bytes() == (run / name).read_bytes()
+    cli("test", "--config", run / "config.yaml")
+    found = json.loads((other / "test.json").read_text())
+    assert (found["differing options"], len(found["metrics"])) == ({}, 2)
+
+
+def test_a_resumed_fit_leaves_the_config_of_the_first_alone(cli, tmp_path):
+    run = tmp_path / "runs" / "digits" / "version_0"
+    cli(*FIT, "--trainer.max_epochs=1")
+    before = (run / "config.yaml").read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other options
+        for min_clients, max_epochs in ((1, 1), (3, 2), (5, 3), (5, 3)):
+            options = [f"--federation.min_clients={min_clients}", "--ckpt_path=last"]
+            cli(*FIT, *options, f"--trainer.max_epochs={max_epochs}")
+    assert (run / "config.yaml").read_bytes() == before
+    later = [yaml.safe_load((run / f"config_resumed_{i}.yaml").read_text()) for i in (1, 2)]
+    assert [found["federation"]["min_clients"] for found in later] == [3, 5]
+    assert later[0]["ckpt_path"].endswith("version_0/last.ckpt")
+    assert not (run / "config_resumed_3.yaml").exists()
+    cli("report", "runs/digits/version_0")
+    page = (run / "report.html").read_text()
+    assert "was resumed with federation.min_clients=3 (config_resumed_1.yaml)" in page
+
+
+def test_loggers_get_the_hyperparameters_and_one_row_per_round(cli, tmp_path):
+    cli(*FIT, "--federation.participation=0.5")
+    cli(*FIT, "--federation.participation=0.5", "--trainer.max_epochs=3", "--ckpt_path=last")
+    run = tmp_path / "runs" / "digits" / "version_0"
+    first, second = (run / "csv" / f"version_{i}" for i in (0, 1))
+    for folder, count in ((first, 2), (second, 3), (run, 2)):
+        found = yaml.safe_load((folder / "hparams.yaml").read_text())
+        assert (found["rounds"], found["seed"], found["participation"]) == (count, 1, 0.5)
+        assert (found["partition"], found["partition/classes_per_client"]) == ("ByLabel", 1)
+        assert (found["aggregator"], found["sampler"]) == ("FedAvg", "UniformSampler")
+        assert (found["policy"], found["policy/num_steps"], found["lr"]) == ("Schedule", 10, 0.1)
+    for folder, numbers in ((first, [1, 2]), (second, [3])):
+        rows = list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
+        assert [int(float(row["round"])) for row in rows] == numbers
+        assert all(row["val_acc"] and row["train_loss"] and row["federation/lr"] for row in rows)
+        for row in rows:
+            of_table = rounds(run)[int(float(row["round"])) - 1]
+            assert float(row["val_acc"]) == pytest.approx(float(of_table["val_acc"]))
+
+
+@pytest.mark.parametrize("logger", ["false", "CSVLogger"])
+def test_another_logger_leaves_the_rest_in_the_folder_of_the_run(cli, tmp_path, logger):
+    options = ["--trainer.logger.save_dir=elsewhere"] * (logger != "false")
+    cli(*FIT, "--trainer.max_epochs=1", f"--trainer.logger={logger}", *options)
+    run = tmp_path / "runs" / "digits" / "version_0"
+    for name in ("config.yaml", "rounds.csv", "last.ckpt", "environment.json", "partition.json"):
+        assert (run / name).is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere"] * len(options) + [
+        "runs"
+    ]
+    assert len(list(tmp_path.glob("elsewhere/**/metrics.csv"))) == len(options)
 
 
 def test_two_files_merge_and_flags_reach_the_loop_and_the_checkpoint(cli, tmp_path):
@@ -290,7 +378,7 @@ def test_every_config_opens_with_its_command_and_its_result(config):
             "num_clients=4, the federation has 10",
         ),
         (["--model.init_args.net.init_args.sizes=[65,10]"], "does not take samples of shape"),
-        (["--federation.nonsense=1"], "unrecognized arguments: --federation.nonsense"),
+        (["--federation.nonsense=1"], "unknown option --federation.nonsense"),
         (["--data.init_args.num_clients=5000"], "5000 clients cannot share 1294 samples"),
         (["--trainer.limit_train_batches=3"], "set num_steps instead"),
         (["--ckpt_path=nowhere.ckpt"], "there is no checkpoint nowhere.ckpt"),
@@ -352,6 +440,43 @@ def test_a_class_that_does_not_exist_is_answered_with_those_that_do(cli, args, n
     known = out.splitlines()[-1].removeprefix("Known names: ").split(", ")
     assert [name for name in known if name in names] == names
     assert not {"Aggregator", "Partition", "ClientModule"} & set(known)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["--trainer.max_epoch=2"],
+            "unknown option --trainer.max_epoch: did you mean --trainer.ma",
+        ),
+        (["--federation.partcipation=1"], "did you mean --federation.participation?"),
+        (
+            ["--trainer.max_epochs=ten"],
+            "trainer.max_epochs must be a whole number or null, got 'te",
+        ),
+        (["--federation.participation=two"], "federation.participation must be a number, got 'two"),
+        (["--federation.buffers=mean"], "must be one of 'average', 'server', 'local' or null, got"),
+        (
+            ["--federation.policy.init_args.lr=fast"],
+            "federation.policy.lr must be a number or null",
+        ),
+        (["--data.init_args.batchsize=3"], "Digits has no option batchsize: did you mean batch_si"),
+        (["--model.init_args.net.init_args.size=3"], "model.net: MLPClassifier has no option size"),
+        (
+            ["--config=typo.yaml"],
+            "unknown option trainer.max_epoch: did you mean trainer.max_epochs",
+        ),
+        (["--data=Digitss"], "data: there is no class Digitss: did you mean Digits?"),
+    ],
+)
+def test_a_mistyped_option_gets_two_lines_of_usage_and_what_was_meant(cli, tmp_path, args, message):
+    (tmp_path / "typo.yaml").write_text("trainer: {max_epoch: 3}\n")
+    usage, more, error, *names = cli(*FIT, *args, expect=2).splitlines()
+    assert usage == "usage: lightning-fl fit --config FILE [--option=VALUE ...]"
+    assert more.split() == ["lightning-fl", "fit", "--help", "lists", "all", "options"]
+    assert error.startswith("lightning-fl: error: ")
+    assert message in error
+    assert len(names) == (args == ["--data=Digitss"])
 
 
 def test_of_all_the_networks_of_torch_none_is_listed(cli):
@@ -440,6 +565,8 @@ def start(folder, *args):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # Ctrl-C works as in a terminal, also if these tests run in the background of a shell.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
@@ -453,6 +580,18 @@ def kill_after(process, seconds):
     time.sleep(seconds)
     process.send_signal(signal.SIGKILL)
     process.communicate()
+
+
+def test_an_interruption_ends_with_its_exit_code_and_says_how_to_go_on(tmp_path):
+    root = tmp_path / "runs"
+    process = start(root, "--trainer.max_epochs=100000")
+    while process.poll() is None and not (root / "version_0" / "last.ckpt").exists():
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, out
+    assert out.rstrip().endswith("interrupted; resume with --ckpt_path last")
+    assert "Traceback" not in out
 
 
 def killed_and_resumed_equals_whole(tmp_path, moments):
@@ -515,3 +654,72 @@ def test_task_split_and_method_merge(cli, task, split, method):
     partition = config["data"]["init_args"]["partition"]["class_path"].split(".")[-1]
     assert partition == {"iid": "IID", "noniid": "ByLabel"}[split]
     assert config["federation"]["participation"] == 0.5
+
+
+@pytest.mark.parametrize("error", [FederationError("no such batch"), KeyError("no such batch")])
+def test_an_error_in_a_local_step_names_round_and_client(cli, monkeypatch, error):
+    def fails(*args):
+        raise error
+
+    monkeypatch.setattr(ClientModule, "training_step", fails)
+    if isinstance(error, FederationError):
+        assert "error: no such batch\nIn round 1, client 0, local step 1\n" in cli(*FIT, expect=2)
+        return
+    with pytest.raises(KeyError) as caught:  # Python prints notes below the traceback
+        cli(*FIT)
+    assert caught.value.__notes__ == ["In round 1, client 0, local step 1"]
+
+
+# --- SLURM ----------------------------------------------------------------------------------------
+
+
+def test_a_job_that_slurm_requeues_goes_on_where_it_was(cli, tmp_path, monkeypatch):
+    """Also where another job has begun a newer run, and from the newer of two checkpoints."""
+    runs = tmp_path / "runs" / "digits"
+    cli(*FIT, "--trainer.default_root_dir=whole", "--trainer.max_epochs=3")
+    args = (*FIT, "--trainer.max_epochs=3", "--trainer.default_root_dir=runs/digits")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+
+    def stop(self, trainer, module):
+        if trainer.current_epoch == 1:
+            raise ZeroDivisionError
+
+    with monkeypatch.context() as killed:
+        killed.setattr("lightning_fl.cli.RoundProgress.on_train_epoch_start", stop)
+        with pytest.raises(ZeroDivisionError):
+            cli(*args)
+    monkeypatch.setenv("SLURM_JOB_ID", "18")
+    cli(*args, "--trainer.max_epochs=1")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    (runs / "version_0" / "last.ckpt").rename(runs / "version_0" / "hpc_ckpt_1.ckpt")
+    (runs / "version_0" / "last.ckpt").write_bytes(b"older")
+    os.utime(runs / "version_0" / "last.ckpt", (1, 1))
+    out = cli(*args)
+    assert "SLURM job 17, restart 1: the run in runs/digits/version_0 goes on\n" in out
+    assert "Going on from runs/digits/version_0/hpc_ckpt_1.ckpt" in out
+    whole = (tmp_path / "whole" / "version_0" / "rounds.csv").read_text()
+    assert (runs / "version_0" / "rounds.csv").read_text() == whole
+    assert sorted(p.name for p in runs.iterdir()) == ["version_0", "version_1"]
+    # Another command line of the same job is another run.
+    assert "Written to runs/digits/version_2" in cli(*args, "--trainer.max_epochs=1", "--threads=1")
+
+
+@pytest.mark.parametrize("newest", ["last.ckpt", "hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"])
+def test_a_job_goes_on_from_its_newest_checkpoint(tmp_path, newest):
+    run = SimpleNamespace(run_folder=tmp_path)
+    config = SimpleNamespace(checkpoint=SimpleNamespace(dirpath=None, filename="last"))
+    assert FederatedCLI._newest(run, config) is None
+    for name in ("last.ckpt", "hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1, 1 + (name == newest)))
+    assert FederatedCLI._newest(run, config) == tmp_path / newest
+
+
+def test_a_checkpoint_that_holds_objects_is_read_where_the_command_says_so(cli, tmp_path):
+    cli(*FIT)
+    last = tmp_path / "runs" / "digits" / "version_0" / "last.ckpt"
+    torch.save({**torch.load(last, weights_only=True), "own": torch.nn.Linear(1, 1)}, last)
+    args = (*FIT, "--trainer.max_epochs=3", "--ckpt_path=last")
+    assert "--weights_only=false" in cli(*args, expect=2)
+    assert "Written to" in cli(*args, "--weights_only=false")

@@ -29,7 +29,7 @@ PAGES = [
 ]
 SLOW = [page for page in PAGES if "slow\n" in page.read_text()]
 expected = pytest.mark.filterwarnings(
-    "ignore:.*bottleneck", "ignore:Starting from v1.9.0", "ignore:round .* skipped"
+    "ignore:.*bottleneck", "ignore:Starting from v1.9.0", "ignore:.*dropped"
 )
 
 
@@ -46,8 +46,19 @@ def here(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
+#: Pages that start processes of their own, which take minutes where tests run side by side.
+PROCESSES = ("several_gpus",)
+
+
 @expected
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if page.stem in PROCESSES else ())
+        for page in PAGES
+    ],
+    ids=lambda page: page.stem,
+)
 def test_the_code_of_a_page_runs_and_prints_what_it_says(page, here):
     pages.run(page)
 

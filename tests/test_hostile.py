@@ -327,6 +327,10 @@ def test_pickles_by_hand_are_read_with_the_same_care(federation, tmp_path):
         federation(2, path)
 
 
+def kept(name, clients, rows):
+    return [{"name": name, "clients": torch.tensor(clients), "rows": rows}]
+
+
 def state(change):
     return lambda tree: change(tree["callbacks"]["FederatedLoop"])
 
@@ -342,7 +346,7 @@ def state(change):
         (lambda s: s.update(rows=[]), "'rows' are of the rounds"),
         (lambda s: s.update(rows=[3]), "must be a dictionary, got 3"),
         (lambda s: s["rows"][0].update(lr=[1]), "must be a whole number|must be a float"),
-        (lambda s: s["rows"][0].update(skipped_clients="\x1b[2J"), "must be"),
+        (lambda s: s["rows"][0].update(dropped_clients="\x1b[2J"), "must be"),
         (lambda s: s.update(val_loss="1"), "'val_loss' must be a float, got '1'"),
         (lambda s: s.update(monitored=[]), "'monitored' must be a dictionary"),
         (lambda s: s.update(base_lr=torch.ones(2)), "'base_lr' must be a float, got a tensor"),
@@ -352,21 +356,34 @@ def state(change):
         (lambda s: s.update(options={"x": {}}), "'options'"),
         (lambda s: s.update(seed=-1), "'seed' must be a whole number from 0"),
         (lambda s: s.update(checksum=3), "'checksum' must be a str, got 3"),
-        (lambda s: s.update(store=[]), "'store' must be a dictionary"),
-        (lambda s: s.update(store={"0": {}}), "each name in 'store' must be of type int"),
-        (lambda s: s.update(store={0: {"x": torch.ones(1)}}), "client 0 keeps: .x. is not"),
-        (lambda s: s.update(store={0: {"x": 3}}), "must be a Tensor, got 3"),
-        (lambda s: s.update(store={4: {}}), "a client of 'store' must be .* from 0 to 3, got 4"),
-        (lambda s: s.update(store={-1: {}}), "a client of 'store' must be"),
+        (lambda s: s.update(store={}), "'store' must be a list"),
+        (lambda s: s.update(store=[{"name": "x"}]), "'clients' is missing"),
+        (lambda s: s.update(store=kept("x", [0], torch.ones(1))), "client 0 keeps: .x. is not"),
+        (lambda s: s.update(store=kept(3, [0], torch.ones(1))), "'name' must be a str, got 3"),
+        (lambda s: s.update(store=kept("x", [4], torch.ones(1))), "must be .* from 0 to 3, got 4"),
+        (lambda s: s.update(store=kept("x", [-1], torch.ones(1))), "a client of 'store' must be"),
+        (lambda s: s.update(store=kept("x", [0, 1], torch.ones(1))), "2 clients have 1 rows"),
+        (lambda s: s.update(store=kept("x", [0], torch.ones(()))), "a list of clients and a row"),
+        (lambda s: s.update(store=kept("x", [0.5], torch.ones(1))), "a list of clients and a row"),
+        (lambda s: s.update(store=kept("x", [[0]], torch.ones(1))), "a list of clients and a row"),
+        (lambda s: s.update(store=kept("x", [1, 1], torch.ones(2))), "client 1 has it twice"),
         (
-            lambda s: s.update(store={0: {"optimizer.0.momentum": torch.ones(9, 9)}}),
+            lambda s: s.update(store=kept("x", [1], torch.ones(1)) + kept("x", [1], torch.ones(1))),
+            "client 1 has it twice",
+        ),
+        (
+            lambda s: s.update(store=kept("optimizer.0.momentum", [0], torch.ones(1, 9, 9))),
             r"client 0 keeps: optimizer.0.momentum is float32 \[9, 9\], its parameter is",
         ),
-        (lambda s: s.update(store={0: {"optimizer.7.x": torch.ones(1)}}), "is not known here"),
-        (lambda s: s.update(server=[torch.ones(3)]), "the length of 'server' must be"),
+        (lambda s: s.update(store=kept("optimizer.7.x", [0], torch.ones(1))), "is not known here"),
+        (lambda s: s.update(server=[torch.ones(3)]), "'server' must be a dictionary"),
         (
-            lambda s: s.update(server=[torch.ones(3), torch.ones(0).long()]),
-            r"'server' must be a tensor of float64 \[6\], got float32 \[3\]",
+            lambda s: s.update(server={"net.weight": torch.ones(3)}),
+            "its model is of another network",
+        ),
+        (
+            lambda s: s.update({"unsaved buffers": {"x": torch.ones(3)}}),
+            "the module has no non-persistent buffer 'x'",
         ),
         (lambda s: s.update(policy=[]), "'policy' must be a dictionary"),
         (lambda s: s.update(aggregator={"x": 1}), "cannot go on from the checkpoint's state"),
@@ -434,7 +451,7 @@ def test_the_loops_state_is_checked(refuses, change, words):
         (
             lambda: {"transforms": [TopK(0.5)]},
             "store",
-            lambda s: s[0].update({"transform.0.error": torch.ones(5).double()}),
+            lambda s: s[0].update(rows=torch.ones(4, 5).double()),
             "what client 0 keeps: TopK.* cannot use it",
         ),
     ],
@@ -449,8 +466,8 @@ def test_the_state_of_rules_is_checked(refuses, make, room, change, words):
 
 def test_optimisers_that_clients_keep_are_tried(refuses, foreign):
     def change(tree):
-        for rows in tree["callbacks"]["FederatedLoop"]["store"].values():
-            rows.pop("optimizer.0.exp_avg")
+        store = tree["callbacks"]["FederatedLoop"]["store"]
+        store.remove(next(each for each in store if each["name"] == "optimizer.0.exp_avg"))
 
     def keeping(**options):
         return FederatedLoop(optimizer_state="keep", **options)
@@ -535,8 +552,22 @@ def test_matched_networks_are_checked(linear):
     module.net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
     rule.prepare(module)
     rule.start(torch.zeros(33))
+    rule._own = [(4, 6), (1, 4)]
     good = {name: tensor.clone() for name, tensor in rule.state_dict().items()}
+    good |= {"merged": torch.ones(41), "shapes": torch.tensor([[5, 6], [1, 5]])}
+    good |= {"places": torch.tensor([[[3, 0, 4, 1, 2]], [[0, 3, 2, 1, 0]]])}
+    places = [
+        [[[3, 0, 4, 1, 5]]],  # an atom that is not there
+        [[[3, 0, 4, 1, -2]]],
+        [[[3, 0, 4, 0, 2]]],  # two neurons of one atom
+        [[[3, 0, 4, 1, -1]]],  # a neuron without one
+        [[[64, 0, 4, 1, 2]]],  # a client that is not known
+        [[[-1, 0, 4, 1, 2]]],
+        [[[3, 0, 4, 1, 2]], [[3, 0, 4, 1, 2]]],
+        [[[3, 0, 4, 1, 2], [3, 0, 4, 1, 2]]],  # a layer too many
+    ]
     for bad in (
+        *({"places": torch.tensor(each)} for each in places),
         {"merged": torch.ones(7), "shapes": torch.tensor([[4, 6], [1, 4]])},
         {"starts": torch.ones(3, 3)},
         {"known": torch.ones(3).bool()},

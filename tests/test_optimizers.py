@@ -205,7 +205,7 @@ def test_in_lanes_new_clients_beside_known_ones_begin_as_alone(fit, data, flat, 
         loop = FederatedLoop(3, optimizer_state="keep", policy=Schedule(num_steps=3), seed=4)
         user = module if lanes is None else Lanes(module, lanes, compile=False)
         fit(user, loop, data(num_clients=6), rounds=5)
-        kept = loop.store.state_dict()
+        kept = loop.store.rows
         found.append((flat(module), kept))
     for other, kept in found[1:]:
         torch.testing.assert_close(other, found[0][0], rtol=0, atol=1e-12)

@@ -72,6 +72,7 @@ def test_matching_is_timed(pfnm):
     assert 0 < pfnm.seconds(3, 6) < 5
 
 
+@pytest.mark.slow
 def test_every_run_is_a_config_that_parses(pfnm, tmp_path, capsys, monkeypatch):
     from lightning_fl.cli import main
 

@@ -46,6 +46,7 @@ def test_arms_run_once_and_tables_show_means(rules, commands, tmp_path, capsys):
     assert json.loads((tmp_path / "options.json").read_text()) == []
 
 
+@pytest.mark.slow
 def test_every_arm_is_a_config_that_parses(rules, capsys, monkeypatch):
     from lightning_fl.cli import main
 

@@ -13,7 +13,7 @@ def trust(script):
 @pytest.fixture
 def commands(trust, command_line):
     """Stand in for the command line: two rounds with all figures."""
-    names = "round,clients,skipped,val_acc,virtual_time,backdoor_acc,epsilon,clip_norm\n"
+    names = "round,clients,dropped,val_acc,virtual_time,backdoor_acc,epsilon,clip_norm\n"
     return command_line(names + "1,20,10,0.5,3.0,0.2,1.5,0.5\n2,20,5,0.95,7.0,0.3,2.5,0.25\n")
 
 
@@ -42,6 +42,7 @@ def test_attacks_have_a_table_each(trust, commands, tmp_path, monkeypatch, capsy
     assert text.count("| Multi-Krum | 90.0 / 30.0 | 90.0 / 30.0 |") == len(trust.ATTACKS)
 
 
+@pytest.mark.slow
 def test_every_arm_is_a_config_that_parses(trust, capsys, monkeypatch):
     from lightning_fl.cli import main
 

@@ -23,10 +23,12 @@ def folder(tmp_path):
     def make(name="digits/version_0", accuracies=(0.25, 0.5, 0.75, 0.5), **files):
         path = tmp_path / name
         path.mkdir(parents=True)
-        lines = ["round,clients,skipped,skipped_clients,num_steps,lr,bytes_up,bytes_down,val_acc"]
+        lines = [
+            "round,clients,dropped,dropped_clients,non_finite,num_steps,lr,bytes_up,bytes_down,val_acc"
+        ]
         lines += [
-            f"{i},2,{int(i == 3)},{'1' if i == 3 else ''},20,0.1,{1000000 if i == 3 else 2000000},"
-            f"2000000,{accuracy}"
+            f"{i},2,{int(i == 3)},{'1' if i == 3 else ''},{int(i == 3)},20,0.1,"
+            f"{1000000 if i == 3 else 2000000},2000000,{accuracy}"
             for i, accuracy in enumerate(accuracies, 1)
         ]
         contents = {

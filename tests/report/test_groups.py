@@ -1,12 +1,13 @@
 """Which runs belong together, how groups are named, mean and spread by hand."""
 
+import json
 import math
 
 import pytest
 
 from lightning_fl.report import Run, group
 from lightning_fl.report.groups import mean_and_std
-from lightning_fl.report.run import values_of
+from lightning_fl.report.run import TEST_FORMAT, read_run, values_of
 
 
 def run(name="a/version_0", column=(), **config):
@@ -24,6 +25,23 @@ def test_runs_that_differ_in_seeds_and_places_are_a_group():
         for i in range(3)
     ]
     assert names(*runs) == [("a", 3)]
+
+
+def test_runs_stay_a_group_after_one_was_tested_with_other_options(folder, config):
+    found = {
+        "format": TEST_FORMAT,
+        "checkpoint": "last.ckpt",
+        "metrics": {"test_acc": 0.5},
+        "seed": 7,
+        "differing options": {"data.batch_size": [32, 16]},
+    }
+    files = [{"test__json": json.dumps(found)}, {}]
+    runs = [
+        read_run(folder(f"a/version_{i}", config__yaml=config(seed_everything=i), **each))
+        for i, each in enumerate(files)
+    ]
+    assert runs[0].test["metrics"] == {"test_acc": 0.5}
+    assert [len(each.runs) for each in group(runs)] == [2]
 
 
 def test_groups_are_named_by_what_differs():

@@ -78,12 +78,12 @@ def test_a_page_says_what_was_run_and_how_it_went(folder, picture):
     text = page_of(path / "report.html").text
     for words in (
         "2 clients hold 5 samples, split by ByLabel(classes_per_client=1).",
-        "In each of 4 rounds all 2 took part, each with 10 local steps on batches of 32.",
+        "In each of 4 rounds all 2 were sampled, each with 10 local steps on batches of 32.",
         "The model is MLPClassifier with 7,510 parameters.",
         "FedAvg makes the server's model of their updates; hyper-parameters are those of Schedule.",
         "val_acc was 0.5 in the last round, best in round 3 (0.75).",
         "7.0 MB went up, 8.0 MB down.",
-        "1 of 8 updates were lost.",
+        "1 of 8 client updates were dropped (1 non-finite values).",
         "accuracy of 0.75 on average, with a standard deviation of 0.25 between them",
         "the worst tenth has 0.5",
         "own training samples",
@@ -164,7 +164,7 @@ def test_a_table_alone_makes_a_page(folder):
 
 def test_numbers_that_are_not_finite_are_gaps(folder):
     cells = ["nan", "inf", "-inf", "1e308", "-1e308"]
-    rounds = "round,clients,num_steps,bytes_up,val_acc,train_loss,skipped\n" + "".join(
+    rounds = "round,clients,num_steps,bytes_up,val_acc,train_loss,dropped\n" + "".join(
         f"{i},{cell},{cell},{cell},{cell},{cell},{cell}\n" for i, cell in enumerate(cells, 1)
     )
     page = about_run(read_run(folder(rounds__csv=rounds)))

@@ -1,0 +1,718 @@
+"""Federations on the pretend accelerator, compared with those on the CPU.
+
+``test_accelerator.py`` runs them in a process of their own, as the device stays in it. By hand:
+``pytest tests/accelerator_cases.py``.
+"""
+
+import inspect
+import warnings
+from collections import Counter
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import pretend
+from layouts import cifar_layout, mnist_layout, speech_commands_layout, spoken_digits_layout
+from lightning_fl import (
+    ClientModule,
+    Lanes,
+    aggregators,
+    callbacks,
+    datamodules,
+    models,
+    objectives,
+    optimizers,
+    policies,
+    samplers,
+    transforms,
+)
+from lightning_fl.aggregators import (
+    PFNM,
+    ClusteredFL,
+    CoordinateMedian,
+    Downpour,
+    DPFedAvg,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedControl,
+    FedCostWAvg,
+    FedMA,
+    FedOpt,
+    FedPIDAvg,
+    FedYogi,
+    GeometricMedian,
+    Gossip,
+    Krum,
+    NormClipping,
+    Staged,
+    StreamingPFNM,
+    TrimmedMean,
+)
+from lightning_fl.callbacks import (
+    Backdoor,
+    ClientAttack,
+    ClientFaults,
+    FederatedLoop,
+    LabelFlip,
+    MatchingBaselines,
+    PersonalizedEvaluation,
+    RoundCheckpoint,
+    RoundProgress,
+    RunReport,
+)
+from lightning_fl.datamodules import (
+    CIFAR10,
+    MNIST,
+    Augment,
+    Digits,
+    FashionMNIST,
+    FederatedDataModule,
+    SpeechCommands,
+    SpokenDigits,
+)
+from lightning_fl.models import CifarCNN, FashionCNN, KeywordCNN, LeNet, MLPClassifier
+from lightning_fl.objectives import (
+    EntropyRegularizer,
+    FedEM,
+    Proximal,
+    RepresentationMatching,
+    WeightDivergence,
+)
+from lightning_fl.optimizers import Adaptive, MoreauEnvelope
+from lightning_fl.partition import Dirichlet
+from lightning_fl.policies import (
+    DiscreteGaussianReinforce,
+    HyperParameterPolicy,
+    PersonalizedPolicyGradient,
+    RandomPolicy,
+    Schedule,
+    StagedPolicy,
+    Stragglers,
+)
+from lightning_fl.samplers import (
+    PoissonSampler,
+    RoundRobinSampler,
+    UniformSampler,
+    WeightedSampler,
+)
+from lightning_fl.transforms import Quantize, TopK
+from lightning_fl.types import FederationError
+from processes import Foreign, Uneven
+
+FEATURES, CLASSES, CLIENTS = 6, 3, 5
+
+
+@pytest.fixture(scope="session", autouse=True)
+def device():
+    return pretend.install()
+
+
+# --- how cases are run ----------------------------------------------------------------------------
+
+
+def blobs(count=80, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    y = torch.arange(count) % CLASSES
+    x = torch.randn(count, FEATURES, generator=random, dtype=torch.float64)
+    return TensorDataset(x + y[:, None], y)
+
+
+def samples(**options):
+    options = {"partition": Dirichlet(0.5, min_size=8), "batch_size": 4} | options
+    return FederatedDataModule(
+        blobs(), blobs(21, seed=1), num_clients=CLIENTS, eval_batch_size=30, seed=1, **options
+    )
+
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def module(*terms, optimizer=SGD):
+    net = nn.Sequential(nn.Linear(FEATURES, 4), nn.ReLU(), nn.Linear(4, CLASSES))
+    return ClientModule(net, terms, optimizer)
+
+
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+
+
+def fit(
+    place,
+    folder,
+    make=module,
+    lanes=None,
+    data=samples,
+    rounds=2,
+    watchers=list,
+    dtype=torch.float64,
+    ckpt_path=None,
+    trainer=None,
+    wrap=None,
+    **options,
+):
+    """Train on the CPU or on the pretend device; return the Trainer, the user's module, the loop.
+
+    What a case gives are functions, so that each device has objects of its own.
+    """
+    torch.manual_seed(0)
+    options = {name: value() if callable(value) else value for name, value in options.items()}
+    loop = FederatedLoop(
+        **{"policy": Schedule(num_steps=2 if lanes else 1), "buffers": "average", "seed": 3}
+        | options
+    )
+    user = make().to(dtype)
+    where = {"accelerator": "cpu"}
+    if place == pretend.NAME:
+        strategy = SingleDeviceStrategy(device=torch.device(place, 0))
+        where = {"accelerator": pretend.PretendAccelerator(), "strategy": strategy}
+    made = L.Trainer(
+        max_epochs=rounds,
+        callbacks=[*watchers(), Places(), loop],
+        default_root_dir=folder / place,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **QUIET | where | (trainer or {}),
+    )
+    trained = user if lanes is None else Lanes(user, compile=False, **lanes)
+    trained = trained if wrap is None else wrap(user)
+    with warnings.catch_warnings():  # what a case warns of is tested elsewhere
+        warnings.simplefilter("ignore")
+        made.fit(trained, datamodule=data(), ckpt_path=ckpt_path)
+    return made, user, loop
+
+
+def outcome(user, loop):
+    """Return what a fit has left, on the CPU."""
+    left = {
+        "module": user.state_dict(),
+        "rows": loop.rows,
+        "rule": loop.aggregator.state_dict(),
+        "policy": loop.policy.state_dict(),
+        "clients": [loop.store.get(client) for client in range(CLIENTS)],
+    }
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), left)
+
+
+def compare(left, right):
+    """Compare numbers, and all else that fits have left."""
+    leaves = [torch.utils._pytree.tree_flatten(each) for each in (left, right)]
+    assert leaves[0][1] == leaves[1][1]
+    for one, other in zip(leaves[0][0], leaves[1][0], strict=True):
+        if isinstance(one, torch.Tensor | float):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, equal_nan=True)
+        else:
+            assert one == other
+
+
+class Places(L.Callback):
+    """Every tensor of the module and of the rule is on the module's device, after each round."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        loop = next(c for c in trainer.callbacks if isinstance(c, FederatedLoop))
+        check_places(trainer.strategy.root_device, pl_module, loop)
+
+
+def check_places(device, user, loop):
+    for name, tensor in [*user.named_parameters(), *user.named_buffers()]:
+        assert tensor.device == device, name
+    for rule in loop.aggregator.modules():
+        tensors = {**rule._buffers, **getattr(rule, "_defaults", {})}
+        tensors |= {name: getattr(rule, name) for name in getattr(rule, "_defaults", {})}
+        for name, value in tensors.items():
+            for tensor in value if isinstance(value, list) else [value]:
+                if isinstance(tensor, torch.Tensor):
+                    assert tensor.device == device, f"{type(rule).__name__}.{name}"
+
+
+@pytest.fixture
+def same(device, tmp_path):
+    """Train on both devices, and compare all that is left."""
+
+    def check(**options):
+        _, user, loop = fit("cpu", tmp_path, **options)
+        _, other, found = fit(pretend.NAME, tmp_path, **options)
+        compare(outcome(other, found), outcome(user, loop))
+        return other, found
+
+    return check
+
+
+def in_both_modes(test):
+    lanes = [None, {"lanes": 2, "steps_per_batch": 2}]
+    return pytest.mark.parametrize("lanes", lanes, ids=["plain", "vectorized"])(test)
+
+
+def concrete(package, *others):
+    """Return the public classes of a package that can be made, but for those of other kinds."""
+    names = getattr(package, "__all__", None) or [
+        name for name, value in vars(package).items() if inspect.isclass(value)
+    ]
+    kinds = {
+        value
+        for name in names
+        if inspect.isclass(value := getattr(package, name))
+        and value.__module__.startswith("lightning_fl.")
+    }
+    return {kind for kind in kinds if not inspect.isabstract(kind)} - set(others)
+
+
+def every(rows):
+    return pytest.mark.parametrize("row", rows.values(), ids=rows)
+
+
+# --- rules ----------------------------------------------------------------------------------------
+
+MATCHED = {"gamma": 1.0, "sigma2": 0.5, "sigma02": 5.0}
+RULES = {
+    "FedAvg": lambda: FedAvg("uniform"),
+    "FedOpt": FedOpt,
+    "Downpour": Downpour,
+    "FedAvgM": FedAvgM,
+    "FedAdagrad": FedAdagrad,
+    "FedAdam": FedAdam,
+    "FedYogi": FedYogi,
+    "FedControl": FedControl,
+    "FedCostWAvg": FedCostWAvg,
+    "FedPIDAvg": FedPIDAvg,
+    "ClusteredFL": lambda: ClusteredFL(eps1=99.0, eps2=0.0, warmup=0, min_size=2),
+    "Gossip": lambda: Gossip("ring"),
+    "CoordinateMedian": CoordinateMedian,
+    "TrimmedMean": TrimmedMean,
+    "Krum": Krum,
+    "GeometricMedian": GeometricMedian,
+    "NormClipping": lambda: NormClipping(0.1),
+    "DPFedAvg": lambda: DPFedAvg(quantile=0.5, count_noise=2.0, clip_norm=0.1),
+    "Staged": lambda: Staged([1], [FedAvgM(), FedControl()]),
+    "PFNM": lambda: PFNM(**MATCHED),
+    "FedMA": lambda: FedMA(**MATCHED),
+    "StreamingPFNM": lambda: StreamingPFNM(**MATCHED),
+}
+
+
+def test_every_rule_has_a_row():
+    assert {type(make()) for make in RULES.values()} == concrete(aggregators)
+
+
+@in_both_modes
+@every(RULES)
+def test_a_rule(same, row, lanes):
+    same(aggregator=row, lanes=lanes)
+
+
+@every({name: RULES[name] for name in ("FedControl", "ClusteredFL", "CoordinateMedian")})
+def test_a_rule_with_a_round_of_few_clients(same, row):
+    same(aggregator=row, min_clients=3, sampler=PoissonSampler, participation=3, rounds=3)
+
+
+# --- policies and samplers ------------------------------------------------------------------------
+
+CANDIDATES = [{"num_steps": 1}, {"num_steps": 3}]
+POLICIES = {
+    "Schedule": lambda: Schedule(lr=0.1, num_steps=3, decay=0.9),
+    "DiscreteGaussianReinforce": lambda: DiscreteGaussianReinforce(
+        optimizer="adam", learn_precision=True
+    ),
+    "DiscreteGaussianReinforce(clients)": lambda: DiscreteGaussianReinforce(loss="clients"),
+    "PersonalizedPolicyGradient": lambda: PersonalizedPolicyGradient(CANDIDATES, floor=0.0),
+    "PersonalizedPolicyGradient(reward)": lambda: PersonalizedPolicyGradient(
+        CANDIDATES, method="reward"
+    ),
+    "StagedPolicy": lambda: StagedPolicy([1], [Schedule(lr=0.1), DiscreteGaussianReinforce()]),
+    "Stragglers": lambda: Stragglers(0.9, Schedule(num_steps=4)),
+}
+SAMPLERS = {
+    "UniformSampler": UniformSampler,
+    "PoissonSampler": PoissonSampler,
+    "WeightedSampler": WeightedSampler,
+    "RoundRobinSampler": RoundRobinSampler,
+}
+
+
+def test_every_policy_has_a_row():
+    abstract = {HyperParameterPolicy, RandomPolicy}
+    assert {type(make()) for make in POLICIES.values()} == concrete(policies, *abstract)
+
+
+def test_every_sampler_has_a_row():
+    assert set(SAMPLERS.values()) == {k for k in concrete(samplers) if "Sampler" in k.__name__}
+
+
+@in_both_modes
+@every(POLICIES)
+def test_a_policy(same, row, lanes):
+    same(policy=row, lanes=lanes, rounds=3)
+
+
+@every(SAMPLERS)
+def test_a_sampler(same, row):
+    same(sampler=row, participation=3)
+
+
+# --- objectives, optimizers, transforms -----------------------------------------------------------
+
+TERMS = {
+    "Proximal": lambda: Proximal(0.1),
+    "WeightDivergence": lambda: WeightDivergence(0.1),
+    "EntropyRegularizer": lambda: EntropyRegularizer(0.9, 0.1),
+    "RepresentationMatching": lambda: RepresentationMatching(0.1),
+}
+MODULES = {name: lambda make=make: module(make()) for name, make in TERMS.items()} | {
+    "FedEM": lambda: FedEM(nn.Linear(FEATURES, CLASSES), 2, partial(torch.optim.SGD, lr=0.1)),
+    "MoreauEnvelope": lambda: module(optimizer=partial(MoreauEnvelope, inner_steps=2)),
+    "Adam": lambda: module(optimizer=partial(torch.optim.Adam, lr=0.01)),
+    "one after another": lambda: Foreign(metric=True),
+    "a scheduler": lambda: Foreign(metric=False, dropout=0.0),
+    # Adam would amplify the rounding of a bias before BatchNorm, which has no gradient.
+    "BatchNorm": lambda: Foreign(True, 0.0, torch.optim.SGD, metric=False),
+}
+
+
+def test_every_objective_has_a_row():
+    terms = {type(make()) for make in TERMS.values()}
+    others = {ClientModule, FedEM, objectives.Recorder, objectives.Side, objectives.Trace}
+    assert terms == concrete(objectives, *others)
+    # Servers have the former.
+    assert concrete(optimizers, FederationError) == {Adaptive, MoreauEnvelope}
+
+
+@in_both_modes
+@every(MODULES)
+def test_an_objective_or_an_optimizer(same, row, lanes):
+    same(make=row, lanes=lanes, data=partial(samples, drop_last=True))
+
+
+@every({"SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "Adam": torch.optim.Adam})
+@pytest.mark.parametrize("lanes", [None, {"lanes": 3}], ids=["plain", "vectorized"])
+def test_optimizer_states_that_are_kept(same, row, lanes):
+    if lanes and row is torch.optim.Adam:
+        pytest.skip("lanes refuse to keep the state of Adam")
+    options = {"optimizer_state": "keep", "participation": 3, "rounds": 3}
+    same(make=lambda: module(optimizer=row), lanes=lanes, **options)
+
+
+@in_both_modes
+@pytest.mark.parametrize("buffers", ["average", "server", "local"])
+def test_buffers(same, buffers, lanes):
+    def make():
+        return Foreign(batchnorm=True, metric=False, dropout=0.0, optimizer=SLOW)
+
+    same(make=make, buffers=buffers, lanes=lanes, data=partial(samples, drop_last=True))
+
+
+SLOW = partial(torch.optim.SGD, momentum=0.9)
+TRANSFORMS = {
+    "TopK": lambda: [TopK(0.3)],
+    "Quantize": lambda: [Quantize(4)],
+    "both, with what is left out": lambda: [TopK(0.3), Quantize(4)],
+}
+
+
+def test_every_transform_has_a_row():
+    kinds = {type(each) for make in TRANSFORMS.values() for each in make()}
+    assert kinds == concrete(transforms, transforms.Message)
+
+
+@in_both_modes
+@every(TRANSFORMS)
+def test_a_transform(same, row, lanes):
+    same(transforms=row, lanes=lanes, participation=3, rounds=3)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+TRAINING = {
+    "uneven steps and rates": {"policy": Uneven},
+    "uneven steps, kept": {"policy": Uneven, "optimizer_state": "keep"},
+    "uneven batches, weighted": {"data": partial(samples, batch_size=None)},
+    "uneven batches, in groups": {
+        "data": partial(samples, batch_size=7),
+        "make": lambda: Foreign(metric=False, dropout=0.0, optimizer=SLOW),
+    },
+    "clipped by norm": {"trainer": {"gradient_clip_val": 0.1}},
+    "clipped by value": {
+        "trainer": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    },
+    "a step a batch": {"lanes": {"lanes": 3, "steps_per_batch": 1}},
+}
+
+
+@pytest.mark.parametrize("is_vectorized", [False, True], ids=["plain", "vectorized"])
+@every(TRAINING)
+def test_training(same, row, is_vectorized):
+    options = {"lanes": {"lanes": 3, "steps_per_batch": 2}} | row
+    same(**options | ({} if is_vectorized else {"lanes": None}))
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def spoken(kind, layout, **options):
+    def make(root):
+        layout(root)
+        return lambda: kind(str(root), num_clients=2, batch_size=4, **options)
+
+    return make
+
+
+def pictures(kind, layout, **options):
+    def make(root):
+        layout(root)
+        return lambda: kind(str(root), num_clients=2, batch_size=4, val_size=4, **options)
+
+    return make
+
+
+def small(**options):
+    return lambda: KeywordCNN(width=2, hidden=8, **options)
+
+
+DATA = {
+    "Digits": (lambda root: lambda: Digits(num_clients=2), lambda: MLPClassifier([64, 4, 10])),
+    "rotated Digits": (
+        lambda root: lambda: Digits(num_clients=2, rotations=[0, 90]),
+        lambda: MLPClassifier([64, 4, 10]),
+    ),
+    "MNIST": (pictures(MNIST, mnist_layout), LeNet),
+    "FashionMNIST": (
+        pictures(FashionMNIST, partial(mnist_layout, name="FashionMNIST")),
+        lambda: FashionCNN(width=2),
+    ),
+    "CIFAR10": (pictures(CIFAR10, cifar_layout), lambda: CifarCNN(width=2, hidden=8)),
+    "SpokenDigits": (spoken(SpokenDigits, spoken_digits_layout, val_size=0), small()),
+    "SpokenDigits(augment)": (
+        spoken(SpokenDigits, spoken_digits_layout, val_size=0, augment=Augment()),
+        small(),
+    ),
+    "SpokenDigits(cached)": (
+        spoken(SpokenDigits, spoken_digits_layout, val_size=0, cache_features=True),
+        small(),
+    ),
+    "SpeechCommands": (
+        spoken(SpeechCommands, speech_commands_layout, keywords=["yes", "no"]),
+        small(),
+    ),
+}
+
+
+def test_every_data_set_has_a_row():
+    names = {kind.__name__ for kind in concrete(datamodules)}
+    parts = {
+        "ImageDataModule",
+        "Augment",
+        "Clip",
+        "Clips",
+        "FederatedDataModule",
+        "InMemory",
+        "LogMel",
+    }
+    assert names - parts == {name.partition("(")[0] for name in DATA} - {"rotated Digits"}
+    used = {type(make()).__name__ for _, make in DATA.values()}
+    assert used == {kind.__name__ for kind in concrete(models)}
+
+
+@in_both_modes
+@every(DATA)
+def test_a_data_set(same, row, lanes, tmp_path):
+    data, net = row
+    options = {"dtype": torch.float64, "rounds": 1, "policy": lambda: Schedule(num_steps=1)}
+    same(make=lambda: ClientModule(net()), data=data(tmp_path / "data"), lanes=lanes, **options)
+
+
+# --- callbacks ------------------------------------------------------------------------------------
+
+TESTED = {"local_test_size": 0.3, "partition": Dirichlet(0.5, min_size=10)}
+CALLBACKS = {
+    "ClientFaults": ({"watchers": lambda: [ClientFaults(nan=0.2, explode=0.3, dropout=0.2)]}),
+    "ClientAttack": {"watchers": lambda: [ClientAttack([0, 2], "noise", 3.0)]},
+    "LabelFlip": {"watchers": lambda: [LabelFlip([0, 2])]},
+    "Backdoor": {"watchers": lambda: [Backdoor([0, 2], target=1, size=2)]},
+    "PersonalizedEvaluation": {
+        "watchers": lambda: [PersonalizedEvaluation(steps=2, local_steps=2)],
+        "data": partial(samples, **TESTED),
+    },
+    "MatchingBaselines": {
+        "watchers": lambda: [MatchingBaselines(student(), epochs=1)],
+        "aggregator": lambda: PFNM(**MATCHED),
+    },
+    "RunReport": {"watchers": lambda: [RunReport()], "data": partial(samples, **TESTED)},
+    "RoundProgress": {
+        "watchers": lambda: [RoundProgress()],
+        "trainer": {"enable_progress_bar": True},
+    },
+}
+
+
+def student():
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES)).double()
+
+
+def test_every_callback_has_a_row():
+    others = {"FederatedLoop", "AtomicCheckpointIO", "RoundCheckpoint"}  # the last is below
+    names = {kind.__name__ for kind in concrete(callbacks)}
+    assert names - others == set(CALLBACKS)
+
+
+@in_both_modes
+@every(CALLBACKS)
+def test_a_callback(same, row, lanes):
+    same(**row, lanes=lanes)
+
+
+RESUMED = {
+    "states of rules": {
+        "aggregator": lambda: Staged([2], [ClusteredFL(9.0, 0.0, 0), FedControl()])
+    },
+    "networks": {"aggregator": RULES["PFNM"]},
+    "clients": {
+        "optimizer_state": "keep",
+        "make": lambda: module(Proximal(0.1), optimizer=partial(SGD, momentum=0.9)),
+        "transforms": lambda: [TopK(0.3)],
+        "policy": POLICIES["DiscreteGaussianReinforce"],
+    },
+}
+
+
+@in_both_modes
+@every(RESUMED)
+def test_a_run_resumes(device, tmp_path, row, lanes):
+    def run(folder, rounds, **options):
+        keep = {"watchers": lambda: [RoundCheckpoint(str(tmp_path / folder))]}
+        checkpoints = {"trainer": {"enable_checkpointing": True}}
+        return fit(
+            device.type,
+            tmp_path,
+            rounds=rounds,
+            lanes=lanes,
+            **row,
+            **keep,
+            **checkpoints,
+            **options,
+        )[1:]
+
+    whole = outcome(*run("whole", 3))
+    run("half", 2)
+    compare(outcome(*run("half", 3, ckpt_path=str(tmp_path / "half" / "last.ckpt"))), whole)
+
+
+# --- waits for the device -------------------------------------------------------------------------
+
+FEW, MANY = 5, 50
+
+
+class Watched(Lanes):
+    """Lanes that note the waits within local steps, batch by batch."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.within = []
+
+    def optimizer_step(self, *args, **kwargs):
+        with pretend.waits() as found:
+            super().optimizer_step(*args, **kwargs)
+        self.within.append(found)
+
+
+class Rounds(L.Callback):
+    """Note the waits of each round, from its first client to its aggregate."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self._now = pretend.waits()
+        self.found.append(self._now.__enter__())
+
+    def on_validation_start(self, trainer, pl_module):
+        self._now.__exit__(None, None, None)
+
+
+class Chatty(ClientModule):
+    """Log tensors and numbers, means and others."""
+
+    def training_step(self, batch, batch_idx):
+        out = super().training_step(batch, batch_idx)
+        loss = (out["loss"] if isinstance(out, dict) else out).detach()
+        self.log("mean", loss, on_step=False, on_epoch=True, batch_size=len(batch[0]))
+        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("number", 3.0, on_step=False, on_epoch=True)
+        return out
+
+
+class Alternating(HyperParameterPolicy):
+    """Steps and rates that differ from client to client."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most = most
+
+    def sample(self, round, clients):
+        return {"num_steps": self.most - clients % 2, "lr": 0.05 + 0.01 * clients}
+
+
+def deep():
+    return ClientModule(MLPClassifier([FEATURES, 4, 4, 4, 4, CLASSES]), optimizer=SGD)
+
+
+STEPS = {
+    "alike": {},
+    "a deep network": {"make": deep},
+    "uneven": {"policy": Alternating},
+    "in groups": {
+        "data": partial(samples, batch_size=7),
+        "make": lambda: module(EntropyRegularizer(0.9, 0.1)),
+    },
+    "weighted": {"data": partial(samples, batch_size=7)},
+    "kept": {
+        "optimizer_state": "keep",
+        "make": lambda: module(optimizer=partial(SGD, momentum=0.9)),
+    },
+    "logging": {"make": lambda: Chatty(nn.Linear(FEATURES, CLASSES), [Proximal(0.1)], SGD)},
+    "clipped": {"trainer": {"gradient_clip_val": 0.1}, "make": MODULES["Adam"]},
+    "MoreauEnvelope": {"make": MODULES["MoreauEnvelope"]},
+    "RepresentationMatching": {"make": MODULES["RepresentationMatching"]},
+    "FedEM": {"make": MODULES["FedEM"]},
+    "BatchNorm": {"make": MODULES["BatchNorm"], "data": partial(samples, drop_last=True)},
+    "one after another": {"make": lambda: unmapped()},
+}
+
+
+def unmapped():
+    """A module whose clients are trained one after another."""
+    made = module()
+    made.words = nn.Embedding(2, 2, padding_idx=0)
+    return made
+
+
+def count(tmp_path, steps, wrap, policy=lambda most: Schedule(num_steps=most), **options):
+    """Return the waits of the second round, and those within its local steps."""
+    rounds = Rounds()
+    watch = {"policy": lambda: policy(steps), "watchers": lambda: [rounds], "wrap": wrap}
+    made, *_ = fit(pretend.NAME, tmp_path, rounds=2, **watch, **options)
+    within = getattr(made.lightning_module, "within", [])
+    return rounds.found[1], sum(within[len(within) // 2 :], start=Counter())
+
+
+def lanes_of(steps_per_batch):
+    return lambda user: Watched(user, CLIENTS, steps_per_batch, compile=False)
+
+
+@every(STEPS)
+def test_a_vectorized_local_step_never_waits(device, tmp_path, row):
+    few, _ = count(tmp_path, FEW, lanes_of(FEW), **row)
+    many, within = count(tmp_path, MANY, lanes_of(FEW), **row)
+    assert not within
+    assert many == few
+    print(few.total(), sorted(few.items()))
+    assert few.total() <= 12
+
+
+def test_local_steps_one_by_one_add_no_wait(device, tmp_path):
+    few, many = (count(tmp_path, steps, lambda user: user)[0] for steps in (FEW, MANY))
+    assert few == many

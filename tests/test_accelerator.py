@@ -1,0 +1,37 @@
+"""Everything on a pretend accelerator, with the CPU's results: in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import pretend
+
+CASES = Path(__file__).with_name("accelerator_cases.py")
+
+
+def test_the_pretend_accelerator(subtests, tmp_path):
+    """Once it is known to torch it stays, so another process runs ``accelerator_cases.py``."""
+    report = tmp_path / "cases.xml"
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n0", "-q", "--tb=short", f"--junitxml={report}", CASES],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert report.exists(), run.stdout + run.stderr
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    assert len(cases) > 100, run.stdout
+    for case in cases:
+        with subtests.test(case.get("name")):
+            for problem in [*case.findall("failure"), *case.findall("error")]:
+                pytest.fail(problem.text or problem.get("message", ""))
+    assert run.returncode == 0, run.stdout
+
+
+def test_nothing_of_it_is_left_in_this_process():
+    assert not pretend.install.cache_info().currsize
