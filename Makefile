@@ -8,7 +8,7 @@ check:
 	$(BIN)ruff format --check
 	$(BIN)mypy
 	$(BIN)lint-imports
-	$(BIN)python -m pytest --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
+	$(BIN)python -m pytest -n auto --dist loadfile --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 # The site, in build/site; a warning is an error.
 docs:
@@ -19,4 +19,4 @@ format:
 	$(BIN)ruff format
 
 test:
-	$(BIN)python -m pytest
+	$(BIN)python -m pytest -n auto --dist loadfile

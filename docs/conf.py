@@ -52,8 +52,8 @@ default_role = "py:obj"  # `name`: a link, where there is something of that name
 nitpick_ignore_regex = [
     ("py:obj", r"\w+"),
     ("py:class", r"(tuple\[~torch\.)?Tensor|Figure|Path"),  # as annotations name them
-    ("py:.*", r"(abc|collections|datetime|enum|pathlib)\..*"),
-    ("py:.*", r"(jsonargparse|lightning|torch|torchmetrics)\..*"),
+    ("py:.*", r"(abc|collections|datetime|enum|os|pathlib)\..*"),
+    ("py:.*", r"(jsonargparse|lightning|numpy|torch|torchmetrics)\..*"),
     ("py:.*", r"lightning_fl\.(\w+\.)*_\w+"),
 ]
 
