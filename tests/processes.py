@@ -261,7 +261,7 @@ CASES = {
         {},
     ),
     "falls of losses": lambda: (
-        wide_lanes(client_module()),
+        wide_lanes(client_module(), fixed_groups=True),
         {"aggregator": FedPIDAvg(window=2, cancellation=0.0), "participation": 5},
         {},
     ),
@@ -270,7 +270,11 @@ CASES = {
         {"aggregator": ClusteredFL(eps1=9.0, eps2=0.0, warmup=1), "policy": Uneven()},
         {},
     ),
-    "gossip": lambda: (wide_lanes(client_module()), {"aggregator": Gossip("ring")}, {}),
+    "gossip": lambda: (
+        wide_lanes(client_module(), fixed_groups=True),
+        {"aggregator": Gossip("ring")},
+        {},
+    ),
     "neurons": lambda: (
         client_module(),
         {"aggregator": PFNM(sigma02=10.0, widths=[8, 5]), "participation": 5},
@@ -281,7 +285,11 @@ CASES = {
         {"aggregator": StreamingPFNM(sigma02=10.0, fresh=2), "participation": 5},
         {"arrivals": 3},
     ),
-    "layers": lambda: (wide_lanes(client_module()), {"aggregator": FedMA(widths=[8, 5])}, {}),
+    "layers": lambda: (
+        wide_lanes(client_module(), fixed_groups=True),
+        {"aggregator": FedMA(widths=[8, 5])},
+        {},
+    ),
     "downpour": lambda: (client_module(), {"aggregator": Downpour(), "participation": 5}, {}),
     "private": lambda: (
         client_module(),

@@ -145,7 +145,6 @@ def test_processes_that_share_samples_have_one_model(found, case, count):
             assert difference(rows, other["store"][client]) == 0
 
 
-@pytest.mark.slow  # A few of these bits differ now and then where tests run side by side.
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("case", [c for c in CASES if not c.startswith("lanes")] + FIXED)
 def test_the_number_of_processes_does_not_change_a_bit(found, case, count):

@@ -14,36 +14,43 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.functional.summation import add_rows, empty_sum, merged_sums, sum_value
 from lightning_fl.objectives.recorder import Recorder
 from lightning_fl.objectives.terms import Side, Term
 from lightning_fl.types import FederationError
 
 
 class WeightedMean(Metric):
-    """The weighted mean of the finite values, 0-d; NaN without any.
+    """The weighted mean of the finite values, 0-d in float64; NaN without any.
 
-    Unlike torchmetrics' ``MeanMetric`` it never reads a value, so it does not wait for the device.
+    It does not depend on the order of the values or on how processes share them. Unlike
+    torchmetrics' ``MeanMetric`` it never reads a value, so it does not wait for the device.
+
+    Example:
+        >>> mean = WeightedMean()
+        >>> mean.update(torch.tensor([1.0, 3.0, torch.inf]), torch.tensor([1.0, 3.0, 1.0]))
+        >>> mean.compute()
+        tensor(2.5000, dtype=torch.float64)
     """
 
     full_state_update = False
-    total: Tensor
-    weight: Tensor
+    sums: Tensor  # of the weighted values and of the weights
 
     def __init__(self) -> None:
         super().__init__()
-        for name in ("total", "weight"):
-            self.add_state(name, torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("sums", empty_sum((2,)), dist_reduce_fx=merged_sums)
 
     def update(self, values: Tensor, weights: Tensor) -> None:
         """Add values, with weights of the same shape."""
         is_finite = values.isfinite()
-        weights = weights.where(is_finite, 0).to(self.weight.dtype)
-        self.total += (values.where(is_finite, 0).to(self.total.dtype) * weights).sum()
-        self.weight += weights.sum()
+        weights = weights.where(is_finite, 0).double()
+        values = values.where(is_finite, 0).double() * weights
+        add_rows(self.sums, torch.stack([values, weights], -1).reshape(-1, 2))
 
     def compute(self) -> Tensor:
         """Return the mean."""
-        return self.total / self.weight
+        total, weight = sum_value(self.sums)
+        return total / weight
 
 
 class ClientModule(LightningModule):
