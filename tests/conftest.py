@@ -77,9 +77,14 @@ class Linear(L.LightningModule):
 
 
 @pytest.fixture(autouse=True)
-def _no_seed_from_elsewhere(monkeypatch):
-    """seed_everything leaves its seed in the environment, for the tests after it too."""
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+def _environment_as_outside(monkeypatch):
+    """Remove what a test before left: its seed, and what Lightning tells processes of one another.
+
+    With LOCAL_RANK a command that is to start processes takes itself for one of them, and waits.
+    """
+    left = ("PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")
+    for name in left:
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(autouse=True)

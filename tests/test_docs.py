@@ -46,19 +46,8 @@ def here(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-#: Pages that start processes of their own, which take minutes where tests run side by side.
-PROCESSES = ("several_gpus",)
-
-
 @expected
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=pytest.mark.slow if page.stem in PROCESSES else ())
-        for page in PAGES
-    ],
-    ids=lambda page: page.stem,
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_and_prints_what_it_says(page, here):
     pages.run(page)
 

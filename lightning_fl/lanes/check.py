@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
 from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.lanes.attributes import left_alone
 from lightning_fl.lanes.host import is_floating
 from lightning_fl.lanes.local_step import LocalStep, Outcome
 from lightning_fl.lanes.watch import Watch
@@ -114,7 +113,7 @@ def why_not_mapped(module: LightningModule, host: StackedLanes, batch: Any) -> s
     trained = [name for name, p in host.params.items() if p.requires_grad]
     metrics = [m for m in module.modules() if isinstance(m, Metric)]
     counts = [m._update_count for m in metrics]
-    with _without_dropout(module), left_alone(module) as escaped:
+    with _without_dropout(module), left_alone(module) as attributes:
         local, exactness = LocalStep(module), 1e-8
         local.batch_idx = host.local.batch_idx
         try:
@@ -135,7 +134,7 @@ def why_not_mapped(module: LightningModule, host: StackedLanes, batch: Any) -> s
                 metric.reset()
         if used:
             return f"training_step updates the metric {type(used[0]).__name__}"
-        if names := escaped():
+        if names := attributes.mapped():
             return f"training_step keeps tensors in {names[0]}"
         is_random = not _close(alone, other, exactness)
         if not is_random and not _close(own, tree_map(lambda t: t[0], alone), exactness):
@@ -193,43 +192,6 @@ def _close(one: Result, other: Result, exactness: float) -> bool:
 def _numbers(result: Result) -> list[Tensor]:
     wide = {True: torch.complex128, False: torch.float64}
     return [t.detach().to(wide[t.is_complex()]) for t in tree_leaves(result)]
-
-
-@contextmanager
-def left_alone(module: nn.Module) -> Iterator[Callable[[], list[str]]]:
-    """Undo what happens to plain attributes; yields what tells where mapped tensors escaped to."""
-    owners = [(name, vars(m)) for name, m in module.named_modules()]
-    before = [dict(own) for _, own in owners]
-    contents = [(c, copy.copy(c)) for _, own in owners for c in _containers(list(own.values()))]
-
-    def escaped() -> list[str]:
-        return [
-            f"{name}.{key}".strip(".")
-            for name, own in owners
-            for key, value in own.items()
-            if any(isinstance(t, Tensor) and is_batchedtensor(t) for t in tree_leaves(value))
-        ]
-
-    try:
-        yield escaped
-    finally:
-        for (_, own), objects in zip(owners, before, strict=True):
-            for key in own.keys() - objects.keys():
-                del own[key]
-            own.update(objects)
-        for container, content in contents:
-            container.clear()
-            (container.extend if isinstance(content, list) else container.update)(content)
-
-
-def _containers(values: Iterable[Any], seen: set[int] | None = None) -> Iterator[Any]:
-    """Yield the lists, dictionaries and sets among values, and those inside them."""
-    seen = set() if seen is None else seen
-    for value in values:
-        if type(value) in (list, dict, set) and id(value) not in seen:
-            seen.add(id(value))
-            yield value
-            yield from _containers(value.values() if type(value) is dict else value, seen)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch.optim.sgd import sgd
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_fl.lanes.check import left_alone
+from lightning_fl.lanes.attributes import left_alone
 from lightning_fl.lanes.local_step import LocalStep, Outcome, Tensors
 
 #: Options of SGD that torch's function for a step takes.

@@ -20,7 +20,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_fl.lanes.check import left_alone, mixes_samples, why_not_mapped
+from lightning_fl.lanes.attributes import carried, left_alone
+from lightning_fl.lanes.check import mixes_samples, why_not_mapped
 from lightning_fl.lanes.host import BufferPolicy, LaneHost
 from lightning_fl.lanes.local_step import Outcome
 from lightning_fl.lanes.optimizer_state import restack
@@ -200,6 +201,16 @@ class Lanes(LightningModule):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load the module's own state."""
         return self.module.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the server's parameters; not while clients train, who have their own."""
+        self._refuse_while_training("parameters()")
+        return super().named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Return the server's buffers; not while clients train, who have their own."""
+        self._refuse_while_training("buffers()")
+        return super().named_buffers(*args, **kwargs)
 
     @property
     def hparams(self) -> Any:
@@ -398,8 +409,20 @@ class Lanes(LightningModule):
         )
 
     def _choose(self, host: StackedLanes, samples: Samples) -> None:
-        """Check that lanes do what the module does, and find out which way is the fastest."""
+        """Check that lanes do what the module does, and find out which way is the fastest.
+
+        Raises:
+            FederationError: If a step depends on what an earlier one left in plain attributes, of
+                which there is one for all clients.
+        """
         name, host.is_ready = type(self.module).__name__, True
+        if names := carried(host, samples):
+            raise FederationError(
+                f"{name}.training_step depends on what an earlier step has left in its attributes"
+                f" ({', '.join(names[:3])}). Clients that train at once would share them: keep it"
+                " in a buffer (register_buffer), of which each client has its own, or train the"
+                " module itself instead of Lanes(module)"
+            )
         why = samples.why_not_stacked() or why_not_mapped(self.module, host, samples.pair())
         if why is not None:
             host.train_one_by_one()

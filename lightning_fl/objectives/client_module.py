@@ -49,8 +49,8 @@ class WeightedMean(Metric):
 
     def compute(self) -> Tensor:
         """Return the mean."""
-        total, weight = sum_value(self.sums)
-        return total / weight
+        sums = sum_value(self.sums)
+        return sums[0] / sums[1]
 
 
 class ClientModule(LightningModule):

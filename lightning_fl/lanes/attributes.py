@@ -1,0 +1,162 @@
+"""What a training step does to the plain Python attributes of a module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_fl.functional.randomness import seeded_rng
+
+if TYPE_CHECKING:
+    from lightning_fl.lanes.samples import Samples
+    from lightning_fl.lanes.stacked import StackedLanes
+
+
+#: Where a module keeps its parameters, buffers and children.
+_OF_TORCH = vars(nn.Module()).keys()
+
+
+class Attributes:
+    """The plain attributes of a module and its children, as they are now.
+
+    Args:
+        module: The module.
+
+    Example:
+        >>> module = nn.Identity()
+        >>> module.seen = []
+        >>> attributes = Attributes(module)
+        >>> module.seen.append(1)
+        >>> attributes.changed()
+        ['seen']
+        >>> attributes.restore()
+        >>> module.seen
+        []
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners = [(name, vars(m)) for name, m in module.named_modules()]
+        self._before = [dict(own) for _, own in self._owners]
+        values = [value for own in self._before for value in own.values()]
+        self._contents = {id(c): (c, copy.copy(c)) for c in _containers(values)}
+
+    def restore(self) -> None:
+        """Undo what happened to them since."""
+        for (_, own), objects in zip(self._owners, self._before, strict=True):
+            for key in own.keys() - objects.keys():
+                del own[key]
+            own.update(objects)
+        for container, content in self._contents.values():
+            container.clear()
+            (container.extend if isinstance(content, list) else container.update)(content)
+
+    def changed(self) -> list[str]:
+        """Return the names of those that are another object now, or hold other objects."""
+        return [
+            f"{name}.{key}".strip(".")
+            for (name, own), objects in zip(self._owners, self._before, strict=True)
+            for key, value in own.items()
+            if key not in _OF_TORCH
+            and (objects.get(key, self) is not value or self._is_other_inside(value))
+        ]
+
+    def _is_other_inside(self, value: Any) -> bool:
+        return any(
+            id(c) not in self._contents or _items(c) != _items(self._contents[id(c)][1])
+            for c in _containers([value])
+        )
+
+    def mapped(self) -> list[str]:
+        """Return the names of those that hold a tensor of ``vmap``, which has escaped from it."""
+        return [
+            f"{name}.{key}".strip(".")
+            for name, own in self._owners
+            for key, value in own.items()
+            if any(isinstance(t, Tensor) and is_batchedtensor(t) for t in tree_leaves(value))
+        ]
+
+
+@contextmanager
+def left_alone(module: nn.Module) -> Iterator[Attributes]:
+    """Undo what happens to a module's plain attributes."""
+    attributes = Attributes(module)
+    try:
+        yield attributes
+    finally:
+        attributes.restore()
+
+
+def carried(host: StackedLanes, samples: Samples) -> list[str]:
+    """Return the plain attributes through which a local step changes another one.
+
+    A client's step is made with the attributes as they are, twice, and after the step of another
+    client, always on the same tensors, batch and random numbers. Only what it returns is compared:
+    a list of losses for the end of an epoch carries nothing.
+
+    Args:
+        host: The lanes; nothing of them or their module is changed.
+        samples: Of the local step.
+
+    Returns:
+        The names of all attributes that a step changes, if another step depends on them. None if
+        not, or if the step is random by other generators than torch's.
+    """
+    module = host.module
+
+    def results(client: int) -> list[Tensor]:
+        batch = tree_map(_copied, samples.client(client))  # a step may write to it
+        with (
+            seeded_rng(0, module.device),
+            host.untouched(),
+            host.client(client),
+            torch.enable_grad(),
+        ):
+            outcome, grads = host.local.by_itself({}, batch)
+        return [outcome.loss.detach(), *grads.values()]
+
+    def alike(one: list[Tensor], other: list[Tensor]) -> bool:
+        if len(one) != len(other):
+            return False
+        return all(
+            torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+            for a, b in zip(one, other, strict=True)
+        )
+
+    one, other, *_ = [i for i in range(host.count) if samples.client(i) is not None] * 2
+    with left_alone(module) as attributes:
+        first = results(other)
+        attributes.restore()
+        second = results(other)
+        attributes.restore()
+        results(one)
+        names = attributes.changed()
+        is_carried = bool(names) and alike(first, second) and not alike(second, results(other))
+    return names if is_carried else []
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+
+
+def _items(container: Any) -> list[int]:
+    """Return what a list, a dictionary or a set holds, by identity."""
+    values = container.values() if isinstance(container, dict) else container
+    keys = container.keys() if isinstance(container, dict) else ()
+    return [*map(hash, keys), *map(id, values)]
+
+
+def _containers(values: Iterable[Any], seen: set[int] | None = None) -> Iterator[Any]:
+    """Yield the lists, dictionaries and sets among values, and those inside them."""
+    seen = set() if seen is None else seen
+    for value in values:
+        if type(value) in (list, dict, set) and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            yield from _containers(value.values() if type(value) is dict else value, seen)
