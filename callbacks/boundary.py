@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
+
+from lightning_fl.hooks import replaced
 
 #: Returns what clients keep, in the form in which it is saved.
 Store = Callable[[], list[dict[str, Any]]]
@@ -63,7 +65,9 @@ class RoundBoundary:
         self._lightnings: Callable[[bool | None], dict[str, Any]]
         connector = trainer._checkpoint_connector
         self._lightnings = connector.dump_checkpoint
-        self._replace(connector, "dump_checkpoint", self.dump)
+        # Not the bound method itself, which cannot be given a name.
+        dump = replaced(connector, "dump_checkpoint", lambda _: lambda *args: self.dump(*args))
+        self._undo.enter_context(dump)
 
     def close(self) -> None:
         """Let Lightning make its own checkpoints again; their progress remains the boundary's."""
@@ -78,18 +82,13 @@ class RoundBoundary:
 
     def call_before_checkpoints(self, close: Callable[[], None]) -> None:
         """Call a function at the end of each epoch, after all hooks but those of Checkpoints."""
+        after = partial(_after, close)
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Checkpoint):
-                self._replace(
-                    callback, "on_train_epoch_end", _after(close, callback.on_train_epoch_end)
-                )
+                self._undo.enter_context(replaced(callback, "on_train_epoch_end", after))
         # Where there are none of them: Lightning calls this next.
         logs = self._trainer._logger_connector
-        self._replace(logs, "on_epoch_end", _after(close, logs.on_epoch_end))
-
-    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        vars(owner)[name] = function
-        self._undo.callback(vars(owner).pop, name, None)
+        self._undo.enter_context(replaced(logs, "on_epoch_end", after))
 
     # --- the boundary -----------------------------------------------------------------------------
 
@@ -176,7 +175,6 @@ class RoundBoundary:
 
 
 def _after(first: Callable[[], None], hook: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(hook)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         first()
         return hook(*args, **kwargs)

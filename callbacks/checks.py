@@ -23,8 +23,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
-from lightning_fl.callbacks.hooks import replaced
 from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.hooks import replaced
 from lightning_fl.objectives import ClientModule
 from lightning_fl.types import FederatedData, FederationError, check_package
 

@@ -54,7 +54,6 @@ from lightning_fl.callbacks.dropped import (
     describe_dropped,
     summarize_dropped,
 )
-from lightning_fl.callbacks.hooks import Method, replaced
 from lightning_fl.callbacks.hyperparameters import RoundLog, log_hyperparameters, named
 from lightning_fl.callbacks.schedulers import Schedulers, ScheduleState, stepping_batches
 from lightning_fl.callbacks.table import RoundTable
@@ -69,6 +68,7 @@ from lightning_fl.functional.randomness import (
     seeded_rng,
     set_rng_state,
 )
+from lightning_fl.hooks import Method, replaced
 from lightning_fl.lanes import BufferPolicy, Lanes, flat, lane_host
 from lightning_fl.policies import HyperParameterPolicy, RandomPolicy, Schedule
 from lightning_fl.policies.base import local_steps

@@ -11,7 +11,7 @@ from lightning.pytorch.core.saving import save_hparams_to_yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
-from lightning_fl.callbacks.hooks import Method
+from lightning_fl.hooks import Method
 from lightning_fl.types import plain_options
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields
 from datetime import timedelta
-from functools import wraps
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from lightning_fl.hooks import replaced
 from lightning_fl.types import FederationError
 
 #: Lightning asks all processes before each batch whether one is to end; here before each n-th.
@@ -86,23 +87,17 @@ class ClientParallelStrategy(DDPStrategy):
             self._throttle_stop_flag(trainer)
         for child in module.modules():
             if isinstance(child, LightningModule):
-                self._set(child, "log", _log_for_all(self, trainer, child.log))
+                log = partial(_log_for_all, self, trainer)
+                self._undo.enter_context(replaced(child, "log", log))
         super().setup(trainer)
 
     def _throttle_stop_flag(self, trainer: Trainer) -> None:
         epoch: Any = trainer.fit_loop.epoch_loop
-        ask = epoch._broadcast_sigterm_tensor
 
-        def ask_at_times() -> None:
-            if epoch.batch_idx % BATCHES_PER_STOP_FLAG == 0:
-                ask()
+        def at_times(ask: Callable[[], None]) -> Callable[[], None]:
+            return lambda: ask() if epoch.batch_idx % BATCHES_PER_STOP_FLAG == 0 else None
 
-        self._set(epoch, "_broadcast_sigterm_tensor", ask_at_times)
-
-    def _set(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of an object for as long as this strategy is in use."""
-        vars(owner)[name] = value
-        self._undo.callback(vars(owner).pop, name, None)
+        self._undo.enter_context(replaced(epoch, "_broadcast_sigterm_tensor", at_times))
 
     def teardown(self) -> None:
         """Let go of module and Trainer."""
@@ -145,7 +140,6 @@ def _log_for_all(
     Where each process validates on all samples, nothing is left to reduce.
     """
 
-    @wraps(log)
     def wrapped(name: str, value: Any, *args: Any, **options: Any) -> None:
         if len(args) < 8:  # sync_dist is not given by position
             repeats = trainer.state.fn == TrainerFn.FITTING and strategy.repeats_validation
