@@ -603,7 +603,7 @@ def test_a_run_resumes(device, tmp_path, row, lanes):
 
 # --- waits for the device -------------------------------------------------------------------------
 
-FEW, MANY = 5, 50
+FEW, MANY = 5, 15
 
 
 class Watched(Lanes):

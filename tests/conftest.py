@@ -25,6 +25,22 @@ logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 torch.set_num_threads(1)
 
 
+#: Files that take longest, in the order in which workers begin them: none is left for the end.
+LONGEST = (
+    "test_strategies",
+    "test_accelerator",
+    "test_cli",
+    "test_module",
+    "test_configs",
+    "test_docs",
+)
+
+
+def pytest_collection_modifyitems(items):
+    rank = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
 class Foreign(L.LightningModule):
     """Written without knowledge of this library: BatchNorm, dropout, Adam, a metric, logging."""
 

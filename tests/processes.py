@@ -2,6 +2,7 @@
 
 python tests/processes.py DEVICES OUT [CASE ...]
 python tests/processes.py DEVICES OUT raise | kill | freeze | metric | resume CHECKPOINT
+python tests/processes.py DEVICES OUT repeat CASE ...
 """
 
 import logging
@@ -459,7 +460,7 @@ class Fail(L.Callback):
 
 
 def fit(
-    case, devices, folder, rounds=4, callbacks=(), ckpt_path=None, strategy=None, dtype="float64"
+    case, devices, folder, rounds=3, callbacks=(), ckpt_path=None, strategy=None, dtype="float64"
 ):
     """Train a case; return its parameters and its table."""
     L.seed_everything(1, verbose=False)
@@ -519,6 +520,12 @@ def main(devices, out, *cases):
         return
     if task == "resume":
         torch.save(fit("kept", devices, out, ckpt_path=cases[1]), out / "resumed.pt")
+        return
+    if task == "repeat":
+        with tempfile.TemporaryDirectory() as folder:
+            runs = [{case: fit(case, devices, folder) for case in cases[1:]} for _ in range(5)]
+        rank = os.environ.get("LOCAL_RANK", "0")
+        torch.save(runs, out / f"repeated.{devices}.{rank}.pt")
         return
     with tempfile.TemporaryDirectory() as folder:
         for case in cases or CASES:

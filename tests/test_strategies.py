@@ -156,7 +156,7 @@ def test_the_number_of_processes_does_not_change_a_bit(found, case, count):
 
 
 def test_four_processes_neither(found, tmp_path):
-    run = start(4, tmp_path, *ACTS, *FIXED, "one client, median", "lost clients")
+    run = start(4, tmp_path, ACTS[0], *FIXED, "one client, median", "lost clients")
     output = finish(run)
     assert run.returncode == 0, output
     for case, one in torch.load(tmp_path / "found.4.3.pt").items():
@@ -165,13 +165,15 @@ def test_four_processes_neither(found, tmp_path):
 
 @pytest.mark.slow
 def test_twenty_runs_are_the_same(found, tmp_path):
-    for repeat in range(20):
-        count = 1 + repeat % 4
-        run = start(count, tmp_path, "a policy that learns", "lost clients")
+    for count in (1, 2, 3, 4):
+        run = start(count, tmp_path, "repeat", "a policy that learns", "lost clients")
         output = finish(run)
         assert run.returncode == 0, output
-        for case, one in torch.load(tmp_path / f"found.{count}.0.pt").items():
-            assert hashed(one) == hashed(found[1][0][case])
+        repeats = torch.load(tmp_path / f"repeated.{count}.0.pt")
+        assert len(repeats) == 5
+        for repeat in repeats:
+            for case, one in repeat.items():
+                assert hashed(one) == hashed(found[1][0][case])
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -203,7 +205,7 @@ def test_a_run_resumes_on_another_number_of_processes(found, place, tmp_path, be
     assert run.returncode == 0, output
     resumed = torch.load(tmp_path / "resumed.pt")
     assert difference(found[1][0]["kept"]["state"], resumed["state"]) < 1e-12
-    assert len(resumed["rows"]) == 4
+    assert len(resumed["rows"]) == 3
 
 
 @pytest.mark.parametrize("how", ["raise", "kill", "freeze"])

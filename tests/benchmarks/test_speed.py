@@ -101,6 +101,7 @@ def test_time_from_client_to_client(speed, monkeypatch):
     assert {"step", "client", "round"} == set(outcome["costs"]["library"])
 
 
+@pytest.mark.slow  # the workload is a real one
 def test_two_processes_take_part(speed):
     names = ["bare loop, 1 thread", "2 processes, one client at a time"]
     contestants = {name: speed.CONTESTANTS[name] for name in names}

@@ -110,7 +110,7 @@ def train(fit, ragged):
 def agree(train, flat, ragged):
     """Train a module in itself and in lanes: equal parameters, buffers and figures of rounds."""
 
-    def check(make, lanes=(1, 3, 7), steps_per_batch=1, datamodule=ragged, **options):
+    def check(make, lanes=(3,), steps_per_batch=1, datamodule=ragged, **options):
         plain = make()
         before = flat(plain)
         expected = train(plain, datamodule=datamodule(), **options)
