@@ -125,8 +125,8 @@ def test_a_config_resumes_bit_equal_after_its_end_in_a_round(
     _assert_equal(whole[1:], parts[1:], torch.equal)
 
 
-#: Quick ones, in which processes have most to say to each other.
-QUICK = ("fedavgplus_mnist", "pfnm_digits")
+#: A quick one, in which processes have most to say to each other.
+QUICK = ("pfnm_digits",)
 
 
 @pytest.mark.parametrize(

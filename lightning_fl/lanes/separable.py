@@ -28,6 +28,13 @@ SCALES = (0.03, 1e3)
 #: Relative and absolute difference of two steps in float64 that is rounding.
 RTOL, ATOL = 1e-8, 1e-13
 
+#: Optimizers that treat all numbers alike, with steps proportional to their rate: known, not tried.
+PROPORTIONAL = {
+    *(torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta),
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam),
+    torch.optim.RAdam,
+}
+
 ShapeOf = Callable[[Sequence[int]], tuple[int, ...]]
 
 
@@ -41,8 +48,7 @@ def fresh(optimizer: Optimizer, param: Tensor, name: str) -> Tensor:
 def check_separable(state: OptimizerState, keep: bool) -> bool:
     """Refuse an optimizer whose step for one client depends on the clients beside it.
 
-    Small copies of the optimizer, with its own groups and options, train two clients apart and
-    stacked. Their gradients differ much in size.
+    Some optimizers of torch are known. Others are tried: see :func:`check_by_trial`.
 
     Args:
         state: Of an optimizer of stacked parameters, ``[lanes, ...]``, which is left alone.
@@ -54,6 +60,16 @@ def check_separable(state: OptimizerState, keep: bool) -> bool:
     Raises:
         FederationError: If they differ, as with norms of whole tensors (LARS), estimates that all
             parameters share (Prodigy), or line searches (LBFGS).
+    """
+    is_known = type(state.optimizer) in PROPORTIONAL and not state.holds_other_parameters()
+    return True if is_known and not keep else check_by_trial(state, keep)
+
+
+def check_by_trial(state: OptimizerState, keep: bool) -> bool:
+    """Do :func:`check_separable` for any optimizer.
+
+    Small copies of the optimizer, with its own groups and options, train two clients apart and
+    stacked. Their gradients differ much in size.
     """
     optimizer = state.optimizer
     name, device = type(optimizer).__name__, params_of(optimizer)[0].device

@@ -4,7 +4,7 @@ from torch import nn
 
 import hidden_state as hidden
 from lightning_fl.lanes.optimizer_state import OptimizerState, check_fresh, restack
-from lightning_fl.lanes.separable import check_separable
+from lightning_fl.lanes.separable import PROPORTIONAL, check_by_trial, check_separable
 from lightning_fl.optimizers import MoreauEnvelope
 from lightning_fl.types import FederationError
 
@@ -34,6 +34,7 @@ optim = torch.optim
         (lambda p: optim.RMSprop(p, centered=True, momentum=0.9), True),
         (lambda p: optim.Adagrad(p, initial_accumulator_value=0.1, lr_decay=0.1), True),
         (optim.Adadelta, True),
+        (lambda p: optim.Adamax(p, weight_decay=0.1), True),
         (optim.ASGD, False),
         (MoreauEnvelope, True),
         (hidden.Counting, True),
@@ -43,6 +44,24 @@ optim = torch.optim
 )
 def test_an_optimizer_that_treats_numbers_alike_is_fine(make, is_linear):
     assert check_separable(stacked(make), keep=False) is is_linear
+    assert check_by_trial(stacked(make), keep=False) is is_linear  # which knows none of them
+    assert is_linear or type(stacked(make).optimizer) not in PROPORTIONAL
+
+
+@pytest.mark.parametrize("kind", sorted(PROPORTIONAL, key=lambda kind: kind.__name__))
+def test_a_child_of_a_known_optimizer_is_tried(kind):
+    class Coupled(kind):
+        """Steps by the sign of the mean of all gradients."""
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad.copy_(p.grad.mean().sign().expand_as(p))
+            super().step()
+
+    with pytest.raises(FederationError, match="depends on the others"):
+        check_separable(stacked(Coupled), keep=False)
 
 
 @pytest.mark.parametrize(
