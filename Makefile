@@ -1,14 +1,12 @@
 # Tools come from .venv where there is one, else from PATH.
 BIN := $(if $(wildcard .venv/bin/python),.venv/bin/)
+PYTEST := $(BIN)python -m pytest -n auto --dist loadfile
 
-.PHONY: check docs format test
+.PHONY: check docs format lint test
 
-check:
-	$(BIN)ruff check
-	$(BIN)ruff format --check
-	$(BIN)mypy
-	$(BIN)lint-imports
-	$(BIN)python -m pytest -n auto --dist loadfile --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
+# Everything, the slow tests too. About half an hour on two cores.
+check: lint docs
+	$(PYTEST) -m "slow or not slow" --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 # The site, in build/site; a warning is an error.
 docs:
@@ -18,5 +16,11 @@ format:
 	$(BIN)ruff check --fix
 	$(BIN)ruff format
 
+lint:
+	$(BIN)ruff check
+	$(BIN)ruff format --check
+	$(BIN)mypy
+	$(BIN)lint-imports
+
 test:
-	$(BIN)python -m pytest -n auto --dist loadfile
+	$(PYTEST)
