@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_fl.callbacks.checks import accuracy, evaluating, on_device
 from lightning_fl.callbacks.faults import OnUpdates
+from lightning_fl.federation.measures import accuracy, evaluating, on_device
 from lightning_fl.functional.randomness import Purpose, generator, run_seed
 from lightning_fl.types import FederationError, RoundPlan
 

@@ -21,36 +21,13 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_fl.federation.measures import evaluating
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import replaced
 from lightning_fl.objectives import ClientModule
 from lightning_fl.types import FederatedData, FederationError, check_package
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Let a module evaluate, each of its parts, and go back to what it did."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
-
-
-def on_device(trainer: Trainer, batch: Any) -> Any:
-    """Bring a batch to where a module trains, as Lightning's loops do."""
-    return trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
-
-
-def accuracy(module: LightningModule, batch: Any) -> Tensor:
-    """Return for each sample of ``(x, y)`` whether the largest output is the right one."""
-    x, y = batch
-    found: Tensor = module(x).argmax(1) == y
-    return found.double()
 
 
 def has_running_statistics(module: nn.Module) -> bool:

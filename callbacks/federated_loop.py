@@ -38,14 +38,11 @@ from lightning_fl.callbacks.checkpoint_checks import (
     one_line,
 )
 from lightning_fl.callbacks.checks import (
-    accuracy,
     check_module,
     check_network,
     check_smallest_batch,
     check_trainer,
-    evaluating,
     has_running_statistics,
-    on_device,
     one_optimizer,
 )
 from lightning_fl.callbacks.dropped import (
@@ -57,6 +54,7 @@ from lightning_fl.callbacks.dropped import (
 from lightning_fl.callbacks.hyperparameters import RoundLog, log_hyperparameters, named
 from lightning_fl.callbacks.schedulers import Schedulers, ScheduleState, stepping_batches
 from lightning_fl.callbacks.table import RoundTable
+from lightning_fl.federation.measures import Measures, evaluating
 from lightning_fl.files import FolderLock
 from lightning_fl.functional.randomness import (
     Purpose,
@@ -377,6 +375,10 @@ class FederatedLoop(Callback):
             self.optimizer_state == "keep",
         )
         self.undo.callback(self.lane.close)
+        shares_clients = self._parallel is not None
+        self._measures = Measures(
+            trainer, self._data, self._seed, shares_clients, self._shares_samples
+        )
         self.schedulers = Schedulers(trainer)
         self._repeat_validation(trainer)
         server = self.lane.read().vector
@@ -773,7 +775,7 @@ class FederatedLoop(Callback):
             self._load(self._current, step)
             _call(pl_module, "on_client_start")
             if self.aggregator.needs_losses:
-                self._current.losses = self._local_losses(step)
+                self._current.losses = self._client_losses(step)
         self._step = step
         if self._lanes is not None:
             rows = list(step.rows)  # none in an idle step
@@ -845,29 +847,9 @@ class FederatedLoop(Callback):
             torch.distributed.all_reduce(losses)
         return losses
 
-    def _local_losses(self, step: Step) -> Tensor:
-        """Return the mean loss of each client's model over all its training samples, ``[k]``."""
-        module: Any = self.lane.module
-        found = []
-        for lane, row in enumerate(step.rows):
-            client = int(self._current.plan.clients[row])
-            seed = derive_seed(self._seed, Purpose.CLIENT_LOSS, self.round, client)
-            total, count = 0.0, 0
-            with (
-                self.lane.client(lane),
-                evaluating(module),
-                torch.no_grad(),
-                seeded_rng(seed, module.device),
-                self._trainer.precision_plugin.val_step_context(),
-            ):
-                for batch in self._data.samples_of(client):
-                    losses = module.federated_losses(on_device(self._trainer, batch))
-                    total, count = total + losses.double().sum(), count + len(losses)
-            found.append(torch.as_tensor(total / count))
-        each = torch.stack(found)
-        if self._shares_samples:
-            torch.distributed.broadcast(each, 0)
-        return each
+    def _client_losses(self, step: Step) -> Tensor:
+        clients = self._current.plan.clients[list(step.rows)].tolist()
+        return self._measures.client_losses(self.lane, clients, self.round)
 
     def _collect(self, round: _Round, step: Step) -> None:
         if round.plan.nobody:
@@ -875,7 +857,7 @@ class FederatedLoop(Callback):
         clients = round.plan.clients[list(step.rows)]
         if self._shares_samples:
             _broadcast(self.lane.module)
-        after = self._local_losses(step) if self.aggregator.needs_losses else None
+        after = self._client_losses(step) if self.aggregator.needs_losses else None
         delta, counters = self.lane.collect(round.start, reuse=self.aggregator.forgets)
         reports, before = round.reports, round.reports if after is None else round.losses
         dropped: dict[int, str] = {}
@@ -1006,7 +988,10 @@ class FederatedLoop(Callback):
             self.aggregator.skip()
         self._note_moved(round, server)
         self._leave_clients(server, round.schedule_after)
-        self.aggregator.publish(lambda: self._training_accuracy(round.plan.clients.tolist()))
+        clients = round.plan.clients.tolist()
+        self.aggregator.publish(
+            lambda: self._measures.training_accuracy(self.lane.module, clients, self.round)
+        )
         self._noted.passed()
         round.aggregated = True
 
@@ -1031,22 +1016,6 @@ class FederatedLoop(Callback):
                     f" {least} clients returned"
                 )
         self._warned_of_drops = self._warned_of_few = False
-
-    def _training_accuracy(self, clients: Sequence[int]) -> float:
-        """Return the accuracy of the module as it is on these clients' training samples."""
-        module, data = self.lane.module, self._data
-        seed = derive_seed(self._seed, Purpose.CLIENT_LOSS, self.round)
-        rank, world_size = self._trainer.global_rank, self._trainer.world_size
-        right = torch.zeros(2, dtype=torch.float64, device=module.device)
-        with evaluating(module), torch.no_grad(), seeded_rng(seed, module.device):
-            for client in clients[rank::world_size]:
-                for batch in data.samples_of(client):
-                    with self._trainer.precision_plugin.val_step_context():
-                        found = accuracy(module, on_device(self._trainer, batch))
-                    right += torch.stack([found.sum(), torch.ones_like(found).sum()])
-        if world_size > 1:
-            torch.distributed.all_reduce(right)
-        return float(right[0] / right[1])
 
     def _merge(self, round: _Round) -> None:
         """Take in what the other processes know of their clients; the aggregator sums by itself."""
@@ -1124,43 +1093,6 @@ class FederatedLoop(Callback):
         where += f", local step{'s' * (last > first)} {first}"
         return where + (f" to {last}" if last > first else "")
 
-    def _credits(self, round: _Round, weights: Tensor) -> Tensor:
-        """Return what each client has done to the validation loss; see :class:`Feedback`."""
-        gradient = self._val_gradient()
-        own = {client: float(gradient @ move.double()) for client, move in round.moves.items()}
-        every = gathered(own) if self._parallel is not None else [own]
-        found = {client: credit for each in every for client, credit in each.items()}
-        each = [found.get(client, math.nan) for client in round.plan.clients.tolist()]
-        credits: list[float] = self._trainer.strategy.broadcast(each)
-        return weights * torch.tensor(credits, dtype=torch.float64)
-
-    def _val_gradient(self) -> Tensor:
-        """Return the gradient of the mean validation loss by the server's vector, ``[P]``."""
-        module: Any = self.lane.module
-        trainer, wanted = self._trainer, list(self.lane.shared.values())
-        total = torch.zeros(self.lane.num_parameters + 1, dtype=torch.float64, device=module.device)
-        trained = [p for p in wanted if p.requires_grad]
-        data: Any = self._data
-        seed = derive_seed(self._seed, Purpose.VALIDATION, self.round)
-        with evaluating(module), torch.enable_grad(), seeded_rng(seed, module.device):
-            for batch in data.val_dataloader():
-                with trainer.precision_plugin.val_step_context():
-                    losses = module.federated_losses(on_device(trainer, batch))
-                found = torch.autograd.grad(losses.sum(), trained, allow_unused=True)
-                by = dict(zip(map(id, trained), found, strict=True))
-                grads = [by.get(id(p)) for p in wanted]
-                flats = [
-                    flat(torch.zeros_like(p) if g is None else g)
-                    for p, g in zip(wanted, grads, strict=True)
-                ]
-                total[:-1] += torch.cat(flats)
-                total[-1] += len(losses)
-        gradient = torch.zeros(
-            sum(self.lane.vector.sizes), dtype=torch.float64, device=module.device
-        )
-        gradient[: self.lane.num_parameters] = total[:-1] / total[-1].clamp(min=1)
-        return gradient
-
     # --- after the clients ------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -1236,8 +1168,13 @@ class FederatedLoop(Callback):
         used = torch.tensor([c in round.client_losses for c in clients.tolist()])
         weights = self._num_samples[clients].double() * used
         weights = weights / weights.sum().clamp(min=1)
-        credits = (lambda: self._credits(round, weights)) if self.policy.needs_credits else None
-        return Feedback(round.plan, before, self.val_loss, losses, weights, credits, metrics)
+
+        def credits() -> Tensor:
+            args = (self.lane, round.moves, clients, self.round)
+            return weights * self._measures.contributions(*args)
+
+        wanted = credits if self.policy.needs_credits else None
+        return Feedback(round.plan, before, self.val_loss, losses, weights, wanted, metrics)
 
     @property
     def run_seed(self) -> int:

@@ -19,8 +19,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from lightning_fl.callbacks.checkpoint_checks import check
-from lightning_fl.callbacks.checks import accuracy, evaluating, on_device
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
+from lightning_fl.federation.measures import accuracy, evaluating, on_device
 from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import Purpose, derive_seed, generator, seeded_rng
 from lightning_fl.lanes import ModuleLane, optimizers_in

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.callbacks.checkpoint_checks import COUNT, check
-from lightning_fl.callbacks.checks import evaluating, on_device
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of, user_module
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
+from lightning_fl.federation.measures import evaluating, on_device
 from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.lanes import LaneHost

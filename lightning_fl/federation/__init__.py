@@ -1,0 +1,1 @@
+"""A round of federated learning, without Lightning's hooks."""

@@ -1,0 +1,169 @@
+"""What rules and policies ask for besides updates: losses, accuracies and gradients on samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_fl.functional.randomness import Purpose, derive_seed, seeded_rng
+from lightning_fl.lanes.host import LaneHost, flat
+from lightning_fl.strategies import gathered
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode; afterwards each of its parts has its own mode again."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def on_device(trainer: Trainer, batch: Any) -> Any:
+    """Return a batch in the precision and on the device of training, as Lightning's loops do."""
+    return trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
+
+
+def accuracy(module: LightningModule, batch: Any) -> Tensor:
+    """Return 1 for each sample of ``(x, y)`` whose largest output is the right one, else 0."""
+    x, y = batch
+    is_right: Tensor = module(x).argmax(1) == y
+    return is_right.double()
+
+
+class Measures:
+    """Evaluate models on the samples of clients and of the server.
+
+    All random numbers depend on seed, round and client alone.
+
+    Args:
+        trainer: The Trainer of the fit.
+        data: The data module of the federation.
+        seed: The seed of the run.
+        shares_clients: Whether the processes train different clients.
+        shares_samples: Whether the processes train the same client on different samples.
+    """
+
+    def __init__(
+        self, trainer: Trainer, data: Any, seed: int, shares_clients: bool, shares_samples: bool
+    ) -> None:
+        self._trainer, self._data, self._seed = trainer, data, seed
+        self._shares_clients, self._shares_samples = shares_clients, shares_samples
+
+    def client_losses(self, host: LaneHost, clients: Sequence[int], round: int) -> Tensor:
+        """Return the mean loss of each client's model over all its training samples.
+
+        Args:
+            host: Where these clients train, in this order.
+            clients: The clients.
+            round: Index of the round.
+
+        Returns:
+            Losses, ``[k]``, the same on processes that share samples.
+        """
+        module: Any = host.module
+        means = []
+        for lane, client in enumerate(clients):
+            seed = derive_seed(self._seed, Purpose.CLIENT_LOSS, round, client)
+            total, count = 0.0, 0
+            with (
+                host.client(lane),
+                evaluating(module),
+                torch.no_grad(),
+                seeded_rng(seed, module.device),
+                self._trainer.precision_plugin.val_step_context(),
+            ):
+                for batch in self._data.samples_of(client):
+                    losses = module.federated_losses(on_device(self._trainer, batch))
+                    total, count = total + losses.double().sum(), count + len(losses)
+            means.append(torch.as_tensor(total / count))
+        stacked = torch.stack(means)
+        if self._shares_samples:
+            torch.distributed.broadcast(stacked, 0)
+        return stacked
+
+    def training_accuracy(
+        self, module: LightningModule, clients: Sequence[int], round: int
+    ) -> float:
+        """Return the accuracy of a module on all training samples of some clients.
+
+        All processes have to call it.
+        """
+        trainer = self._trainer
+        seed = derive_seed(self._seed, Purpose.CLIENT_LOSS, round)
+        counts = torch.zeros(2, dtype=torch.float64, device=module.device)  # right ones, all
+        with evaluating(module), torch.no_grad(), seeded_rng(seed, module.device):
+            for client in clients[trainer.global_rank :: trainer.world_size]:
+                for batch in self._data.samples_of(client):
+                    with trainer.precision_plugin.val_step_context():
+                        is_right = accuracy(module, on_device(trainer, batch))
+                    counts += torch.stack([is_right.sum(), torch.ones_like(is_right).sum()])
+        if trainer.world_size > 1:
+            torch.distributed.all_reduce(counts)
+        return float(counts[0] / counts[1])
+
+    def val_gradient(self, host: LaneHost, round: int) -> Tensor:
+        """Return the gradient of the mean validation loss with respect to the server's vector.
+
+        Args:
+            host: Holds the server's model.
+            round: Index of the round.
+
+        Returns:
+            The gradient, ``[P]`` in float64; 0 for parameters that are frozen and for buffers.
+        """
+        module: Any = host.module
+        params = list(host.shared.values())
+        trained = [p for p in params if p.requires_grad]
+        total = torch.zeros(host.num_parameters, dtype=torch.float64, device=module.device)
+        count = torch.zeros((), dtype=torch.float64, device=module.device)
+        seed = derive_seed(self._seed, Purpose.VALIDATION, round)
+        with evaluating(module), torch.enable_grad(), seeded_rng(seed, module.device):
+            for batch in self._data.val_dataloader():
+                with self._trainer.precision_plugin.val_step_context():
+                    losses = module.federated_losses(on_device(self._trainer, batch))
+                grads = torch.autograd.grad(losses.sum(), trained, allow_unused=True)
+                known = dict(zip(map(id, trained), grads, strict=True))
+                total += torch.cat(
+                    [
+                        flat(torch.zeros_like(p) if (g := known.get(id(p))) is None else g)
+                        for p in params
+                    ]
+                )
+                count += len(losses)
+        buffers = total.new_zeros(sum(host.vector.sizes) - host.num_parameters)
+        return torch.cat([total / count.clamp(min=1), buffers])
+
+    def contributions(
+        self, host: LaneHost, moves: Mapping[int, Tensor], clients: Tensor, round: int
+    ) -> Tensor:
+        r"""Return how far each client has moved along the gradient of the validation loss.
+
+        All processes have to call it.
+
+        Args:
+            host: Holds the server's model, at which the gradient :math:`g` is taken.
+            moves: Updates :math:`\Delta_k` of this process's clients, ``[P]`` each.
+            clients: The clients of the round, ``[K]``.
+            round: Index of the round.
+
+        Returns:
+            :math:`g^\top \Delta_k` in float64, ``[K]``; NaN for clients without an update.
+        """
+        gradient = self.val_gradient(host, round)
+        own = {client: float(gradient @ move.double()) for client, move in moves.items()}
+        parts = gathered(own) if self._shares_clients else [own]
+        known = {client: product for part in parts for client, product in part.items()}
+        products = [known.get(client, math.nan) for client in clients.tolist()]
+        # One for all: policies must agree.
+        products = self._trainer.strategy.broadcast(products)
+        return torch.tensor(products, dtype=torch.float64)
