@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -55,6 +54,7 @@ from lightning_fl.callbacks.hyperparameters import RoundLog, log_hyperparameters
 from lightning_fl.callbacks.schedulers import Schedulers, ScheduleState, stepping_batches
 from lightning_fl.callbacks.table import RoundTable
 from lightning_fl.federation.measures import Measures, evaluating
+from lightning_fl.federation.plan import Planner
 from lightning_fl.files import FolderLock
 from lightning_fl.functional.randomness import (
     Purpose,
@@ -69,7 +69,6 @@ from lightning_fl.functional.randomness import (
 from lightning_fl.hooks import Method, replaced
 from lightning_fl.lanes import BufferPolicy, Lanes, flat, lane_host
 from lightning_fl.policies import HyperParameterPolicy, RandomPolicy, Schedule
-from lightning_fl.policies.base import local_steps
 from lightning_fl.samplers import ClientSampler, UniformSampler, how_drawn
 from lightning_fl.store import ClientStore
 from lightning_fl.strategies import ClientLogs, ClientParallelStrategy, gathered
@@ -85,7 +84,6 @@ from lightning_fl.types import (
     Step,
     check_package,
     describe,
-    full,
 )
 
 
@@ -244,9 +242,22 @@ class FederatedLoop(Callback):
                 f" got {type(data).__name__}"
             )
         # Once: the digest reads every index, and every checkpoint holds it.
-        self._num_samples, self._batches_per_epoch = data.num_samples, data.batches_per_epoch
         self._checksum = data.checksum
-        n = len(self._num_samples)
+        lanes = isinstance(pl_module, Lanes) and pl_module.reason is None
+        self._lanes = pl_module if isinstance(pl_module, Lanes) and lanes else None
+        parallel = trainer.strategy
+        #: Processes that share the clients of a round; with plain DDP they share their samples.
+        self._parallel = parallel if isinstance(parallel, ClientParallelStrategy) else None
+        self._planner = Planner(
+            trainer,
+            data,
+            self.policy,
+            self.sampler,
+            self.participation,
+            self._lanes,
+            self._parallel is not None,
+        )
+        n = self._planner.num_clients
         if (told := self.aggregator.num_clients) not in (None, n):
             raise FederationError(
                 f"{type(self.aggregator).__name__} is told num_clients={told}, the federation has"
@@ -257,7 +268,7 @@ class FederatedLoop(Callback):
         #: Callbacks that see updates on their way to the server.
         self._watchers = [c for c in callbacks if callable(getattr(c, "on_client_updates", None))]
         self._options = self._describe_options()
-        takes_part = self._cohort_size()
+        takes_part = self._planner.cohort_size
         if takes_part < self.min_clients and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             raise FederationError(
                 f"min_clients={self.min_clients}, but only {takes_part} clients take part"
@@ -324,11 +335,6 @@ class FederatedLoop(Callback):
         if (path := self.table_path(trainer)) is not None:
             self._hold(trainer, path.parent)
         self._data = data
-        lanes = isinstance(pl_module, Lanes) and pl_module.reason is None
-        self._lanes = pl_module if isinstance(pl_module, Lanes) and lanes else None
-        parallel = trainer.strategy
-        #: Processes that share the clients of a round; with plain DDP they share their samples.
-        self._parallel = parallel if isinstance(parallel, ClientParallelStrategy) else None
         self._shares_samples = trainer.world_size > 1 and self._parallel is None
         if self._shares_samples and self._lanes is not None:
             raise FederationError(
@@ -347,8 +353,11 @@ class FederatedLoop(Callback):
                     _never if self._shares_samples else jit_distributed_available
                 )
         self.undo.enter_context(one_optimizer(pl_module))
-        self._total_steps: dict[int, int] = {}
-        self.undo.enter_context(stepping_batches(trainer, self._stepping_batches))
+        self.undo.enter_context(
+            stepping_batches(
+                trainer, lambda: self._planner.stepping_batches(self._seed, self.round)
+            )
+        )
         data.plan = self.plan
         self.undo.callback(setattr, data, "plan", None)
 
@@ -391,13 +400,13 @@ class FederatedLoop(Callback):
                 " (BatchNorm's running statistics, counters): set buffers='server', which keeps"
                 " the server's, or use a network without them"
             )
-        n = len(self._num_samples)
+        n = self._planner.num_clients
         key = 0
         if self.aggregator.is_private:
             privacy.check_training(self.aggregator, trainer)
             key = privacy.noise_key(trainer, self.lane.module, *self._computed_from())
         drawn = how_drawn(self.sampler)
-        self.aggregator.cohort = Cohort(self._cohort_size(), n, drawn, self._seed, key)
+        self.aggregator.cohort = Cohort(self._planner.cohort_size, n, drawn, self._seed, key)
         self.aggregator.num_parameters = self.lane.num_parameters
         self.aggregator.to(server.device).start(server)
         is_new = trainer.ckpt_path is None or self._pending == NOT_BEGUN
@@ -443,7 +452,7 @@ class FederatedLoop(Callback):
             if isinstance(callback, BaseFinetuning):  # its groups: Lightning asks it later
                 callback.on_fit_start(trainer, self.lane.module)
         check_progress(trainer, checkpoint)
-        check_rows(self.store.rows, len(self._num_samples), self.lane, self.transforms)
+        check_rows(self.store.rows, self._planner.num_clients, self.lane, self.transforms)
         buffers = unsaved_buffers(module)
         check_buffers(state["unsaved buffers"], buffers)
         for name, rule in rules.items():
@@ -564,7 +573,7 @@ class FederatedLoop(Callback):
         values = {
             "seed": self._seed,
             "rounds": max_epochs if max_epochs > 0 else None,
-            "num_clients": len(self._num_samples),
+            "num_clients": self._planner.num_clients,
             "participation": self.participation,
             "batch_size": getattr(data, "batch_size", None),
             "lr": self.lane.base_lr if lr is None else lr,
@@ -587,105 +596,13 @@ class FederatedLoop(Callback):
     def plan(self) -> RoundPlan:
         """Return the plan of the round: a function of the loop's saved state, drawn once."""
         if self._plan is None or self._plan.round != self.round:
-            self._plan = self._draw()
+            if self._planner.advance(self.round) and self.aggregator.replaces_network:
+                self.aggregator.class_counts = getattr(self._data, "class_counts", None)
+            self._plan = self._planner.draw(self._seed, self.round)
             # Lightning warns of rounds shorter than its logging interval, every round.
             steps = len(self._plan.schedule)
             self._trainer.log_every_n_steps = min(self._log_every_n_steps, steps)  # type: ignore[attr-defined]
         return self._plan
-
-    def _cohort_size(self) -> int:
-        n = len(self._num_samples)
-        if isinstance(self.participation, float):
-            return max(1, round(self.participation * n))
-        if self.participation > n:
-            raise FederationError(f"participation={self.participation} clients, there are {n}")
-        return self.participation
-
-    def _arrive(self) -> None:
-        """Let the samples of the round arrive, and note how many they are."""
-        data = self._data
-        if not data.arrive(self.round):  # as they were at the start
-            return
-        self._num_samples, self._batches_per_epoch = data.num_samples, data.batches_per_epoch
-        if self.aggregator.replaces_network:
-            self.aggregator.class_counts = getattr(data, "class_counts", None)
-
-    def _draw(self) -> RoundPlan:
-        self._arrive()
-        seed, n = self._seed, len(self._num_samples)
-        random = generator(seed, Purpose.COHORT, self.round)
-        count = self._cohort_size()
-        clients = self.sampler.sample(self.round, count, self._num_samples, random).sort().values
-        if len(clients.unique()) != len(clients) or not ((clients >= 0) & (clients < n)).all():
-            raise FederationError(
-                f"{type(self.sampler).__name__} must return different clients from 0 to {n - 1},"
-                f" got {clients.tolist()}"
-            )
-        if nobody := not len(clients):
-            clients = torch.zeros(1, dtype=torch.int64)
-        values = {
-            name: full(torch.as_tensor(value).cpu(), clients)
-            for name, value in self.policy.sample(self.round, clients).items()
-        }
-        if unknown := sorted(values.keys() - KNOWN_VALUES):
-            rank_zero_warn(
-                f"{type(self.policy).__name__} sets {unknown[0]}, which the loop has no use for: it"
-                f" knows {sorted(KNOWN_VALUES)}. Others are in plan().values for code of your own"
-            )
-        if (takes_part := values.pop("takes_part", None)) is not None:
-            if not takes_part.any():
-                nobody, takes_part = True, torch.arange(len(clients)) == 0
-            clients = clients[takes_part]
-            values = {name: value[takes_part] for name, value in values.items()}
-        steps = local_steps(values, self._batches_per_epoch[clients])
-        values.pop("num_steps" if "num_steps" in values else "local_epochs", None)
-        if batches := self._trainer.fast_dev_run:  # type: ignore[attr-defined]
-            # One tiny round of as many batches as were asked for, a step or more a client.
-            clients = clients[: int(batches)]
-            values = {name: value[: len(clients)] for name, value in values.items()}
-            steps = torch.full_like(clients, int(batches) // len(clients))
-            steps[0] += int(batches) - int(steps.sum())
-        if nobody:
-            steps = torch.ones_like(clients)
-        lr = values.pop("lr", None)
-        plan = RoundPlan(seed, self.round, clients, steps, lr, values, nobody=nobody)
-        world_size = 1
-        if self._parallel is not None:
-            world_size = self._trainer.world_size
-            plan = replace(plan, rank=self._trainer.global_rank, world_size=world_size)
-        if self._lanes is None or batches:
-            return plan
-        samples = int(self._data.batch_sizes(clients, 0, 1).max())
-        stepwise = self._data.can_fetch_steps
-        fixed = self._lanes.fixed_groups
-        each = len(clients) if fixed else -(-len(clients) // world_size)
-        lanes, count = self._lanes.layout(each, samples * self._data.sample_bytes, stepwise)
-        return replace(
-            plan, lanes=lanes, steps_per_batch=count, stepwise=stepwise, fixed_groups=fixed
-        )
-
-    def _stepping_batches(self) -> int | float:
-        """Return the scheduler steps of one client in the whole run.
-
-        Each round's schedule goes on from the client with the most local steps, so it is the sum
-        over rounds of the most that any client can make: an upper bound where the longest client is
-        not sampled in each round.
-        """
-        trainer = self._trainer
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return int(self._draw().num_steps.max())
-        if (rounds := trainer.max_epochs) is None or rounds < 0:
-            return math.inf
-        if rounds not in self._total_steps:
-            data, batches = self._data, self._batches_per_epoch
-            total = 0
-            for round in range(rounds):
-                if data.arrive(round):
-                    batches = data.batches_per_epoch
-                total += self.policy.max_local_steps(round, batches)
-            data.arrive(self.round)
-            self._total_steps[rounds] = total
-        return self._total_steps[rounds]
 
     # --- a round ----------------------------------------------------------------------------------
 
@@ -882,7 +799,7 @@ class FederatedLoop(Callback):
             reports, before = reports[usable], before[usable]
             after = None if after is None else after[usable]
         delta, memories = self._sent(round, clients, delta)
-        weights = self._num_samples[clients]
+        weights = self._planner.num_samples[clients]
         self.aggregator.update(ClientUpdate(clients, delta, weights, before, after))
         if self.policy.needs_credits:
             round.moves.update(zip(clients.tolist(), delta.clone(), strict=True))
@@ -1166,7 +1083,7 @@ class FederatedLoop(Callback):
         if self.aggregator.is_private:
             losses.fill_(math.nan)
         used = torch.tensor([c in round.client_losses for c in clients.tolist()])
-        weights = self._num_samples[clients].double() * used
+        weights = self._planner.num_samples[clients].double() * used
         weights = weights / weights.sum().clamp(min=1)
 
         def credits() -> Tensor:
@@ -1300,7 +1217,7 @@ class FederatedLoop(Callback):
         return {
             "number of parameter tensors": len(list(module.parameters())),
             "seed": self._seed,
-            "num_clients": len(self._num_samples),
+            "num_clients": self._planner.num_clients,
             "checksum": self._checksum,
             "aggregator_class": type(self.aggregator).__name__,
             "policy_class": type(self.policy).__name__,
@@ -1314,7 +1231,7 @@ class FederatedLoop(Callback):
         loader = [getattr(data, name, None) for name in ("batch_size", "replacement", "drop_last")]
         rules = [self.aggregator, self.policy, self.sampler, self.transforms, self._watchers]
         choices = [self.participation, self.buffers or "average", self.optimizer_state]
-        return [rules, choices, self._checksum, len(self._num_samples), loader]
+        return [rules, choices, self._checksum, self._planner.num_clients, loader]
 
     def _describe_options(self) -> dict[str, Any]:
         """What makes another run of it, and yet can be resumed with another value."""
@@ -1326,7 +1243,7 @@ class FederatedLoop(Callback):
             "aggregator": describe(self.aggregator),
             "policy": describe(self.policy),
             "transforms": [describe(transform) for transform in self.transforms],
-            "batches in a local epoch": int(self._batches_per_epoch.sum()),
+            "batches in a local epoch": int(self._planner.batches_per_epoch.sum()),
             "faults and attacks": [describe(watcher) for watcher in self._watchers],
         }
 
@@ -1410,8 +1327,6 @@ class FederatedLoop(Callback):
             self._boundary.close()
 
 
-#: What a policy may say of a client, for the loop to act on.
-KNOWN_VALUES = {"lr", "lr_factor", "num_steps", "local_epochs", "takes_part"}
 #: Columns of the table of rounds that are not a cause of dropped clients.
 _COLUMNS = {"round", "clients", "dropped", "dropped_clients", "num_samples", "num_steps", "lr"}
 _COLUMNS |= {"bytes_up", "bytes_down"}

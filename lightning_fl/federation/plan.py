@@ -1,0 +1,181 @@
+"""Which clients train in a round, with which hyperparameters, on which process."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_fl.functional.randomness import Purpose, generator
+from lightning_fl.lanes import Lanes
+from lightning_fl.policies import HyperParameterPolicy
+from lightning_fl.policies.base import local_steps
+from lightning_fl.samplers import ClientSampler
+from lightning_fl.types import FederationError, RoundPlan, full
+
+#: Hyperparameters that the loop acts on.
+KNOWN_VALUES = {"lr", "lr_factor", "num_steps", "local_epochs", "takes_part"}
+
+
+class Planner:
+    """Draw the plan of each round.
+
+    A plan is a function of the seed of the run, the round and the state of the policy, which the
+    checkpoint holds.
+
+    Args:
+        trainer: The Trainer of the fit.
+        data: The data module of the federation.
+        policy: Chooses the hyperparameters.
+        sampler: Draws the clients.
+        participation: Fraction or number of the clients in a round.
+        lanes: Where clients train at once; None if they train one after another.
+        shares_clients: Whether the processes train different clients.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        data: Any,
+        policy: HyperParameterPolicy,
+        sampler: ClientSampler,
+        participation: int | float,
+        lanes: Lanes | None,
+        shares_clients: bool,
+    ) -> None:
+        self._trainer, self._data = trainer, data
+        self._policy, self._sampler = policy, sampler
+        self._participation = participation
+        self._lanes, self._shares_clients = lanes, shares_clients
+        #: Samples of each client, and its batches in a local epoch.
+        self.num_samples: Tensor = data.num_samples
+        self.batches_per_epoch: Tensor = data.batches_per_epoch
+        self._total_steps: dict[int, int] = {}
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients in the federation."""
+        return len(self.num_samples)
+
+    @property
+    def cohort_size(self) -> int:
+        """Number of clients that are drawn for a round.
+
+        Raises:
+            FederationError: If there are fewer clients.
+        """
+        n = self.num_clients
+        if isinstance(self._participation, float):
+            return max(1, round(self._participation * n))
+        if self._participation > n:
+            raise FederationError(f"participation={self._participation} clients, there are {n}")
+        return self._participation
+
+    def advance(self, round: int) -> bool:
+        """Let the samples of a round arrive; return whether they are others than before."""
+        if not self._data.arrive(round):
+            return False
+        self.num_samples = self._data.num_samples
+        self.batches_per_epoch = self._data.batches_per_epoch
+        return True
+
+    def draw(self, seed: int, round: int) -> RoundPlan:
+        """Return the plan of a round, for this process.
+
+        Args:
+            seed: The seed of the run.
+            round: Index of the round, whose samples have arrived.
+
+        Raises:
+            FederationError: If the sampler returns clients twice, or others than there are.
+        """
+        clients = self._sample(seed, round)
+        if nobody := not len(clients):
+            clients = torch.zeros(1, dtype=torch.int64)
+        values = {
+            name: full(torch.as_tensor(value).cpu(), clients)
+            for name, value in self._policy.sample(round, clients).items()
+        }
+        if unknown := sorted(values.keys() - KNOWN_VALUES):
+            rank_zero_warn(
+                f"{type(self._policy).__name__} sets {unknown[0]}, which the loop has no use for:"
+                f" it knows {sorted(KNOWN_VALUES)}. Others are in plan().values for code of your"
+                " own"
+            )
+        if (takes_part := values.pop("takes_part", None)) is not None:
+            if not takes_part.any():
+                nobody, takes_part = True, torch.arange(len(clients)) == 0
+            clients = clients[takes_part]
+            values = {name: value[takes_part] for name, value in values.items()}
+        steps = local_steps(values, self.batches_per_epoch[clients])
+        values.pop("num_steps" if "num_steps" in values else "local_epochs", None)
+        if batches := self._trainer.fast_dev_run:  # type: ignore[attr-defined]
+            # One tiny round of as many batches as were asked for, a step or more a client.
+            clients = clients[: int(batches)]
+            values = {name: value[: len(clients)] for name, value in values.items()}
+            steps = torch.full_like(clients, int(batches) // len(clients))
+            steps[0] += int(batches) - int(steps.sum())
+        if nobody:
+            steps = torch.ones_like(clients)
+        lr = values.pop("lr", None)
+        plan = RoundPlan(seed, round, clients, steps, lr, values, nobody=nobody)
+        if self._shares_clients:
+            rank, world_size = self._trainer.global_rank, self._trainer.world_size
+            plan = replace(plan, rank=rank, world_size=world_size)
+        return plan if self._lanes is None or batches else self._vectorized(plan, self._lanes)
+
+    def _sample(self, seed: int, round: int) -> Tensor:
+        """Return the clients that are drawn, in their order."""
+        n, random = self.num_clients, generator(seed, Purpose.COHORT, round)
+        drawn = self._sampler.sample(round, self.cohort_size, self.num_samples, random)
+        clients = drawn.sort().values
+        if len(clients.unique()) != len(clients) or not ((clients >= 0) & (clients < n)).all():
+            raise FederationError(
+                f"{type(self._sampler).__name__} must return different clients from 0 to {n - 1},"
+                f" got {clients.tolist()}"
+            )
+        return clients
+
+    def _vectorized(self, plan: RoundPlan, lanes: Lanes) -> RoundPlan:
+        """Return the plan with clients that train at once."""
+        clients, data = plan.clients, self._data
+        samples = int(data.batch_sizes(clients, 0, 1).max())
+        fixed = lanes.fixed_groups
+        each = len(clients) if fixed else -(-len(clients) // plan.world_size)
+        stepwise = data.can_fetch_steps
+        count, steps = lanes.layout(each, samples * data.sample_bytes, stepwise)
+        return replace(
+            plan, lanes=count, steps_per_batch=steps, stepwise=stepwise, fixed_groups=fixed
+        )
+
+    def stepping_batches(self, seed: int, round: int) -> int | float:
+        """Return the scheduler steps of one client in the whole run.
+
+        Each round's schedule goes on from the client with the most local steps, so it is the sum
+        over rounds of the most that any client can make: an upper bound where the longest client is
+        not sampled in each round.
+
+        Args:
+            seed: The seed of the run.
+            round: Index of the round in which this is asked.
+        """
+        trainer, data = self._trainer, self._data
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self.advance(round)
+            return int(self.draw(seed, round).num_steps.max())
+        if (rounds := trainer.max_epochs) is None or rounds < 0:
+            return math.inf
+        if rounds not in self._total_steps:
+            batches, total = self.batches_per_epoch, 0
+            for each in range(rounds):
+                if data.arrive(each):
+                    batches = data.batches_per_epoch
+                total += self._policy.max_local_steps(each, batches)
+            data.arrive(round)
+            self._total_steps[rounds] = total
+        return self._total_steps[rounds]
