@@ -55,6 +55,7 @@ from lightning_fl.callbacks.schedulers import Schedulers, ScheduleState, steppin
 from lightning_fl.callbacks.table import RoundTable
 from lightning_fl.federation.measures import Measures, evaluating
 from lightning_fl.federation.plan import Planner
+from lightning_fl.federation.processes import processes_of
 from lightning_fl.files import FolderLock
 from lightning_fl.functional.randomness import (
     Purpose,
@@ -71,7 +72,7 @@ from lightning_fl.lanes import BufferPolicy, Lanes, flat, lane_host
 from lightning_fl.policies import HyperParameterPolicy, RandomPolicy, Schedule
 from lightning_fl.samplers import ClientSampler, UniformSampler, how_drawn
 from lightning_fl.store import ClientStore
-from lightning_fl.strategies import ClientLogs, ClientParallelStrategy, gathered
+from lightning_fl.strategies import ClientLogs, ClientParallelStrategy
 from lightning_fl.transforms import Message, UpdateTransform
 from lightning_fl.types import (
     ClientUpdate,
@@ -246,8 +247,8 @@ class FederatedLoop(Callback):
         lanes = isinstance(pl_module, Lanes) and pl_module.reason is None
         self._lanes = pl_module if isinstance(pl_module, Lanes) and lanes else None
         parallel = trainer.strategy
-        #: Processes that share the clients of a round; with plain DDP they share their samples.
         self._parallel = parallel if isinstance(parallel, ClientParallelStrategy) else None
+        self._processes = processes_of(trainer)
         self._planner = Planner(
             trainer,
             data,
@@ -255,7 +256,7 @@ class FederatedLoop(Callback):
             self.sampler,
             self.participation,
             self._lanes,
-            self._parallel is not None,
+            self._processes,
         )
         n = self._planner.num_clients
         if (told := self.aggregator.num_clients) not in (None, n):
@@ -335,13 +336,12 @@ class FederatedLoop(Callback):
         if (path := self.table_path(trainer)) is not None:
             self._hold(trainer, path.parent)
         self._data = data
-        self._shares_samples = trainer.world_size > 1 and self._parallel is None
-        if self._shares_samples and self._lanes is not None:
+        if self._processes.share_samples and self._lanes is not None:
             raise FederationError(
                 f"{type(parallel).__name__} shares the samples of one client over processes, Lanes"
                 " trains many clients in each: choose strategy='client_parallel', or leave Lanes"
             )
-        if self._shares_samples and self.aggregator.replaces_network:
+        if self._processes.share_samples and self.aggregator.replaces_network:
             raise FederationError(
                 f"{type(self.aggregator).__name__} replaces the module's network, which"
                 f" {type(parallel).__name__} has to know beforehand: choose"
@@ -350,7 +350,7 @@ class FederatedLoop(Callback):
         for rule in self.aggregator.modules():  # of a Staged, too
             if isinstance(rule, Aggregator):  # else each process has had the whole sum already
                 rule.distributed_available_fn = (
-                    _never if self._shares_samples else jit_distributed_available
+                    _never if self._processes.share_samples else jit_distributed_available
                 )
         self.undo.enter_context(one_optimizer(pl_module))
         self.undo.enter_context(
@@ -384,10 +384,7 @@ class FederatedLoop(Callback):
             self.optimizer_state == "keep",
         )
         self.undo.callback(self.lane.close)
-        shares_clients = self._parallel is not None
-        self._measures = Measures(
-            trainer, self._data, self._seed, shares_clients, self._shares_samples
-        )
+        self._measures = Measures(trainer, self._data, self._seed, self._processes)
         self.schedulers = Schedulers(trainer)
         self._repeat_validation(trainer)
         server = self.lane.read().vector
@@ -740,29 +737,21 @@ class FederatedLoop(Callback):
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        r"""Weigh each process's mean loss by its samples, where processes share a batch.
+        """Weigh each process's mean loss by its samples, where processes share a batch."""
+        if self._processes.share_samples and self._step is not None:
+            factor = self._processes.scale(self._batch_size(self._step))
+            if factor != 1:
+                loss.register_hook(lambda gradient: gradient * factor)
 
-        DDP takes the mean over :math:`W` processes, so with :math:`n_r` of :math:`n` samples a
-        process's gradient counts :math:`W n_r / n` times.
-        """
-        if self._shares_samples and self._step is not None:
-            share = self._own_share(self._step) * trainer.world_size
-            if share != 1:
-                loss.register_hook(lambda gradient: gradient * share)
-
-    def _own_share(self, step: Step) -> float:
-        """Return this process's part of a local step's samples, where processes share them."""
+    def _batch_size(self, step: Step) -> int:
+        """Return the samples of the largest batch of a local step."""
         clients = self._current.plan.clients[list(step.rows)]
-        n, trainer = int(self._data.batch_sizes(clients, step.start, 1)), self._trainer
-        return len(range(trainer.global_rank, n, trainer.world_size)) / n
+        return int(self._data.batch_sizes(clients, step.start, 1).max())
 
     def _reported(self, step: Step, outputs: Any) -> Tensor:
         """Return what the clients say of the model that they start from, ``[k]``."""
         losses = self.lane.reported(outputs).double()
-        if self._shares_samples:
-            losses = losses * self._own_share(step)
-            torch.distributed.all_reduce(losses)
-        return losses
+        return self._processes.mean(losses, self._batch_size(step))
 
     def _client_losses(self, step: Step) -> Tensor:
         clients = self._current.plan.clients[list(step.rows)].tolist()
@@ -772,8 +761,7 @@ class FederatedLoop(Callback):
         if round.plan.nobody:
             return
         clients = round.plan.clients[list(step.rows)]
-        if self._shares_samples:
-            _broadcast(self.lane.module)
+        self._processes.same_model(self.lane.module)
         after = self._client_losses(step) if self.aggregator.needs_losses else None
         delta, counters = self.lane.collect(round.start, reuse=self.aggregator.forgets)
         reports, before = round.reports, round.reports if after is None else round.losses
@@ -939,7 +927,7 @@ class FederatedLoop(Callback):
         own = (round.counters.cpu(), round.num_samples, round.dropped, self.store.new)
         after = (round.most_steps, round.schedule_after)
         counters, num_samples, dropped, new, losses, rates, schedules = zip(
-            *gathered((*own, round.client_losses, round.rates, after)), strict=True
+            *self._processes.gather((*own, round.client_losses, round.rates, after)), strict=True
         )
         round.counters = torch.stack(counters).amax(0).to(round.counters)
         round.num_samples = sum(num_samples)
@@ -1383,17 +1371,6 @@ def _not_of_a_federation(trainer: Trainer) -> FederationError:
         f"{trainer.ckpt_path} was not written by a federation, it cannot be resumed as one:"
         " load its weights into the module and start a new fit without ckpt_path"
     )
-
-
-def _broadcast(module: nn.Module) -> None:
-    """Give a client's model of process 0 to all processes that share its samples.
-
-    Running statistics are those of each process's own samples, and rounding may differ.
-    """
-    for tensor in (*module.parameters(), *module.buffers()):
-        whole = tensor.detach().contiguous()
-        torch.distributed.broadcast(whole, 0)
-        tensor.detach().copy_(whole)
 
 
 def _never() -> bool:

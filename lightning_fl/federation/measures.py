@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_fl.federation.processes import Processes
 from lightning_fl.functional.randomness import Purpose, derive_seed, seeded_rng
 from lightning_fl.lanes.host import LaneHost, flat
-from lightning_fl.strategies import gathered
 
 
 @contextmanager
@@ -49,15 +49,12 @@ class Measures:
         trainer: The Trainer of the fit.
         data: The data module of the federation.
         seed: The seed of the run.
-        shares_clients: Whether the processes train different clients.
-        shares_samples: Whether the processes train the same client on different samples.
+        processes: The processes of the fit.
     """
 
-    def __init__(
-        self, trainer: Trainer, data: Any, seed: int, shares_clients: bool, shares_samples: bool
-    ) -> None:
+    def __init__(self, trainer: Trainer, data: Any, seed: int, processes: Processes) -> None:
         self._trainer, self._data, self._seed = trainer, data, seed
-        self._shares_clients, self._shares_samples = shares_clients, shares_samples
+        self._processes = processes
 
     def client_losses(self, host: LaneHost, clients: Sequence[int], round: int) -> Tensor:
         """Return the mean loss of each client's model over all its training samples.
@@ -86,10 +83,7 @@ class Measures:
                     losses = module.federated_losses(on_device(self._trainer, batch))
                     total, count = total + losses.double().sum(), count + len(losses)
             means.append(torch.as_tensor(total / count))
-        stacked = torch.stack(means)
-        if self._shares_samples:
-            torch.distributed.broadcast(stacked, 0)
-        return stacked
+        return self._processes.same(torch.stack(means))
 
     def training_accuracy(
         self, module: LightningModule, clients: Sequence[int], round: int
@@ -98,17 +92,16 @@ class Measures:
 
         All processes have to call it.
         """
-        trainer = self._trainer
+        trainer, processes = self._trainer, self._processes
         seed = derive_seed(self._seed, Purpose.CLIENT_LOSS, round)
         counts = torch.zeros(2, dtype=torch.float64, device=module.device)  # right ones, all
         with evaluating(module), torch.no_grad(), seeded_rng(seed, module.device):
-            for client in clients[trainer.global_rank :: trainer.world_size]:
+            for client in clients[processes.rank :: processes.count]:
                 for batch in self._data.samples_of(client):
                     with trainer.precision_plugin.val_step_context():
                         is_right = accuracy(module, on_device(trainer, batch))
                     counts += torch.stack([is_right.sum(), torch.ones_like(is_right).sum()])
-        if trainer.world_size > 1:
-            torch.distributed.all_reduce(counts)
+        counts = processes.sum(counts)
         return float(counts[0] / counts[1])
 
     def val_gradient(self, host: LaneHost, round: int) -> Tensor:
@@ -161,7 +154,7 @@ class Measures:
         """
         gradient = self.val_gradient(host, round)
         own = {client: float(gradient @ move.double()) for client, move in moves.items()}
-        parts = gathered(own) if self._shares_clients else [own]
+        parts = self._processes.gather(own)
         known = {client: product for part in parts for client, product in part.items()}
         products = [known.get(client, math.nan) for client in clients.tolist()]
         # One for all: policies must agree.

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_fl.federation.processes import Processes
 from lightning_fl.functional.randomness import Purpose, generator
 from lightning_fl.lanes import Lanes
 from lightning_fl.policies import HyperParameterPolicy
@@ -35,7 +36,7 @@ class Planner:
         sampler: Draws the clients.
         participation: Fraction or number of the clients in a round.
         lanes: Where clients train at once; None if they train one after another.
-        shares_clients: Whether the processes train different clients.
+        processes: The processes of the fit.
     """
 
     def __init__(
@@ -46,12 +47,12 @@ class Planner:
         sampler: ClientSampler,
         participation: int | float,
         lanes: Lanes | None,
-        shares_clients: bool,
+        processes: Processes,
     ) -> None:
         self._trainer, self._data = trainer, data
         self._policy, self._sampler = policy, sampler
         self._participation = participation
-        self._lanes, self._shares_clients = lanes, shares_clients
+        self._lanes, self._processes = lanes, processes
         #: Samples of each client, and its batches in a local epoch.
         self.num_samples: Tensor = data.num_samples
         self.batches_per_epoch: Tensor = data.batches_per_epoch
@@ -124,9 +125,7 @@ class Planner:
             steps = torch.ones_like(clients)
         lr = values.pop("lr", None)
         plan = RoundPlan(seed, round, clients, steps, lr, values, nobody=nobody)
-        if self._shares_clients:
-            rank, world_size = self._trainer.global_rank, self._trainer.world_size
-            plan = replace(plan, rank=rank, world_size=world_size)
+        plan = self._processes.place(plan)
         return plan if self._lanes is None or batches else self._vectorized(plan, self._lanes)
 
     def _sample(self, seed: int, round: int) -> Tensor:

@@ -1,5 +1,6 @@
 import copy
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import lightning as L
@@ -18,6 +19,7 @@ from lightning_fl import ClientModule, Lanes
 from lightning_fl.aggregators import FedAvg
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.federation.plan import Planner
 from lightning_fl.functional import Purpose, generator
 from lightning_fl.objectives import RepresentationMatching
 from lightning_fl.partition import IID, QuantitySkew
@@ -200,12 +202,10 @@ def test_batches_and_dropout_of_a_client_do_not_depend_on_the_others(fit, foreig
 def test_the_order_of_clients_changes_rounding_only(fit, foreign, data, monkeypatch):
     modules = [foreign(batchnorm=False), foreign(batchnorm=False)]
     fit(modules[0], FederatedLoop(buffers="average", seed=5, policy=PerClient()))
-    draw = FederatedLoop._draw
+    draw = Planner.draw
 
-    def reversed_draw(self):
-        from dataclasses import replace
-
-        plan = draw(self)
+    def reversed_draw(self, *args):
+        plan = draw(self, *args)
         return replace(
             plan,
             clients=plan.clients.flip(0),
@@ -213,7 +213,7 @@ def test_the_order_of_clients_changes_rounding_only(fit, foreign, data, monkeypa
             lr=plan.lr.flip(0),
         )
 
-    monkeypatch.setattr(FederatedLoop, "_draw", reversed_draw)
+    monkeypatch.setattr(Planner, "draw", reversed_draw)
     fit(modules[1], FederatedLoop(buffers="average", seed=5, policy=PerClient()))
     for a, b in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=0)

@@ -1,0 +1,51 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fl import ClientParallelStrategy
+from lightning_fl.federation.processes import Alone, ClientsShared, SamplesShared, processes_of
+from lightning_fl.types import RoundPlan
+
+
+def trainer(rank=0, count=1, strategy=None):
+    return SimpleNamespace(global_rank=rank, world_size=count, strategy=strategy)
+
+
+def test_the_kind_follows_from_the_strategy():
+    assert type(processes_of(trainer())) is Alone
+    assert type(processes_of(trainer(count=2))) is SamplesShared
+    for count in (1, 2):
+        shared = processes_of(trainer(count=count, strategy=ClientParallelStrategy()))
+        assert type(shared) is ClientsShared
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("num_samples", [1, 4, 7])
+def test_weighted_means_of_processes_are_the_mean_of_the_batch(count, num_samples):
+    losses = torch.arange(1.0, num_samples + 1, dtype=torch.float64)
+    total = 0.0
+    for rank in range(count):
+        own = losses[rank::count]  # as DistributedSampler gives them out
+        factor = SamplesShared(trainer(rank, count)).scale(num_samples)
+        total += factor * float(own.mean() if len(own) else 0) / count  # DDP takes the mean
+    assert total == pytest.approx(float(losses.mean()), abs=1e-15)
+
+
+def test_only_shared_clients_are_placed():
+    plan = RoundPlan(0, 0, torch.arange(4), torch.ones(4, dtype=torch.int64), None, {})
+    assert Alone(trainer()).place(plan) is plan
+    assert SamplesShared(trainer(1, 2)).place(plan) is plan
+    placed = ClientsShared(trainer(1, 2)).place(plan)
+    assert (placed.rank, placed.world_size) == (1, 2)
+    parts = [ClientsShared(trainer(rank, 3)).place(plan).rows for rank in range(3)]
+    assert sorted(row for part in parts for row in part) == [0, 1, 2, 3]
+
+
+def test_one_process_has_all_results_already():
+    alone, tensor = Alone(trainer()), torch.ones(2)
+    assert alone.gather("x") == ["x"]
+    assert alone.sum(tensor) is alone.same(tensor) is alone.mean(tensor, 3) is tensor
+    assert alone.scale(3) == ClientsShared(trainer(1, 2)).scale(3) == 1
+    alone.same_model(nn.Linear(2, 2))
