@@ -65,6 +65,20 @@ def test_what_each_client_has_its_own_of_is_refused_in_training(train, scaled, n
         train(scaled(), 3, callbacks=[Early()])
 
 
+@pytest.mark.parametrize("name", ["parameters", "named_parameters", "buffers", "named_buffers"])
+def test_the_servers_tensors_are_not_taken_for_a_clients(train, scaled, name):
+    class Asks(Reaches):
+        def on_train_epoch_end(self, trainer, pl_module):
+            list(getattr(pl_module, name)())  # between rounds they are the model's
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            list(getattr(pl_module, name)())
+
+    kind = name.removeprefix("named_")
+    with pytest.raises(FederationError, match=rf"Scaled\.{kind}\(\) while 3 clients train at once"):
+        train(scaled(), 3, callbacks=[Asks()])
+
+
 def test_what_nobody_has_is_an_attribute_error(scaled):
     lanes = Lanes(scaled())
     with pytest.raises(AttributeError, match="nothing"):
