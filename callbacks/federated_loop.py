@@ -233,7 +233,9 @@ class FederatedLoop(Callback):
         if stage != "fit":
             self.aggregator.prepare(user)
             return
-        check_trainer(trainer, isinstance(pl_module, Lanes) and pl_module.reason is None)
+        is_vectorized = isinstance(pl_module, Lanes) and pl_module.reason is None
+        self._lanes = pl_module if isinstance(pl_module, Lanes) and is_vectorized else None
+        check_trainer(trainer, is_vectorized)
         check_module(user)
         data = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
         if not isinstance(data, FederatedData):
@@ -244,8 +246,6 @@ class FederatedLoop(Callback):
             )
         # Once: the digest reads every index, and every checkpoint holds it.
         self._checksum = data.checksum
-        lanes = isinstance(pl_module, Lanes) and pl_module.reason is None
-        self._lanes = pl_module if isinstance(pl_module, Lanes) and lanes else None
         parallel = trainer.strategy
         self._parallel = parallel if isinstance(parallel, ClientParallelStrategy) else None
         self._processes = processes_of(trainer)
@@ -744,13 +744,15 @@ class FederatedLoop(Callback):
                 loss.register_hook(lambda gradient: gradient * factor)
 
     def _batch_size(self, step: Step) -> int:
-        """Return the samples of the largest batch of a local step."""
+        """Return the samples of a local step, on all processes that share them."""
         clients = self._current.plan.clients[list(step.rows)]
-        return int(self._data.batch_sizes(clients, step.start, 1).max())
+        return int(self._data.batch_sizes(clients, step.start, 1))
 
     def _reported(self, step: Step, outputs: Any) -> Tensor:
         """Return what the clients say of the model that they start from, ``[k]``."""
         losses = self.lane.reported(outputs).double()
+        if not self._processes.share_samples:
+            return losses
         return self._processes.mean(losses, self._batch_size(step))
 
     def _client_losses(self, step: Step) -> Tensor:

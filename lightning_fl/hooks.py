@@ -1,13 +1,32 @@
-"""Methods of one object that are replaced while a fit lasts."""
+"""Attributes and methods of one object that are replaced for a while."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 Method = Callable[..., Any]
+
+
+@contextmanager
+def attributes_set(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Set attributes of one object, past what ``nn.Module`` does with them; then restore them.
+
+    Args:
+        owner: The object.
+        attributes: Values by name.
+    """
+    own = vars(owner)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            own.pop(name, None)
+        own.update(before)
 
 
 @contextmanager
@@ -29,16 +48,9 @@ def replaced(owner: Any, name: str, make: Callable[[Method], Method]) -> Iterato
         >>> greeter.greet(), vars(greeter)
         ('hello', {})
     """
-    attributes = vars(owner)
-    method, is_own = getattr(owner, name), name in attributes
+    method = getattr(owner, name)
     replacement = wraps(method)(make(method))
     # Lightning looks through one decorator for a method's arguments: not through ours and a user's.
     replacement.__dict__["__wrapped__"] = getattr(method, "__wrapped__", method)
-    attributes[name] = replacement
-    try:
+    with attributes_set(owner, {name: replacement}):
         yield
-    finally:
-        if is_own:
-            attributes[name] = method
-        else:
-            attributes.pop(name, None)

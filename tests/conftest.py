@@ -21,8 +21,6 @@ os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 torch.set_num_threads(1)  # as fast for small models, and ten times faster on a busy machine
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
-# On tensors this small a second thread only waits; on a busy machine for a long time.
-torch.set_num_threads(1)
 
 
 #: Files that take longest, in the order in which workers begin them: none is left for the end.
@@ -94,13 +92,14 @@ class Linear(L.LightningModule):
 
 @pytest.fixture(autouse=True)
 def _environment_as_outside(monkeypatch):
-    """Remove what a test before left: its seed, and what Lightning tells processes of one another.
+    """Hide a seed and what Lightning tells processes of one another; remove what the test leaves.
 
     With LOCAL_RANK a command that is to start processes takes itself for one of them, and waits.
     """
     left = ("PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")
     for name in left:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # remembered, to be as before in the end
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture(autouse=True)

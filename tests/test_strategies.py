@@ -273,11 +273,8 @@ def trainer(tmp_path, strategy="client_parallel", callbacks=None, **options):
 
 
 @pytest.fixture
-def alone(monkeypatch):
+def alone():
     """A process group of this process, which does not outlive the test."""
-    for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "")  # remembered, to be put back
-        monkeypatch.delenv(name)
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any, NamedTuple, cast
 
@@ -14,6 +13,7 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torchmetrics import Metric
 
+from lightning_fl.hooks import attributes_set
 from lightning_fl.types import FederationError
 
 Tensors = dict[str, Tensor]
@@ -139,7 +139,7 @@ class LocalStep(nn.Module):
             known["federated_record"] = record
         if fixed and hasattr(self.module, "federated_global_parameters"):
             known["federated_global_parameters"] = fixed
-        with replaced(self.module, known):
+        with attributes_set(self.module, known):
             out = run()
         loss = out["loss"] if isinstance(out, Mapping) else out
         task_loss = reported_loss(out)
@@ -240,17 +240,3 @@ def _one_after_another(step: Callable[[Any], Outcome], stacked: dict[str, Any]) 
     lanes = [t.unbind(0) if isinstance(t, Tensor) else (t,) * count for t in leaves]
     each = [step(tree_unflatten([lane[i] for lane in lanes], tree)) for i in range(count)]
     return tree_map(lambda *t: torch.stack(t), *each)  # type: ignore[no-any-return]
-
-
-@contextmanager
-def replaced(module: nn.Module, attributes: dict[str, Any]) -> Iterator[None]:
-    """Set attributes of a module, past what nn.Module does with them, and put the old ones back."""
-    own = vars(module)
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            own.pop(name, None)
-        own.update(before)

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.hooks import attributes_set
 from lightning_fl.lanes.graphs import Graphs, depends_on_batch_idx, reads_batch_idx
 from lightning_fl.lanes.host import (
     GLOBAL_PARAMETERS,
@@ -22,7 +23,7 @@ from lightning_fl.lanes.host import (
     is_floating,
     to_cpu,
 )
-from lightning_fl.lanes.local_step import LocalStep, Outcome, Tensors, replaced
+from lightning_fl.lanes.local_step import LocalStep, Outcome, Tensors
 from lightning_fl.lanes.matmul import allow_fast_matmul
 from lightning_fl.lanes.memory import keep_freed_memory
 from lightning_fl.lanes.samples import Collated, Padded, Samples
@@ -254,7 +255,7 @@ class StackedLanes(LaneHost):
         stacks: Tensors = {**self.params, **self.buffer_stack}
         start = {GLOBAL_PARAMETERS: self._started_from(lane)} if self.wants_fixed else {}
         rows = {name: stack.detach()[lane] for name, stack in stacks.items()}
-        with replaced(self.module, start), self.values(rows):
+        with attributes_set(self.module, start), self.values(rows):
             yield
 
     @contextmanager
