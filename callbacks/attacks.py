@@ -309,7 +309,7 @@ class Backdoor(DataAttack):
         """Measure how often the model falls for it."""
         if self._loop.plan_of_the_round is None:  # the round was cut short
             return
-        data, module = self._data, self._loop.lane.module
+        data, module = self._data, self._loop.runner.module
         asked = data.with_changes(data.val, torch.arange(len(data.val)), self._asked)
         hits = torch.zeros(2, dtype=torch.float64, device=module.device)
         with evaluating(module), torch.no_grad():

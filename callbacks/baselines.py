@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_fl.aggregators import NeuronMatching
-from lightning_fl.callbacks.checkpoint_checks import check
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of, user_module
 from lightning_fl.chain import Chain, Layers
+from lightning_fl.federation.checkpoint_checks import check
 from lightning_fl.federation.measures import evaluating, on_device
 from lightning_fl.functional.randomness import Purpose, derive_seed, generator, seeded_rng
 from lightning_fl.types import FederationError

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_fl.callbacks.checkpoint_checks import check_sums, read_checkpoint
+from lightning_fl.federation.checkpoint_checks import check_sums, read_checkpoint
 from lightning_fl.files import write_atomically
 from lightning_fl.types import FederationError
 
@@ -47,7 +47,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint; see ``callbacks/checkpoint_checks.py``.
+        """Read a checkpoint; see ``lightning_fl/federation/checkpoint_checks.py``.
 
         Lightning alone would run the code that is in one from ``http://``, or where the variable
         ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set.

@@ -30,9 +30,33 @@ from lightning_fl.objectives import ClientModule
 from lightning_fl.types import FederatedData, FederationError, check_package
 
 
-def has_running_statistics(module: nn.Module) -> bool:
-    """Say whether clients change a module's buffers by training it, as BatchNorm does."""
-    return any(getattr(m, "running_mean", None) is not None for m in module.modules())
+def check_fit(trainer: Trainer, module: LightningModule, vectorized: bool) -> Any:
+    """Refuse a Trainer, a module or data that rounds cannot be made of; return the data module.
+
+    Args:
+        trainer: The Trainer, with its callbacks.
+        module: The user's module.
+        vectorized: Whether clients train at once, in lanes.
+    """
+    check_trainer(trainer, vectorized)
+    check_module(module)
+    data = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
+    if not isinstance(data, FederatedData):
+        raise FederationError(
+            "FederatedLoop needs to know which samples belong to which client: pass"
+            " Trainer.fit(module, datamodule=FederatedDataModule(train, val, test, ...)),"
+            f" got {type(data).__name__}"
+        )
+    return data
+
+
+def warn_of_running_statistics(module: nn.Module) -> None:
+    """Warn that clients change a module's buffers by training it, as those of BatchNorm."""
+    if any(getattr(m, "running_mean", None) is not None for m in module.modules()):
+        rank_zero_warn(
+            "the module keeps running statistics (BatchNorm) and clients change them: FederatedLoop"
+            " averages them. Choose buffers='average', 'server' or 'local' to say what you want"
+        )
 
 
 def check_module(module: LightningModule) -> None:

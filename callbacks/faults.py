@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_fl.callbacks.checkpoint_checks import COUNT, check
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
+from lightning_fl.federation.checkpoint_checks import COUNT, check
 from lightning_fl.files import read_text, shown, write_atomically
 from lightning_fl.functional.randomness import Purpose, generator
 from lightning_fl.types import FederationError, RoundPlan

@@ -11,6 +11,7 @@ from lightning.pytorch.core.saving import save_hparams_to_yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
+from lightning_fl.federation.round import Fit
 from lightning_fl.hooks import Method
 from lightning_fl.types import plain_options
 
@@ -27,6 +28,35 @@ def named(name: str, rule: object) -> dict[str, Any]:
         return {}
     options = {f"{name}/{option}": value for option, value in plain_options(rule).items()}
     return {name: type(rule).__name__, **options}
+
+
+def describe_run(fit: Fit, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what describes a run, as flat values for loggers.
+
+    A name that the module's or the data module's own hyperparameters have gets the prefix
+    ``federation/``: some loggers refuse to change a value.
+
+    Args:
+        fit: The fit.
+        options: The loop's own options by name.
+    """
+    data, user, policy = fit.data, fit.runner.module, named("policy", fit.policy)
+    lr, max_epochs = policy.get("policy/lr"), fit.trainer.max_epochs or -1
+    values = {
+        "seed": fit.federation.seed,
+        "rounds": max_epochs if max_epochs > 0 else None,
+        "num_clients": fit.federation.num_clients,
+        "batch_size": getattr(data, "batch_size", None),
+        "lr": fit.runner.base_lr if lr is None else lr,
+        "module": type(user).__name__,
+        "network": type(user.net).__name__ if hasattr(user, "net") else None,
+        **named("partition", getattr(data, "partition", None)),
+        **named("aggregator", fit.aggregator),
+        **policy,
+        **options,
+    }
+    taken = {*user.hparams, *data.hparams}
+    return {f"federation/{k}" if k in taken else k: value for k, value in values.items()}
 
 
 @rank_zero_only

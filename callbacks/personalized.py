@@ -18,9 +18,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from lightning_fl.callbacks.checkpoint_checks import check
+from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
+from lightning_fl.federation.checkpoint_checks import check
 from lightning_fl.federation.measures import accuracy, evaluating, on_device
+from lightning_fl.federation.memory import runner_rows
 from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import Purpose, derive_seed, generator, seeded_rng
 from lightning_fl.lanes import ModuleLane, optimizers_in
@@ -102,7 +104,7 @@ class PersonalizedEvaluation(Callback):
                 "PersonalizedEvaluation needs a FederatedLoop, and test samples of each client: set"
                 " local_test_size of the data module (data.init_args.local_test_size=0.2)"
             )
-        if self._loop.aggregator.replaces_network:
+        if isinstance(self._loop.aggregator, NeuronMatching):
             raise FederationError(
                 "PersonalizedEvaluation trains the server's model further, and"
                 f" {type(self._loop.aggregator).__name__} replaces its network by one of another"
@@ -116,7 +118,7 @@ class PersonalizedEvaluation(Callback):
                 "local_steps needs the federation's first model, which the checkpoint does not"
                 " hold: set local_steps from the start of a run, or to 0"
             )
-        now = self._federation.lane.read().vector
+        now = self._federation.runner.read().vector
         self._first = now if self._first is None else self._first
         check(self._first, now, "PersonalizedEvaluation")
 
@@ -170,7 +172,7 @@ class PersonalizedEvaluation(Callback):
     @contextmanager
     def _studio(self, trainer: Trainer) -> Iterator[tuple[ModuleLane, Any]]:
         """A copy of the module in which clients may train: the run's own is left alone."""
-        loop, user = self._federation, self._federation.lane.module
+        loop, user = self._federation, self._federation.runner.module
         module = _copied(user)
         vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **options: None
         made = next(optimizers_in(module.configure_optimizers()))
@@ -180,9 +182,9 @@ class PersonalizedEvaluation(Callback):
                 f"PersonalizedEvaluation trains a copy of {type(user).__name__}, whose optimiser"
                 " has parameters of another module: let configure_optimizers use self.parameters()"
             )
-        host = ModuleLane(module, loop.buffers or "average", made, loop.lane.keep_optimizer)
+        host = ModuleLane(module, loop.buffers or "average", made, loop.runner.keep_optimizer)
         host.base_lr = float(made.param_groups[0].get("lr", 0.0))
-        state = loop.lane.read()
+        state = loop.runner.read()
         loop.aggregator.start(state.vector)  # the next round's: what clients would start from
         try:
             yield host, state
@@ -193,7 +195,7 @@ class PersonalizedEvaluation(Callback):
         self, trainer: Trainer, host: ModuleLane, server: ServerState, client: int, round: int
     ) -> dict[str, float]:
         loop, data = self._federation, trainer.datamodule  # type: ignore[attr-defined]
-        rows = loop.kept_by(client)
+        rows = runner_rows(loop.store, client)
         start = loop.aggregator.server_for(torch.tensor([client]))
         state = ServerState(start, server.counters)
         lr = self._rate(host, client)

@@ -18,10 +18,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_fl.aggregators import Aggregator
-from lightning_fl.callbacks.checkpoint_checks import COUNT, check
+from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of, user_module
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
+from lightning_fl.federation.checkpoint_checks import COUNT, check
 from lightning_fl.federation.measures import evaluating, on_device
+from lightning_fl.federation.memory import runner_rows
 from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.lanes import LaneHost
@@ -246,9 +248,9 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
         One a client; or, where it cannot be found, the reason.
     """
     loop, data = _loop(trainer), trainer.datamodule  # type: ignore[attr-defined]
-    rule, lane = loop.aggregator, loop.lane
+    rule, lane = loop.aggregator, loop.runner
     # Else the module has the one model of all.
-    has_several = not rule.replaces_network and (
+    has_several = not isinstance(rule, NeuronMatching) and (
         lane.private or type(rule).server_for is not Aggregator.server_for
     )
     own: dict[int, float] = {}
@@ -265,7 +267,7 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
                 if has_several:
                     vector = rule.server_for(torch.tensor([client]))[0]
                     lane.write(ServerState(vector, server.counters))
-                    for name, row in loop.kept_by(client).items():
+                    for name, row in runner_rows(loop.store, client).items():
                         if name.startswith("parameter."):
                             lane.named_parameters[name.removeprefix("parameter.")].copy_(row)
                 own[client] = _accuracy(trainer, lane.module, data.samples_of(client), most)

@@ -9,11 +9,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_fl.federation.context import Federation
 from lightning_fl.types import FederationError
 
 
 class ClientSampler(ABC):
     """Draws the cohort of a round."""
+
+    def setup(self, federation: Federation) -> None:  # noqa: B027  # most fit every run
+        """Learn what the run is, at the start of a fit.
+
+        A sampler that does not fit the run raises a ``FederationError`` here.
+
+        Args:
+            federation: The run; ``federation.layout`` is None.
+        """
 
     @abstractmethod
     def sample(
@@ -93,10 +103,22 @@ class WeightedSampler(ClientSampler):
             )
         self.weights = weights
 
+    def setup(self, federation: Federation) -> None:
+        """Refuse weights that do not fit the clients."""
+        if federation.num_samples is not None:
+            self._positive(federation.num_samples, federation.sampling.size)
+
     def sample(
         self, round: int, count: int, num_samples: Tensor, generator: torch.Generator
     ) -> Tensor:
         """Return ids drawn one after another with the weights that are left."""
+        weights = self._positive(num_samples, count)
+        # An exponential race: the first k to arrive are k draws without replacement.
+        noise = torch.empty(len(weights), dtype=torch.float64).exponential_(generator=generator)
+        return (noise / weights).argsort()[:count]
+
+    def _positive(self, num_samples: Tensor, count: int) -> Tensor:
+        """Return the weights, of which at least ``count`` are positive."""
         given = num_samples if isinstance(self.weights, str) else self.weights
         weights = torch.as_tensor(given, dtype=torch.float64)
         if len(weights) != len(num_samples):
@@ -106,9 +128,7 @@ class WeightedSampler(ClientSampler):
                 f"a round takes {count} clients, only {positive} have a positive weight: lower"
                 " participation or raise weights"
             )
-        # An exponential race: the first k to arrive are k draws without replacement.
-        noise = torch.empty(len(weights), dtype=torch.float64).exponential_(generator=generator)
-        return (noise / weights).argsort()[:count]
+        return weights
 
 
 class RoundRobinSampler(ClientSampler):

@@ -197,7 +197,7 @@ class ClientLogs:
         """Make what was logged the figure of all clients.
 
         Args:
-            trainer: Whose loop has logged.
+            trainer: The Trainer whose loop has logged.
             shared: Whether processes share the clients: then all have to call it.
 
         Raises:

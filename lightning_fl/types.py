@@ -55,8 +55,6 @@ class Cohort(NamedTuple):
         clients: Of how many.
         drawn: ``poisson``, each by a coin of its own; ``fixed``, all sets of this size with equal
             probability; ``other``, in a way that is not known.
-        seed: The run's.
-        noise_key: A digest of the run's options, of which private noise is a function, too.
 
     Example:
         >>> Cohort(size=10, clients=10, drawn="poisson").is_sampled
@@ -66,8 +64,6 @@ class Cohort(NamedTuple):
     size: int
     clients: int
     drawn: Literal["poisson", "fixed", "other"] = "fixed"
-    seed: int = 0
-    noise_key: int = 0
 
     @property
     def is_sampled(self) -> bool:
@@ -260,29 +256,61 @@ class ClientUpdate:
 
     Args:
         clients: Ids, ``[k]``.
-        delta: Local parameters minus what the clients started from, ``[k, P]``.
+        delta: Local models minus what the clients started from, ``[k, P]``.
         num_samples: Training samples of each, ``[k]``.
-        loss_before: Loss of what the clients started from, ``[k]``: on their first batch, or over
-            all their samples for an aggregator that ``needs_losses``. None if it was not measured.
-        loss_after: The same after training, over all samples, ``[k]``, or None.
+        num_steps: Local steps of each, ``[k]``; None if they are not known.
+        lr: Mean learning rate of each client's local steps, ``[k]``; None if it is not known.
+        extras: What the rule's :class:`~lightning_fl.federation.exchange.ClientPart` objects
+            return, ``[k, ...]`` by name.
 
     Raises:
         FederationError: If the lengths differ.
+
+    Example:
+        >>> update = ClientUpdate(torch.tensor([3, 5]), torch.ones(2, 4), torch.tensor([10, 20]))
+        >>> update.select(torch.tensor([False, True])).clients
+        tensor([5])
     """
 
     clients: Tensor
     delta: Tensor
     num_samples: Tensor
-    loss_before: Tensor | None = None
-    loss_after: Tensor | None = None
+    num_steps: Tensor | None = None
+    lr: Tensor | None = None
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         k = len(self.clients)
         if self.delta.ndim != 2 or len(self.delta) != k or self.num_samples.shape != (k,):
             raise FederationError(
-                "an update has one row a client: clients [k], delta [k, P], num_samples [k]; got "
-                f"{[tuple(t.shape) for t in (self.clients, self.delta, self.num_samples)]}"
+                "an update has one row for each client: clients [k], delta [k, P], num_samples [k];"
+                f" got {[tuple(t.shape) for t in (self.clients, self.delta, self.num_samples)]}"
             )
+        for name, value in {"num_steps": self.num_steps, "lr": self.lr, **self.extras}.items():
+            if value is not None and value.shape[:1] != (k,):
+                raise FederationError(
+                    f"an update of {k} clients has one row for each: {name} has the shape"
+                    f" {tuple(value.shape)}"
+                )
+
+    def select(self, rows: Tensor) -> ClientUpdate:
+        """Return the rows of some clients.
+
+        Args:
+            rows: A mask, ``[k]``, or positions.
+        """
+
+        def pick(value: Tensor) -> Tensor:
+            return value[rows.to(value.device)]
+
+        return ClientUpdate(
+            pick(self.clients),
+            pick(self.delta),
+            pick(self.num_samples),
+            None if self.num_steps is None else pick(self.num_steps),
+            None if self.lr is None else pick(self.lr),
+            {name: pick(value) for name, value in self.extras.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -295,11 +323,12 @@ class Feedback:
         val_loss: The same after the round, None if validation did not run in it.
         losses: What the clients report: the loss of the model that the round started from,
             each on its first batch and without terms, ``[k]``; NaN of a client whose update was
-            not used.
+            not used. None for a policy that does not learn from ``client_losses``.
         weights: Each client's share of the samples of those whose updates were used, ``[k]``.
         credits: Returns what each client has done to the server's validation loss, ``[k]``:
             :math:`p_k \langle \nabla L(w^{t+1}), w_k - w^t \rangle`, with its weight
-            :math:`p_k`; NaN as above. For a policy that ``needs_credits``.
+            :math:`p_k`; NaN as above. None for a policy that does not learn from
+            ``contributions``.
         metrics: Figures that were logged in the round.
     """
 

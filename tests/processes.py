@@ -69,6 +69,8 @@ class Uneven(HyperParameterPolicy):
     Its figure is what the clients report, which the table of rounds holds.
     """
 
+    learns_from = frozenset({"client_losses"})
+
     def sample(self, round, clients):
         return {"num_steps": 1 + (clients + round) % 4, "lr": 0.05 + 0.01 * clients}
 
@@ -153,7 +155,7 @@ class Plateau(Foreign):
 class Learner(HyperParameterPolicy):
     """A rate that follows every bit of what it is told."""
 
-    needs_val_loss = True
+    learns_from = frozenset({"val_loss", "client_losses"})
 
     def __init__(self):
         super().__init__()

@@ -190,6 +190,9 @@ def test_a_learning_rate_of_zero_and_any_further_value_are_fine():
         {"num_samples": torch.ones(3)},
         {"num_samples": torch.ones(2, 1)},
         {"clients": torch.tensor([0])},
+        {"num_steps": torch.ones(3)},
+        {"lr": torch.ones(1)},
+        {"extras": {"control": torch.ones(4, 2)}},
     ],
 )
 def test_an_update_has_one_row_a_client(changes):
@@ -198,8 +201,8 @@ def test_an_update_has_one_row_a_client(changes):
         "delta": torch.zeros(2, 4),
         "num_samples": torch.ones(2),
     }
-    assert ClientUpdate(**fitting).loss_before is None
-    with pytest.raises(FederationError, match="an update has one row a client"):
+    assert ClientUpdate(**fitting).num_steps is None
+    with pytest.raises(FederationError, match="one row for each"):
         ClientUpdate(**fitting | changes)
 
 

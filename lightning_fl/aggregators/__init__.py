@@ -6,6 +6,7 @@ from lightning_fl.aggregators.control import FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.aggregators.downpour import Downpour
 from lightning_fl.aggregators.fedavg import FedAvg
 from lightning_fl.aggregators.fedma import FedMA
+from lightning_fl.aggregators.fednova import FedNova
 from lightning_fl.aggregators.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 from lightning_fl.aggregators.gossip import Gossip
 from lightning_fl.aggregators.matching import NeuronMatching
@@ -20,6 +21,7 @@ from lightning_fl.aggregators.robust import (
     RobustAggregator,
     TrimmedMean,
 )
+from lightning_fl.aggregators.scaffold import Scaffold
 from lightning_fl.aggregators.staged import Staged
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "FedControl",
     "FedCostWAvg",
     "FedMA",
+    "FedNova",
     "FedOpt",
     "FedPIDAvg",
     "FedYogi",
@@ -45,6 +48,7 @@ __all__ = [
     "NeuronMatching",
     "NormClipping",
     "RobustAggregator",
+    "Scaffold",
     "Staged",
     "StreamingPFNM",
     "TrimmedMean",

@@ -4,69 +4,94 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.metric import jit_distributed_available
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_fl.federation.context import Federation
+from lightning_fl.federation.exchange import ClientPart
 from lightning_fl.functional.summation import all_reduced, empty_sum, merged_sums
-from lightning_fl.types import ClientUpdate, Cohort
+from lightning_fl.types import ClientUpdate, RoundPlan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 class Aggregator(Metric, ABC):
-    """A server rule: a metric over client updates whose value is the server's new parameters.
+    """Aggregate client updates into the next global model; a metric over client updates.
 
-    A round is ``start(server)``, ``update(clients)`` as often as clients return, ``compute()``.
-    What belongs to a round is a state, declared in :meth:`allocate` with its ``dist_reduce_fx``;
-    what outlives it is a buffer, saved with the checkpoint.
+    A fit begins with ``setup(federation)``. A round is ``start(server)``, ``broadcast(plan)``,
+    ``update(clients)`` as often as clients return, and ``conclude(returned, min_clients)``, which
+    calls ``compute()``.
+
+    What belongs to a round is a state, declared in :meth:`allocate` with its ``dist_reduce_fx``.
+    What outlives it is a buffer, saved with the checkpoint. :meth:`update` copies what it keeps of
+    an update.
     """
 
     full_state_update = False
-    #: Whether :meth:`update` keeps no reference to the updates that it is given. Then their memory
-    #: is used again for those of the next clients.
-    forgets = False
-    #: Whether it wants to know the loss over all samples of a client, before and after training:
-    #: two more passes over them, by the module's method ``federated_losses(batch)``.
-    needs_losses = False
-    #: Whether the module gets a network of another shape than that which clients train.
-    replaces_network = False
-    #: With fewer updates it cannot say anything: the server keeps its model.
-    least_clients = 1
-    #: Training samples of each client and class, ``[clients, classes]``, where a loop knows them.
-    class_counts: Tensor | None = None
-    #: Clients of the federation; a ``FederatedLoop`` sets it where it is None.
-    num_clients: int | None = None
-    #: How clients of a round are drawn; a ``FederatedLoop`` sets it.
-    cohort: Cohort | None = None
-    #: Whether what a round releases is protected: then each has an answer, whoever returned.
-    is_private = False
-    #: How many numbers of the server's vector are parameters; the others are floating buffers. None
-    #: is all of them. A ``FederatedLoop`` sets it.
-    num_parameters: int | None = None
-    #: Of which numbers clients train, ``[P]``; None is of all. A ``FederatedLoop`` tells private
-    #: rules.
-    trained: Tensor | None = None
+    #: The run; None outside a fit.
+    federation: Federation | None = None
     server: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("server", torch.zeros(0), persistent=False)
 
-    def start(self, server: Tensor) -> None:
-        """Begin a round from the server's parameters, ``[P]``."""
+    def setup(self, federation: Federation) -> None:
+        """Learn what the run is, once at the start of a fit, before the first :meth:`start`.
+
+        A rule that does not fit the run raises a ``FederationError`` here.
+
+        Args:
+            federation: The run.
+        """
+        self.federation = federation
+        # Where processes share the samples of a client, each of them has all updates already.
+        self.distributed_available_fn = (
+            _never if federation.shares_samples else jit_distributed_available
+        )
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Length of the vector's part that parameters take, buffers follow; None is all of it."""
+        return None if self.federation is None else self.federation.num_parameters
+
+    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
+        """Begin a round.
+
+        Args:
+            server: The global model, ``[P]``.
+            trained: Mask of the parameters that clients train in this round,
+                ``[num_parameters]``; None means all.
+        """
         if self.server.shape != server.shape:
             # In full and on every process: one without clients has to gather the same shape.
             self.allocate(server)
             self.to(server.device)  # also what a rule has made on the CPU
         self.reset()
         self.server = server
+
+    def client_parts(self) -> Sequence[ClientPart]:
+        """Return what clients do for this rule besides training; asked once, after :meth:`setup`.
+
+        See :class:`~lightning_fl.federation.exchange.ClientPart`.
+        """
+        return ()
+
+    def broadcast(self, plan: RoundPlan) -> Mapping[str, Tensor]:
+        """Return what every client of a round gets besides the model, by name.
+
+        Args:
+            plan: The plan of the round.
+        """
+        return {}
 
     @abstractmethod
     def allocate(self, server: Tensor) -> None:
@@ -79,6 +104,18 @@ class Aggregator(Metric, ABC):
     @abstractmethod
     def compute(self) -> Tensor:
         """Return the server's new parameters, ``[P]``."""
+
+    def conclude(self, returned: int, min_clients: int) -> Tensor | None:
+        """End a round: return the new global model, or None to keep the present one.
+
+        Args:
+            returned: Number of clients whose updates were taken in, on all processes.
+            min_clients: Minimum number that changes the model; an option of the loop.
+        """
+        if returned < min_clients:
+            self.skip()
+            return None
+        return self.compute()
 
     def add_sum(self, name: str, *shape: int) -> None:
         """Declare a sum over clients that does not depend on their order, nor on the processes.
@@ -139,12 +176,13 @@ class Aggregator(Metric, ABC):
 
         return wrapped
 
-    def prepare(self, module: LightningModule, example: Any = None) -> None:
-        """Look at a module before it is trained or tested, for a rule that replaces its network.
+    def prepare(self, module: LightningModule, example: Callable[[], Any] | None = None) -> None:
+        """Look at a module before a checkpoint is loaded, for a rule that replaces its network.
 
         Args:
-            module: The user's.
-            example: Two training samples as the module gets them; None, where nothing is trained.
+            module: The user's module, with the shapes that clients train.
+            example: Returns two training samples as the module gets them; None where nothing is
+                trained.
         """
 
     def withdraw(self) -> None:
@@ -176,6 +214,15 @@ class Aggregator(Metric, ABC):
         order = tensors[0].argsort()
         return [tensor[order] for tensor in tensors]
 
+    def check_metrics(self, of_clients: Collection[str]) -> None:
+        """Refuse decisions that follow certain metrics, for a rule that hides clients.
+
+        Called at the end of each round, when its metrics are logged and nothing has acted on them.
+
+        Args:
+            of_clients: Names of the metrics that the loop logs of clients.
+        """
+
     def figures(self) -> dict[str, float]:
         """Return what is worth knowing after a round: it is logged, and put into the table."""
         return {}
@@ -187,3 +234,8 @@ class Aggregator(Metric, ABC):
     def server_for(self, clients: Tensor) -> Tensor:
         """Return what each client starts from, ``[k, P]``."""
         return self.server.expand(len(clients), -1)
+
+
+def _never() -> bool:
+    """Say that processes need not talk to each other."""
+    return False

@@ -117,9 +117,9 @@ class ClusteredFL(Aggregator):
         self.register_buffer("tree", torch.full((1, 2), -1, device=server.device))
         self.register_buffer("round", torch.zeros((), dtype=torch.int64))
 
-    def start(self, server: Tensor) -> None:
+    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
         """Begin a round: as long as there is one cluster, from the server's model."""
-        super().start(server)
+        super().start(server, trained)
         if len(self.models) == 1:
             self.models = server[None].clone()
 

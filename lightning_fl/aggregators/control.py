@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
+from lightning_fl.federation.context import Federation
+from lightning_fl.federation.exchange import ClientPart, MeanLosses, check_losses
 from lightning_fl.functional.summation import add_rows, sum_value
 from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
 from lightning_fl.types import ClientUpdate, FederationError
@@ -43,13 +46,12 @@ class FedControl(Aggregator):
         >>> rule = FedControl(alpha=0.0, beta=0.0)  # the integral alone
         >>> rule.start(torch.zeros(1))
         >>> rule.update(ClientUpdate(torch.arange(2), torch.tensor([[0.0], [4.0]]),
-        ...     torch.tensor([5, 5]), torch.ones(2), torch.tensor([3.0, 1.0])))
+        ...     torch.tensor([5, 5]), extras={"loss_before": torch.ones(2),
+        ...     "loss_after": torch.tensor([3.0, 1.0])}))
         >>> rule.compute()
         tensor([1.])
     """
 
-    needs_losses = True
-    forgets = True
     #: Smallest part of the sum of a term's absolute values that its sum has to be: below, the
     #: quotients of the term say nothing. Without negative values only a sum of 0 is too small.
     cancellation = 0.0
@@ -93,14 +95,26 @@ class FedControl(Aggregator):
         self.register_buffer("known", known)
         self.register_buffer("round", torch.zeros((), dtype=torch.int64, device=device))
 
+    def setup(self, federation: Federation) -> None:
+        """Refuse a module that does not tell the losses of samples."""
+        super().setup(federation)
+        check_losses(self, federation.module)
+
+    def client_parts(self) -> Sequence[ClientPart]:
+        """Let clients measure the loss on all their samples before and after training."""
+        return [MeanLosses()]
+
     def update(self, clients: ClientUpdate) -> None:
         """Add updates to the three sums."""
-        if clients.loss_before is None or clients.loss_after is None:
+        if not {"loss_before", "loss_after"} <= clients.extras.keys():
             raise FederationError(
                 f"{type(self).__name__} weighs clients by their losses, which were not measured:"
-                " use a FederatedLoop and a module with a method federated_losses(batch)"
+                " add loss_before and loss_after to the extras of the update, or use a"
+                " FederatedLoop"
             )
-        before, after = clients.loss_before.to(self.total), clients.loss_after.to(self.total)
+        before, after = (
+            clients.extras[name].to(self.total) for name in ("loss_before", "loss_after")
+        )
         known = self._rows(clients.clients)
         fall, integral, rows = self._terms(known, before, after)
         weights = torch.stack([clients.num_samples.to(self.total), fall, integral])
@@ -230,7 +244,8 @@ class FedPIDAvg(FedControl):
         >>> rule.start(torch.zeros(1))
         >>> before, after = torch.tensor([2.0, 2.0]), torch.tensor([1.0, 2.5])
         >>> rule.update(ClientUpdate(torch.arange(2), torch.tensor([[4.0], [0.0]]),
-        ...     torch.tensor([5, 5]), before, after))  # d = 1, -0.5 and m = 3, 4.5
+        ...     torch.tensor([5, 5]),  # d = 1, -0.5 and m = 3, 4.5
+        ...     extras={"loss_before": before, "loss_after": after}))
         >>> rule.compute()  # 4 (0.45 / 2 + 0.45 * 2 + 0.1 * 0.4)
         tensor([4.6600])
     """

@@ -38,7 +38,6 @@ class Downpour(FedOpt):
         tensor([2.])
     """
 
-    forgets = False
     ids: list[Tensor] | Tensor
     deltas: list[Tensor] | Tensor
 

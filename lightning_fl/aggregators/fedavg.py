@@ -37,7 +37,6 @@ class FedAvg(Aggregator):
         tensor([1., 2.])
     """
 
-    forgets = True
     total: Tensor
     weight: Tensor
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
+from lightning_fl.federation.context import Federation
 from lightning_fl.functional.mixing import Graph, adjacency, check_mixing, metropolis
 from lightning_fl.functional.randomness import Purpose, generator, run_seed
 from lightning_fl.types import ClientUpdate, FederationError
@@ -75,6 +76,14 @@ class Gossip(Aggregator):
         self.graph, self.mixing_matrix, self.probability = graph, mixing_matrix, probability
         self.num_clients, self.seed, self._given = num_clients, seed, given
 
+    def setup(self, federation: Federation) -> None:
+        """Refuse a number of clients that is not that of the federation."""
+        super().setup(federation)
+        if self.num_clients not in (None, n := federation.num_clients):
+            raise FederationError(
+                f"Gossip has num_clients={self.num_clients}, the federation has {n}: leave it out"
+            )
+
     def allocate(self, server: Tensor) -> None:
         """Give everyone the same model."""
         for name in ("ids", "deltas"):
@@ -87,7 +96,7 @@ class Gossip(Aggregator):
         self.register_buffer("begun", torch.tensor(False))
 
     def _mixing(self) -> Tensor:
-        n = self.num_clients
+        n = self.num_clients if self.federation is None else self.federation.num_clients
         if self._given is not None:
             if n not in (None, len(self._given)):
                 raise FederationError(
@@ -99,9 +108,9 @@ class Gossip(Aggregator):
         random = generator(run_seed(self.seed), Purpose.GRAPH)
         return metropolis(adjacency(self.graph, n, self.probability, random))
 
-    def start(self, server: Tensor) -> None:
+    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
         """Begin a round; in the first everyone has the server's model."""
-        super().start(server)
+        super().start(server, trained)
         if not self.begun:
             self.models[:] = server
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.chain import Chain, Layers
+from lightning_fl.federation.context import Federation
 from lightning_fl.functional.networks import MatchedNetwork
 from lightning_fl.functional.randomness import (
     Purpose,
@@ -81,7 +82,6 @@ class NeuronMatching(Aggregator):
     }
     #: Buffers whose shapes depend on what was matched.
     grown: tuple[str, ...] = ("starts", "known", "merged", "shapes", "places")
-    replaces_network = True
     starts: Tensor
     base: Tensor
     merged: Tensor
@@ -145,8 +145,6 @@ class NeuronMatching(Aggregator):
         self.sweeps, self.popularity, self.cap = sweeps, popularity, cap
         self.max_width, self.tolerance, self.seed = max_width, tolerance, seed
         self.accept = accept
-        #: Samples of each client and class, ``[clients, classes]``, where a loop knows them.
-        self.class_counts: Tensor | None = None
         self.chain: Chain | None = None
         self._own = list[tuple[int, int]]()
         self._at_start: Layers = []
@@ -156,12 +154,34 @@ class NeuronMatching(Aggregator):
 
     # --- the module ---------------------------------------------------------------------------
 
-    def prepare(self, module: LightningModule, example: Any = None) -> None:
+    def setup(self, federation: Federation) -> None:
+        """Refuse a run in which the module cannot have another network."""
+        super().setup(federation)
+        name = type(self).__name__
+        if not federation.is_rule(self):
+            raise FederationError(
+                f"{name} replaces the module's network and cannot be a stage of"
+                f" {type(federation.aggregator).__name__}: use it alone"
+            )
+        if federation.shares_samples:
+            raise FederationError(
+                f"{name} replaces the module's network, which processes that share the samples of a"
+                " client have to know beforehand: choose strategy='client_parallel'"
+            )
+        if federation.policy is not None and "contributions" in federation.policy.learns_from:
+            raise FederationError(
+                f"{type(federation.policy).__name__} learns from the gradient of the global model,"
+                f" and {name} replaces its network: choose another policy"
+            )
+        self._check_classes()
+
+    def prepare(self, module: LightningModule, example: Callable[[], Any] | None = None) -> None:
         """Find the layers of a module, and let it load networks of other widths.
 
         Args:
             module: The user's, with the shapes that clients train.
-            example: A batch ``(x, ...)`` of training samples, or None in a test.
+            example: Returns a batch ``(x, ...)`` of training samples; None where nothing is
+                trained.
         """
         if self.chain is None or self.chain.module is not module:
             self.chain = Chain(module)
@@ -170,8 +190,7 @@ class NeuronMatching(Aggregator):
             return
         #: The shapes that clients train, and what the module came with.
         self._own, self._at_start = self.module_chain.shapes, self.module_chain.read()
-        self._check_classes()
-        inert = self._check_order(example)
+        inert = self._check_order(example())
         narrow = min(width for width, _ in self._own[:-1])
         if self.widths is not None and max(self.widths) > narrow:
             raise FederationError(
@@ -202,22 +221,28 @@ class NeuronMatching(Aggregator):
 
     def _check_classes(self) -> None:
         """Refuse a class that nobody has: nobody would know its weights."""
-        if self.class_counts is None:
+        if (counts := self.class_counts) is None:
             return
         classes = self._own[-1][0]
-        counts = torch.zeros(len(self.class_counts), classes, dtype=torch.int64)
-        if self.class_counts.shape[1] > classes:
+        if counts.shape[1] > classes:
             raise FederationError(
-                f"labels go up to {self.class_counts.shape[1] - 1}, the network has {classes}"
+                f"labels go up to {counts.shape[1] - 1}, the network has {classes}"
                 " outputs: give it one for each class"
             )
-        counts[:, : self.class_counts.shape[1]] = self.class_counts
         if absent := (counts.sum(0) == 0).nonzero()[:, 0].tolist():
             raise FederationError(
                 f"no client has a training sample of class {absent[0]}, of {classes}: nobody could"
                 " know its weights. Give the network as many outputs as there are classes"
             )
-        self.class_counts = counts
+
+    @property
+    def class_counts(self) -> Tensor | None:
+        """Training samples of each client and class, ``[clients, classes]``; None if unknown."""
+        counts = None if self.federation is None else self.federation.class_counts
+        if counts is None or not self._own:
+            return counts
+        missing = max(self._own[-1][0] - counts.shape[1], 0)
+        return torch.nn.functional.pad(counts, (0, missing))
 
     def _fit_to(self, module: Any, state_dict: Any, prefix: str, *rest: Any) -> None:
         self.module_chain.fit_to(state_dict, prefix)
@@ -260,9 +285,9 @@ class NeuronMatching(Aggregator):
 
     # --- rounds -------------------------------------------------------------------------------
 
-    def start(self, server: Tensor) -> None:
+    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
         """Begin a round."""
-        super().start(server)
+        super().start(server, trained)
         self._figures = {}
 
     def reset(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 
 from lightning_fl.aggregators.fedopt import FedOpt
+from lightning_fl.aggregators.privacy_checks import check_monitors, check_run, noise_key
+from lightning_fl.federation.context import Federation
 from lightning_fl.functional.privacy import clipped_update, epsilon, next_clip, noise_beside_a_count
 from lightning_fl.functional.randomness import Purpose, generator
 from lightning_fl.functional.summation import add_rows, sum_value
@@ -59,7 +62,7 @@ class DPFedAvg(FedOpt):
 
     Example:
         >>> rule = DPFedAvg(noise_multiplier=0.0, clip_norm=1.0)
-        >>> rule.cohort = Cohort(size=2, clients=2)  # a FederatedLoop does
+        >>> rule.setup(Federation(num_clients=2, sampling=Cohort(size=2, clients=2)))
         >>> rule.start(torch.zeros(2))
         >>> rows = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
         >>> rule.update(ClientUpdate(torch.arange(2), rows, torch.tensor([1, 9])))
@@ -67,7 +70,6 @@ class DPFedAvg(FedOpt):
         (tensor([0.3000, 0.4000]), inf)
     """
 
-    is_private = True
     below: Tensor
     clip: Tensor
     round: Tensor
@@ -109,6 +111,30 @@ class DPFedAvg(FedOpt):
         #: Noise multipliers of the rounds so far, and of how many rounds each.
         self.ledger: list[tuple[float, int]] = []
         self._figures: dict[str, float] = {}
+        self._noise_key = 0
+        self._trained: Tensor | None = None
+
+    def setup(self, federation: Federation) -> None:
+        """Refuse a run that reveals single clients."""
+        super().setup(federation)
+        name = type(self).__name__
+        if not federation.is_rule(self):
+            raise FederationError(
+                f"{name} cannot be a stage of {type(federation.aggregator).__name__}: what other"
+                " stages reveal would not be counted. Use it alone"
+            )
+        check_run(name, federation)
+        self._noise_key = noise_key(federation)
+
+    def check_metrics(self, of_clients: Collection[str]) -> None:
+        """Refuse decisions that follow metrics of clients, which have no noise."""
+        if self.federation is not None and self.federation.trainer is not None:
+            check_monitors(type(self).__name__, self.federation.trainer, of_clients)
+
+    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
+        """Begin a round; see :meth:`Aggregator.start`."""
+        super().start(server, trained)
+        self._trained = trained
 
     def allocate(self, server: Tensor) -> None:
         """Refuse what cannot be private; see :meth:`FedOpt.allocate`."""
@@ -131,12 +157,12 @@ class DPFedAvg(FedOpt):
 
     @property
     def _drawn(self) -> Cohort:
-        if self.cohort is None:
+        if self.federation is None:
             raise FederationError(
-                f"{type(self).__name__} has to know how clients are drawn: use it in a"
-                " FederatedLoop, or set its cohort"
+                f"{type(self).__name__} needs to know how clients are drawn: use it in a"
+                " FederatedLoop, or call its setup"
             )
-        return self.cohort
+        return self.federation.sampling
 
     @property
     def _delta(self) -> float:
@@ -162,15 +188,16 @@ class DPFedAvg(FedOpt):
 
     def _mask(self) -> Tensor:
         """Return of which parameters clients train; buffers are not among them."""
-        if self.trained is not None:
-            return self.trained
+        if self._trained is not None:
+            return self._trained
         return torch.ones_like(self.server[: self.num_parameters], dtype=torch.bool)
 
     def compute(self) -> Tensor:
         """Return the server's model after a step for the noisy mean."""
-        cohort = self._drawn
-        random = generator(cohort.seed, Purpose.NOISE, int(self.round), cohort.noise_key)
-        size, noise, mask = cohort.size, self.noise_multiplier, self._mask()
+        assert self.federation is not None  # as _drawn has checked
+        size, noise, mask = self._drawn.size, self.noise_multiplier, self._mask()
+        key = (self.federation.seed, Purpose.NOISE, int(self.round), self._noise_key)
+        random = generator(*key)
         if self.quantile is not None:
             noise = noise_beside_a_count(noise, self._count_noise)
         deviation = noise * self._norm
@@ -198,6 +225,11 @@ class DPFedAvg(FedOpt):
         self._figures["epsilon"] = epsilon(self.ledger, self._delta, self._drawn)
         self._figures["delta"] = self._delta
 
+    def conclude(self, returned: int, min_clients: int) -> Tensor:
+        """Return a new model, whoever returned: keeping the model would reveal their number."""
+        model: Tensor = self.compute()
+        return model
+
     def figures(self) -> dict[str, float]:
         """Return what was spent so far, the norm, and the noise on each number of the mean."""
         return self._figures
@@ -205,7 +237,9 @@ class DPFedAvg(FedOpt):
     def get_extra_state(self) -> dict[str, Any]:
         """Return what was spent, for the checkpoint."""
         spent = [list(entry) for entry in self.ledger]
-        now = {"drawn": self._drawn.drawn, "size": self._drawn.size} if self.cohort else {}
+        if self.federation is None:
+            return {**super().get_extra_state(), "ledger": spent}
+        now = {"drawn": self._drawn.drawn, "size": self._drawn.size}
         return {**super().get_extra_state(), "ledger": spent, **now}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:

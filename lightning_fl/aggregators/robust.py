@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.aggregators.fedavg import FedAvg
+from lightning_fl.federation.context import Federation
 from lightning_fl.functional.robust import (
     clipped,
     coordinate_median,
@@ -19,7 +20,7 @@ from lightning_fl.functional.robust import (
     krum_scores,
     trimmed_mean,
 )
-from lightning_fl.types import ClientUpdate, FederationError
+from lightning_fl.types import ClientUpdate, FederationError, describe
 
 
 class RobustAggregator(Aggregator):
@@ -138,11 +139,28 @@ class Krum(RobustAggregator):
                 f"keep must be from 1 to attackers + 3 = {attackers + 3}, got {keep}"
             )
         self.attackers, self.keep = int(attackers), int(keep)
-        self.least_clients = 2 * self.attackers + 3
+
+    @property
+    def min_updates(self) -> int:
+        """Minimum number of updates of a round, :math:`2 f + 3`."""
+        return 2 * self.attackers + 3
+
+    def setup(self, federation: Federation) -> None:
+        """Refuse rounds that are too small."""
+        super().setup(federation)
+        if (size := federation.sampling.size) < self.min_updates:
+            raise FederationError(
+                f"{describe(self)} needs {self.min_updates} clients in a round, and {size} are"
+                " sampled: sample more clients, or choose another rule"
+            )
+
+    def conclude(self, returned: int, min_clients: int) -> Tensor | None:
+        """Keep the model where too few clients returned; see :meth:`Aggregator.conclude`."""
+        return super().conclude(returned, max(min_clients, self.min_updates))
 
     def centre(self, deltas: Tensor, weights: Tensor) -> Tensor:
         """Return the mean of those with the best scores; see :class:`RobustAggregator`."""
-        if len(deltas) < self.least_clients:
+        if len(deltas) < self.min_updates:
             return torch.zeros_like(deltas[0])
         scores = krum_scores(deltas[:, : self.num_parameters], self.attackers)
         return deltas[scores.argsort(stable=True)[: self.keep]].mean(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -104,6 +104,25 @@ class Measures:
         counts = processes.sum(counts)
         return float(counts[0] / counts[1])
 
+    def client_gradients(self, host: LaneHost, clients: Sequence[int], round: int) -> Tensor:
+        """Return the gradient of each client's mean loss over all its training samples.
+
+        Args:
+            host: Where these clients train, in this order.
+            clients: The clients.
+            round: Index of the round.
+
+        Returns:
+            Gradients at the clients' models, ``[k, num_parameters]`` in float64; 0 for frozen
+            parameters. The same on processes that share samples.
+        """
+        rows = []
+        for lane, client in enumerate(clients):
+            seed = derive_seed(self._seed, Purpose.CLIENT_LOSS, round, client)
+            with host.client(lane):
+                rows.append(self._gradient(host, self._data.samples_of(client), seed))
+        return self._processes.same(torch.stack(rows))
+
     def val_gradient(self, host: LaneHost, round: int) -> Tensor:
         """Return the gradient of the mean validation loss with respect to the server's vector.
 
@@ -114,14 +133,20 @@ class Measures:
         Returns:
             The gradient, ``[P]`` in float64; 0 for parameters that are frozen and for buffers.
         """
+        seed = derive_seed(self._seed, Purpose.VALIDATION, round)
+        gradient = self._gradient(host, self._data.val_dataloader(), seed)
+        buffers = gradient.new_zeros(sum(host.vector.sizes) - host.num_parameters)
+        return torch.cat([gradient, buffers])
+
+    def _gradient(self, host: LaneHost, batches: Iterable[Any], seed: int) -> Tensor:
+        """Return the gradient of the mean loss at the module's values, ``[num_parameters]``."""
         module: Any = host.module
         params = list(host.shared.values())
         trained = [p for p in params if p.requires_grad]
         total = torch.zeros(host.num_parameters, dtype=torch.float64, device=module.device)
         count = torch.zeros((), dtype=torch.float64, device=module.device)
-        seed = derive_seed(self._seed, Purpose.VALIDATION, round)
         with evaluating(module), torch.enable_grad(), seeded_rng(seed, module.device):
-            for batch in self._data.val_dataloader():
+            for batch in batches:
                 with self._trainer.precision_plugin.val_step_context():
                     losses = module.federated_losses(on_device(self._trainer, batch))
                 grads = torch.autograd.grad(losses.sum(), trained, allow_unused=True)
@@ -133,8 +158,7 @@ class Measures:
                     ]
                 )
                 count += len(losses)
-        buffers = total.new_zeros(sum(host.vector.sizes) - host.num_parameters)
-        return torch.cat([total / count.clamp(min=1), buffers])
+        return total / count.clamp(min=1)
 
     def contributions(
         self, host: LaneHost, moves: Mapping[int, Tensor], clients: Tensor, round: int

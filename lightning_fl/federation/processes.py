@@ -23,9 +23,17 @@ class Processes(ABC):
 
     #: Whether they train the same client. Each then has the updates of all clients.
     share_samples: ClassVar[bool]
+    #: Whether they train different clients.
+    share_clients: ClassVar[bool] = False
 
     def __init__(self, trainer: Trainer) -> None:
         self.rank, self.count = trainer.global_rank, trainer.world_size
+
+    def wait(self, is_idle: bool) -> None:  # noqa: B027  # only some processes wait
+        """Note whether this process has no client in a batch, in which it waits for others."""
+
+    def repeat_validation(self, is_repeated: bool) -> None:  # noqa: B027  # only some share it
+        """Note whether each process validates on all samples."""
 
     @abstractmethod
     def place(self, plan: RoundPlan) -> RoundPlan:
@@ -110,6 +118,20 @@ class ClientsShared(Processes):
     """Processes that train different clients (``client_parallel``)."""
 
     share_samples = False
+    share_clients = True
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        assert isinstance(trainer.strategy, ClientParallelStrategy)
+        self._strategy = trainer.strategy
+
+    def wait(self, is_idle: bool) -> None:
+        """Tell the strategy, which makes a step without a client in an idle batch."""
+        self._strategy.is_idle = is_idle
+
+    def repeat_validation(self, is_repeated: bool) -> None:
+        """Tell the strategy, which reduces nothing of a repeated validation."""
+        self._strategy.repeats_validation = is_repeated
 
     def place(self, plan: RoundPlan) -> RoundPlan:
         """Return the plan with this process's rank."""

@@ -71,6 +71,8 @@ def add_rows(total: Tensor, rows: Tensor, weights: Tensor | None = None) -> None
         >>> sum_value(total)
         tensor([1.], dtype=torch.float64)
     """
+    if not rows.numel():
+        return
     on_cpu = total.device.type == "cpu"
     width = PIECE if on_cpu else DEVICE_PIECE
     rounded = total.new_empty(min(width, total.shape[1]))

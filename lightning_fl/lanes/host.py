@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_fl.federation.layout import VectorLayout
 from lightning_fl.lanes.optimizer_state import OptimizerState, around_steps, check_fresh
 from lightning_fl.types import FederationError, ServerState
 
@@ -20,6 +21,9 @@ from lightning_fl.types import FederationError, ServerState
 GLOBAL_PARAMETERS = "federated_global_parameters"
 BufferPolicy = Literal["average", "server", "local"]
 Rows = Mapping[str, Tensor]
+#: Maps the stacked parameters of the clients in training, ``[k, *shape]`` by name, to what is added
+#: to their gradients.
+GradientTerm = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -160,6 +164,8 @@ class LaneHost(ABC):
         #: Samples of each local step and lane of the batch, and who still trains, ``[steps, k]``.
         self.sizes = self.active = torch.zeros(0, 1)
         self._ratio, self._own_lr = 1.0, list[Any]()
+        #: What is added to the gradients of the clients in training.
+        self.gradient_terms: list[GradientTerm] = []
         #: What the optimizer learns, wherever it keeps it.
         self.optimizer_state = OptimizerState(optimizer)
         check_fresh(self.optimizer_state, keep_optimizer)
@@ -202,6 +208,7 @@ class LaneHost(ABC):
             for name, first in self.private.items():
                 self.named_parameters[name].copy_(first)
         self.optimizer_state.reset()
+        self.gradient_terms = []
 
     def _warn_of_late_buffers(self) -> None:
         """Say once which buffers clients cannot get fresh, since they are newer than the fit."""
@@ -220,6 +227,28 @@ class LaneHost(ABC):
         self._restore_lr()  # an exception inside a step comes before the hook after it
         if self.wants_fixed:
             vars(self.module)[GLOBAL_PARAMETERS] = {}
+
+    @property
+    def layout(self) -> VectorLayout:
+        """Where each exchanged tensor lies in the vector."""
+        floats = {n: b for n, b in self.named_buffers.items() if is_floating(b)}
+        tensors = {**self.shared, **floats}
+        shapes = {
+            n: torch.Size([*t.shape, 2]) if t.is_complex() else t.shape for n, t in tensors.items()
+        }
+        is_complex = frozenset(n for n, t in tensors.items() if t.is_complex())
+        counters = sum(self.counters.sizes)
+        return VectorLayout(shapes, self.num_parameters, is_complex, counters, self.vector.dtype)
+
+    def trained_mask(self) -> Tensor | None:
+        """Return which entries of the exchanged parameters are trained; None means all.
+
+        Asked each round: a callback may thaw layers.
+        """
+        params = self.shared.values()
+        if all(p.requires_grad for p in params):
+            return None
+        return torch.cat([flat(torch.full_like(p, p.requires_grad)).bool() for p in params])
 
     @property
     def wants_fixed(self) -> bool:
@@ -241,13 +270,29 @@ class LaneHost(ABC):
             FederationError: If the optimiser has no learning rate to be a ratio to.
         """
 
+    def begin_batch(  # noqa: B027  # one client has the samples that it has
+        self, sizes: Callable[[], Tensor], active: Tensor
+    ) -> None:
+        """Note what the local steps of a Lightning batch are made of.
+
+        Args:
+            sizes: Returns the samples of each step and client, ``[steps, k]``.
+            active: Which clients still train in each step, ``[steps, k]``.
+        """
+
     @abstractmethod
-    def collect(self, state: ServerState, reuse: bool = False) -> tuple[Tensor, Tensor]:
+    def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
         """Return the clients' moves away from ``state``, ``[k, P]``, and counters, ``[k, C]``.
 
         Args:
             state: What they started from.
-            reuse: Whether to write over the moves that an earlier call of this kind has returned.
+        """
+
+    @abstractmethod
+    def client_parameters(self) -> dict[str, Tensor]:
+        """Return the exchanged parameters of the clients in training, ``[k, *shape]`` by name.
+
+        They are the tensors themselves, without gradients: what is written to them is trained on.
         """
 
     @abstractmethod
@@ -285,11 +330,32 @@ class LaneHost(ABC):
     def choose(self, choices: Mapping[str, bool]) -> None:  # noqa: B027  # one lane has none
         """Take over what :meth:`choices` returned."""
 
+    # --- gradients --------------------------------------------------------------------------------
+
+    def add_to_gradients(self, term: GradientTerm) -> None:
+        """Add a term to the gradients of all further steps of the clients in training."""
+        self.gradient_terms.append(term)
+
+    @torch.no_grad()
+    def _complete_gradients(self) -> None:
+        """Add the terms to the gradients; a parameter without a gradient gets the terms alone."""
+        params = self.client_parameters()
+        for term in self.gradient_terms:
+            for name, value in term(params).items():
+                param = self._trained_tensor(name)
+                if param.requires_grad:
+                    value = value.reshape(param.shape).to(param.dtype)
+                    param.grad = value.clone() if param.grad is None else param.grad.add_(value)
+
+    @abstractmethod
+    def _trained_tensor(self, name: str) -> nn.Parameter:
+        """Return what the optimizer trains in the place of an exchanged parameter."""
+
     # --- learning rates ---------------------------------------------------------------------------
 
     def _ratios(self, lr: Sequence[float]) -> list[float]:
         """Return the clients' rates as ratios to the optimizer's; their steps begin."""
-        self._step_rates = []
+        self._step_rates, self.gradient_terms = [], []
         for rate in lr:
             if rate != self.base_lr and not self.base_lr:
                 raise FederationError(
@@ -298,13 +364,33 @@ class LaneHost(ABC):
                 )
         return [rate / self.base_lr if self.base_lr else 1.0 for rate in lr]
 
-    def _before_step(self, *_: Any) -> None:
-        """Set the client's rate inside the step only: the module's schedulers own the groups."""
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
+        """Set the client's rate inside the step only: the module's schedulers own the groups.
+
+        Returns:
+            Other arguments of the step, where gradients are to be completed after its closure. The
+            first is the optimizer.
+        """
         self.optimizer_state.before_step()
         if self._ratio != 1:
             self._own_lr = [group["lr"] for group in self.optimizer.param_groups]
             for group in self.optimizer.param_groups:
                 group["lr"] = group["lr"] * self._ratio
+        if not self.gradient_terms:
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._complete_gradients()
+            return None
+
+        def completed() -> Any:
+            loss = closure()
+            self._complete_gradients()
+            return loss
+
+        return (optimizer,), {**kwargs, "closure": completed}
 
     def end_step(self, *_: Any) -> None:
         """Note the step's rate, which hooks may have set inside it, and put the group's own back.

@@ -395,9 +395,14 @@ def restack(optimizer: Optimizer, stacks: Mapping[int, nn.Parameter]) -> None:
 
 
 def around_steps(
-    optimizer: Optimizer, before: Callable[..., None], after: Callable[..., None]
+    optimizer: Optimizer,
+    before: Callable[..., tuple[Any, Any] | None],
+    after: Callable[..., None],
 ) -> Callable[[], None]:
     """Call functions before and after each step; return what ends that.
+
+    The first gets the optimizer, the arguments of ``step`` with the optimizer, and the keyword
+    arguments, and may return other ones.
 
     A wrapper that never calls ``Optimizer.__init__`` (timm's Lookahead) does not call step hooks:
     there its ``step`` is replaced.
@@ -414,9 +419,9 @@ def around_steps(
 
     @wraps(step)
     def stepped(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        before(self, args, kwargs)
-        result = step(*args, **kwargs)
-        after(self, args, kwargs)
+        (_, *others), kwargs = before(self, (self, *args), kwargs) or ((self, *args), kwargs)
+        result = step(*others, **kwargs)
+        after(self, others, kwargs)
         return result
 
     vars(optimizer)["step"] = MethodType(stepped, optimizer)  # as schedulers do

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fl.lanes.host import GLOBAL_PARAMETERS, LaneHost, Rows, to_cpu
 from lightning_fl.lanes.local_step import reported_loss
@@ -37,11 +37,18 @@ class ModuleLane(LaneHost):
             {name: row for name, row in kept.items() if name.startswith(OPTIMIZER_ROWS)}
         )
 
-    def collect(self, state: ServerState, reuse: bool = False) -> tuple[Tensor, Tensor]:
+    def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
         """Return the client's move and its counters; see :meth:`LaneHost.collect`."""
         self.adopt()
         delta = self._moved(self.vector.read()[None], state)
         return delta, (state.counters if self.buffers == "server" else self.counters.read())[None]
+
+    def client_parameters(self) -> dict[str, Tensor]:
+        """Return the client's parameters; see :meth:`LaneHost.client_parameters`."""
+        return {name: param.detach()[None] for name, param in self.shared.items()}
+
+    def _trained_tensor(self, name: str) -> nn.Parameter:
+        return self.shared[name]
 
     def reported(self, outputs: Any) -> Tensor:
         """Return the client's task loss; see :meth:`LaneHost.reported`."""

@@ -103,7 +103,6 @@ class StackedLanes(LaneHost):
         #: Whether gradients are clipped between backward pass and update.
         self.clips = False
         self._gradients: Tensors = {}
-        self._moves = torch.empty(0)
         self._shapes: set[tuple[torch.Size, ...]] = set()
         self._lane_ratios: Tensor | None = None
         #: Parameters when the optimiser's step begins, where lanes have rates of their own.
@@ -161,6 +160,10 @@ class StackedLanes(LaneHost):
                 for name, param in self.params.items()
             }
         self._load_rows(rows)
+
+    def begin_batch(self, sizes: Callable[[], Tensor], active: Tensor) -> None:
+        """Note the samples of each client; see :meth:`LaneHost.begin_batch`."""
+        self.sizes, self.active = sizes(), active
 
     def write(self, state: ServerState) -> None:
         """Put a state into the module: no client is in training."""
@@ -230,20 +233,25 @@ class StackedLanes(LaneHost):
                 stacks[key][lane].copy_(row, non_blocking=True)
 
     @torch.no_grad()
-    def collect(self, state: ServerState, reuse: bool = False) -> tuple[Tensor, Tensor]:
+    def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
         """Return the clients' moves and counters; see :meth:`LaneHost.collect`."""
         self.is_loaded = False
         shared = (self.params[name] for name in self.shared)
         floating = [*shared, *(self.buffer_stack[n] for n in self._floating)]
-        if not reuse or self._moves.shape != (self.count, state.vector.shape[1]):
-            self._moves = state.vector.new_empty(self.count, state.vector.shape[1])
-        local = torch.cat([_flatten(t) for t in floating], dim=1, out=self._moves)
+        local = torch.cat([_flatten(t) for t in floating], dim=1).to(state.vector.dtype)
         delta = self._moved(local, state)
         if self.buffers == "server" or not self.named_counters:
             return delta, state.counters.expand(self.count, -1)
         stacks: Tensors = {**self.params, **self.buffer_stack}
         counters = torch.cat([_flatten(stacks[name]) for name in self.named_counters], dim=1)
         return delta, counters.to(self.counters.dtype)
+
+    def client_parameters(self) -> dict[str, Tensor]:
+        """Return the clients' parameters; see :meth:`LaneHost.client_parameters`."""
+        return {name: self.params[name].detach() for name in self.shared}
+
+    def _trained_tensor(self, name: str) -> nn.Parameter:
+        return self.params[name]
 
     @contextmanager
     def client(self, lane: int) -> Iterator[None]:
@@ -443,7 +451,10 @@ class StackedLanes(LaneHost):
             graphs.restart()
         with torch.no_grad():
             self.has_updated = (
-                is_whole and not self.clips and self._lane_ratios is None and graphs.can_update()
+                is_whole
+                and not (self.clips or self.gradient_terms)
+                and self._lane_ratios is None
+                and graphs.can_update()
             )
             if self.has_updated:
                 # Inside the optimiser's own step its groups have the client's rate already.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from lightning_fl.federation.context import Federation
 from lightning_fl.functional.randomness import Purpose, generator, run_seed
 from lightning_fl.types import FederationError, Feedback, full
 
@@ -33,20 +34,31 @@ def local_steps(values: Mapping[str, Tensor], batches_per_epoch: Tensor) -> Tens
     return (epochs * batches_per_epoch).round().clamp(min=1).long()
 
 
+#: What a policy may learn from.
+Signal = Literal["val_loss", "client_losses", "contributions"]
+
+
 class HyperParameterPolicy(nn.Module, ABC):
     """Chooses the hyper-parameters of each round and client; may learn from the outcome.
 
     What it learns lives in buffers, which the checkpoint keeps.
     """
 
-    #: Whether the server's validation loss is wanted before the first round too.
-    needs_val_loss = False
-    #: Whether it wants to know what each client has done to the server's validation loss: a pass
-    #: forward and back over the validation samples, by the module's method
-    #: ``federated_losses(batch)``.
-    needs_credits = False
-    #: Whether it learns from the losses that clients report.
-    hears_clients = False
+    #: What of a round's :class:`~lightning_fl.types.Feedback` the policy learns from, besides the
+    #: logged metrics. ``val_loss``: the validation loss, also of the model before the first round.
+    #: ``client_losses``: the losses that clients report. ``contributions``: what each client has
+    #: done to the validation loss, which takes a pass forward and back over the validation samples.
+    learns_from: frozenset[Signal] = frozenset()
+
+    def setup(self, federation: Federation) -> None:
+        """Learn what the run is, at the start of a fit.
+
+        A policy that does not fit the run raises a ``FederationError`` here. This is called before
+        the module has an optimizer; ``federation.layout`` is None.
+
+        Args:
+            federation: The run.
+        """
 
     @abstractmethod
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
@@ -74,8 +86,7 @@ class HyperParameterPolicy(nn.Module, ABC):
         """
         clients = torch.arange(len(batches_per_epoch))
         values = {k: torch.as_tensor(v).cpu() for k, v in self.sample(round, clients).items()}
-        learns = type(self).update is not HyperParameterPolicy.update
-        if learns and values.keys() & {"num_steps", "local_epochs"}:
+        if self.learns and values.keys() & {"num_steps", "local_epochs"}:
             name = type(self).__name__
             raise FederationError(
                 f"trainer.estimated_stepping_batches is not known: {name} overrides update, so the"
@@ -86,6 +97,11 @@ class HyperParameterPolicy(nn.Module, ABC):
 
     def update(self, feedback: Feedback) -> None:  # most policies do not learn
         """Learn from a round that ended."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether the policy overrides :meth:`update`."""
+        return type(self).update is not HyperParameterPolicy.update
 
     def figures(self) -> dict[str, float]:
         """Return what is worth knowing after a round: it is logged, and put into the table."""
@@ -118,6 +134,11 @@ class RandomPolicy(HyperParameterPolicy):
         self.run_seed: int | None = None
         #: The seed that the draws belong to, once there was one; -1 before.
         self.register_buffer("drawn_from", torch.tensor(-1))
+
+    def setup(self, federation: Federation) -> None:
+        """Take the seed of the run."""
+        super().setup(federation)
+        self.run_seed = federation.seed
 
     def random(self, purpose: Purpose, round: int) -> torch.Generator:
         """Return the stream of a round."""

@@ -116,8 +116,8 @@ class DiscreteGaussianReinforce(RandomPolicy):
             raise FederationError(f"optimizer must be sgd or adam, got {optimizer!r}")
         if loss not in ("validation", "clients"):
             raise FederationError(f"loss must be validation or clients, got {loss!r}")
-        self.loss, self.needs_val_loss = loss, loss == "validation"
-        self.hears_clients = loss == "clients"
+        self.loss = loss
+        self.learns_from = frozenset(["val_loss" if loss == "validation" else "client_losses"])
         self.hyper_lr, self.window = hyper_lr, int(window)
         self.learn_precision, self.centred, self.optimizer = learn_precision, centred, optimizer
         axes = [normalised_axis(values) for values in self.grid.values()]

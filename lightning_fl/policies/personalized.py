@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_fl.federation.context import Federation
+from lightning_fl.federation.exchange import check_losses
 from lightning_fl.functional.randomness import Purpose, derive_seed
 from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
 from lightning_fl.policies.base import RandomPolicy, local_steps
@@ -104,7 +106,7 @@ class PersonalizedPolicyGradient(RandomPolicy):
             raise FederationError(f"floor must be in [0, 1), got {floor}")
         self.method, self.step, self.floor, self.monitor = method, step, floor, monitor
         self.baseline, self.normalise = baseline, normalise
-        self.needs_credits = method == "credit"
+        self.learns_from = frozenset(["contributions"] if method == "credit" else [])
         size = (PLACES, len(self.candidates))
         #: Of each client, ``[places, H]``.
         self.register_buffer("logits", torch.zeros(size, dtype=torch.float64))
@@ -113,6 +115,18 @@ class PersonalizedPolicyGradient(RandomPolicy):
         self.register_buffer("means", torch.zeros(PLACES, 2, dtype=torch.float64))
         #: Running mean square, and whether there was one.
         self.register_buffer("square", torch.zeros(2, dtype=torch.float64))
+
+    def setup(self, federation: Federation) -> None:
+        """Refuse a run in which contributions of clients cannot be measured."""
+        super().setup(federation)
+        if "contributions" not in self.learns_from:
+            return
+        if federation.data is not None and federation.data.val is None:
+            raise FederationError(
+                f"{type(self).__name__} learns from the gradient of the validation loss, and the"
+                " server has no validation samples: set val_size"
+            )
+        check_losses(self, federation.module)
 
     def probabilities(self, clients: Tensor) -> Tensor:
         """Return the probability of each candidate, ``[k, H]``."""

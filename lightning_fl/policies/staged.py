@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
+from lightning_fl.federation.context import Federation
 from lightning_fl.functional.stages import check_stages, stage_of
 from lightning_fl.policies.base import HyperParameterPolicy
 from lightning_fl.types import Feedback
@@ -40,10 +41,13 @@ class StagedPolicy(HyperParameterPolicy):
         check_stages(rounds, policies, "policies")
         self.rounds = list(rounds)
         self.policies = nn.ModuleList(policies)
-        self.needs_val_loss = any(policy.needs_val_loss for policy in policies)
-        self.needs_credits = any(policy.needs_credits for policy in policies)
-        self.hears_clients = any(policy.hears_clients for policy in policies)
+        self.learns_from = frozenset().union(*(policy.learns_from for policy in policies))
         self._figures: dict[str, float] = {}
+
+    def setup(self, federation: Federation) -> None:
+        """Let every policy refuse what does not fit it."""
+        for policy in self.policies:
+            cast("HyperParameterPolicy", policy).setup(federation)
 
     def _at(self, round: int) -> tuple[HyperParameterPolicy, int]:
         """Return the policy of a round, and the round's number in its stage."""

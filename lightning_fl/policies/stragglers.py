@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_fl.federation.context import Federation
 from lightning_fl.functional.randomness import Purpose
 from lightning_fl.policies.base import HyperParameterPolicy, RandomPolicy
 from lightning_fl.policies.schedule import Schedule
@@ -54,9 +55,12 @@ class Stragglers(RandomPolicy):
             raise FederationError(f"fraction must be in [0, 1], got {fraction}")
         self.fraction, self.drop = fraction, drop
         self.policy = Schedule() if policy is None else policy
-        self.needs_val_loss = self.policy.needs_val_loss
-        self.needs_credits = self.policy.needs_credits
-        self.hears_clients = self.policy.hears_clients
+        self.learns_from = self.policy.learns_from
+
+    def setup(self, federation: Federation) -> None:
+        """Take the seed of the run; see :meth:`HyperParameterPolicy.setup`."""
+        super().setup(federation)
+        self.policy.setup(federation)
 
     def count(self, clients: int) -> int:
         """Return how many of so many clients are stragglers."""

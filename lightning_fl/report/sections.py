@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from lightning_fl import callbacks as callbacks_there
-from lightning_fl.callbacks.dropped import CAUSES
 from lightning_fl.callbacks.personalized import KINDS, summary
+from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.report.figures import MOST_LINES, MOST_PANELS, Line, lines, png, spread, stacked
 from lightning_fl.report.groups import Group, differences, identity, mean_and_std
 from lightning_fl.report.run import Row, Run

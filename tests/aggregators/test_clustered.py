@@ -9,9 +9,11 @@ from lightning_fl import ClientModule, Lanes
 from lightning_fl.aggregators import ClusteredFL, FedAvg
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RunReport
 from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.federation.context import Federation
+from lightning_fl.federation.layout import VectorLayout
 from lightning_fl.functional.similarity import cosine_similarity
 from lightning_fl.partition import ByKey
-from lightning_fl.types import ClientUpdate, FederationError
+from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
 #: Four groups in a plane: two that point apart, each of two that are apart a little.
 DIRECTIONS = torch.tensor(
@@ -162,7 +164,7 @@ def test_norms_and_cosines_are_over_parameters_and_not_over_statistics():
     statistics = torch.tensor([[9.0], [-7.0], [9.0], [9.0]], dtype=torch.float64)
     rules = [ClusteredFL(eps1=0.5, eps2=0.9, warmup=0) for _ in range(2)]
     for rule, deltas in zip(rules, (moves, torch.cat([moves, statistics], 1)), strict=True):
-        rule.num_parameters = 2
+        rule.setup(Federation(9, Cohort(9, 9), VectorLayout({"w": torch.Size([2])}, 2)))
         rule.start(torch.zeros(deltas.shape[1], dtype=torch.float64))
         rule.update(ClientUpdate(torch.arange(4), deltas, torch.ones(4)))
         rule.compute()

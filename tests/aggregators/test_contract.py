@@ -20,6 +20,7 @@ from lightning_fl.aggregators import (
     FedAvgM,
     FedControl,
     FedCostWAvg,
+    FedNova,
     FedOpt,
     FedPIDAvg,
     FedYogi,
@@ -27,16 +28,25 @@ from lightning_fl.aggregators import (
     Gossip,
     Krum,
     NormClipping,
+    Scaffold,
     Staged,
     TrimmedMean,
 )
+from lightning_fl.aggregators.robust import RobustAggregator
+from lightning_fl.federation.context import Federation
 from lightning_fl.types import ClientUpdate, Cohort
 
 
 def private():
     """Without its noise; how clients are drawn a FederatedLoop says."""
     rule = DPFedAvg(noise_multiplier=0.0, clip_norm=0.5)
-    rule.cohort = Cohort(size=5, clients=20, drawn="poisson")
+    rule.setup(Federation(20, Cohort(size=5, clients=20, drawn="poisson")))
+    return rule
+
+
+def scaffold(**options):
+    rule = Scaffold(**options)
+    rule.setup(Federation(20, Cohort(5, 20), num_samples=torch.full((20,), 30)))
     return rule
 
 
@@ -58,6 +68,9 @@ RULES = {
     "CoordinateMedian": CoordinateMedian,
     "TrimmedMean": TrimmedMean,
     "Krum": Krum,
+    "FedNova": FedNova,
+    "Scaffold": scaffold,
+    "Scaffold(samples)": lambda: scaffold(lr=0.5, weighting="samples"),
     "GeometricMedian": GeometricMedian,
     "NormClipping": NormClipping,
     "DPFedAvg": private,
@@ -74,13 +87,16 @@ def problem(k=5, size=7, dtype=torch.float64, seed=0):
     server = torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
     delta = torch.randn(k, size, generator=generator, dtype=torch.float64).to(dtype)
     num_samples = torch.randint(1, 50, (k,), generator=generator)
-    losses = 0.5 + torch.rand(2, k, generator=generator)
-    return server, ClientUpdate(torch.arange(k), delta, num_samples, *losses)
+    before, after = 0.5 + torch.rand(2, k, generator=generator)
+    change = torch.randn(k, size, generator=generator, dtype=torch.float64).to(dtype)
+    extras = {"loss_before": before, "loss_after": after, "control_change": change}
+    steps = torch.randint(1, 9, (k,), generator=generator)
+    lr = torch.full((k,), 0.1, dtype=torch.float64)
+    return server, ClientUpdate(torch.arange(k), delta, num_samples, steps, lr, extras)
 
 
 def rows(update, order):
-    names = ("clients", "delta", "num_samples", "loss_before", "loss_after")
-    return ClientUpdate(*(getattr(update, name)[order] for name in names))
+    return update.select(torch.tensor(order))
 
 
 def aggregate(rule, server, *updates):
@@ -120,8 +136,9 @@ def test_inputs_are_left_untouched(make):
     found = aggregate(make(), server, update)
     found += 1
     assert torch.equal(server, copies[0])
-    for name in ("clients", "delta", "num_samples", "loss_before", "loss_after"):
+    for name in ("clients", "delta", "num_samples"):
         assert torch.equal(getattr(update, name), getattr(copies[1], name))
+    assert all(torch.equal(update.extras[name], copies[1].extras[name]) for name in update.extras)
 
 
 @every_rule
@@ -210,7 +227,8 @@ def test_every_client_starts_from_a_model_of_the_servers_size(make):
 
 @every_rule
 def test_nothing_of_a_client_stays_in_memory(make):
-    if not make().forgets or isinstance(make(), FedControl | Staged):
+    keeps = ClusteredFL | Downpour | Gossip | FedControl | Staged | RobustAggregator
+    if isinstance(make(), keeps):
         pytest.skip("it keeps updates until all are there, or figures of clients")
     server, update = problem(k=1)
     rule = make()

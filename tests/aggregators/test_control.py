@@ -23,9 +23,15 @@ def problem(seed=0):
             torch.tensor(cohort),
             torch.randn(k, 3, generator=random, dtype=torch.float64),
             torch.tensor([SAMPLES[c] for c in cohort]),
-            0.5 + torch.rand(k, generator=random, dtype=torch.float64),
-            0.5 + torch.rand(k, generator=random, dtype=torch.float64),
+            extras={
+                f"loss_{when}": 0.5 + torch.rand(k, generator=random, dtype=torch.float64)
+                for when in ("before", "after")
+            },
         )
+
+
+def extras(before, after):
+    return {"loss_before": before, "loss_after": after}
 
 
 def plainly(alpha, beta, decay):
@@ -35,9 +41,9 @@ def plainly(alpha, beta, decay):
         ids = update.clients.tolist()
         s, d, i = [], [], []
         for row, client in enumerate(ids):
-            loss = float(update.loss_after[row])
+            loss = float(update.extras["loss_after"][row])
             s.append(SAMPLES[client])
-            d.append(last.get(client, float(update.loss_before[row])) / loss)
+            d.append(last.get(client, float(update.extras["loss_before"][row])) / loss)
             history.setdefault(client, []).append((t, loss))
             i.append(sum(decay ** (t - q) * each for q, each in history[client]))
             last[client] = loss
@@ -52,16 +58,8 @@ def trained(rule, split=False):
     server = torch.zeros(3, dtype=torch.float64)
     for update in problem():
         rule.start(server)
-        for rows in [[r] for r in range(len(update.clients))] if split else [slice(None)]:
-            rule.update(
-                ClientUpdate(
-                    update.clients[rows],
-                    update.delta[rows],
-                    update.num_samples[rows],
-                    update.loss_before[rows],
-                    update.loss_after[rows],
-                )
-            )
+        for rows in [[r] for r in range(len(update.clients))] if split else [None]:
+            rule.update(update if rows is None else update.select(torch.tensor(rows)))
         server = rule.compute()
         yield server
 
@@ -93,8 +91,8 @@ def test_rounds_are_the_equations_of_fedpidavg(window, clamp, split):
         for update in problem():
             ids, s, d, m = update.clients.tolist(), [], [], []
             for row, client in enumerate(ids):
-                losses = history.setdefault(client, [float(update.loss_before[row])])
-                losses.append(float(update.loss_after[row]))
+                losses = history.setdefault(client, [float(update.extras["loss_before"][row])])
+                losses.append(float(update.extras["loss_after"][row]))
                 s.append(SAMPLES[client])
                 d.append(losses[-2] - losses[-1])
                 m.append(sum(losses[-window:]))
@@ -119,7 +117,7 @@ def one_round(rule, before, after, delta=(3.0, 0.0), samples=(1, 2)):
     rule.start(torch.zeros(1))
     losses = torch.tensor(before), torch.tensor(after)
     delta, samples = torch.tensor(delta)[:, None], torch.tensor(samples)
-    rule.update(ClientUpdate(torch.arange(len(delta)), delta, samples, *losses))
+    rule.update(ClientUpdate(torch.arange(len(delta)), delta, samples, extras=extras(*losses)))
     return rule.compute().item()
 
 
@@ -171,7 +169,7 @@ def test_a_loss_of_zero_does_not_take_everything_over():
     rule.start(torch.zeros(1))
     losses = torch.ones(2), torch.tensor([0.0, 1.0])
     delta = torch.tensor([[3.0], [0.0]])
-    rule.update(ClientUpdate(torch.arange(2), delta, torch.ones(2), *losses))
+    rule.update(ClientUpdate(torch.arange(2), delta, torch.ones(2), extras=extras(*losses)))
     assert rule.compute().tolist() == [2.0]  # falls of 2 and 1
 
 
@@ -229,7 +227,7 @@ class Noting(FedControl):
         if not self.seen or self.seen[-1][0] != int(self.round):
             self.seen.append((int(self.round), {}))
         for row, client in enumerate(clients.clients.tolist()):
-            before, after = clients.loss_before[row], clients.loss_after[row]
+            before, after = (clients.extras[f"loss_{when}"][row] for when in ("before", "after"))
             self.seen[-1][1][client] = (float(before), float(after), clients.delta[row].clone())
         super().update(clients)
 

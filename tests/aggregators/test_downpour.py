@@ -5,7 +5,9 @@ from functools import partial
 import torch
 
 from lightning_fl.aggregators import Downpour, FedOpt
-from lightning_fl.types import ClientUpdate
+from lightning_fl.federation.context import Federation
+from lightning_fl.federation.layout import VectorLayout
+from lightning_fl.types import ClientUpdate, Cohort
 
 
 def test_adam_by_hand():
@@ -42,7 +44,7 @@ def test_one_client_a_round_is_fedopt():
 
 def test_buffers_are_averaged():
     rule = Downpour(partial(torch.optim.SGD, lr=1.0))
-    rule.num_parameters = 1
+    rule.setup(Federation(9, Cohort(9, 9), VectorLayout({"w": torch.Size([1])}, 1)))
     rule.start(torch.zeros(2, dtype=torch.float64))
     moves = torch.tensor([[1.0, 1.0], [2.0, 4.0]], dtype=torch.float64)
     rule.update(ClientUpdate(torch.tensor([0, 1]), moves, torch.tensor([2, 1])))

@@ -7,8 +7,10 @@ import torch
 
 from lightning_fl.aggregators import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedOpt, FedYogi
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.federation.context import Federation
+from lightning_fl.federation.layout import VectorLayout
 from lightning_fl.optimizers import Adaptive
-from lightning_fl.types import ClientUpdate, FederationError, describe
+from lightning_fl.types import ClientUpdate, Cohort, FederationError, describe
 
 
 def rounds(rule, count, server=None, seed=0):
@@ -80,7 +82,7 @@ def test_any_optimiser_and_weighting():
 
 def test_buffers_are_averaged():
     rule = FedAvgM(lr=0.5)
-    rule.num_parameters = 2
+    rule.setup(Federation(9, Cohort(9, 9), VectorLayout({"w": torch.Size([2])}, 2)))
     found, plain = rounds(rule, 3), rounds(FedAvg(), 3)
     momentum = rounds(FedAvgM(lr=0.5), 3)
     for one, mean, whole in zip(found, plain, momentum, strict=True):

@@ -2,6 +2,7 @@
 
 import warnings
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from lightning_fl import ClientModule, Lanes
 from lightning_fl.aggregators import PFNM, FedAvg, Staged
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
 from lightning_fl.chain import Chain
+from lightning_fl.federation.context import Federation
 from lightning_fl.functional.networks import match_networks
 from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
-from lightning_fl.types import ClientUpdate, FederationError
+from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
 ALL = {"gamma": 1.0, "sigma2": 0.5, "sigma02": 5.0}
 
@@ -40,7 +42,7 @@ def vector(made):
 
 
 def begun(rule, made):
-    rule.prepare(made, (torch.randn(2, 6, dtype=torch.float64),))
+    rule.prepare(made, lambda: (torch.randn(2, 6, dtype=torch.float64),))
     rule.start(vector(made))
     return rule
 
@@ -49,7 +51,8 @@ def begun(rule, made):
 def test_a_round_merges_what_clients_have_become(sizes):
     made = module(sizes)
     rule = begun(PFNM(**ALL, seed=3), made)
-    rule.class_counts = torch.tensor([[3, 0, 2], [1, 4, 4], [9, 9, 9], [0, 1, 1]])
+    counts = torch.tensor([[3, 0, 2], [1, 4, 4], [9, 9, 9], [0, 1, 1]])
+    rule.setup(Federation(4, Cohort(4, 4), data=SimpleNamespace(class_counts=counts)))
     ids = torch.tensor([0, 3, 1])
     starts = rule.server_for(ids)
     assert not torch.equal(starts[0], starts[1])
@@ -390,8 +393,9 @@ def test_what_does_not_go_together(fit, data):
             data(local_test_size=0.2),
             callbacks=[PersonalizedEvaluation()],
         )
+    rule = Staged([1], [PFNM(**ALL), FedAvg()])
     with pytest.raises(FederationError, match="PFNM replaces the module's network and cannot be"):
-        Staged([1], [PFNM(**ALL), FedAvg()])
+        fit(module(), FederatedLoop(aggregator=rule), data())
     policy = PersonalizedPolicyGradient([{"lr": 0.1}, {"lr": 0.2}])
     with pytest.raises(FederationError, match="replaces its network"):
         fit(module(), FederatedLoop(aggregator=PFNM(**ALL), policy=policy), data())
@@ -480,7 +484,7 @@ def test_what_is_no_pair_or_has_no_forward(fit, data):
         fit(Silent().double(), FederatedLoop(aggregator=PFNM(**ALL)), data())
     rule = PFNM(**ALL)
     with pytest.raises(FederationError, match="a batch is a dict"):
-        rule.prepare(module(), {"x": torch.ones(2, 6)})
+        rule.prepare(module(), lambda: {"x": torch.ones(2, 6)})
 
 
 def test_the_search_leaves_out_what_is_much_worse():

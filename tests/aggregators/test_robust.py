@@ -15,6 +15,8 @@ from lightning_fl.aggregators import (
     TrimmedMean,
 )
 from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.federation.context import Federation
+from lightning_fl.federation.layout import VectorLayout
 from lightning_fl.functional.robust import (
     clipped,
     coordinate_median,
@@ -23,7 +25,7 @@ from lightning_fl.functional.robust import (
     trimmed_mean,
 )
 from lightning_fl.policies import Schedule
-from lightning_fl.types import ClientUpdate, FederationError
+from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
 
 def problem(k=7, p=5, seed=0):
@@ -74,7 +76,7 @@ def test_a_part_of_clients_is_counted_exactly():
 
 def test_clipping_says_how_many_and_leaves_buffers():
     rule = NormClipping(1.0)
-    rule.num_parameters = 1
+    rule.setup(Federation(9, Cohort(9, 9), VectorLayout({"w": torch.Size([1])}, 1)))
     update = ClientUpdate(
         torch.arange(2), torch.tensor([[4.0, 50.0], [0.5, 10.0]]), torch.tensor([1, 1])
     )
@@ -84,7 +86,7 @@ def test_clipping_says_how_many_and_leaves_buffers():
 
 def test_krum_does_not_look_at_buffers():
     rule = Krum(0)
-    rule.num_parameters = 1
+    rule.setup(Federation(9, Cohort(9, 9), VectorLayout({"w": torch.Size([1])}, 1)))
     delta = torch.tensor([[0.0, 9.0], [0.1, -9.0], [5.0, 0.0]])
     found = after(rule, torch.zeros(2), ClientUpdate(torch.arange(3), delta, torch.ones(3)))
     assert found.tolist() == [0.0, 9.0]

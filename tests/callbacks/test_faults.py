@@ -10,8 +10,8 @@ from lightning.pytorch import Callback
 from lightning_fl import Lanes
 from lightning_fl.aggregators import CoordinateMedian
 from lightning_fl.callbacks import ClientFaults, OnUpdates, RoundCheckpoint
-from lightning_fl.callbacks.dropped import CAUSES
 from lightning_fl.callbacks.faults import read_trace
+from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.types import FederationError
 
 

@@ -13,12 +13,16 @@ def trainer(rank=0, count=1, strategy=None):
     return SimpleNamespace(global_rank=rank, world_size=count, strategy=strategy)
 
 
+def shared(rank, count):
+    return ClientsShared(trainer(rank, count, ClientParallelStrategy()))
+
+
 def test_the_kind_follows_from_the_strategy():
     assert type(processes_of(trainer())) is Alone
     assert type(processes_of(trainer(count=2))) is SamplesShared
     for count in (1, 2):
-        shared = processes_of(trainer(count=count, strategy=ClientParallelStrategy()))
-        assert type(shared) is ClientsShared
+        found = processes_of(trainer(count=count, strategy=ClientParallelStrategy()))
+        assert type(found) is ClientsShared
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
@@ -37,9 +41,9 @@ def test_only_shared_clients_are_placed():
     plan = RoundPlan(0, 0, torch.arange(4), torch.ones(4, dtype=torch.int64), None, {})
     assert Alone(trainer()).place(plan) is plan
     assert SamplesShared(trainer(1, 2)).place(plan) is plan
-    placed = ClientsShared(trainer(1, 2)).place(plan)
+    placed = shared(1, 2).place(plan)
     assert (placed.rank, placed.world_size) == (1, 2)
-    parts = [ClientsShared(trainer(rank, 3)).place(plan).rows for rank in range(3)]
+    parts = [shared(rank, 3).place(plan).rows for rank in range(3)]
     assert sorted(row for part in parts for row in part) == [0, 1, 2, 3]
 
 
@@ -47,5 +51,15 @@ def test_one_process_has_all_results_already():
     alone, tensor = Alone(trainer()), torch.ones(2)
     assert alone.gather("x") == ["x"]
     assert alone.sum(tensor) is alone.same(tensor) is alone.mean(tensor, 3) is tensor
-    assert alone.scale(3) == ClientsShared(trainer(1, 2)).scale(3) == 1
+    assert alone.scale(3) == shared(1, 2).scale(3) == 1
     alone.same_model(nn.Linear(2, 2))
+
+
+def test_a_process_that_waits_tells_its_strategy():
+    processes = shared(1, 2)
+    processes.wait(is_idle=True)
+    processes.repeat_validation(True)
+    strategy = processes._strategy
+    assert (strategy.is_idle, strategy.repeats_validation) == (True, True)
+    processes.wait(is_idle=False)
+    assert not strategy.is_idle

@@ -18,6 +18,8 @@ class PerClient(HyperParameterPolicy):
     Its figures are what the clients report, which the table of rounds holds.
     """
 
+    learns_from = frozenset({"client_losses"})
+
     def __init__(self, lr=True):
         super().__init__()
         self.lr = lr

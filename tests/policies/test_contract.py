@@ -41,7 +41,7 @@ def learned(policy, rounds=3):
         steps = torch.ones_like(COHORTS[1])
         plan = RoundPlan(0, t, COHORTS[1], steps)
         before, after = None if t == 0 else 1 / t, None if t == 1 else 1 / (t + 1)
-        if policy.needs_val_loss:
+        if "val_loss" in policy.learns_from:
             before, after = 1 / (t + 1), 1 / (t + 2)
         policy.update(Feedback(plan, before, after))
     return policy

@@ -299,8 +299,7 @@ def test_clients_know_the_reward_of_a_round_one_round_later():
     losses = [4.0, 3.0, 2.9, 1.0]
     server = DiscreteGaussianReinforce(GRID, seed=5, window=1)
     clients = DiscreteGaussianReinforce(GRID, seed=5, window=1, loss="clients")
-    assert server.needs_val_loss
-    assert not clients.needs_val_loss
+    assert (server.learns_from, clients.learns_from) == ({"val_loss"}, {"client_losses"})
     for round, mean in enumerate(losses):
         clients.update(reported(round, mean - 1, mean + 1, math.nan))
         if round:

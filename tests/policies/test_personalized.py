@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 from lightning_fl import ClientModule, Lanes
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RunReport
 from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.federation.round import Round
 from lightning_fl.policies import PersonalizedPolicyGradient
 from lightning_fl.types import FederationError, Feedback, RoundPlan
 
@@ -158,14 +159,14 @@ def test_credits_are_derivatives_by_dummies(federation, monkeypatch, lanes):
 
     monkeypatch.setattr(PersonalizedPolicyGradient, "update", update)
     moves = {}
-    collect = FederatedLoop._collect
+    collect = Round.collect
 
-    def noted(self, round, step):
-        collect(self, round, step)
-        moves.update({c: m.clone() for c, m in round.moves.items()})
-        seen["server"] = round.server.vector
+    def noted(self, step):
+        collect(self, step)
+        moves.update({c: m.clone() for c, m in self.updates.items()})
+        seen["server"] = self.server.vector
 
-    monkeypatch.setattr(FederatedLoop, "_collect", noted)
+    monkeypatch.setattr(Round, "collect", noted)
     _, _, data, module = federation(lanes=lanes)
     clients = seen["plan"].clients.tolist()
     n = data.num_samples[clients].double()

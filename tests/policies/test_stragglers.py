@@ -68,7 +68,7 @@ def test_kept_ones_are_taken_in_with_what_they_did(fit, foreign):
 def test_a_policy_that_learns_does_so(fit, foreign):
     inner = DiscreteGaussianReinforce({"lr": [0.01, 0.02], "num_steps": [2, 4]}, seed=0)
     policy = Stragglers(0.5, inner)
-    assert policy.needs_val_loss
+    assert policy.learns_from == {"val_loss"}
     loop = FederatedLoop(policy=policy, buffers="average", seed=0)
     fit(foreign(), loop, rounds=3)
     assert inner.mean.abs().sum() > 0

@@ -559,6 +559,7 @@ def check_rows(
     num_clients: int,
     lane: LaneHost,
     transforms: Sequence[UpdateTransform],
+    of_parts: Mapping[str, Tensor],
 ) -> None:
     """Refuse what clients could not have kept.
 
@@ -566,6 +567,7 @@ def check_rows(
         FederationError: Says whose and what is of another kind.
     """
     like = {f"parameter.{name}": row for name, row in lane.private.items()}
+    like |= of_parts
     like |= {f"buffer.{name}": buffer for name, buffer in lane.named_buffers.items()}
     params = [p for group in lane.optimizer.param_groups for p in group["params"]]
     kinds, tried = set(), set()

@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 
-from lightning_fl.callbacks.table import RoundTable
+from lightning_fl.federation.table import RoundTable
 
 
 @pytest.fixture

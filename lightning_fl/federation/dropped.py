@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from lightning_fl.types import FederationError
 
 #: Causes that every table of rounds has a column for, in words. A callback may name others.
@@ -80,6 +82,55 @@ def describe_dropped(dropped: Mapping[int, str], most: int = 10) -> str:
             named = ", ".join(map(str, clients[:most])) + ", ..." * (count > most)
             parts.append(f"client{'s' * (count > 1)} {named} ({in_words(cause)})")
     return ", ".join(parts)
+
+
+class DropWarnings:
+    """Warn of the first round that lost updates, and sum up the others at the end of a fit."""
+
+    def __init__(self) -> None:
+        self._lost = self._kept = 0
+
+    def note(
+        self, round: int, sampled: int, dropped: Mapping[int, str], kept_by: str | None
+    ) -> None:
+        """Note a round that was aggregated.
+
+        Args:
+            round: Number of the round, counted from 1.
+            sampled: How many clients were sampled.
+            dropped: Causes by client.
+            kept_by: What kept the global model, as too few clients returned; None if it changed.
+        """
+        if dropped and not self._lost:
+            rank_zero_warn(
+                f"round {round}: dropped {len(dropped)} of {sampled} client updates:"
+                f" {describe_dropped(dropped)}. Later rounds are summed up at the end of the fit",
+                stacklevel=2,
+            )
+        if kept_by is not None and not self._kept:
+            rank_zero_warn(
+                f"round {round}: {sampled - len(dropped)} of {sampled} clients returned, too few"
+                f" for {kept_by}: the global model is kept. Later rounds are summed up at the end"
+                " of the fit",
+                stacklevel=2,
+            )
+        self._lost += bool(dropped)
+        self._kept += kept_by is not None
+
+    def summarize(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Sum up what went wrong in a fit, where the first warnings did not say it all.
+
+        Args:
+            rows: The rounds of the fit in the table of rounds.
+        """
+        if self._lost > 1:
+            rank_zero_warn(summarize_dropped(rows))
+        if self._kept > 1:
+            rank_zero_warn(
+                f"the global model was kept in {self._kept} of {len(rows)} rounds, in which too few"
+                " clients returned"
+            )
+        self._lost = self._kept = 0
 
 
 def summarize_dropped(rows: Sequence[Mapping[str, Any]]) -> str:

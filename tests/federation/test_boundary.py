@@ -71,7 +71,7 @@ class Module(L.LightningModule):
 class Learning(HyperParameterPolicy):
     """One local step more where the last round was worse, and a memory of all losses."""
 
-    needs_val_loss = True
+    learns_from = frozenset({"val_loss"})
 
     def __init__(self):
         super().__init__()

@@ -1,47 +1,59 @@
-"""What a private rule asks of a run."""
+"""What a differentially private rule refuses of a run."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 
-from lightning_fl.aggregators import Aggregator
-from lightning_fl.policies import HyperParameterPolicy
+from lightning_fl.federation.context import Federation
 from lightning_fl.types import FederationError, configuration
 
 
-def check_options(
-    rule: Aggregator,
-    policy: HyperParameterPolicy,
-    min_clients: int,
-    on_client_error: Literal["skip", "raise"],
-) -> None:
-    """Refuse options of the loop that let something of single clients out."""
-    name = type(rule).__name__
-    if min_clients > 1:
+def check_run(name: str, federation: Federation) -> None:
+    """Refuse what lets something of single clients out, or passes it from one client to others.
+
+    Args:
+        name: Class of the rule.
+        federation: The run.
+
+    Raises:
+        FederationError: If an option of the loop, the policy, buffers, a scheduler or the precision
+            would reveal something of a client.
+    """
+    if federation.min_clients > 1:
         raise FederationError(
-            f"{name} has an answer in each round: one that keeps the model would give away how many"
-            " clients returned. Set min_clients=1"
+            f"{name} releases a model in every round: a round that keeps the model would reveal how"
+            " many clients returned. Set min_clients=1"
         )
-    if on_client_error == "raise":
+    if federation.on_client_error == "raise":
         raise FederationError(
             f"{name} cannot be combined with on_client_error='raise': a run that ends would reveal"
             " that a client with an unusable update took part. Set on_client_error='skip'"
         )
-    if policy.needs_credits or policy.hears_clients:
+    policy = federation.policy
+    if policy is not None and policy.learns_from - {"val_loss"}:
         raise FederationError(
-            f"{type(policy).__name__} learns from what single clients report, which {name} is to"
-            " hide: choose another policy, or let it learn from the validation loss"
+            f"{type(policy).__name__} learns from what single clients report, which {name} hides:"
+            " choose another policy, or let it learn from the validation loss"
         )
+    layout = federation.layout
+    has_buffers = layout is not None and layout.has_buffers
+    if has_buffers and federation.buffers != "server":
+        raise FederationError(
+            f"{name} cannot protect buffers that clients change (BatchNorm's running statistics,"
+            " counters): set buffers='server', which keeps the server's, or use a network without"
+            " them"
+        )
+    if federation.trainer is not None:
+        _check_training(name, federation.trainer)
 
 
-def check_training(rule: Aggregator, trainer: Trainer) -> None:
+def _check_training(name: str, trainer: Trainer) -> None:
     """Refuse what passes from one client to the others during local training."""
-    name = type(rule).__name__
     if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
         raise FederationError(
             f'{name} cannot be combined with a scheduler of interval="step": it continues from the'
@@ -56,16 +68,19 @@ def check_training(rule: Aggregator, trainer: Trainer) -> None:
         )
 
 
-def check_monitors(rule: Aggregator, trainer: Trainer, of_clients: Collection[str]) -> None:
+def check_monitors(name: str, trainer: Trainer, of_clients: Collection[str]) -> None:
     """Refuse decisions that follow metrics of clients, which have no noise.
 
     It is checked when the first round has logged its metrics and before any decision: which hook
     logs a metric is not known earlier.
 
     Args:
-        rule: A private one.
+        name: Class of the rule.
         trainer: At the end of a round.
         of_clients: Names of further metrics that clients determine.
+
+    Raises:
+        FederationError: If a callback or a scheduler monitors such a metric.
     """
     results: Any = trainer.fit_loop.epoch_loop._results
     logged = [metric.meta.name for metric in results.values()]
@@ -84,11 +99,11 @@ def check_monitors(rule: Aggregator, trainer: Trainer, of_clients: Collection[st
         if monitor in unsafe or monitor in of_clients:
             raise FederationError(
                 f"{who} monitors {monitor!r}, which clients report without noise:"
-                f" {type(rule).__name__} would not hide them. Monitor a validation metric"
+                f" {name} would not hide them. Monitor a validation metric"
             )
 
 
-def noise_key(trainer: Trainer, module: LightningModule, *parts: Any) -> int:
+def noise_key(federation: Federation) -> int:
     """Return a digest of everything known that changes what a run computes.
 
     Noise is drawn from it: two continuations of one checkpoint with different options do not share
@@ -96,11 +111,12 @@ def noise_key(trainer: Trainer, module: LightningModule, *parts: Any) -> int:
     the number of processes, vectorization and the number of rounds are not part of it.
 
     Args:
-        trainer: At the start of a fit, with its optimizers as the module configured them.
-        module: The user's.
-        parts: Further objects and options of the run.
+        federation: The run, at the start of a fit; outside a fit the digest is 0.
     """
-    options: Any = trainer
+    if federation.trainer is None:
+        return 0
+    trainer: Any = federation.trainer
+    module: LightningModule = federation.module
     groups = [
         (type(optimizer), [_without_params(group) for group in optimizer.param_groups])
         for optimizer in trainer.optimizers
@@ -110,7 +126,8 @@ def noise_key(trainer: Trainer, module: LightningModule, *parts: Any) -> int:
         for config in trainer.lr_scheduler_configs
     ]
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
-    training = [str(trainer.precision), options.gradient_clip_val, options.gradient_clip_algorithm]
+    training = [str(trainer.precision), trainer.gradient_clip_val, trainer.gradient_clip_algorithm]
+    parts = tuple(federation.configuration)
     text = configuration([groups, schedulers, module, frozen, training, parts])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 

@@ -1,0 +1,87 @@
+"""Act after every hook of Lightning's training steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_fl.hooks import Method, replaced
+from lightning_fl.types import Step
+
+
+class StepEvents(ABC):
+    """What is told of the training steps of a round."""
+
+    @abstractmethod
+    def step_of(self, batch_idx: int) -> Step:
+        """Return the local step that a training batch is."""
+
+    @abstractmethod
+    def after_epoch_start(self) -> None:
+        """Act after all hooks ``on_train_epoch_start``."""
+
+    @abstractmethod
+    def after_batch_end(self, batch_idx: int) -> None:
+        """Act after all hooks ``on_train_batch_end``."""
+
+
+def follow_steps(trainer: Trainer, module: LightningModule, events: StepEvents) -> ExitStack:
+    """Call functions after every hook of an epoch's start and of a batch.
+
+    Lightning calls a module's hooks after those of all callbacks: what is called after the module's
+    comes after every hook. The module sees a client's own local step as ``batch_idx``; callbacks
+    see Lightning's count over all clients of the round.
+
+    Args:
+        trainer: The Trainer.
+        module: The module whose hooks Lightning calls.
+        events: What is called.
+
+    Returns:
+        A stack that ends this when it is closed.
+    """
+
+    def epoch_start(hook: Method) -> Method:
+        def started() -> None:
+            hook()
+            events.after_epoch_start()
+
+        return started
+
+    def batch_start(hook: Method) -> Method:
+        def started(batch: Any, batch_idx: int) -> Any:
+            return hook(batch, events.step_of(batch_idx).start)
+
+        return started
+
+    def run(optimize: Method) -> Method:
+        def counted(optimizer: Any, batch_idx: int, kwargs: dict[str, Any]) -> Any:
+            start = events.step_of(batch_idx).start
+            if "batch_idx" in kwargs:
+                kwargs["batch_idx"] = start
+            return optimize(optimizer, start, kwargs)
+
+        return counted
+
+    def batch_end(hook: Method) -> Method:
+        def ended(outputs: Any, batch: Any, batch_idx: int) -> None:
+            step = events.step_of(batch_idx)
+            if step.rows:  # else this process waits for others
+                hook(outputs, batch, step.start)
+            events.after_batch_end(batch_idx)
+
+        return ended
+
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    undo = ExitStack()
+    for owner, name, make in (
+        (module, "on_train_epoch_start", epoch_start),
+        (module, "on_train_batch_start", batch_start),
+        (epoch_loop.automatic_optimization, "run", run),
+        (module, "on_train_batch_end", batch_end),
+    ):
+        undo.enter_context(replaced(owner, name, make))
+    return undo

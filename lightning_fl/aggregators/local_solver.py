@@ -1,0 +1,76 @@
+"""What rules that look into local training refuse of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_fl.federation.context import Federation
+from lightning_fl.types import FederationError
+
+
+def check_sgd(name: str, federation: Federation) -> float:
+    """Refuse local training that is not SGD, or not at one rate; return its momentum.
+
+    Args:
+        name: What refuses it.
+        federation: The run. Outside a fit nothing is checked.
+
+    Returns:
+        The momentum; 0 is plain SGD.
+
+    Raises:
+        FederationError: Says what of the optimizer, the schedulers or the precision does not fit.
+    """
+    if (trainer := federation.trainer) is None:
+        return 0.0
+    optimizer: Any = trainer.optimizers[0]
+    kind, groups = type(optimizer), optimizer.param_groups
+    if kind is not torch.optim.SGD:
+        raise FederationError(
+            f"{name} divides a client's move by its gradient steps, which is known for"
+            f" torch.optim.SGD, and the optimizer is {kind.__name__}: choose SGD"
+        )
+    for option in ("dampening", "nesterov", "maximize"):
+        if any(group[option] for group in groups):
+            raise FederationError(f"{name} does not support SGD({option}=...): leave it out")
+    for option in ("lr", "momentum"):
+        if len({float(group[option]) for group in groups}) > 1:
+            raise FederationError(
+                f"{name} needs one {option} for all parameters, and the optimizer has groups with"
+                " different ones: use one group"
+            )
+    if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
+        raise FederationError(
+            f"{name} needs a learning rate that is constant in a round, and a scheduler has"
+            ' interval="step": set interval="epoch", which counts rounds'
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise FederationError(
+            f"{name} cannot be combined with precision={trainer.precision!r}, which skips steps"
+            " whose gradients overflow: set precision='bf16-mixed' or '32-true'"
+        )
+    if federation.optimizer_state == "keep" and groups[0]["momentum"]:
+        raise FederationError(
+            f"{name} needs a momentum that starts at 0 in every round: set optimizer_state='reset'"
+        )
+    return float(groups[0]["momentum"])
+
+
+def check_plain_sgd(name: str, federation: Federation) -> None:
+    """Refuse local training that is not SGD without momentum and gradient clipping.
+
+    Args:
+        name: What refuses it.
+        federation: The run. Outside a fit nothing is checked.
+
+    Raises:
+        FederationError: See :func:`check_sgd`; if there is momentum, or gradients are clipped.
+    """
+    if check_sgd(name, federation):
+        raise FederationError(f"{name} does not support SGD(momentum=...): set momentum=0")
+    if federation.trainer is not None and federation.trainer.gradient_clip_val:
+        raise FederationError(
+            f"{name} cannot be combined with gradient clipping: leave out trainer.gradient_clip_val"
+        )

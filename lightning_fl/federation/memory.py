@@ -1,0 +1,157 @@
+"""What clients keep from round to round, and what happens to their updates on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_fl.federation.context import Federation
+from lightning_fl.federation.exchange import ClientPart
+from lightning_fl.functional.randomness import Purpose, generator
+from lightning_fl.store import ClientStore
+from lightning_fl.transforms import UpdateTransform
+from lightning_fl.types import ClientUpdate, FederationError
+
+#: First parts of the names of what transforms and parts of a client's work leave with a client.
+TRANSFORM, PART = "transform.", "part."
+
+
+class ClientMemory:
+    """Tensors that each client keeps, by who leaves them: runner, update transforms and parts.
+
+    Args:
+        store: Holds the tensors of all clients.
+        transforms: Change updates on their way to the server, in order.
+        parts: What clients do for the rule besides training.
+        federation: The run.
+        device: Where clients train.
+    """
+
+    def __init__(
+        self,
+        store: ClientStore,
+        transforms: Sequence[UpdateTransform],
+        parts: Sequence[ClientPart],
+        federation: Federation,
+        device: torch.device,
+    ) -> None:
+        self.store, self.transforms, self.parts = store, transforms, parts
+        self._seed, self._device = federation.seed, device
+        layout = federation.layout
+        assert layout is not None
+        self._num_parameters = layout.num_parameters
+        #: What a client remembers before its first round, of each part.
+        self.initial = [part.initial_memory(federation) for part in parts]
+
+    def of_runner(self, client: int) -> dict[str, Tensor]:
+        """Return what the runner left with a client: local parameters, buffers, optimizer state."""
+        return runner_rows(self.store, client)
+
+    def of_parts(self, clients: Tensor) -> list[dict[str, Tensor]]:
+        """Return what clients remember for each part, stacked ``[k, ...]``."""
+        stored = [self.store.get(client) for client in clients.tolist()]
+        return [
+            {
+                name: torch.stack([rows.get(f"{PART}{i}.{name}", first) for rows in stored]).to(
+                    self._device
+                )
+                for name, first in initial.items()
+            }
+            for i, initial in enumerate(self.initial)
+        ]
+
+    def keep(
+        self,
+        update: ClientUpdate,
+        of_runner: Sequence[dict[str, Tensor]],
+        of_parts: Sequence[dict[str, Tensor]],
+        round: int,
+        trained: Tensor | None,
+    ) -> ClientUpdate:
+        """Leave the tensors of clients with them; return their updates as the server gets them.
+
+        Transforms see the parameters that are trained. What they keep of them is stored for all
+        parameters: other layers may be trained in later rounds.
+
+        Args:
+            update: Of the clients, before transforms.
+            of_runner: What the runner leaves with each client.
+            of_parts: What each part leaves with the clients, ``[k, ...]``.
+            round: Index of the round.
+            trained: Mask of the trained parameters, ``[num_parameters]``; None means all.
+        """
+        delta = update.delta.clone() if self.transforms else update.delta
+        for i, rows in enumerate(of_parts):
+            self._check(i, rows, len(update.clients))
+        at = None if trained is None else trained.nonzero()[:, 0]
+        for row, client in enumerate(update.clients.tolist()):
+            memory = self._transform(delta[row], client, round, at)
+            for i, rows in enumerate(of_parts):
+                memory |= {f"{PART}{i}.{name}": rows[name][row] for name in self.initial[i]}
+            self.store.put(client, {**of_runner[row], **memory})
+        return replace(update, delta=delta)
+
+    def like(self) -> dict[str, Tensor]:
+        """Return what clients may have kept for parts, by the names under which it is stored."""
+        return {
+            f"{PART}{i}.{name}": first
+            for i, initial in enumerate(self.initial)
+            for name, first in initial.items()
+        }
+
+    def _check(self, i: int, rows: Mapping[str, Tensor], count: int) -> None:
+        """Refuse what a part wants to leave with clients, if it is not what it declared."""
+        name = type(self.parts[i]).__name__
+        if rows.keys() != self.initial[i].keys():
+            raise FederationError(
+                f"{name} leaves {sorted(rows)} with clients, and its initial_memory declares"
+                f" {sorted(self.initial[i])}: declare every name"
+            )
+        for key, first in self.initial[i].items():
+            if rows[key].shape != (count, *first.shape) or rows[key].dtype != first.dtype:
+                raise FederationError(
+                    f"{name} leaves {key!r} of shape {list(rows[key].shape)} and"
+                    f" {rows[key].dtype} with {count} clients, and its initial_memory declares"
+                    f" {list(first.shape)} and {first.dtype} for each"
+                )
+
+    def _transform(
+        self, delta: Tensor, client: int, round: int, trained: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Transform a client's update in place; return what transforms leave with the client."""
+        n, stored, left = self._num_parameters, self.store.get(client), dict[str, Tensor]()
+        for i, transform in enumerate(self.transforms):
+            prefix = f"{TRANSFORM}{i}."
+            memory = {
+                name.removeprefix(prefix): _of_trained(tensor.to(delta.device), n, trained)
+                for name, tensor in stored.items()
+                if name.startswith(prefix)
+            }
+            random = generator(self._seed, Purpose.TRANSFORM, round, client, i)
+            if trained is None:
+                delta[:n] = transform(delta[:n], memory, random)
+            else:
+                delta[trained] = transform(delta[trained], memory, random)
+            left |= {prefix + name: _of_all(tensor, n, trained) for name, tensor in memory.items()}
+        return left
+
+
+def runner_rows(store: ClientStore, client: int) -> dict[str, Tensor]:
+    """Return what the runner left with a client."""
+    stored = store.get(client)
+    return {name: row for name, row in stored.items() if not name.startswith((TRANSFORM, PART))}
+
+
+def _of_trained(tensor: Tensor, count: int, trained: Tensor | None) -> Tensor:
+    """Return the part of a tensor of all ``count`` parameters that belongs to trained ones."""
+    return tensor if trained is None or tensor.shape != (count,) else tensor[trained]
+
+
+def _of_all(tensor: Tensor, count: int, trained: Tensor | None) -> Tensor:
+    """Undo :func:`_of_trained`, with zeros for the other parameters."""
+    if trained is None or tensor.shape != trained.shape:
+        return tensor
+    return tensor.new_zeros(count).index_copy(0, trained, tensor)

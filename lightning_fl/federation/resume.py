@@ -1,0 +1,284 @@
+"""What a checkpoint holds of a federation, and how a run goes on from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_fl.aggregators import Aggregator
+from lightning_fl.federation.boundary import frozen
+from lightning_fl.federation.checkpoint_checks import (
+    blamed,
+    check_buffers,
+    check_progress,
+    check_round,
+    check_rows,
+    check_rule,
+    check_state,
+    check_states,
+    one_line,
+)
+from lightning_fl.federation.round import Fit
+from lightning_fl.federation.table import RoundTable
+from lightning_fl.policies import HyperParameterPolicy
+from lightning_fl.types import FederationError
+
+#: The loop's state in a checkpoint that is written before the fit has begun.
+NOT_BEGUN = {"round": 0}
+#: What to do where a checkpoint belongs to another federation.
+REMEDIES = {
+    "seed": "set seed_everything to the former",
+    "checksum": "go back to the former data, split options and seed",
+    "aggregator_class": "go back to the former aggregator",
+    "policy_class": "go back to the former policy",
+    "number of parameter tensors": "go back to the former network and terms",
+}
+
+
+@dataclass
+class Progress:
+    """How far a run is, besides its models.
+
+    Args:
+        round: Rounds that ended.
+        table: The table of rounds.
+        val_loss: The validation loss after the last round, None if it is not known.
+        monitored: Metrics that schedulers look at after the last round.
+        seed: Seed of the run.
+    """
+
+    round: int = 0
+    table: RoundTable = field(default_factory=RoundTable)
+    val_loss: float | None = None
+    monitored: dict[str, float] = field(default_factory=dict)
+    seed: int = 0
+
+
+class Resume:
+    """Write the state of a run, compare it with that of a checkpoint, and restore it.
+
+    Args:
+        progress: How far the run is; a checkpoint is loaded into it.
+        aggregator: The aggregation rule.
+        policy: The hyperparameter policy.
+    """
+
+    def __init__(
+        self, progress: Progress, aggregator: Aggregator, policy: HyperParameterPolicy
+    ) -> None:
+        self.progress = progress
+        self._rules: dict[str, Any] = {"aggregator": aggregator, "policy": policy}
+        #: What a resumed run must have in common with the checkpoint's, by name.
+        self._identity: Mapping[str, Any] = {}
+        #: What a resumed run may have changed, with a warning, by name.
+        self._options: Mapping[str, Any] = {}
+        #: The checkpoint that is being resumed, and the loop's state in it.
+        self.checkpoint: dict[str, Any] = {}
+        self.pending: dict[str, Any] = {}
+
+    def describe(self, identity: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """Note what the run is, at the start of a fit.
+
+        Args:
+            identity: What a resumed run must have in common with the checkpoint's, by name.
+            options: What a resumed run may have changed, with a warning, by name.
+        """
+        self._identity, self._options = identity, options
+
+    def identity(self, module: nn.Module) -> dict[str, Any]:
+        """Return what a resumed run must have in common with the checkpoint's."""
+        count = len(list(module.parameters()))
+        return {"number of parameter tensors": count, "seed": self.progress.seed, **self._identity}
+
+    def state(self, fit: Fit) -> dict[str, Any]:
+        """Return what a resumed run needs besides the clients' tensors, as of now."""
+        module, progress = fit.runner.module, self.progress
+        buffers = {
+            name: owner._buffers[key] for name, (owner, key) in unsaved_buffers(module).items()
+        }
+        return {
+            **self.identity(module),
+            "round": progress.round,
+            "rows": list(progress.table.rows),
+            "val_loss": progress.val_loss,
+            "monitored": progress.monitored,
+            "base_lr": fit.runner.base_lr,
+            "lanes": fit.runner.choices(),
+            "trained": [bool(getattr(part, name)) for part, name in _flags(module)],
+            "options": self._options,
+            **{name: frozen(rule.state_dict()) for name, rule in self._rules.items()},
+            "unsaved buffers": frozen({n: b for n, b in buffers.items() if b is not None}),
+            # Where the model of the checkpoint is one that is validated before the round ends.
+            "server": None,
+        }
+
+    # --- a checkpoint -----------------------------------------------------------------------------
+
+    def check(
+        self,
+        trainer: Trainer,
+        module: nn.Module,
+        checkpoint: dict[str, Any],
+        state: Any,
+        has_seed: bool,
+    ) -> None:
+        """Refuse a checkpoint of another federation, and warn of changed options.
+
+        Args:
+            trainer: The Trainer that resumes.
+            module: The module of the run.
+            checkpoint: The checkpoint.
+            state: The loop's state in it; None if it has none.
+            has_seed: Whether the run has a seed of its own, which has to be the checkpoint's.
+        """
+        if state is None:
+            raise not_of_a_federation(trainer)
+        with blamed(f"{trainer.ckpt_path} is damaged, or was changed"):
+            check_round(checkpoint["loops"]["fit_loop"], state["round"])
+        for what, now in self.identity(module).items():
+            if what == "seed" and not has_seed and "PL_GLOBAL_SEED" not in os.environ:
+                continue
+            if (was := state[what]) != now:
+                raise FederationError(
+                    f"{trainer.ckpt_path} belongs to another federation: its {what} is"
+                    f" {was!s:.100}, here it is {now}. To resume,"
+                    f" {REMEDIES.get(what, f'set {what} to the former')}; to start anew, leave out"
+                    " ckpt_path"
+                )
+        changed = [
+            f"{name} is {value}, was {was}"
+            for name, value in self._options.items()
+            if (was := state["options"].get(name)) != value
+        ]
+        if changed:
+            rank_zero_warn(
+                f"resuming {trainer.ckpt_path} with other options: {'; '.join(changed)}. The run"
+                " goes on, but it is not the run that one config describes"
+            )
+        self.checkpoint = checkpoint
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over how far the checkpoint's run was."""
+        self.pending = state
+        if state != NOT_BEGUN:
+            progress = self.progress
+            progress.round, progress.table = state["round"], RoundTable(state["rows"])
+            progress.val_loss, progress.monitored = state["val_loss"], state["monitored"]
+            progress.seed = state["seed"]
+
+    @property
+    def is_new(self) -> bool:
+        """Whether there is nothing to restore."""
+        return not self.pending or self.pending == NOT_BEGUN
+
+    def restore(self, fit: Fit) -> None:
+        """Load what needed the module's shapes or the Trainer's device first."""
+        state, checkpoint = self.pending, self.checkpoint
+        self.pending, self.checkpoint = {}, {}
+        module, runner = fit.runner.module, fit.runner
+        # All that can be refused is, before the first is taken over.
+        self._check_restored(fit, state, checkpoint)
+        if state["server"] is not None:  # Lightning has loaded the model that was validated
+            checkpoint = {**checkpoint, "state_dict": state["server"]}
+            fit.module.on_load_checkpoint(checkpoint)
+        # Again: Lightning loads before a precision plugin has converted the module.
+        try:
+            module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+        except RuntimeError as error:
+            raise FederationError(f"its model is of another network: {one_line(error)}") from error
+        buffers = unsaved_buffers(module)
+        for name, saved in state["unsaved buffers"].items():
+            owner, key = buffers[name]
+            if (buffer := owner._buffers[key]) is None:
+                owner._buffers[key] = saved.to(module.device, copy=True)
+            else:
+                buffer.copy_(saved)
+        for name, rule in self._rules.items():
+            try:
+                rule.load_state_dict(state[name])
+            except RuntimeError as error:
+                raise FederationError(
+                    f"{type(rule).__name__} cannot go on from the checkpoint's state: its"
+                    f" options are others now. Go back to the former, or leave out ckpt_path"
+                ) from error
+        _train_only(module, state["trained"])
+        runner.base_lr = state["base_lr"]
+        runner.choose(state["lanes"])
+
+    def _check_restored(
+        self, fit: Fit, state: Mapping[str, Any], checkpoint: dict[str, Any]
+    ) -> None:
+        policy = self._rules["policy"]
+        if "val_loss" in policy.learns_from and state["round"] and state["val_loss"] is None:
+            raise FederationError(f"{type(policy).__name__} needs 'val_loss', which is null")
+        for callback in fit.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BaseFinetuning):  # its groups: Lightning asks it later
+                callback.on_fit_start(fit.trainer, fit.runner.module)
+        check_progress(fit.trainer, checkpoint)
+        memory = fit.memory
+        check_rows(
+            memory.store.rows,
+            fit.planner.num_clients,
+            fit.runner,
+            memory.transforms,
+            memory.like(),
+        )
+        check_buffers(state["unsaved buffers"], unsaved_buffers(fit.runner.module))
+        for name, rule in self._rules.items():
+            with blamed(f"{type(rule).__name__} cannot go on"):
+                check_rule(rule, state[name])
+
+
+def check_contents(trainer: Trainer, checkpoint: dict[str, Any], state: Any) -> None:
+    """Refuse a checkpoint whose contents are damaged, whatever it is loaded for.
+
+    Args:
+        trainer: The Trainer that loads it.
+        checkpoint: The checkpoint.
+        state: The loop's state in it; None if it has none.
+    """
+    with blamed(f"{trainer.ckpt_path} is damaged, or was changed"):
+        check_states(trainer, checkpoint)
+        if state is not None and state != NOT_BEGUN:
+            check_state(state)
+
+
+def not_of_a_federation(trainer: Trainer) -> FederationError:
+    """Return the error of a checkpoint that no federation has written."""
+    return FederationError(
+        f"{trainer.ckpt_path} was not written by a federation, it cannot be resumed as one:"
+        " load its weights into the module and start a new fit without ckpt_path"
+    )
+
+
+def unsaved_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return the owners of a module's non-persistent buffers, and their names there."""
+    return {
+        f"{path}.{name}" if path else name: (owner, name)
+        for path, owner in module.named_modules()
+        for name, _ in owner._buffers.items()  # a scripted module's cannot be iterated over
+        if name in owner._non_persistent_buffers_set
+    }
+
+
+def _flags(module: nn.Module) -> list[tuple[Any, str]]:
+    """Return where a module says what of it is trained: parameters, statistics of BatchNorm."""
+    flags: list[tuple[Any, str]] = [(param, "requires_grad") for param in module.parameters()]
+    name = "track_running_stats"
+    return flags + [(part, name) for part in module.modules() if name in vars(part)]
+
+
+def _train_only(module: LightningModule, trained: list[bool]) -> None:
+    """Freeze and thaw what a checkpoint says: callbacks do so once, in an earlier round."""
+    flags = _flags(module)
+    if len(flags) != len(trained):
+        raise FederationError(f"'trained' has {len(trained)} entries, here there are {len(flags)}")
+    for (part, name), is_trained in zip(flags, trained, strict=True):
+        setattr(part, name, is_trained)

@@ -1,0 +1,509 @@
+"""One communication round, from the snapshot of the global model to the next global model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_fl.aggregators import Aggregator
+from lightning_fl.federation.context import Federation
+from lightning_fl.federation.dropped import check_causes, count_causes, describe_dropped
+from lightning_fl.federation.exchange import ClientContext, ClientPart
+from lightning_fl.federation.measures import Measures
+from lightning_fl.federation.memory import ClientMemory
+from lightning_fl.federation.plan import Planner
+from lightning_fl.federation.processes import Processes
+from lightning_fl.federation.schedulers import Schedulers
+from lightning_fl.federation.traffic import Traffic
+from lightning_fl.functional.randomness import (
+    Purpose,
+    derive_seed,
+    rng_state,
+    seed_rng,
+    set_rng_state,
+)
+from lightning_fl.lanes import LaneHost
+from lightning_fl.policies import HyperParameterPolicy
+from lightning_fl.strategies import ClientLogs
+from lightning_fl.types import ClientUpdate, FederationError, Feedback, RoundPlan, ServerState, Step
+
+#: Columns of the table of rounds that are not a cause of dropped clients.
+COLUMNS = {"round", "clients", "dropped", "dropped_clients", "num_samples", "num_steps", "lr"}
+COLUMNS |= {"bytes_up", "bytes_down"}
+
+
+@dataclass
+class Fit:
+    """What the rounds of a fit work with.
+
+    Args:
+        trainer: The Trainer.
+        module: The module whose hooks Lightning calls.
+        data: The data module.
+        federation: What the run is.
+        aggregator: The aggregation rule.
+        policy: The hyperparameter policy.
+        parts: What clients do for the rule besides training.
+        planner: Draws the plans.
+        processes: The processes of the fit.
+        runner: Where clients train.
+        schedulers: The learning-rate schedulers.
+        measures: Losses and gradients on samples.
+        memory: What clients keep from round to round, and what happens to updates on their way.
+        watchers: Callbacks with a method ``on_client_updates``.
+    """
+
+    trainer: Trainer
+    module: LightningModule
+    data: Any
+    federation: Federation
+    aggregator: Aggregator
+    policy: HyperParameterPolicy
+    parts: Sequence[ClientPart]
+    planner: Planner
+    processes: Processes
+    runner: LaneHost
+    schedulers: Schedulers
+    measures: Measures
+    memory: ClientMemory
+    watchers: Sequence[Any] = ()
+
+    @property
+    def min_clients(self) -> int:
+        """Minimum number of usable updates that change the global model."""
+        is_trial = self.trainer.fast_dev_run  # type: ignore[attr-defined]
+        return 1 if is_trial else self.federation.min_clients
+
+    def lr(self, plan: RoundPlan, row: int) -> float:
+        """Return the learning rate that the policy gives a client, without schedulers."""
+        lr = self.runner.base_lr if plan.lr is None else float(plan.lr[row])
+        factor = plan.values.get("lr_factor")
+        return lr if factor is None else lr * float(factor[row])
+
+
+@dataclass
+class Results:
+    """What a process knows of its clients in a round, by client.
+
+    Args:
+        counters: Maximum of the integer buffers, ``[C]``.
+        dropped: Causes of the updates that do not count.
+        losses: What clients report of the model that they started from.
+        rates: Mean learning rate of each client's local steps.
+        num_samples: Training samples of the clients whose updates count.
+        most_steps: Local steps of the client with most of them, after which the schedulers are as
+            in ``schedule``.
+    """
+
+    counters: Tensor
+    schedule: Any
+    dropped: dict[int, str] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    rates: dict[int, float] = field(default_factory=dict)
+    num_samples: int = 0
+    most_steps: int = 0
+
+
+class Round:
+    """One communication round of the clients of this process.
+
+    ``begin`` takes the snapshot that clients start from. For each group of clients that train at
+    once, ``load`` prepares their first local step and ``collect`` takes their updates after the
+    last one. ``aggregate`` makes the next global model. A round that is cut short is ``abandon``-ed
+    instead: the global model stays.
+
+    Args:
+        fit: What the round works with.
+        plan: The plan of the round.
+    """
+
+    def __init__(self, fit: Fit, plan: RoundPlan) -> None:
+        self.fit, self.plan = fit, plan
+        #: The state before any hook of the round, which an abandoned round goes back to.
+        self.before, self.schedule_before = fit.runner.read(), fit.schedulers.read()
+        #: What clients start from, and what the clients in training started from.
+        self.server = self.start = self.before
+        self.results = Results(self.before.counters, self.schedule_before)
+        #: The local step that is fetched or trained on; None before the first and after the last.
+        self.step: Step | None = None
+        #: Number of clients of this process that are done.
+        self.position = 0
+        self.logs = ClientLogs()
+        #: Updates of this process's clients, for a policy that learns from contributions.
+        self.updates: dict[int, Tensor] = {}
+        self.is_aggregating = self.is_aggregated = self.is_abandoned = self.is_validated = False
+        #: Whether the round kept the global model, as too few clients returned.
+        self.is_kept = False
+        self._schedule = self.schedule_before
+        self._client: ClientContext | None = None
+        self._reported = torch.empty(0)
+        self._is_trained: list[bool] = []
+        self._broadcast: Mapping[str, Tensor] = {}
+        self.traffic = Traffic(fit.runner, fit.memory.transforms)
+        # What is drawn besides the clients' own streams depends on the round alone, too.
+        device = fit.module.device
+        seed_rng(derive_seed(plan.seed, Purpose.ROUND, plan.round), device)
+        #: State of the round's own random stream, which it goes back to after clients.
+        self.rng: Mapping[str, Any] = rng_state(device)
+
+    # --- begin ------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Take the snapshot that every client starts from, with what other hooks have written."""
+        fit = self.fit
+        self.server = self.start = fit.runner.read()
+        self.results.counters = self.server.counters
+        self._schedule = self.results.schedule = fit.schedulers.read()
+        self.rng = rng_state(fit.module.device)
+        #: Mask of the trained parameters, ``[num_parameters]``; None means all.
+        self.trained = fit.runner.trained_mask()
+        self.traffic.begin(self.trained)
+        fit.aggregator.start(self.server.vector, self.trained)
+        self._broadcast = fit.aggregator.broadcast(self.plan)
+        self.traffic.down(self._broadcast)
+        self.step = self.plan.schedule[0]
+        self._seed_next_clients(self.step)
+
+    def _seed_next_clients(self, step: Step) -> None:
+        """Seed the clients to come, before their first batch: transforms on the device draw."""
+        if step.rows:
+            key = (Purpose.CLIENT, self.plan.round, int(self.plan.clients[step.rows[0]]))
+            seed_rng(derive_seed(self.plan.seed, *key), self.fit.module.device)
+
+    # --- clients ----------------------------------------------------------------------------------
+
+    def start_batch(self, batch_idx: int) -> None:
+        """Prepare the local steps of a training batch."""
+        fit, plan, step = self.fit, self.plan, self.plan.schedule[batch_idx]
+        fit.processes.wait(is_idle=not step.rows)
+        if not step.rows:  # Lightning steps schedulers in idle batches, too: past their end
+            fit.schedulers.write(self._schedule)
+        if step.first:
+            self.load(step)
+        self.step, rows = step, list(step.rows)
+        at = torch.arange(step.start, step.start + step.steps)[:, None]
+        fit.runner.begin_batch(
+            lambda: fit.data.batch_sizes(plan.clients[rows], step.start, step.steps),
+            at < plan.num_steps[rows],
+        )
+
+    def load(self, step: Step) -> None:
+        """Give the clients of a step the model that they start from, before their first batch."""
+        fit, rows = self.fit, list(step.rows)
+        clients = self.plan.clients[rows]
+        self.start = ServerState(fit.aggregator.server_for(clients), self.server.counters)
+        # Before what a client keeps of its optimizer.
+        fit.schedulers.write(self._schedule)
+        kept = [fit.memory.of_runner(client) for client in clients.tolist()]
+        fit.runner.load(self.start, kept, [fit.lr(self.plan, row) for row in rows])
+        call_hook(fit.module, "on_client_start")
+        self._client = self._context(step)
+        self._part_memory = fit.memory.of_parts(clients)
+        for part, memory in zip(fit.parts, self._part_memory, strict=True):
+            part.start(self._client, memory, self._broadcast)
+
+    def _context(self, step: Step) -> ClientContext:
+        fit, rows = self.fit, list(step.rows)
+        clients, round = self.plan.clients[rows], self.plan.round
+        ids = clients.tolist()
+        return ClientContext(
+            fit.federation,
+            round,
+            clients,
+            fit.planner.num_samples[clients],
+            self.plan.num_steps[rows],
+            fit.runner,
+            losses=lambda: fit.measures.client_losses(fit.runner, ids, round),
+            gradients=lambda: fit.measures.client_gradients(fit.runner, ids, round),
+            trained=self.trained,
+        )
+
+    def report(self, batch_idx: int, outputs: Any) -> None:
+        """Note what clients report of the model that they started from, after their first step.
+
+        Args:
+            batch_idx: Index of the training batch.
+            outputs: What Lightning kept of the training step.
+        """
+        if not (step := self.plan.schedule[batch_idx]).first:
+            return
+        losses = self.fit.runner.reported(outputs).double()
+        if self.fit.processes.share_samples:
+            losses = self.fit.processes.mean(losses, self._batch_size(step))
+        self._reported = losses
+
+    def scale(self, loss: Tensor) -> None:
+        """Weigh each process's mean loss by its samples, where processes share a batch."""
+        if self.fit.processes.share_samples and self.step is not None:
+            factor = self.fit.processes.scale(self._batch_size(self.step))
+            if factor != 1:
+                loss.register_hook(lambda gradient: gradient * factor)
+
+    def _batch_size(self, step: Step) -> int:
+        """Return the samples of a local step, on all processes that share them."""
+        clients = self.plan.clients[list(step.rows)]
+        return int(self.fit.data.batch_sizes(clients, step.start, 1))
+
+    def end_batch(self, batch_idx: int) -> bool:
+        """Collect clients after their last step; return whether they were the last clients."""
+        schedule = self.plan.schedule
+        step = schedule[batch_idx]
+        if step.last:
+            call_hook(self.fit.module, "on_client_end")
+            self.collect(step)
+            self.logs.take(self.fit.trainer, step.rows[0])
+            if (steps := step.start + step.steps) > self.results.most_steps:
+                self.results.most_steps = steps
+                self.results.schedule = self.fit.schedulers.read()
+            self.position += len(step.rows)
+            if batch_idx + 1 < len(schedule):
+                self._seed_next_clients(schedule[batch_idx + 1])
+        self.step = schedule[batch_idx + 1] if batch_idx + 1 < len(schedule) else None
+        return self.step is None
+
+    def collect(self, step: Step) -> None:
+        """Take the updates of clients that are done, and hand the usable ones to the rule."""
+        fit, rows = self.fit, list(step.rows)
+        clients = self.plan.clients[rows]
+        rates = [
+            fit.runner.mean_lr(int(self.plan.num_steps[row]), fit.lr(self.plan, row))
+            for row in rows
+        ]
+        self.results.rates |= dict(zip(clients.tolist(), rates, strict=True))
+        if self.plan.nobody:
+            return
+        fit.processes.same_model(fit.runner.module)
+        delta, counters = fit.runner.collect(self.start)
+        lr = torch.tensor(rates, dtype=torch.float64)
+        extras = self._end_parts(delta, lr)
+        self.traffic.up(extras)
+        dropped: dict[int, str] = {}
+        for callback in fit.watchers:
+            delta = callback.on_client_updates(self.plan, clients, delta, dropped)
+        check_causes(dropped, clients.tolist(), COLUMNS)
+        for client in clients[~is_finite(delta, extras)].tolist():
+            dropped.setdefault(client, "non_finite")
+        usable = torch.tensor([client not in dropped for client in clients.tolist()])
+        self._drop(dropped)
+        if not usable.any():
+            return
+        num_samples, num_steps = fit.planner.num_samples[clients], self.plan.num_steps[rows]
+        update = ClientUpdate(clients, delta, num_samples, num_steps, lr, extras)
+        reports, memories = self._reported, self._part_memory
+        kept = fit.runner.rows()
+        if dropped:
+            update, reports, counters = update.select(usable), reports[usable], counters[usable]
+            memories = [{n: t[usable.to(t.device)] for n, t in m.items()} for m in memories]
+            kept = [row for row, is_good in zip(kept, usable.tolist(), strict=True) if is_good]
+        sent = fit.memory.keep(update, kept, memories, self.plan.round, self.trained)
+        fit.aggregator.update(sent)
+        self._note(sent, reports, counters)
+
+    def _end_parts(self, delta: Tensor, lr: Tensor) -> dict[str, Tensor]:
+        """Return what the parts of the clients' work send with the updates."""
+        assert self._client is not None
+        self._client.finish(delta, lr)
+        extras: dict[str, Tensor] = {}
+        for part, memory in zip(self.fit.parts, self._part_memory, strict=True):
+            extras |= part.end(self._client, memory)
+        return extras
+
+    def _drop(self, dropped: dict[int, str]) -> None:
+        """Note the clients whose updates do not count, or end the run."""
+        if dropped and self.fit.federation.on_client_error == "raise":
+            raise FederationError(
+                f"round {self.plan.round + 1} has no usable update of {describe_dropped(dropped)}:"
+                " lower the learning rate or clip gradients if values are non-finite, or choose"
+                " on_client_error: skip"
+            )
+        self.results.dropped |= dropped
+
+    def _note(self, update: ClientUpdate, reports: Tensor, counters: Tensor) -> None:
+        """Note what the table and the policy need of clients whose updates count."""
+        results, clients = self.results, update.clients.tolist()
+        if "contributions" in self.fit.policy.learns_from:
+            self.updates.update(zip(clients, update.delta.clone(), strict=True))
+        results.losses.update(zip(clients, reports.tolist(), strict=True))
+        results.counters = torch.maximum(results.counters, counters.amax(0))
+        results.num_samples += int(update.num_samples.sum())
+
+    # --- aggregate --------------------------------------------------------------------------------
+
+    def aggregate(self) -> None:
+        """Make the next global model of all updates, and give it to the module."""
+        fit, self.is_aggregating = self.fit, True
+        self._merge()
+        returned = len(self.plan.cohort) - len(self.results.dropped)
+        vector = fit.aggregator.conclude(returned, fit.min_clients)
+        self.is_kept, server = vector is None, self.server
+        if vector is not None:
+            server = ServerState(vector.view_as(self.server.vector), self.results.counters)
+        self.traffic.note_moved(self.server.vector, server.vector)
+        self._leave_clients(server, self.results.schedule)
+        clients, round = self.plan.clients.tolist(), self.plan.round
+        fit.aggregator.publish(
+            lambda: fit.measures.training_accuracy(fit.runner.module, clients, round)
+        )
+        self.is_aggregated = True
+
+    def _merge(self) -> None:
+        """Take in what other processes know of their clients; the rule sums by itself."""
+        own, memory, processes = self.results, self.fit.memory, self.fit.processes
+        device = own.counters.device
+        if processes.share_clients:
+            own.counters = own.counters.cpu()
+        every = processes.gather((own, memory.store.new, self.traffic.extra_up))
+        results = [each for each, _, _ in every]
+        memory.store.new = {client: rows for _, new, _ in every for client, rows in new.items()}
+        self.traffic.extra_up = max(extra for _, _, extra in every)  # a process may have no client
+        merged = Results(
+            torch.stack([each.counters for each in results]).amax(0).to(device),
+            max(results, key=lambda each: each.most_steps).schedule,
+            # Groups of clients end in the order of their work.
+            dict(sorted(item for each in results for item in each.dropped.items())),
+            {c: loss for each in results for c, loss in each.losses.items()},
+            {c: rate for each in results for c, rate in each.rates.items()},
+            sum(each.num_samples for each in results),
+            max(each.most_steps for each in results),
+        )
+        self.results = merged
+
+    def _leave_clients(self, server: ServerState, schedule: Any) -> None:
+        self.fit.schedulers.write(schedule)
+        self.fit.runner.write(server)
+        set_rng_state(self.rng)
+
+    def abandon(self, rule_state: Callable[[], Mapping[str, Any]]) -> None:
+        """Keep the global model of before: the round was cut short.
+
+        Args:
+            rule_state: Returns the state of the rule before the round.
+        """
+        if self.is_aggregated or self.is_abandoned:
+            return
+        rule = self.fit.aggregator
+        if self.is_aggregating:  # the rule failed halfway
+            rule.load_state_dict(rule_state())
+        rule.reset()
+        rule.withdraw()
+        self._leave_clients(self.before, self.schedule_before)
+        rule.publish()
+        self.fit.memory.store.discard()
+        self.is_abandoned = True
+
+    # --- afterwards -------------------------------------------------------------------------------
+
+    def begin_validation(self) -> None:
+        """Give validation a random stream of its own, whatever was drawn before."""
+        device = self.fit.module.device
+        self.rng = rng_state(device)
+        seed_rng(derive_seed(self.plan.seed, Purpose.VALIDATION, self.plan.round), device)
+
+    def end_validation(self) -> None:
+        """Go back to the round's stream."""
+        set_rng_state(self.rng)
+        self.is_validated = True
+
+    def feedback(
+        self, before: float | None, after: float | None, metrics: Mapping[str, float]
+    ) -> Feedback:
+        """Return what the policy learns from.
+
+        Args:
+            before: Validation loss before the round, None if it is not known.
+            after: Validation loss after the round, None if it is not known.
+            metrics: What was logged in the round.
+        """
+        fit, clients, known = self.fit, self.plan.clients, self.results.losses
+        used = torch.tensor([client in known for client in clients.tolist()])
+        weights = fit.planner.num_samples[clients].double() * used
+        weights = weights / weights.sum().clamp(min=1)
+        reported = [known.get(client, math.nan) for client in clients.tolist()]
+        losses = torch.tensor(reported, dtype=torch.float64)
+
+        def contributions() -> Tensor:
+            return weights * fit.measures.contributions(
+                fit.runner, self.updates, clients, self.plan.round
+            )
+
+        wanted = fit.policy.learns_from
+        return Feedback(
+            self.plan,
+            before,
+            after,
+            losses if "client_losses" in wanted else None,
+            weights,
+            contributions if "contributions" in wanted else None,
+            metrics,
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """Return the loop's own columns of the round in the table of rounds."""
+        plan, dropped = self.plan, self.results.dropped
+        rates = [self.results.rates[client] for client in plan.clients.tolist()]
+        lr = rates[0] if len(set(rates)) == 1 else fmean(rates)  # the mean of equal ones is rounded
+        up, down = self.traffic.of_a_client()
+        return {
+            "round": plan.round + 1,
+            "clients": len(plan.cohort),
+            "dropped": len(dropped),
+            "dropped_clients": " ".join(map(str, dropped)),
+            **count_causes(dropped),
+            "num_samples": self.results.num_samples,
+            "num_steps": 0 if plan.nobody else int(plan.num_steps.sum()),
+            "lr": lr,
+            "bytes_up": up * (len(plan.cohort) - len(dropped)),
+            "bytes_down": down * len(plan.cohort),
+        }
+
+    def where(self) -> str | None:
+        """Name the round, and the clients whose local step is under way; None after the round."""
+        if self.is_aggregated:
+            return None
+        where = f"In round {self.plan.round + 1}"
+        if self.fit.trainer.world_size > 1:
+            where += f", process {self.fit.trainer.global_rank}"
+        if self.is_aggregating:
+            return f"{where}, when the updates were aggregated"
+        if (step := self.step) is None or not step.rows:
+            return where
+        clients = self.plan.clients[list(step.rows)].tolist()
+        first, last = step.start + 1, step.start + step.steps
+        where += f", client{'s' * (len(clients) > 1)} {', '.join(map(str, clients))}"
+        where += f", local step{'s' * (last > first)} {first}"
+        return where + (f" to {last}" if last > first else "")
+
+
+def is_finite(delta: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
+    """Return which clients sent finite values only, ``[k]``.
+
+    Args:
+        delta: Updates, ``[k, P]``.
+        extras: What was sent besides, ``[k, ...]`` by name.
+
+    Example:
+        >>> is_finite(torch.zeros(2, 3), {"loss": torch.tensor([1.0, torch.inf])})
+        tensor([ True, False])
+    """
+    finite = torch.ones(len(delta), dtype=torch.bool)
+    for value in (delta, *extras.values()):
+        if not value.numel():
+            continue
+        # NaN or infinite if anything is; isfinite() of all would take six times as long.
+        lowest, highest = value.aminmax()
+        if not (lowest.isfinite() & highest.isfinite()):
+            finite &= value.reshape(len(value), -1).isfinite().all(1).cpu()
+    return finite
+
+
+def call_hook(module: nn.Module, name: str) -> None:
+    """Call a hook that a module may have (``on_client_start``, ``on_client_end``)."""
+    if callable(hook := getattr(module, name, None)):
+        hook()

@@ -1,0 +1,73 @@
+"""Control variates and normalized updates, against the drift of clients."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def next_control(
+    control: Tensor, server_control: Tensor, delta: Tensor, num_steps: Tensor, lr: Tensor
+) -> Tensor:
+    r"""Return clients' next control variates, from the way that they have gone.
+
+    SCAFFOLD, option II (Karimireddy et al., 2020, eq. 4):
+    :math:`c_k^+ = c_k - c + \frac{x - y_k}{K \eta_l}`, the mean gradient on the way. It holds for
+    plain SGD with a learning rate that is constant in the round.
+
+    Args:
+        control: :math:`c_k`, ``[k, P]``.
+        server_control: :math:`c`, ``[P]``.
+        delta: :math:`y_k - x`, ``[k, P]``.
+        num_steps: Local steps :math:`K` of each client, ``[k]``.
+        lr: Learning rate :math:`\eta_l` of each client, ``[k]``. A client with a rate of 0 keeps
+            its control variate: it has learned nothing.
+
+    Returns:
+        :math:`c_k^+`, ``[k, P]``.
+
+    Example:
+        >>> import torch
+        >>> zeros, steps, lr = torch.zeros(1, 2), torch.tensor([5]), torch.tensor([0.1])
+        >>> next_control(zeros, zeros[0], torch.tensor([[1.0, -2.0]]), steps, lr)
+        tensor([[-2.,  4.]])
+    """
+    way = (num_steps * lr).to(delta)[:, None]
+    moved = control - server_control - delta / way.where(way > 0, 1)
+    return moved.where(way > 0, control)
+
+
+def effective_steps(num_steps: Tensor, momentum: float = 0.0, pull: Tensor | None = None) -> Tensor:
+    r"""Return how often a client's change contains its mean gradient, :math:`\lVert a \rVert_1`.
+
+    A local solver's change is :math:`x - y = \eta \sum_i a_i g_i` (Wang et al., 2020, section 3.1;
+    FedNova). For :math:`\tau` steps of
+
+    - SGD: :math:`\lVert a \rVert_1 = \tau`;
+    - SGD with momentum :math:`\rho`:
+      :math:`\frac{1}{1 - \rho} \left( \tau - \rho \frac{1 - \rho^\tau}{1 - \rho} \right)`;
+    - SGD with a proximal term of strength :math:`\mu`, where :math:`m = \eta \mu`:
+      :math:`\frac{1 - (1 - m)^\tau}{m}`.
+
+    Args:
+        num_steps: :math:`\tau`, ``[k]``.
+        momentum: :math:`\rho`, in [0, 1).
+        pull: :math:`m` of each client, ``[k]``; None is 0. Without momentum only.
+
+    Returns:
+        ``[k]`` in float64.
+
+    Example:
+        >>> import torch
+        >>> effective_steps(torch.tensor([1, 2]), momentum=0.5)
+        tensor([1.0000, 2.5000], dtype=torch.float64)
+        >>> effective_steps(torch.tensor([2]), pull=torch.tensor([0.5]))
+        tensor([1.5000], dtype=torch.float64)
+    """
+    tau = num_steps.double()
+    if pull is not None:
+        m = pull.double()
+        shrunk = (1 - (1 - m) ** tau) / m.where(m > 0, 1)
+        return shrunk.where(m > 0, tau)
+    if not momentum:
+        return tau
+    return (tau - momentum * (1 - momentum**tau) / (1 - momentum)) / (1 - momentum)

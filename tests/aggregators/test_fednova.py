@@ -1,0 +1,181 @@
+"""FedNova: the algorithm written plainly, limit cases, every way of training, and resuming."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from lightning_fl import ClientModule, Lanes
+from lightning_fl.aggregators import FedAvg, FedNova
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.objectives import Proximal
+from lightning_fl.policies import Schedule
+from lightning_fl.types import ClientUpdate, FederationError
+
+
+def samples(clients=5, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(12 * clients, 4, generator=random, dtype=torch.float64)
+    y = (x[:, 0] + 0.5 * torch.randn(len(x), generator=random)).gt(0).long()
+    whole = TensorDataset(x, y)
+    return FederatedDataModule(whole, whole, num_clients=clients, batch_size=4, seed=seed)
+
+
+def module(mu=0.0, norm=False, **options):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 2))
+    if norm:
+        net = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    terms = [Proximal(mu)] if mu else []
+    options = {"lr": 0.1, **options}
+    return ClientModule(net, terms, optimizer=lambda p: torch.optim.SGD(p, **options)).double()
+
+
+def vector(made):
+    return torch.cat([p.detach().flatten() for p in made.parameters()])
+
+
+class Uneven(Schedule):
+    """Steps that differ from client to client."""
+
+    def sample(self, round, clients):
+        return {"num_steps": 1 + clients % 4}
+
+
+class Noting(FedNova):
+    """Notes what arrives, and the model after each round."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.rounds = []
+
+    def start(self, server, trained=None):
+        super().start(server, trained)
+        self.begun = server.clone(), []
+
+    def update(self, clients):
+        self.begun[1].append(clients.select(torch.arange(len(clients.clients))))
+        super().update(clients)
+
+    def compute(self):
+        model = super().compute()
+        self.rounds.append((*self.begun, model))
+        return model
+
+
+def coefficients(steps, momentum=0.0, pull=0.0):
+    """Sum of the weights of a client's gradients in its move, step by step."""
+    way = velocity = 0.0
+    for _ in range(steps):
+        velocity = momentum * velocity + 1 - pull * way
+        way += velocity
+    return way
+
+
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+@pytest.mark.parametrize(
+    ("momentum", "mu", "lanes"),
+    [(0.0, 0.0, None), (0.9, 0.0, 2), (0.0, 0.5, None), (0.9, 0.0, None)],
+)
+def test_rounds_are_the_equation(fit, weighting, momentum, mu, lanes):
+    rule, made = Noting(weighting=weighting), module(mu, momentum=momentum)
+    user = made if lanes is None else Lanes(made, lanes, compile=False)
+    fit(user, FederatedLoop(4, rule, Uneven(), seed=1), samples(), rounds=3)
+    assert len(rule.rounds) == 3
+    for server, updates, model in rule.rounds:
+        rows = [u.select(torch.tensor([i])) for u in updates for i in range(len(u.clients))]
+        n = [1 if weighting == "uniform" else int(u.num_samples) for u in rows]
+        p = [each / sum(n) for each in n]
+        tau = [1 + int(u.clients) % 4 for u in rows]
+        a = [coefficients(t, momentum, mu * 0.1) for t in tau]
+        effective = sum(pk * (t if mu else ak) for pk, t, ak in zip(p, tau, a, strict=True))
+        move = sum(pk * u.delta[0] / ak for pk, u, ak in zip(p, rows, a, strict=True))
+        torch.testing.assert_close(model, server + effective * move, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_with_equal_steps_it_is_fedavg(fit, momentum):
+    one, other = (
+        (made := module(momentum=momentum), fit(made, FederatedLoop(3, rule, Schedule(num_steps=3), seed=1), samples()))  # noqa: E501
+        for rule in (FedNova(), FedAvg())
+    )  # fmt: skip
+    torch.testing.assert_close(vector(one[0]), vector(other[0]), rtol=0, atol=1e-13)
+
+
+def test_one_client_is_fedavg(fit):
+    one, other = (
+        (made := module(), fit(made, FederatedLoop(1, rule, Uneven(), seed=1), samples()))[0]
+        for rule in (FedNova(), FedAvg())
+    )
+    torch.testing.assert_close(vector(one), vector(other), rtol=0, atol=1e-13)
+
+
+def test_buffers_are_averaged_without_normalization(fit):
+    """BatchNorm's running mean after one round: the samples' weights, not those of steps."""
+    one, other = (
+        (made := module(norm=True), fit(made, FederatedLoop(1.0, rule, Uneven(), seed=1, buffers="average"), samples(), rounds=1))[0]  # noqa: E501
+        for rule in (FedNova(), FedAvg())
+    )  # fmt: skip
+    torch.testing.assert_close(one.net[0].running_mean, other.net[0].running_mean)
+    assert not torch.allclose(one.net[1].weight, other.net[1].weight, atol=1e-6)
+
+
+def test_the_server_may_have_momentum(fit):
+    rule = Noting(optimizer=partial(torch.optim.SGD, lr=1.0, momentum=0.5))
+    fit(module(), FederatedLoop(4, rule, Uneven(), seed=1), samples(), rounds=3)
+    plain, velocity = FedNova(), 0.0
+    for server, updates, model in rule.rounds:
+        plain.start(server)
+        for update in updates:
+            plain.update(update)
+        velocity = 0.5 * velocity + plain.compute() - server
+        torch.testing.assert_close(model, server + velocity, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("lanes", [None, 3])
+def test_a_run_resumes_bit_for_bit(fit, tmp_path, lanes):
+    def run(rounds, **options):
+        made, rule = module(momentum=0.5), FedNova(partial(torch.optim.SGD, lr=1.0, momentum=0.5))
+        user = made if lanes is None else Lanes(made, lanes, compile=False)
+        loop = FederatedLoop(3, rule, Uneven(), seed=1)
+        options |= {"callbacks": [RoundCheckpoint(str(tmp_path))], "enable_checkpointing": True}
+        fit(user, loop, samples(), rounds=rounds, **options)
+        return vector(made), loop.rows
+
+    whole = run(4)
+    (tmp_path / "last.ckpt").unlink()
+    run(2)
+    again = run(4, ckpt_path=str(tmp_path / "last.ckpt"))
+    assert torch.equal(whole[0], again[0])
+    assert whole[1] == again[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: module(momentum=0.9, nesterov=True), r"SGD\(nesterov=...\): leave it out"),
+        (lambda: module(momentum=0.9, dampening=0.1), r"SGD\(dampening=...\): leave it out"),
+        (lambda: module(0.1, momentum=0.9), "momentum and SGD with a proximal term"),
+    ],
+)
+def test_solvers_that_cannot_be_normalized_are_refused(fit, make, match):
+    with pytest.raises(FederationError, match=match):
+        fit(make(), FederatedLoop(aggregator=FedNova(), seed=1), samples())
+
+
+def test_other_optimizers_and_kept_momentum_are_refused(fit):
+    adam = ClientModule(torch.nn.Linear(4, 2), optimizer=torch.optim.Adam).double()
+    with pytest.raises(FederationError, match="the optimizer is Adam: choose SGD"):
+        fit(adam, FederatedLoop(aggregator=FedNova(), seed=1), samples())
+    keeps = FederatedLoop(aggregator=FedNova(), seed=1, optimizer_state="keep")
+    with pytest.raises(FederationError, match="set optimizer_state='reset'"):
+        fit(module(momentum=0.9), keeps, samples())
+
+
+def test_outside_a_loop_it_says_what_it_needs():
+    rule = FedNova()
+    rule.start(torch.zeros(2))
+    with pytest.raises(FederationError, match="give the update num_steps and lr"):
+        rule.update(ClientUpdate(torch.tensor([0]), torch.ones(1, 2), torch.ones(1)))

@@ -1,0 +1,302 @@
+"""SCAFFOLD: the algorithm written plainly, limit cases, every way of training, and resuming."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.utils.data import TensorDataset
+
+from lightning_fl import ClientModule, Lanes
+from lightning_fl.aggregators import FedAvg, Scaffold, Staged
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.federation.context import Federation
+from lightning_fl.policies import Schedule
+from lightning_fl.transforms import TopK
+from lightning_fl.types import ClientUpdate, Cohort, FederationError
+
+LR = 0.2
+
+
+def samples(clients=5, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(12 * clients, 4, generator=random, dtype=torch.float64)
+    y = (x[:, 0] + 0.5 * torch.randn(len(x), generator=random)).gt(0).long()
+    whole = TensorDataset(x, y)
+    return FederatedDataModule(whole, whole, num_clients=clients, batch_size=4, seed=seed)
+
+
+def module(**options):
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 2)
+    return ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=LR, **options)).double()
+
+
+def vector(made):
+    return torch.cat([p.detach().flatten() for p in made.parameters()])
+
+
+class Noted(FederatedLoop):
+    """Notes the batches that each client trains on, and the model after each round."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.batches, self.models, self.plans = [], [], []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        super().on_train_epoch_start(trainer, pl_module)
+        self.batches.append({})
+        self.plans.append(self.plan())
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        (row,) = self.plan().schedule[batch_idx].rows
+        client = int(self.plan().clients[row])
+        self.batches[-1].setdefault(client, []).append(batch)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        super().on_train_epoch_end(trainer, pl_module)
+        self.models.append(vector(pl_module))
+
+
+def plainly(loop, data, option, server_lr, weighting, weight_decay=0.0):
+    """Algorithm 1 of the paper, on the batches of a run."""
+    net = copy.deepcopy(module().net)
+
+    def gradient(point, x, y):
+        torch.nn.utils.vector_to_parameters(point, net.parameters())
+        loss = torch.nn.functional.cross_entropy(net(x), y)
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))])
+
+    n = [len(part) for part in data.parts]
+    p = [1 / len(n)] * len(n) if weighting == "uniform" else [k / sum(n) for k in n]
+    x = vector(module())
+    c, own = torch.zeros_like(x), {k: torch.zeros_like(x) for k in range(len(n))}
+    models = []
+    for batches in loop.batches:
+        moves, changes = {}, {}
+        for k, steps in batches.items():
+            y = x.clone()
+            for batch in steps:
+                y -= LR * (gradient(y, *batch) + weight_decay * y - own[k] + c)
+            if option == "I":
+                after = gradient(x, *(t[data.parts[k]] for t in data.train.tensors))
+            else:
+                after = own[k] - c + (x - y) / (len(steps) * LR)
+            moves[k], changes[k] = y - x, after - own[k]
+            own[k] = after
+        share = sum(p[k] for k in moves)
+        x = x + server_lr * sum(p[k] / share * moves[k] for k in moves)
+        c = c + sum(p[k] * changes[k] for k in moves)
+        models.append(x)
+    return models, c, own
+
+
+@pytest.mark.parametrize("option", ["I", "II"])
+@pytest.mark.parametrize(
+    ("server_lr", "weighting", "decay"), [(1.0, "uniform", 0.0), (0.7, "samples", 0.1)]
+)
+def test_rounds_are_the_algorithm_with_partial_participation(
+    fit, option, server_lr, weighting, decay
+):
+    data, rule = samples(), Scaffold(option, server_lr, weighting)
+    loop = Noted(3, rule, Schedule(num_steps=4), seed=1)
+    fit(module(weight_decay=decay), loop, data, rounds=5)
+    models, control, own = plainly(loop, data, option, server_lr, weighting, decay)
+    assert len({*map(str, (plan.clients.tolist() for plan in loop.plans))}) > 1
+    for found, expected in zip(loop.models, models, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(rule.control, control, rtol=0, atol=1e-12)
+    for client, rows in loop.store.rows.items():
+        torch.testing.assert_close(rows["part.0.control"], own[client], rtol=0, atol=1e-12)
+
+
+def test_the_first_round_is_uniform_fedavg(fit):
+    (one, first), (other, second) = (
+        (made := module(), fit(made, FederatedLoop(3, rule, seed=1), samples(), rounds=1))
+        for rule in (Scaffold(), FedAvg("uniform"))
+    )
+    torch.testing.assert_close(vector(one), vector(other), rtol=0, atol=1e-14)
+    assert first.rows[0]["bytes_up"] == 2 * second.rows[0]["bytes_up"]
+    assert first.rows[0]["bytes_down"] == 2 * second.rows[0]["bytes_down"]
+
+
+def test_with_everybody_the_servers_control_variate_is_the_mean_of_the_clients(fit):
+    rule = Scaffold()
+    loop = fit(module(), FederatedLoop(1.0, rule, Schedule(num_steps=3), seed=1), samples())
+    own = torch.stack([rows["part.0.control"] for rows in loop.store.rows.values()])
+    torch.testing.assert_close(rule.control, own.mean(0), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("option", ["I", "II"])
+@pytest.mark.parametrize("lanes", [2, 3])
+def test_vectorized_clients_give_the_same(fit, option, lanes):
+    def run(wrap):
+        made, rule = module(), Scaffold(option)
+        fit(wrap(made), FederatedLoop(4, rule, Uneven(), seed=1), samples(), rounds=3)
+        return vector(made), rule.control
+
+    one, other = run(lambda m: m), run(lambda m: Lanes(m, lanes, compile=False))
+    for found, expected in zip(one, other, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+class Uneven(Schedule):
+    """Steps and rates that differ from client to client."""
+
+    def sample(self, round, clients):
+        return {"num_steps": 1 + clients % 3, "lr": 0.1 + 0.02 * clients.double()}
+
+
+@pytest.mark.parametrize("lanes", [None, 3])
+def test_a_run_resumes_bit_for_bit(fit, tmp_path, lanes):
+    def run(rounds, **options):
+        made, rule = module(), Scaffold()
+        loop = FederatedLoop(3, rule, Uneven(), seed=1, transforms=[TopK(0.5)])
+        keep = RoundCheckpoint(str(tmp_path))
+        user = made if lanes is None else Lanes(made, lanes, compile=False)
+        fit(
+            user, loop, samples(), rounds=rounds, callbacks=[keep], enable_checkpointing=True,
+            **options,
+        )  # fmt: skip
+        return vector(made), rule.control, loop.rows
+
+    whole = run(5)
+    (tmp_path / "last.ckpt").unlink()
+    run(2)
+    again = run(5, ckpt_path=str(tmp_path / "last.ckpt"))
+    assert torch.equal(whole[0], again[0])
+    assert torch.equal(whole[1], again[1])
+    assert whole[2] == again[2]
+
+
+@pytest.mark.filterwarnings("ignore:.*dropped")
+def test_a_dropped_client_keeps_its_control_variate(fit):
+    class Losing(Callback):
+        def on_client_updates(self, plan, clients, delta, dropped):
+            dropped |= {c: "crashed" for c in clients.tolist() if c == 2}
+            return delta
+
+    rule = Scaffold()
+    loop = FederatedLoop(1.0, rule, Schedule(num_steps=2), seed=1)
+    fit(module(), loop, samples(), rounds=3, callbacks=[Losing()])
+    assert sorted(loop.store.rows) == [0, 1, 3, 4]
+    own = sum(rows["part.0.control"] for rows in loop.store.rows.values())
+    torch.testing.assert_close(rule.control, own / 5, rtol=0, atol=1e-13)
+
+
+@pytest.mark.filterwarnings("ignore:.*dropped", "ignore:.*too few")
+def test_the_control_variate_moves_in_a_round_that_keeps_the_model(fit):
+    class Losing(Callback):
+        def on_client_updates(self, plan, clients, delta, dropped):
+            dropped |= {c: "crashed" for c in clients.tolist() if c > 1}
+            return delta
+
+    rule, made = Scaffold(), module()
+    loop = FederatedLoop(1.0, rule, Schedule(num_steps=2), seed=1, min_clients=3)
+    fit(made, loop, samples(), rounds=2, callbacks=[Losing()])
+    assert torch.equal(vector(made), vector(module()))
+    own = sum(rows["part.0.control"] for rows in loop.store.rows.values())
+    assert own.abs().sum() > 0
+    torch.testing.assert_close(rule.control, own / 5, rtol=0, atol=1e-13)
+
+
+def test_frozen_parameters_have_no_control_variate(fit):
+    made, rule = module(), Scaffold()
+    made.net.bias.requires_grad_(False)
+    loop = fit(made, FederatedLoop(3, rule, Schedule(num_steps=2), seed=1), samples())
+    assert rule.control[:8].abs().sum() > 0
+    assert not rule.control[8:].any()
+    assert not any(rows["part.0.control"][8:].any() for rows in loop.store.rows.values())
+
+
+def test_it_may_be_one_stage_of_several(fit):
+    """Its control variates rest in the other stage, and go on from where they were."""
+    rule = Staged([1, 1], [Scaffold(), FedAvg("uniform"), Scaffold()])
+    loop = fit(module(), FederatedLoop(1.0, rule, Schedule(num_steps=2), seed=1), samples())
+    assert [row["stage"] for row in loop.rows] == [1, 2, 3]
+    for row, part in ((0, 0), (2, 1)):
+        own = torch.stack([rows[f"part.{part}.control"] for rows in loop.store.rows.values()])
+        control = rule.rules[row].control
+        torch.testing.assert_close(control, own.mean(0), rtol=0, atol=1e-13)
+
+
+def test_it_corrects_the_drift_that_fedavg_keeps(fit):
+    """Quadratics with different curvature: FedAvg stops beside the optimum, SCAFFOLD reaches it."""
+    from lightning.pytorch import LightningModule
+
+    class Quadratic(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+        def training_step(self, batch, batch_idx):
+            curvature, optimum = batch
+            return (curvature / 2 * (self.w - optimum) ** 2).mean()
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    curvature = torch.tensor([1.0, 4.0], dtype=torch.float64)
+    optimum = torch.tensor([-1.0, 2.0], dtype=torch.float64)
+    best = float((curvature * optimum).sum() / curvature.sum())
+
+    def distance(rule):
+        train = TensorDataset(curvature, optimum)
+        data = FederatedDataModule(train, train, num_clients=2, batch_size=1, seed=0)
+        made = Quadratic()
+        loop = FederatedLoop(1.0, rule, Schedule(num_steps=5), seed=0)
+        fit(made, loop, data, rounds=60)
+        return abs(float(made.w.detach()) - best)
+
+    assert distance(FedAvg("uniform")) > 0.1
+    assert distance(Scaffold()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "match"),
+    [
+        (lambda p: torch.optim.Adam(p), {}, "the optimizer is Adam: choose SGD"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {}, r"SGD\(momentum=...\)"),
+        (lambda p: torch.optim.SGD(p, lr=0.1), {"gradient_clip_val": 1.0}, "gradient clipping"),
+    ],
+)
+def test_local_training_that_cannot_be_inverted_is_refused(fit, make, options, match):
+    made = ClientModule(torch.nn.Linear(4, 2), optimizer=make).double()
+    with pytest.raises(FederationError, match=match):
+        fit(made, FederatedLoop(aggregator=Scaffold(), seed=1), samples(), **options)
+    fit(made, FederatedLoop(aggregator=Scaffold("I"), seed=1), samples(), rounds=1, **options)
+
+
+@pytest.mark.parametrize("lanes", [None, 3])
+def test_option_1_corrects_any_optimizer(fit, lanes):
+    """What is added to gradients reaches Adam as well, vectorized or not."""
+    made = ClientModule(torch.nn.Linear(4, 2), optimizer=lambda p: torch.optim.Adam(p)).double()
+    user = made if lanes is None else Lanes(made, lanes, compile=False)
+    rule = Scaffold("I")
+    loop = fit(user, FederatedLoop(1.0, rule, Schedule(num_steps=2), seed=1), samples())
+    own = torch.stack([rows["part.0.control"] for rows in loop.store.rows.values()])
+    torch.testing.assert_close(rule.control, own.mean(0), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "options", [{"option": "III"}, {"lr": 0.0}, {"lr": float("inf")}, {"weighting": "size"}]
+)
+def test_options_are_checked(options):
+    with pytest.raises(FederationError, match=next(iter(options))):
+        Scaffold(**options)
+
+
+def test_outside_a_loop_it_says_what_it_needs():
+    rule, update = Scaffold(), ClientUpdate(torch.tensor([0]), torch.ones(1, 2), torch.ones(1))
+    rule.start(torch.zeros(2))
+    with pytest.raises(FederationError, match="add control_change to the extras"):
+        rule.update(update)
+    with pytest.raises(FederationError, match="needs the number of clients"):
+        rule.compute()
+    rule.setup(Federation(4, Cohort(1, 4)))
+    assert torch.equal(rule.compute(), torch.zeros(2))
