@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from lightning_fl.report import find_runs, group, html, read_run, report
-from lightning_fl.report.sections import about_groups, about_run
+from lightning_fl.report.one_run import about_run
+from lightning_fl.report.several_runs import about_groups
 from lightning_fl.types import FederationError
 
 VOID = {"meta", "img", "br"}
@@ -19,7 +20,7 @@ PNG = b"\x89PNG\r\n"
 @pytest.fixture
 def undrawn(monkeypatch, picture):
     """Pictures are not drawn, for tests that look at words."""
-    monkeypatch.setattr("lightning_fl.report.sections.png", lambda figure: picture)
+    monkeypatch.setattr("lightning_fl.report.page.png", lambda figure: picture)
 
 
 class Page(HTMLParser):
