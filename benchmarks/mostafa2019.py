@@ -35,8 +35,17 @@ import numpy as np
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from overhead import machine_line
-from runs import apart, check_options, command, fit_and_test, newest, publish, result, rows
+from runs import (
+    apart,
+    check_options,
+    command,
+    fit_and_test,
+    machine_line,
+    newest,
+    publish,
+    result,
+    rows,
+)
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "mostafa2019"
 TASKS, SPLITS = ("mnist", "cifar10", "kws"), ("iid", "noniid")

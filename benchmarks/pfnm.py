@@ -25,8 +25,7 @@ import torch
 from matplotlib.axes import Axes
 
 from lightning_fl.functional.networks import Layers, match_networks
-from overhead import machine_line
-from runs import apart, check_options, fit_and_test_all, newest, publish, result, rows
+from runs import apart, check_options, fit_and_test_all, machine_line, newest, publish, result, rows
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 #: Options of the data: its inputs, and what the paper's table 1 has for it.

@@ -22,8 +22,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from overhead import machine_line
-from runs import apart, check_options, fit_and_test_all, newest, publish, result, rows
+from runs import apart, check_options, fit_and_test_all, machine_line, newest, publish, result, rows
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

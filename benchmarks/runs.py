@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+import lightning
+import torch
 
 
 def command(
@@ -102,3 +106,26 @@ def publish(text: str, path: Path | None) -> None:
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+
+
+def machine() -> dict[str, Any]:
+    """Describe the machine and the versions."""
+    return {
+        "cpus": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def machine_line() -> str:
+    """Return the machine in a line, for the top of a page."""
+    return f"Machine: {', '.join(f'{k} {v}' for k, v in machine().items() if v is not None)}."
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown, numbers to the right of the first column."""
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,25 +1,25 @@
-"""How fast a round is, against a bare PyTorch loop at the better of one and two threads.
+"""How fast a round is, and what a federation costs beyond the mathematics.
 
+    python benchmarks/speed.py rounds --workloads W1 W2 W4 --json out.json --markdown out.md
+    python benchmarks/speed.py growth
+    python benchmarks/speed.py costs --repeats 7
+
+``rounds`` compares the library with a bare PyTorch loop at the better of one and two threads.
 Workloads: W1 and W2 are MLPs of 10 and 100 clients with 30 steps of 64 samples, W4 is 100 of 1,000
 clients of 60 samples with 5 steps, W3 and W5 are the convolutional networks for CIFAR-10 and for
-keywords, 10 clients with 10 and 5 steps. Samples are synthetic, in memory, plain SGD.
+keywords, 10 clients with 10 and 5 steps. ``--device cuda`` trains on a GPU. ``--peer`` adds other
+libraries, each by a script in ``peers`` that says how to make the environment that it runs in.
+``growth`` measures rounds of 100 clients in federations that grow, and their memory. ``costs``
+tells apart what a local step, a client switch and a round cost; see ``costs.py``.
 
-Contestants take turns, everything included: loader, callback, aggregation, table. A repeat's figure
-is the median of its rounds without the first (which compiles), the result that of the repeats.
-The library's runs are the first rounds of a long federation: what ``auto`` chooses depends on it.
-
-With ``--growth`` it measures rounds of 100 clients in federations that grow, and their memory; with
-``--switch`` what it takes to go from one client to the next; with ``--device cuda`` the same on a
-GPU; with ``--peer`` other libraries, each by a script in ``peers`` that says how to make the
-environment that it runs in.
-
-    python benchmarks/speed.py --workloads W1 W2 W4 --json out.json --markdown out.md
+Samples are synthetic, in memory; training is plain SGD. Contestants take turns. Time is wall time,
+everything included: loader, callback, aggregation, table. A repeat's figure is the median of its
+rounds without the first (which compiles), the result is the median of the repeats.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import os
@@ -27,155 +27,42 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch import nn
 
-from lightning_fl import ClientModule, Lanes
-from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.datamodules.federated import InMemory
-from lightning_fl.models import CifarCNN, KeywordCNN, MLPClassifier
-from lightning_fl.objectives import RepresentationMatching
-from lightning_fl.policies import Schedule
-from overhead import (
-    GRID,
+import costs
+from contestants import (
     LR,
-    SEED,
-    Clock,
-    Problem,
+    WORKLOADS,
+    Federation,
     Run,
-    _cost,
-    _quiet,
-    _table,
+    Workload,
     bare,
-    fit_costs,
     fit_per_client,
     fresh,
-    machine,
+    library,
+    mlp,
+    mlp_federation,
     peak,
-    publish,
-    trainer,
+    quiet,
+    threads,
 )
-from overhead import measure as measure_costs
+from runs import machine, table
 
-#: Rounds of the federation that the library believes in.
-LONG = 2000
-
-
-class Workload(NamedTuple):
-    """What is trained.
-
-    Args:
-        clients: In the federation.
-        cohort: In a round.
-        steps: Local steps of each.
-        samples: Of each.
-        batch_size: Samples a step.
-        shape: Of a sample.
-        net: Makes the network.
-        rounds: Rounds of a run, the first of which is not counted.
-    """
-
-    clients: int
-    cohort: int
-    steps: int
-    samples: int
-    batch_size: int
-    shape: tuple[int, ...]
-    net: Callable[[], nn.Module]
-    rounds: int
-
-
-def mlp() -> nn.Module:
-    """784-100-100-10, 89,610 parameters."""
-    return MLPClassifier([784, 100, 100, 10])
-
-
-WORKLOADS = {
-    "W1": Workload(10, 10, 30, 640, 64, (784,), mlp, 8),
-    "W2": Workload(100, 100, 30, 640, 64, (784,), mlp, 3),
-    "W4": Workload(1000, 100, 5, 60, 60, (784,), mlp, 8),
-    "W3": Workload(10, 10, 10, 640, 64, (3, 32, 32), CifarCNN, 2),
-    "W5": Workload(10, 10, 5, 320, 64, (1, 32, 32), KeywordCNN, 2),
-    # W1 with 1,000 clients, for a GPU: 2 GiB of samples.
-    "W1000": Workload(1000, 1000, 30, 640, 64, (784,), mlp, 3),
-}
-#: Those that are measured where none is named.
+#: Workloads that are measured where none is named.
 USUAL = ("W1", "W2", "W4", "W3", "W5")
-
-
-class Federation(Problem):
-    """A workload's samples and network."""
-
-    def __init__(self, workload: Workload, device: str = "cpu") -> None:
-        self.workload, self.device = workload, torch.device(device)
-        w = workload
-        # The bare loop and the Trainers take the first clients: which does not matter for time.
-        self.clients, self.steps, self.batch_size = w.cohort, w.steps, w.batch_size
-        random = torch.Generator().manual_seed(SEED)
-        n = w.clients * w.samples
-        x = torch.randn(n, *w.shape, generator=random)
-        self.data = InMemory(x, torch.randint(10, (n,), generator=random))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(SEED)
-            self.net = w.net()
-        split = self.federated()
-        split.setup("fit")
-        self.parts = split.parts
-
-    def federated(self) -> FederatedDataModule:
-        """Return the samples as the library takes them."""
-        w = self.workload
-        return FederatedDataModule(
-            self.data, num_clients=w.clients, batch_size=w.batch_size, val_size=0, seed=SEED
-        )
-
-
-class Stop(Callback):
-    """Ends a long federation after a few rounds."""
-
-    def __init__(self, rounds: int) -> None:
-        self.rounds = rounds
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the fit after the last of the rounds."""
-        trainer.should_stop = trainer.current_epoch + 1 >= self.rounds
-
-
-def library(
-    problem: Federation, rounds: int, processes: int = 1, matching: bool = False, **lanes: Any
-) -> Run:
-    """Train with the library; in lanes, where options of theirs are given."""
-    net = copy.deepcopy(problem.net)
-    terms = [RepresentationMatching(0.1, reduction="mean")] if matching else ()
-    module: Any = ClientModule(net, terms, lambda params: torch.optim.SGD(params, lr=LR))
-    with tempfile.TemporaryDirectory() as folder:
-        clock = Clock()
-        loop = FederatedLoop(problem.clients, policy=Schedule(num_steps=problem.steps), seed=SEED)
-        strategy = "auto" if processes == 1 else "client_parallel"
-        trainer(
-            LONG,
-            folder,
-            *(loop, clock, Stop(rounds)),
-            accelerator=problem.device.type,
-            devices=processes,
-            strategy=strategy,
-        ).fit(Lanes(module, **lanes) if lanes else module, datamodule=problem.federated())
-    return clock.run(net)
 
 
 def elsewhere(name: str, contestant: str, rounds: int) -> list[float]:
     """Run a contestant of several processes as a script of its own; seconds of each round."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "seconds.json")
-        command = [sys.executable, __file__, "--alone", name, contestant, str(rounds), str(out)]
+        command = [sys.executable, __file__, "rounds", "--alone"]
+        command += [name, contestant, str(rounds), str(out)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         return list(json.loads(out.read_text()))
 
@@ -185,17 +72,6 @@ def alone(name: str, contestant: str, rounds: str, out: str) -> None:
     found = CONTESTANTS[contestant].run(Federation(WORKLOADS[name]), int(rounds)).seconds
     if rank_zero_only.rank == 0:
         Path(out).write_text(json.dumps(found))
-
-
-@contextmanager
-def threads(count: int) -> Any:
-    """Set torch's threads for a while."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Contestant(NamedTuple):
@@ -264,7 +140,7 @@ def of_a_peer(peer: str) -> Contestant:
 
     def run(problem: Federation, rounds: int) -> Run:
         w = problem.workload
-        what = {k: v for k, v in w._asdict().items() if k != "net"}
+        what = {k: v for k, v in w._asdict().items() if k not in ("net", "classes")}
         what |= {"rounds": rounds, "lr": LR, "threads": torch.get_num_threads()}
         script = Path(__file__).parent / "peers" / f"run_{peer}.py"
         with tempfile.TemporaryDirectory() as folder:
@@ -330,18 +206,11 @@ def growth(numbers: Sequence[int], repeats: int) -> dict[int, dict[str, float]]:
     found: dict[int, list[dict[str, float]]] = {n: [] for n in numbers}
     for _ in range(repeats):
         for n in numbers:
-            found[n].append(json.loads(fresh(__file__, "--grown", str(n))))
+            found[n].append(json.loads(fresh(__file__, "growth", "--grown", str(n))))
     return {
         n: {what: median(one[what] for one in each) for what in each[0]}
         for n, each in found.items()
     }
-
-
-def switch(repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Measure what a step, a client and a round take, in microseconds, as ``overhead.py`` does."""
-    sizes = [784, 100, 100, 10]
-    grid = [Problem(clients, steps, 64, 32, sizes) for clients in GRID for steps in GRID]
-    return fit_costs(measure_costs(grid, repeats, rounds=3))
 
 
 def _median(times: Sequence[float]) -> float:
@@ -360,29 +229,14 @@ def markdown(seconds: dict[str, dict[str, list[float]]]) -> str:
             best = min(t for c, t in each.items() if c.startswith("bare"))
             row.append(f"{each[contestant]:.3f} ({best / each[contestant]:.2f})")
         rows.append(row)
-    return _table(["seconds a round (times the better bare loop)", *names], rows) + "\n"
+    return table(["seconds a round (times the better bare loop)", *names], rows) + "\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print the table, write the files that were asked for."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, default=list(USUAL))
-    parser.add_argument("--contestants", nargs="+", metavar="NAME", help="default: all of them")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to train")
-    parser.add_argument("--peer", nargs="+", choices=PEERS, default=[], help="other libraries, too")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of each contestant")
-    parser.add_argument(
-        "--growth",
-        nargs="*",
-        type=int,
-        help="clients of federations that grow; without: 10 to 10^4",
-    )
-    parser.add_argument("--switch", action="store_true", help="time from client to client, too")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--markdown", type=Path, help="write the table here")
-    parser.add_argument("--alone", nargs=4, help=argparse.SUPPRESS)
-    parser.add_argument("--grown", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
+# --- commands -------------------------------------------------------------------------------------
+
+
+def rounds_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
+    """Compare contestants on workloads."""
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA GPU here")
     known = CONTESTANTS if args.device == "cpu" else ON_A_GPU
@@ -398,41 +252,117 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                 f" benchmarks/peers/run_{peer}.py, says how to make that environment"
             )
         contestants[peer] = of_a_peer(peer)
-    if args.growth == []:
-        args.growth = [10, 100, 1000, 10_000]
-    with _quiet(torch.get_num_threads()):
-        if args.alone:
-            alone(*args.alone)
-            return {}
-        if args.grown:
-            print(json.dumps(grown(args.grown)))
-            return {}
-        seconds, first = measure(args.workloads, contestants, args.repeats, args.device)
-        outcome = {"machine": machine(), "seconds": seconds, "first round": first}
-        if args.growth:
-            outcome["growth"] = growth(args.growth, args.repeats)
-        if args.switch:
-            outcome["costs"] = switch(args.repeats)
-    table = ""
-    if args.workloads:
-        table += markdown(seconds)
-    if args.growth:
-        rows = [
-            [f"{n:,}", f"{one['seconds']:.3f}", f"{one['MiB']:.0f}"]
-            for n, one in outcome["growth"].items()
-        ]
-        table += (
-            "\n" + _table(["clients", "seconds a round", "MiB beside the samples"], rows) + "\n"
+    if args.alone:
+        alone(*args.alone)
+        return {}
+    seconds, first = measure(args.workloads, contestants, args.repeats, args.device)
+    outcome = {"machine": machine(), "seconds": seconds, "first round": first}
+    return publish(outcome, markdown(seconds), args)
+
+
+def growth_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure federations that grow."""
+    if args.grown:
+        print(json.dumps(grown(args.grown)))
+        return {}
+    outcome = {"machine": machine(), "growth": growth(args.clients, args.repeats)}
+    rows = [
+        [f"{n:,}", f"{one['seconds']:.3f}", f"{one['MiB']:.0f}"]
+        for n, one in outcome["growth"].items()
+    ]
+    head = ["clients", "seconds a round", "MiB beside the samples"]
+    return publish(outcome, table(head, rows) + "\n", args)
+
+
+def costs_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
+    """Tell apart what a step, a client switch and a round cost; measure memory."""
+    if args.peak_memory_of:
+        print(costs.peak_memory(args.peak_memory_of))
+        return {}
+    points = [(clients, steps) for clients in args.grid for steps in args.grid]
+    points += [(clients, args.steps) for clients in args.clients]
+    with threads(args.threads):
+        results = costs.measure(
+            [mlp_federation(*point, args.samples, args.batch_size, args.sizes) for point in points],
+            args.repeats,
+            args.rounds,
         )
-    if args.switch:
-        rows = [
-            [name, *(_cost(cost[what]) for what in ("step", "client", "round"))]
-            for name, cost in outcome["costs"].items()
-        ]
-        head = ["microseconds, beyond the bare loop", "a step", "a client switch", "a round"]
-        table += "\n" + _table(head, rows) + "\n"
-    publish(outcome, table, args)
+        used = machine()
+    grid, sized = results[: len(args.grid) ** 2], results[len(args.grid) ** 2 :]
+    names = ("sizes", "samples", "batch_size", "steps", "grid", "repeats")
+    outcome = {
+        "machine": used,
+        "workload": {name: vars(args)[name] for name in names},
+        "rounds": [r.to_dict() for r in sized],
+        "grid": [r.to_dict() for r in grid],
+        "costs": costs.fit_costs(grid),
+        "memory": None,
+    }
+    if args.memory_clients:
+        outcome["memory"] = costs.memory(__file__, args.memory_clients, args.memory_repeats)
+    return publish(outcome, costs.markdown(outcome), args)
+
+
+def publish(outcome: dict[str, Any], tables: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Print the tables, write the files that were asked for, return the outcome."""
+    print(tables)
+    if args.json:
+        args.json.write_text(json.dumps(outcome, indent=1) + "\n")
+    if args.markdown:
+        args.markdown.write_text(tables)
     return outcome
+
+
+def options() -> argparse.ArgumentParser:
+    """Return the options of all commands."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(required=True)
+
+    def command(name: str, run: Callable[..., dict[str, Any]]) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name, help=run.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        added.set_defaults(run=run, parser=added)
+        added.add_argument("--repeats", type=int, default=5, help="turns of each contestant")
+        added.add_argument("--json", type=Path, help="write all figures here")
+        added.add_argument("--markdown", type=Path, help="write the tables here")
+        return added
+
+    add = command("rounds", rounds_command).add_argument
+    add("--workloads", nargs="+", choices=WORKLOADS, default=USUAL, help="what is trained")
+    add("--contestants", nargs="+", metavar="NAME", help="by default all of them")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to train")
+    add("--peer", nargs="+", choices=PEERS, default=[], help="other libraries, too")
+    add("--alone", nargs=4, help=argparse.SUPPRESS)
+    numbers: dict[str, Any] = {"type": int, "nargs": "*"}
+    add = command("growth", growth_command).add_argument
+    add("--clients", **numbers, default=[10, 100, 1000, 10_000], help="sizes of federation")
+    add("--grown", type=int, help=argparse.SUPPRESS)
+    add = command("costs", costs_command).add_argument
+    add("--clients", **numbers, default=[10, 100, 1000], help="sizes of federation; may be none")
+    add("--grid", **numbers, default=costs.GRID, help="clients and steps of the fit")
+    add("--steps", type=int, default=5, help="local steps of a client a round")
+    add("--samples", type=int, default=64, help="samples of a client")
+    add("--batch-size", type=int, default=32, help="samples a step")
+    add("--sizes", **numbers, default=[784, 100, 100, 10], help="network's widths")
+    add("--rounds", type=int, default=3, help="timed rounds a run; fewer if long")
+    add("--threads", type=int, default=1, help="torch threads")
+    add(
+        "--memory-clients",
+        **numbers,
+        default=[10, 1000],
+        help="sizes for peak memory; may be none",
+    )
+    add("--memory-repeats", type=int, default=3, help="processes for each of them")
+    add("--peak-memory-of", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure, print the tables, write the files that were asked for."""
+    args = options().parse_args(arguments)
+    with quiet():
+        return dict(args.run(args.parser, args))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from overhead import machine_line
-from runs import apart, check_options, fit_and_test_all, publish, result, rows
+from runs import apart, check_options, fit_and_test_all, machine_line, publish, result, rows
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4)

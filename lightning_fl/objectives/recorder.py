@@ -1,10 +1,11 @@
-"""A network that tells what happens inside."""
+"""Record activations and the switches of max pooling inside a network."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,50 +15,52 @@ from torch.func import functional_call
 
 from lightning_fl.types import FederationError
 
-POINTWISE_MODULES = (
-    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU),
-    *(nn.SiLU, nn.Mish, nn.Sigmoid, nn.LogSigmoid, nn.Tanh, nn.Tanhshrink, nn.Softplus),
-    *(nn.Softsign, nn.Softshrink, nn.Hardshrink, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid),
-    nn.Threshold,
-)
-#: Names of functions of torch, of ``torch.nn.functional`` and of tensors, in place or not.
-POINTWISE_NAMES = {
+#: Names of point-wise non-linearities among the functions of torch, of ``torch.nn.functional`` and
+#: of tensors, in place or not. Modules have the same names without underscores.
+POINTWISE = {
     *("relu", "relu6", "leaky_relu", "prelu", "rrelu", "elu", "selu", "celu", "gelu", "silu"),
     *("mish", "sigmoid", "expit", "special_expit", "logsigmoid", "log_sigmoid", "tanh"),
     *("tanhshrink", "softplus", "softsign", "softshrink", "hardshrink", "hardtanh", "hardswish"),
     *("hardsigmoid", "threshold"),
 }
-#: These are one where they cut at 0.
+_MODULE_NAMES = {name.replace("_", "") for name in POINTWISE}
+POINTWISE_MODULES = tuple(c for name, c in vars(nn).items() if name.lower() in _MODULE_NAMES)
+#: Functions that are point-wise non-linearities where they cut at 0.
 CLAMPS = {"clamp", "clamp_min", "clip"}
 WEIGHTED_MODULES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 WEIGHTED_FUNCTIONS = {F.linear, F.conv1d, F.conv2d, F.conv3d}
-#: Poolings by the module, and by the name of the function, with the options that they take.
-POOLS: dict[Any, tuple[Callable[..., Any], tuple[str, ...]]] = {}
-for _n in (1, 2, 3):
-    _options = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
-    POOLS[f"max_pool{_n}d"] = POOLS[getattr(nn, f"MaxPool{_n}d")] = (
-        getattr(F, f"max_pool{_n}d"),
-        _options,
-    )
-    POOLS[f"adaptive_max_pool{_n}d"] = POOLS[getattr(nn, f"AdaptiveMaxPool{_n}d")] = (
-        getattr(F, f"adaptive_max_pool{_n}d"),
-        ("output_size",),
-    )
-#: What returns the memory that it was given, or part of it: writing to it writes to that.
+_WINDOW = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+#: Max poolings by module and by name of the function: the function, and the options that it takes.
+POOLS: dict[Any, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    nn.MaxPool1d: (F.max_pool1d, _WINDOW),
+    nn.MaxPool2d: (F.max_pool2d, _WINDOW),
+    nn.MaxPool3d: (F.max_pool3d, _WINDOW),
+    nn.AdaptiveMaxPool1d: (F.adaptive_max_pool1d, ("output_size",)),
+    nn.AdaptiveMaxPool2d: (F.adaptive_max_pool2d, ("output_size",)),
+    nn.AdaptiveMaxPool3d: (F.adaptive_max_pool3d, ("output_size",)),
+}
+POOLS |= {function.__name__: (function, options) for function, options in POOLS.values()}
+#: Functions whose result may share the memory of their argument: a write to one changes both.
 VIEWS = {
     *("view", "view_as", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose"),
     *("permute", "movedim", "swapaxes", "expand", "expand_as", "narrow", "select", "chunk"),
     *("split", "unbind", "getitem", "contiguous", "detach", "t", "float", "to", "type_as"),
 }
+#: ``operator.iadd`` and the like.
+IN_PLACE_OPERATORS = {
+    function
+    for name, function in vars(operator).items()
+    if name.startswith("__i") and not name.startswith("__in")
+}
 VIEW_MODULES = (nn.Flatten, nn.Unflatten, nn.Identity, nn.modules.dropout._DropoutNd)
 
 
 class Point(NamedTuple):
-    """A place in a network.
+    """A node of a network whose activation is recorded.
 
     Args:
-        nonlinearity: What made the activation there; None for the input and the top layer.
-        unpool_first: For each pooling since the last point, whether it followed a layer with
+        nonlinearity: Function that computed the activation; None for the input and the top layer.
+        unpool_first: For each pooling since the previous point, whether it follows a layer with
             weights.
     """
 
@@ -66,12 +69,12 @@ class Point(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What a network did with a batch.
+    """Record of a network on a batch.
 
     Args:
-        activations: At the points, from the input up.
-        switches: For each point, the poolings since the last one: where their winners were, and
-            the sizes of their inputs.
+        activations: Activations at the points, from the input up.
+        switches: For each point, the poolings since the previous one: indices of their maxima and
+            spatial sizes of their inputs.
     """
 
     activations: list[Tensor]
@@ -79,21 +82,18 @@ class Trace(NamedTuple):
 
 
 class _Tracer(fx.Tracer):
-    """Takes the modules that the user named as they are."""
+    """Do not look inside modules of these names."""
 
     def __init__(self, leaves: Sequence[str]) -> None:
         super().__init__()
         self.leaves = set(leaves)
 
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Say whether not to look inside."""
-        return module_qualified_name in self.leaves or super().is_leaf_module(
-            m, module_qualified_name
-        )
+    def is_leaf_module(self, m: nn.Module, name: str) -> bool:
+        return name in self.leaves or super().is_leaf_module(m, name)
 
 
 class _Recorded(nn.Module):
-    """A network with another forward; parameters and buffers are the network's."""
+    """A network with another forward, and with its own parameters and buffers."""
 
     def __init__(self, net: nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -104,18 +104,21 @@ class _Recorded(nn.Module):
 
 
 class Recorder:
-    """Runs a network and notes activations at its points and switches of max pooling.
+    """Run a network and record activations at its points and the switches of max pooling.
 
     Points are the input, the output of every point-wise non-linearity, and the output; or the
-    input, named modules and the output. The network is traced by ``torch.fx``; what runs uses its
-    own modules and parameters, without hooks.
+    input, the outputs of named modules, and the output. ``torch.fx`` traces the network once; the
+    traced code uses the modules and parameters of the network, and no hooks, so that it runs under
+    ``vmap`` and ``torch.func.functional_call``. ``docs/decisions`` (0030) says why this is not
+    ``torchvision.models.feature_extraction``.
 
     Args:
-        net: The network, from one tensor to one tensor.
-        points: Names of modules whose outputs are points; None finds the non-linearities.
+        net: Network from one tensor to one tensor.
+        points: Names of modules whose outputs are points, and which are not traced; None finds the
+            non-linearities.
 
     Raises:
-        FederationError: If the network cannot be traced, or a named module is not in it.
+        FederationError: If the network cannot be traced, or has no module of a given name.
     """
 
     def __init__(self, net: nn.Module, points: Sequence[str] | None = None) -> None:
@@ -135,16 +138,16 @@ class Recorder:
         self._run = _Recorded(net, type(fx.GraphModule(net, graph)).forward)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Trace]:
-        """Run the network as it is."""
+        """Run the network with its own parameters; return its output and the record."""
         return self._traced(self._run(x))
 
     @torch.no_grad()
     def fixed(self, params: Mapping[str, Tensor], x: Tensor) -> Trace:
-        """Run the network with other parameters, and leave its buffers alone.
+        """Return the record with other parameters; the buffers of the network do not change.
 
         Args:
-            params: By name, ``net.`` in front.
-            x: Samples.
+            params: Parameters by name, with the prefix ``net.``.
+            x: Samples, ``[batch, ...]``.
         """
         buffers = {name: b.detach().clone() for name, b in self._run.named_buffers()}
         return self._traced(functional_call(self._run, {**params, **buffers}, (x,)))[1]
@@ -156,55 +159,70 @@ class Recorder:
 
 
 def _mark(graph: fx.Graph, modules: Mapping[str, nn.Module], named: set[str] | None) -> list[Point]:
-    """Make a graph return (output, activations, poolings before each), and describe its points."""
+    """Let a graph also return activations and poolings, and describe its points.
+
+    Args:
+        graph: What the network computes; changed to return (output, activations, for each point the
+            switches and inputs of the poolings before it).
+        modules: Modules of the network by name.
+        named: Names of the modules whose outputs are points; None finds the non-linearities.
+    """
     output = next(node for node in graph.nodes if node.op == "output")
-    top = output.args[0]
+    found = _points(graph, output.args[0], modules, named)
+    crossed: list[list[tuple[fx.Node, bool]]] = [[]]
+    crossed += [_poolings(a, b, modules) for (a, _), (b, _) in pairwise(found)]
+    pools = {node for each in crossed for node, _ in each}
+    switches = {node: _with_switches(graph, node, _module(node, modules)) for node in pools}
+    nodes = [switches[node][0] if node in switches else node for node, _ in found]
+    inside = [[switches[node][1:] for node, _ in each] for each in crossed]
+    output.args = ((output.args[0], _protected(graph, nodes, modules), inside),)
+    return [
+        Point(nonlinearity, tuple(after_weights for _, after_weights in each))
+        for (_, nonlinearity), each in zip(found, crossed, strict=True)
+    ]
+
+
+def _points(
+    graph: fx.Graph, top: Any, modules: Mapping[str, nn.Module], named: set[str] | None
+) -> list[tuple[fx.Node, Callable[[Tensor], Tensor] | None]]:
+    """Return the nodes of the points, from the input to ``top``, with their non-linearities."""
     if not isinstance(top, fx.Node):
         raise FederationError(
             "representation matching needs a network with one output, a tensor: this one returns"
             f" {type(top).__name__}"
         )
-    found: list[tuple[fx.Node, Callable[[Tensor], Tensor] | None]] = []
+    points: list[tuple[fx.Node, Callable[[Tensor], Tensor] | None]] = []
     for node in graph.nodes:
-        module = _module(node, modules)
-        nonlinearity = _nonlinearity(node, module)
+        nonlinearity = _nonlinearity(node, _module(node, modules))
         if node.op == "placeholder":
-            found.append((node, None))
+            points.append((node, None))
         elif nonlinearity is not None if named is None else str(node.target) in named:
-            found.append((node, nonlinearity))
-    if missing := sorted((named or set()) - {str(node.target) for node, _ in found}):
+            points.append((node, nonlinearity))
+    if missing := sorted((named or set()) - {str(node.target) for node, _ in points}):
         raise FederationError(
             f"points names {missing[0]!r}, which is no point: forward does not call it, or it lies"
             " inside another one that is taken as it is"
         )
-    if found[-1][0] is not top:
-        found.append((top, None))
-    crossed: list[list[tuple[fx.Node, bool]]] = [[]]
-    crossed += [_poolings(a, b, modules) for (a, _), (b, _) in pairwise(found)]
-    pools = {node for each in crossed for node, _ in each}
-    switches = {node: _with_switches(graph, node, _module(node, modules)) for node in pools}
-    replaced = {node: value for node, (value, *_) in switches.items()}
-    nodes = _kept(graph, [replaced.get(node, node) for node, _ in found], modules)
-    inside = [[switches[node][1:] for node, _ in each] for each in crossed]
-    output.args = ((output.args[0], nodes, inside),)
-    return [
-        Point(nonlinearity, tuple(first for _, first in each))
-        for (_, nonlinearity), each in zip(found, crossed, strict=True)
-    ]
+    return points if points[-1][0] is top else [*points, (top, None)]
 
 
 def _module(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.Module | None:
     return modules.get(str(node.target)) if node.op == "call_module" else None
 
 
-def _name(node: fx.Node) -> str:
-    """The name of a function or a method, without what says that it is private or in place."""
+def _function(node: fx.Node) -> str:
+    """Return the name of a function or a method as it is written."""
     target = node.target
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return name.strip("_")
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
+
+
+def _name(node: fx.Node) -> str:
+    """Return the name of a function or a method, without marks of private or in-place ones."""
+    return _function(node).strip("_")
 
 
 def _nonlinearity(node: fx.Node, module: nn.Module | None) -> Callable[[Tensor], Tensor] | None:
+    """Return a point-wise non-linearity as a function of its input; None for any other node."""
     if module is not None:
         return module if isinstance(module, POINTWISE_MODULES) else None
     if node.op not in ("call_function", "call_method"):
@@ -215,7 +233,7 @@ def _nonlinearity(node: fx.Node, module: nn.Module | None) -> Callable[[Tensor],
         lowest = options.get("min", arguments[0] if arguments else None)
         if not isinstance(lowest, int | float) or lowest != 0:
             return None
-    elif _name(node) not in POINTWISE_NAMES:
+    elif _name(node) not in POINTWISE:
         return None
     if len(node.all_input_nodes) > 1:
         raise FederationError(
@@ -226,7 +244,7 @@ def _nonlinearity(node: fx.Node, module: nn.Module | None) -> Callable[[Tensor],
     if isinstance(target, str):
         return lambda x: getattr(x, name)(*arguments, **options)
     function = cast("Callable[..., Tensor]", target)
-    if getattr(target, "__name__", "").endswith("_"):  # not in place: the guess is needed
+    if _function(node).endswith("_"):  # not in place: autograd needs the argument
         function = getattr(torch, name, None) or getattr(F, name)
     return lambda x: function(x, *arguments, **options)
 
@@ -237,6 +255,7 @@ def _nonlinearity(node: fx.Node, module: nn.Module | None) -> Callable[[Tensor],
 def _pool(
     node: fx.Node, module: nn.Module | None
 ) -> tuple[Callable[..., Any], tuple[str, ...]] | None:
+    """Return the function and the names of the options of a max pooling; None for other nodes."""
     if module is not None:
         return POOLS.get(type(module))
     if node.op != "call_function":
@@ -247,50 +266,45 @@ def _pool(
 def _poolings(
     low: fx.Node, high: fx.Node, modules: Mapping[str, nn.Module]
 ) -> list[tuple[fx.Node, bool]]:
-    """Return the poolings that all goes through from one point to another, from below.
+    """Return the poolings on every path between two points, from below.
 
-    With each, whether it follows a layer with weights. One that a branch goes around cannot be
-    reversed: nothing says which of the sum or concatenation came from where.
+    With each, whether it follows a layer with weights. A pooling that a branch bypasses cannot be
+    reversed: nothing says which part of the sum or concatenation comes from it.
     """
-    between = _above(low) & _below(high) if low is not high else set()
+    between = _reachable(low, _users) & _reachable(high, _inputs) if low is not high else set()
     found, weighted = [], False
     for node in low.graph.nodes:
         if node not in between and node is not high:
             continue
         module = _module(node, modules)
-        if _pool(node, module) and high not in _above(low, without=node):
+        if _pool(node, module) and high not in _reachable(low, _users, without=node):
             found.append((node, weighted))
         weighted = weighted or isinstance(module, WEIGHTED_MODULES)
         weighted = weighted or node.target in WEIGHTED_FUNCTIONS
     return found
 
 
-def _above(node: fx.Node, without: fx.Node | None = None) -> set[fx.Node]:
-    """All that is computed from a node, without going through another one."""
-    found, waiting = set[fx.Node](), [node]
+def _reachable(
+    node: fx.Node,
+    neighbors: Callable[[fx.Node], Iterable[fx.Node]],
+    without: fx.Node | None = None,
+) -> set[fx.Node]:
+    """Return the nodes that can be reached from a node, on paths that avoid another one."""
+    reached, waiting = set[fx.Node](), [node]
     while waiting:
-        for user in waiting.pop().users:
-            if user not in found and user is not without:
-                found.add(user)
-                waiting.append(user)
-    return found
+        new = set(neighbors(waiting.pop())) - reached - {without}
+        reached |= new
+        waiting += new
+    return reached
 
 
-def _below(node: fx.Node) -> set[fx.Node]:
-    """All that a node is computed from."""
-    found, waiting = set[fx.Node](), [node]
-    while waiting:
-        for source in waiting.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                waiting.append(source)
-    return found
+_users, _inputs = attrgetter("users"), attrgetter("all_input_nodes")
 
 
 def _with_switches(
     graph: fx.Graph, node: fx.Node, module: nn.Module | None
 ) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Make a pooling return its switches; return the nodes of its result, of them and its input."""
+    """Replace a pooling; return the nodes of its result, of its switches and of its input."""
     known = _pool(node, module)
     assert known is not None
     pool, names = known
@@ -314,43 +328,43 @@ def _with_switches(
 # --- operations in place --------------------------------------------------------------------------
 
 
-def _kept(graph: fx.Graph, nodes: list[fx.Node], modules: Mapping[str, nn.Module]) -> list[fx.Node]:
-    """Copy what an operation in place would write over: activations, and the batch itself."""
+def _protected(
+    graph: fx.Graph, nodes: list[fx.Node], modules: Mapping[str, nn.Module]
+) -> list[fx.Node]:
+    """Copy activations, and the batch, that an in-place operation would overwrite."""
     written = {
         source
         for node in graph.nodes
         if _is_in_place(node, modules)
         for source in _memory(node.all_input_nodes[0], modules)
     }
-    kept = []
+    safe = []
     for node in nodes:
-        if node not in written:
-            kept.append(node)
-            continue
-        users = list(node.users)
-        with graph.inserting_after(node):
-            copy = graph.call_method("clone", (node,))
-        if node.op == "placeholder":  # the network gets the copy: the batch is used again
-            for user in users:
-                user.replace_input_with(node, copy)
-        kept.append(node if node.op == "placeholder" else copy)
-    return kept
+        recorded = node
+        if node in written:
+            with graph.inserting_after(node):
+                copy = graph.call_method("clone", (node,))
+            if node.op == "placeholder":  # the network gets the copy: the batch is used again
+                for user in [user for user in node.users if user is not copy]:
+                    user.replace_input_with(node, copy)
+            else:
+                recorded = copy
+        safe.append(recorded)
+    return safe
 
 
 def _is_in_place(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     if (module := _module(node, modules)) is not None:
         return bool(getattr(module, "inplace", False))
-    target = node.target
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    is_call = node.op in ("call_function", "call_method")
-    in_place = name.endswith("_") and not name.endswith("__")
-    is_operator = getattr(target, "__module__", "") == "_operator" and name.startswith("i")
-    is_operator = is_operator and hasattr(operator, f"__{name}__") and name not in ("inv", "invert")
-    return is_call and (in_place or is_operator or bool(node.kwargs.get("inplace")))
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = _function(node)
+    by_name = name.endswith("_") and not name.endswith("__")
+    return by_name or node.target in IN_PLACE_OPERATORS or bool(node.kwargs.get("inplace"))
 
 
 def _memory(node: fx.Node, modules: Mapping[str, nn.Module]) -> Iterator[fx.Node]:
-    """A node, and those whose memory it may share."""
+    """Yield a node, and those whose memory it may share."""
     yield node
     module = _module(node, modules)
     is_view = isinstance(module, VIEW_MODULES) or (module is None and _name(node) in VIEWS)

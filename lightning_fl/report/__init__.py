@@ -11,8 +11,10 @@ from jinja2 import Environment, StrictUndefined
 from lightning_fl import __version__
 from lightning_fl.files import write_atomically
 from lightning_fl.report.groups import Group, group
+from lightning_fl.report.one_run import about_run
+from lightning_fl.report.page import Report
 from lightning_fl.report.run import Run, find_runs, read_run
-from lightning_fl.report.sections import Report, about_groups, about_run
+from lightning_fl.report.several_runs import about_groups
 from lightning_fl.types import FederationError
 
 __all__ = ["Group", "Run", "find_runs", "group", "read_run", "report"]

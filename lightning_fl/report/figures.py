@@ -6,7 +6,7 @@ import io
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ class Line:
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    band: Sequence[float] = field(default=())
+    band: Sequence[float] = ()
 
 
 def plain(text: str) -> str:

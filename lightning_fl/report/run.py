@@ -386,9 +386,7 @@ def differing_options(
         for name in dict.fromkeys([*fitted, *tested])
         if fitted.get(name) != tested.get(name)
         and name not in NOT_OF_A_TEST
-        and not name.startswith(
-            ("lanes.", "trainer.callbacks.", "trainer.logger.", "trainer.strategy.")
-        )
+        and not name.startswith(NOT_OF_A_TEST_BELOW)
     }
 
 

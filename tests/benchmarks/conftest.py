@@ -21,7 +21,7 @@ def script(monkeypatch):
         return module
 
     yield load
-    for name in ("overhead", "runs"):
+    for name in ("contestants", "costs", "runs"):
         sys.modules.pop(name, None)
 
 

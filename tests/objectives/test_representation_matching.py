@@ -660,6 +660,26 @@ def test_an_activation_is_noted_before_dropout_writes_over_it():
     torch.testing.assert_close(activation, F.gelu(module.net[0](x)), atol=0, rtol=0)
 
 
+def test_the_network_is_run_as_it_is_written():
+    """Statements whose values nobody reads count, and a frozen normalization stays frozen."""
+
+    def forward(net, x):
+        net.dropout(x)
+        hidden = net.first(x)
+        hidden.mul_(2.0)
+        return net.dropout(net.top(net.norm(hidden).relu()))
+
+    layers = {"first": nn.Linear(6, 5), "norm": nn.BatchNorm1d(5), "top": nn.Linear(5, 3)}
+    net = Written(forward, **layers, dropout=nn.Dropout(0.5))
+    net.norm.eval()
+    recorder, x = Recorder(net), torch.randn(4, 6)
+    with torch.random.fork_rng():
+        expected = net(x)
+    assert torch.equal(recorder(x)[0], expected)
+    assert net.training
+    assert not net.norm.training
+
+
 @pytest.mark.parametrize(
     ("net", "points", "words"),
     [

@@ -9,7 +9,12 @@ import pytest
 import yaml
 
 from lightning_fl.report import find_runs, group, html, read_run, report
-from lightning_fl.report.sections import about_groups, about_run
+from lightning_fl.report.clients import participation
+from lightning_fl.report.curves import cost
+from lightning_fl.report.groups import Group
+from lightning_fl.report.one_run import about_run
+from lightning_fl.report.scores import with_derived
+from lightning_fl.report.several_runs import about_groups
 from lightning_fl.types import FederationError
 
 VOID = {"meta", "img", "br"}
@@ -19,7 +24,7 @@ PNG = b"\x89PNG\r\n"
 @pytest.fixture
 def undrawn(monkeypatch, picture):
     """Pictures are not drawn, for tests that look at words."""
-    monkeypatch.setattr("lightning_fl.report.sections.png", lambda figure: picture)
+    monkeypatch.setattr("lightning_fl.report.page.png", lambda figure: picture)
 
 
 class Page(HTMLParser):
@@ -226,6 +231,8 @@ def test_the_comparison_lists_every_run_and_what_differs(two_groups, undrawn):
     folders, _ = find_runs([two_groups])
     page = about_groups(group([read_run(folder) for folder in folders]))
     tables = {t.head[0]: t for section in page.sections for t in section.tables}
+    head = ["group", "seeds", "rounds", "final val_acc", "best val_acc", "worst tenth of clients"]
+    assert tables["group"].head == [*head, "updates dropped", "up and down"]
     assert tables["option"].rows == [["federation.participation", "0.1", "1"]]
     assert [row[0] for row in tables["run"].rows] == [f"digits/version_{i}" for i in range(4)]
     assert [row[4] for row in tables["run"].rows] == ["0.2", "0.4", "0.7", "0.9"]
@@ -299,3 +306,53 @@ def test_what_one_group_alone_has_is_said_of_it_alone(folder):
     said = Page(html(about_groups(groups))).text
     assert f"clip_norm 0.5 ({groups[0].name})" in said
     assert "epsilon" in said
+
+
+@pytest.fixture
+def panels(monkeypatch, undrawn):
+    """The panels of each figure and the labels of their horizontal axes, in place of pictures."""
+    seen = []
+    for place in ("curves.lines", "clients.stacked"):
+        monkeypatch.setattr(
+            f"lightning_fl.report.{place}",
+            lambda drawn, across="round", order=(): seen.append((drawn, across)),
+        )
+    return seen
+
+
+def labels(drawn):
+    return {panel: [line.label for line in shown] for panel, shown in drawn.items()}
+
+
+def test_one_run_has_its_columns_in_one_panel_and_groups_have_a_panel_per_column(folder, panels):
+    rounds = (
+        "round,clients,bytes_up,bytes_down,virtual_time,val_acc\n1,2,2e6,1e6,5,0.5\n2,2,2e6,0,9,1\n"
+    )
+    run = with_derived(read_run(folder(rounds__csv=rounds)))
+    cost([Group("a", [run])])
+    cost([Group("a", [run]), Group("b", [run])])
+    (alone, across), (several, _) = panels
+    assert labels(alone) == {
+        "MB so far": ["MB up", "MB up and down"],
+        "virtual time (s)": ["virtual_time"],
+        "val_acc, by traffic": ["val_acc, by traffic"],
+        "val_acc, by virtual time": ["val_acc, by virtual time"],
+    }
+    assert list(across.values()) == ["round", "round", "MB up and down", "virtual time (s)"]
+    assert [list(line.y) for line in alone["MB so far"]] == [[2, 4], [3, 5]]
+    (by_traffic,) = alone["val_acc, by traffic"]
+    assert (list(by_traffic.x), list(by_traffic.y)) == ([3, 5], [0.5, 1])
+    assert labels(several)["MB up and down"] == ["a", "b"]
+
+
+def test_faults_are_drawn_by_kind_and_drops_by_cause(folder, panels):
+    participation(read_run(folder(faults__csv="round,client,fault\n3,1,nan\n3,0,late\n1,0,nan\n")))
+    participation(read_run(folder("b/version_0")))
+    (faults, _), (drops, across) = panels
+    assert faults["clients with a fault"] == {"nan": {1: 1, 3: 1}, "late": {3: 1}}
+    assert drops["updates dropped"] == {"non-finite values": {3: 1}}
+    assert drops["rounds of the client"] == {
+        "update arrived": {0: 4, 1: 3},
+        "update dropped": {0: 0, 1: 1},
+    }
+    assert across == ["round", "client"]

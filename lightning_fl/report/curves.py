@@ -1,0 +1,147 @@
+"""Sections with curves over rounds, of one run or of groups of runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from lightning_fl.federation.dropped import CAUSES
+from lightning_fl.report.figures import MOST_PANELS, Line, lines
+from lightning_fl.report.groups import Group
+from lightning_fl.report.page import Picture, Section
+from lightning_fl.report.scores import STEPS, TOTAL, UP, headline
+from lightning_fl.report.words import number
+
+#: Columns of the table of rounds that have a place of their own on a page.
+KNOWN = {"round", "clients", "dropped", "num_samples", "num_steps", "bytes_up", "bytes_down"}
+KNOWN |= {"virtual_time", UP, TOTAL, *CAUSES}
+SENT, TIME = "MB so far", "virtual time (s)"
+
+
+def _line(group: Group, name: str, label: str, against: str | None = None) -> Line | None:
+    """Return a column as a line, over rounds or against another column; None without values."""
+    points = group.band(name)
+    if against is not None:
+        across = {at: mean for at, mean, _ in group.band(against)}
+        points = [(across[at], mean, std) for at, mean, std in points if at in across]
+    return Line(label, *zip(*points, strict=True)) if points else None
+
+
+def _panels(groups: Sequence[Group], names: Sequence[str], label: str) -> dict[str, list[Line]]:
+    """Return lines by panel: one panel for all columns of one group, else one per column."""
+    panels: dict[str, list[Line]] = {}
+    for name in names:
+        for group in groups:
+            panel, shown = (label, name) if len(groups) == 1 else (name, group.name)
+            if line := _line(group, name, shown):
+                panels.setdefault(panel, []).append(line)
+    return panels
+
+
+def _columns(groups: Sequence[Group]) -> list[str]:
+    return list(dict.fromkeys(n for g in groups for run in g.runs for n in run.columns))
+
+
+def group_names(groups: Sequence[Group]) -> list[str]:
+    """Return the labels that have the same color in all panels; none for a single group."""
+    return [group.name for group in groups] if len(groups) > 1 else []
+
+
+def band_note(groups: Sequence[Group]) -> str:
+    """Return what a caption says of bands; nothing where no group has several runs."""
+    if all(len(group.runs) == 1 for group in groups):
+        return ""
+    return (
+        " Lines are means over seeds, bands one standard deviation (of a sample, n - 1) to each"
+        " side, as far as all runs of a group went."
+    )
+
+
+def progress(groups: Sequence[Group]) -> Section:
+    """Draw accuracy and loss over rounds."""
+    title = "Accuracy and loss"
+    names = [name for name in _columns(groups) if "/" not in name]
+    panels = _panels(groups, [n for n in names if "acc" in n][:6], "accuracy")
+    panels |= _panels(groups, [n for n in names if "loss" in n and "acc" not in n][:6], "loss")
+    if not panels:
+        return Section(title, ["The module logged neither accuracy nor loss."])
+    panels = dict(list(panels.items())[:6])
+    caption = (
+        "After each round, as the module logged it: val_ is the server's model on the samples that"
+        " were held out, train_ what clients saw while they trained. A gap is a value that was not"
+        " finite." + band_note(groups)
+    )
+    figure = lines(panels, order=group_names(groups))
+    return Section(title, (), [Picture.of("accuracy", figure, caption)])
+
+
+def cost(groups: Sequence[Group]) -> Section | None:
+    """Draw traffic and virtual time, and the metric against both; None without either."""
+    alone = len(groups) == 1
+    name, _ = headline([run for group in groups for run in group.runs])
+    panels = _panels(groups, [UP, TOTAL] if alone else [TOTAL], SENT)
+    times = _panels(groups, ["virtual_time"], TIME)
+    for drawn in times.values():
+        panels[TIME] = drawn
+    across = dict.fromkeys(panels, "round")
+    for against, axis, word in ((TOTAL, TOTAL, "traffic"), ("virtual_time", TIME, "virtual time")):
+        panel = f"{name}, by {word}"
+        for group in groups:
+            if name and (line := _line(group, name, panel if alone else group.name, against)):
+                panels.setdefault(panel, []).append(line)
+                across[panel] = axis
+    if not panels:
+        return None
+    caption = (
+        "What went between server and clients, added up over rounds, and how good the model was"
+        " for it." + band_note(groups)
+    )
+    text = []
+    if times:
+        caption += (
+            " Virtual time is how long rounds would take with the speeds and stragglers that"
+            " ClientFaults simulates."
+        )
+    else:
+        text.append("No virtual time was simulated; --trainer.callbacks+=ClientFaults does.")
+    figure = lines(panels, across, group_names(groups))
+    return Section("Traffic and time", text, [Picture.of("cost", figure, caption)])
+
+
+def hyper_parameters(groups: Sequence[Group]) -> Section | None:
+    """Draw the other columns: rates, steps, and what rules and policies log; None without any."""
+    rest = [n for n in _columns(groups) if n not in KNOWN and "acc" not in n and "loss" not in n]
+    # The policy's own columns first, its precisions last.
+    rest.sort(key=lambda n: (n.startswith("precision"), n != "lr", n != STEPS))
+    panels: dict[str, list[Line]] = {}
+    constant = []
+    for name in rest:
+        drawn = [line for panel in _panels(groups, [name], name).values() for line in panel]
+        values = {y for line in drawn for y in line.y}
+        # A value that is logged once, at the end, has a place of its own: scores of clients.
+        if not any(len(line.x) > 1 for line in drawn):
+            continue
+        if len(values) == 1:
+            some = [each.name for each in groups if any(run.column(name) for run in each.runs)]
+            where = f" ({', '.join(some)})" if len(some) < len(groups) else ""
+            constant.append(f"{name} {number(values.pop())}{where}")
+        else:
+            together = re.fullmatch(r"(.+)_\d+", name) if len(groups) == 1 else None
+            panels.setdefault(together[1] if together else name, []).extend(drawn)
+    text = [f"In all rounds: {', '.join(constant)}."] if constant else []
+    if len(panels) > MOST_PANELS:
+        left_out = list(panels)[MOST_PANELS:]
+        text.append(f"Not drawn: {', '.join(left_out[:20])}{', ...' * (len(left_out) > 20)}.")
+        panels = dict(list(panels.items())[:MOST_PANELS])
+    if not text and not panels:
+        return None
+    caption = (
+        "What the policy chose for each round, and what rules, transforms and callbacks logged; of"
+        " values that differ from client to client, the mean over a round's clients."
+        + band_note(groups)
+    )
+    pictures = []
+    if panels:
+        figure = lines(panels, order=group_names(groups))
+        pictures = [Picture.of("hyperparameters", figure, caption)]
+    return Section("Hyper-parameters and other figures", text, pictures)

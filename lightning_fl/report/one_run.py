@@ -1,0 +1,90 @@
+"""The page about one run."""
+
+from __future__ import annotations
+
+from lightning_fl.report.clients import accuracies, participation, partition
+from lightning_fl.report.curves import cost, hyper_parameters, progress
+from lightning_fl.report.groups import Group
+from lightning_fl.report.lead import key_figures, outcome, setting, warnings
+from lightning_fl.report.page import Picture, Report, Section, Table
+from lightning_fl.report.run import Run
+from lightning_fl.report.scores import final_and_best, headline, with_derived
+from lightning_fl.report.settings import settings
+from lightning_fl.report.words import counted, number
+
+#: Title and caption of the pictures that rules and policies draw themselves.
+DRAWN_BY_RULES = {
+    "aggregator.png": (
+        "What the rule made of the clients",
+        "Drawn by the server's rule: the tree of clusters, with the clients in each, or which"
+        " neurons of the clients became one.",
+    ),
+    "policy.png": (
+        "What the policy learnt",
+        "Drawn by the policy: the probability of each candidate over rounds, and of each client.",
+    ),
+}
+
+
+def about_run(run: Run, title: str | None = None) -> Report:
+    """Return the page about one run.
+
+    Args:
+        run: The run.
+        title: Title of the page; None makes it of the run's name.
+    """
+    derived = with_derived(run)
+    alone = [Group(run.name, [derived])]
+    sections = [
+        progress(alone),
+        tested(run),
+        cost(alone),
+        hyper_parameters(alone),
+        partition(run),
+        participation(run),
+        accuracies(run),
+        *(drawn_by_rule(run, name) for name in DRAWN_BY_RULES),
+        rounds_table(run),
+        settings([run], {run.name: run}),
+    ]
+    return Report(
+        title or run.name.partition("/")[0] + ": a run",
+        [" ".join([*setting(derived), *outcome(run)])],
+        list(key_figures(run)),
+        [section for section in sections if section is not None],
+        warnings([run]),
+    )
+
+
+def tested(run: Run) -> Section | None:
+    """List the metrics of ``lightning-fl test``; None where it was not run."""
+    if not run.test:
+        return None
+    rows = [[name, number(value)] for name, value in run.test["metrics"].items()]
+    used = f" with {run.test['checkpoint']}" if run.test["checkpoint"] else ""
+    return Section("Test", [f"Measured by lightning-fl test{used}."], (), [Table(["", ""], rows)])
+
+
+def drawn_by_rule(run: Run, name: str) -> Section | None:
+    """Show a picture that a rule or a policy has drawn; None where there is none."""
+    if name not in run.pictures:
+        return None
+    title, caption = DRAWN_BY_RULES[name]
+    return Section(title, (), [Picture(name.removesuffix(".png"), run.pictures[name], caption)])
+
+
+def rounds_table(run: Run) -> Section:
+    """List ten rounds in numbers, from the first to the last, and the best one."""
+    name, best = headline([run])
+    judged = final_and_best(run, name, best)
+    count = len(run.rows)
+    wanted = {round(i * (count - 1) / 9) for i in range(10)}
+    names = run.columns[:16]
+    rows = []
+    for at, row in enumerate(run.rows):
+        is_best = judged is not None and row["round"] == judged[2]
+        if at in wanted or is_best:
+            shown = [number(row.get(column)) for column in names]
+            rows.append([f"{shown[0]} (best)" if is_best else shown[0], *shown[1:]])
+    caption = f"{len(rows)} of {counted(count, 'round')}; all are in rounds.csv"
+    return Section("Rounds", (), (), [Table(names, rows, caption, folded=True)])

@@ -1,0 +1,82 @@
+"""What a run is judged by: final and best metrics, accuracies of clients, totals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from typing import Any
+
+from lightning_fl.callbacks.personalized import KINDS, summary
+from lightning_fl.report.run import Row, Run
+
+#: Columns that :func:`with_derived` adds.
+UP, TOTAL, STEPS = "MB up", "MB up and down", "local steps a client"
+
+
+def with_derived(run: Run) -> Run:
+    """Return a run whose rows also hold the mean local steps of a client and the traffic so far."""
+    rows, up, both = [], 0.0, 0.0
+    for row in run.rows:
+        more = {}
+        if row.get("clients", 0) > 0 and "num_steps" in row:
+            more[STEPS] = row["num_steps"] / row["clients"]
+        sent = sum(finite([row.get("bytes_up", 0.0)]))
+        up, both = up + sent, both + sent + sum(finite([row.get("bytes_down", 0.0)]))
+        if "bytes_up" in row:
+            more |= {UP: up / 1e6, TOTAL: both / 1e6}
+        rows.append(row | more)
+    return replace(run, rows=rows)
+
+
+def finite(values: Iterable[float]) -> list[float]:
+    """Return the finite values."""
+    return [value for value in values if math.isfinite(value)]
+
+
+def total(run: Run, name: str) -> float:
+    """Return the sum of a column over all rounds, without what is not finite."""
+    return sum(finite(value for _, value in run.column(name)))
+
+
+def headline(runs: Sequence[Run]) -> tuple[str | None, Callable[..., Any]]:
+    """Return the column that runs are judged by, and ``max`` or ``min`` for its best value."""
+    names = list(dict.fromkeys(name for run in runs for name in run.columns))
+    accuracies = [name for name in names if "acc" in name]
+    for name in ("val_acc", *(n for n in accuracies if n.startswith("val")), *accuracies):
+        if name in names:
+            return name, max
+    for name in ("val_loss", *(n for n in names if "loss" in n)):
+        if name in names:
+            return name, min
+    return None, max
+
+
+def final_and_best(
+    run: Run, name: str | None, best: Callable[..., Any]
+) -> tuple[float, float, int] | None:
+    """Return the last value of a column, the best one and its first round; None without values."""
+    column = run.column(name or "")
+    points = [(at, value) for at, value in column if math.isfinite(value)]
+    if not points:
+        return None
+    at, value = best(points, key=itemgetter(1))
+    return column[-1][1], value, int(at)
+
+
+def client_scores(run: Run) -> tuple[str, dict[str, list[Row]]]:
+    """Return the samples that clients were measured on, and the rows of clients by kind."""
+    table, samples = run.clients, "own test samples"
+    if not table:
+        table = [{**r, "server": r["train_acc"]} for r in run.participation if "train_acc" in r]
+        samples = "own training samples"
+    rows = [{"test_samples": row.get("train_samples", 1.0), **row} for row in table]
+    scores = {kind: [r for r in rows if math.isfinite(r.get(kind, math.nan))] for kind in KINDS}
+    return samples, {kind: rows for kind, rows in scores.items() if rows}
+
+
+def worst_decile(run: Run) -> float:
+    """Return the mean accuracy of the worst tenth of clients with the server's model."""
+    _, scores = client_scores(run)
+    return summary(scores["server"], "server")["worst"] if "server" in scores else math.nan

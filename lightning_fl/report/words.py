@@ -1,0 +1,87 @@
+"""Numbers, sizes and durations as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from matplotlib.ticker import EngFormatter
+
+from lightning_fl.report.groups import mean_and_std
+
+#: A space at which no line breaks.
+NBSP = "\u00a0"
+
+
+def number(value: Any) -> str:
+    """Format a number with four digits, or with all that an integer has.
+
+    Example:
+        >>> number(0.123456), number(1234567.0), number(float("nan")), number(None)
+        ('0.1235', '1,234,567', 'not finite', '-')
+    """
+    if value is None:
+        return "-"
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return str(value)
+    if not math.isfinite(value):
+        return "not finite"
+    if value == int(value):
+        return f"{int(value):,}"
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def size(value: float) -> str:
+    """Format a number of bytes.
+
+    Example:
+        >>> size(999), size(18_024_000), size(3.2e9)
+        ('999.0 B', '18.0 MB', '3.2 GB')
+    """
+    return EngFormatter("B", places=1)(value)
+
+
+def seconds(value: float) -> str:
+    """Format a duration.
+
+    Example:
+        >>> seconds(7.25), seconds(150), seconds(7500)
+        ('7.25 s', '2 min 30 s', '2 h 5 min')
+    """
+    if not value >= 60:
+        return f"{number(value)} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def counted(count: float, noun: str) -> str:
+    """Format a count with its noun.
+
+    Example:
+        >>> counted(1, "round"), counted(3, "update")
+        ('1 round', '3 updates')
+    """
+    return f"{number(count)} {noun}{'s' * (count != 1)}"
+
+
+def plus_minus(values: Sequence[float], shown: Callable[[float], str] = number) -> str:
+    """Format mean and standard deviation; the mean alone where all values are the same.
+
+    Args:
+        values: What to summarize.
+        shown: Formats both; numbers get two digits of the deviation.
+
+    Example:
+        >>> plus_minus([0.5, 0.61, 0.7]).replace(NBSP, " "), plus_minus([0.5]), plus_minus([])
+        ('0.60 ± 0.10', '0.5', '-')
+    """
+    if not values:
+        return "-"
+    mean, std = mean_and_std(values)
+    if std == 0 or not math.isfinite(std):
+        return shown(mean)
+    if shown is number:
+        digits = max(0, 1 - math.floor(math.log10(std)))
+        return f"{mean:.{digits}f}{NBSP}±{NBSP}{std:.{digits}f}"
+    return f"{shown(mean)}{NBSP}±{NBSP}{shown(std)}"
