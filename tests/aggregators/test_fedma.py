@@ -9,7 +9,7 @@ from lightning_fl.aggregators import PFNM, FedMA
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.chain import Chain
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.functional.networks import match_upwards
+from lightning_fl.functional.networks import MatchingOptions, match_upwards
 from lightning_fl.functional.randomness import Purpose, generator
 from lightning_fl.models import LeNet
 from lightning_fl.policies import Schedule
@@ -80,8 +80,9 @@ def test_layers_are_matched_from_below_and_stay(fit, images, lanes):
     # By hand: the layers below are given, the next is matched, and taken over.
     known = []
     for round, (_, _, nets) in enumerate(rule.seen):
-        options = {"generator": rule_orders(4, round), "sweeps": 5 if round == 0 else 3}
-        found = match_upwards(nets, rule.class_counts, 1.0, 1.0, 7.0, known=known, **options)
+        options = MatchingOptions(1.0, 1.0, 7.0, sweeps=5 if round == 0 else 3)
+        random = rule_orders(4, round)
+        found = match_upwards(nets, rule.class_counts, options, known=known, generator=random)
         known = [matching.assignments for matching in found.matchings[: round + 1]]
         if round < 2:
             following = rule.seen[round + 1][0]
