@@ -63,20 +63,17 @@ class ClientNetworks:
             client: Number of the client.
             server: The vector of the module's network.
         """
-        key = (run_seed(self.options.seed), Purpose.NEURONS, client)
-        std, mean = self.options.std, self.options.bias_mean
-        layers = self.chain.unpack(server.clone(), self.shapes)
         if self.options.start == "server":
-            pass
-        elif std is None:
+            return self.network(server.clone(), client)
+        key = (run_seed(self.options.seed), Purpose.NEURONS, client)
+        if (std := self.options.std) is None:
             with seeded_rng(derive_seed(*key), server.device):
-                layers = self.chain.drawn()
-        else:
-            random = generator(*key)
-            layers = [
-                (std * torch.randn(w.shape, generator=random), torch.full(b.shape, mean))
-                for w, b in layers
-            ]
+                return self._narrowed(self.chain.drawn(), client)
+        random, mean = generator(*key), self.options.bias_mean
+        layers = [
+            (std * torch.randn(w.shape, generator=random), torch.full(b.shape, mean))
+            for w, b in self.chain.unpack(server, self.shapes)
+        ]
         return self._narrowed(layers, client)
 
     def check(self, example: Any, rule: str) -> None:

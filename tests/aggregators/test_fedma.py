@@ -14,7 +14,7 @@ from lightning_fl.functional.randomness import Purpose, generator
 from lightning_fl.models import LeNet
 from lightning_fl.policies import Schedule
 from lightning_fl.samplers import ClientSampler
-from lightning_fl.types import FederationError
+from lightning_fl.types import FederationError, describe
 
 
 def module(seed=0, optimizer=torch.optim.SGD, **options):
@@ -195,6 +195,14 @@ def test_what_the_user_froze_stays_frozen(fit, images):
     made.net[4].weight.requires_grad_(False)
     run(fit, images, FedMA(seed=4), made=made)
     assert [p.requires_grad for p in made.parameters()] == [True, True, False, True, True, True]
+
+
+def test_it_is_described_by_all_of_its_options():
+    """Tables, reports and the warning of a resumed run with other options rely on it."""
+    assert describe(FedMA(sigma2=0.1, widths=[3])) == (
+        "FedMA(gamma=7.0, sigma2=0.1, sigma02=1.0, std=None, widths=[3], bias_mean=0.1, sweeps=5,"
+        " popularity=2.0, cap=None, max_width=None, tolerance=0.005, seed=None, accept='always')"
+    )
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,18 @@ def test_narrower_clients_stay_narrow(fit, data):
     assert first[0][0][:3].all()
 
 
+def test_clients_can_start_from_the_modules_own_network():
+    made = module()
+    rule = begun(PFNM(**ALL, start="server", widths=[8, 3]), made)
+    starts = rule.server_for(torch.tensor([0, 2, 1]))
+    assert torch.equal(starts[0], vector(made))
+    assert torch.equal(starts[1], vector(made))
+    weight, *_, out, bias = (p.detach() for p in made.parameters())
+    assert torch.equal(starts[2, :48].view(8, 6), torch.cat([weight[:3], 0 * weight[3:]]))
+    assert torch.equal(starts[2, 56:80].view(3, 8), torch.cat([out[:, :3], 0 * out[:, 3:]], 1))
+    assert torch.equal(starts[2, 80:], bias)
+
+
 def test_the_search_takes_the_narrowest_of_the_good(fit, data):
     made = module()
     rule = PFNM(sigma2=1.0, tolerance=1.0)

@@ -223,6 +223,7 @@ def test_a_start_is_what_sweeps_begin_with_and_clients_without_one_are_placed():
     found = match(prior, values, own, sweeps=0, start=start)
     two = match(prior, values[::2], own[:2], sweeps=0, start=[start[0], start[2]])
     assert groups(two.assignments) == [[(0, 0)], [(0, 1), (1, 0)], [(1, 1)]]
+    assert len(two.atoms) == 3  # numbers that nobody has are left out
     gain = gains(prior, two.sums, two.precisions, two.counts, values[1], own[1])
     best = best_assignment(gain)
     assert torch.equal(found.assignments[1], best)
@@ -266,6 +267,32 @@ def test_each_layer_can_have_orders_of_its_own(how):
     assert matched([one, one], 0) == matched(one, 0)
     with pytest.raises(FederationError, match=r"a list for each of 2 hidden layers, .* got 3"):
         how(nets, None, options, orders=[one] * 3)
+
+
+@pytest.mark.parametrize("how", [match_networks, match_upwards])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"sigma2": 0.1},
+        {"sigma02": 5.0},
+        {"gamma": 0.1},
+        {"bias_mean": 0.9},
+        {"popularity": 1.0},
+        {"cap": 1},
+        {"max_width": 4},
+        {"sweeps": 0},
+        {"accept": "improvement"},
+    ],
+    ids=str,
+)
+def test_every_option_reaches_the_matching(how, option):
+    def merged(seed, **options):
+        nets = [network(4, 5, 5, 3, seed=seed + 50 * s) for s in range(4)]
+        settings = MatchingOptions(**{"sigma2": 0.5, "gamma": 3.0, "sweeps": 3, **options})
+        found = how(nets, None, settings, orders=[[0, 1, 2, 3]] * 4)
+        return [t.tolist() for layer in found.layers for t in layer]
+
+    assert any(merged(seed) != merged(seed, **option) for seed in (0, 1000, 2000))
 
 
 def test_the_same_orders_give_the_same_matching():
