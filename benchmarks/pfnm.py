@@ -24,7 +24,7 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
 
-from lightning_fl.functional.networks import Layers, match_networks
+from lightning_fl.functional.networks import Layers, MatchingOptions, match_networks
 from runs import apart, check_options, fit_and_test_all, machine_line, newest, publish, result, rows
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -376,7 +376,7 @@ def sensitivity_page(args: argparse.Namespace) -> list[str]:
             heat = []
             for sigma2 in GRID["sigma2"]:
                 found = [
-                    match_networks(networks, counts, sigma2, sigma02, gamma)
+                    match_networks(networks, counts, MatchingOptions(sigma2, sigma02, gamma))
                     for sigma02 in GRID["sigma02"]
                 ]
                 heat.append([100 * accuracy(each.layers, x, y) for each in found])

@@ -550,9 +550,9 @@ def test_matched_networks_are_checked(linear):
     rule = PFNM(gamma=1.0, sigma2=1.0, sigma02=1.0)
     module = linear(features=6)
     module.net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
-    rule.prepare(module)
+    module.forward = module.net.forward
+    rule.prepare(module, (torch.randn(2, 6),))
     rule.start(torch.zeros(33))
-    rule._own = [(4, 6), (1, 4)]
     good = {name: tensor.clone() for name, tensor in rule.state_dict().items()}
     good |= {"merged": torch.ones(41), "shapes": torch.tensor([[5, 6], [1, 5]])}
     good |= {"places": torch.tensor([[[3, 0, 4, 1, 2]], [[0, 3, 2, 1, 0]]])}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 
 from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.chain import Layers
-from lightning_fl.functional.networks import MatchedNetwork, match_upwards
-from lightning_fl.types import FederationError
+from lightning_fl.functional.networks import MatchedNetwork, MatchingOptions, match_upwards
 
 
 class FedMA(NeuronMatching):
@@ -55,63 +53,23 @@ class FedMA(NeuronMatching):
     ) -> None:
         super().__init__(gamma=gamma, sigma2=sigma2, sigma02=sigma02, std=std, **options)
 
-    def prepare(self, module: LightningModule, example: Any = None) -> None:
-        """Find the layers of a module; see :meth:`NeuronMatching.prepare`."""
-        super().prepare(module, example)
-        last = list(self.module_chain.layers.values())[-1]
-        if example is not None and not any(p.requires_grad for p in last.parameters()):
-            raise FederationError(
-                "FedMA trains the last layer alone in its last round, and it is frozen"
-                " (requires_grad): let it be trained, or use PFNM"
-            )
-
     @property
     def layer(self) -> int:
         """The layer that the round matches, the lowest is 0."""
-        return int(self.round) % len(self._own) if self.server.numel() else 0
+        return int(self.round) % len(self.module_chain.layers) if self.server.numel() else 0
 
-    def withdraw(self) -> None:
-        """Give the module the shapes that clients train, and fix the layers that are matched."""
-        super().withdraw()
-        self.module_chain.freeze(self.layer)
-
-    def publish(self, score: Callable[[], float] | None = None) -> None:
-        """Merge what clients returned, and give the module the network."""
-        super().publish(score)
-        self.module_chain.freeze(0)
-
-    def _merge(self, score: Callable[[], float] | None) -> None:
-        before = int(self.round)
-        super()._merge(score)
-        if self.round == before:  # nobody had all layers below
-            self.round.zero_()
-
-    def _usable(self, ids: Sequence[int]) -> list[int]:
-        known = ids if self.layer == 0 else self.assignments()
-        return [row for row, client in enumerate(ids) if client in known]
+    def _first(self, client: int) -> Layers:
+        return self._clients.first(client, self.base)
 
     def _matched(
-        self, ids: Sequence[int], nets: Sequence[Layers], options: dict[str, Any]
+        self, ids: Sequence[int], nets: Sequence[Layers], options: MatchingOptions
     ) -> MatchedNetwork:
-        atoms = self.assignments()
+        atoms, counts = self.assignments(), self._counts(ids)
         known = [[torch.tensor(atoms[c][i]) for c in ids] for i in range(self.layer)]
-        return match_upwards(nets, self._counts(ids), **options, known=known)
+        return match_upwards(nets, counts, options, known=known, generator=self._orders())
 
-    def _next(
-        self,
-        ids: Sequence[int],
-        nets: Sequence[Layers],
-        found: MatchedNetwork,
-        options: dict[str, float],
-    ) -> None:
+    def _next(self, ids: Sequence[int], nets: Sequence[Layers], merged: MatchedNetwork) -> None:
         """Give clients the layers that are matched; above them they keep their own."""
+        top = self.layer + 1
         for row, client in enumerate(ids):
-            matched, own = found.of_client(row), nets[row]
-            top = self.layer + 1
-            self._start_with(client, [*matched[:top], *own[top:]])
-
-    def figures(self) -> dict[str, float]:
-        """Return the layer that was matched, counted from 1, too."""
-        if not (found := super().figures()):
-            return {}
-        return {**found, "layer": float((int(self.round) - 1) % len(self._own) + 1)}
+            self._start_with(client, [*merged.of_client(row)[:top], *nets[row][top:]])

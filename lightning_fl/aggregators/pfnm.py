@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.chain import Layers
-from lightning_fl.functional.networks import MatchedNetwork, match_networks
+from lightning_fl.functional.networks import MatchedNetwork, MatchingOptions, match_networks
 from lightning_fl.types import FederationError
 
 
@@ -45,6 +45,8 @@ class PFNM(NeuronMatching):
         {}
     """
 
+    layer = None
+
     def __init__(
         self,
         gamma: float | None = None,
@@ -63,22 +65,20 @@ class PFNM(NeuronMatching):
             )
         self.restart, self.matching_start = restart, matching_start
 
-    def _next(
-        self,
-        ids: Sequence[int],
-        nets: Sequence[Layers],
-        found: MatchedNetwork,
-        options: dict[str, float],
-    ) -> None:
-        super()._next(ids, nets, found, options)
-        if self.restart == "own":
-            for client, net in zip(ids, nets, strict=True):
-                self._start_with(client, net)
+    def _first(self, client: int) -> Layers:
+        return self._clients.first(client, self.base)
 
     def _matched(
-        self, ids: Sequence[int], nets: Sequence[Layers], options: dict[str, Any]
+        self, ids: Sequence[int], nets: Sequence[Layers], options: MatchingOptions
     ) -> MatchedNetwork:
-        return match_networks(nets, self._counts(ids), **options, start=self._start(ids))
+        counts, start = self._counts(ids), self._start(ids)
+        return match_networks(nets, counts, options, start=start, generator=self._orders())
+
+    def _next(self, ids: Sequence[int], nets: Sequence[Layers], merged: MatchedNetwork) -> None:
+        """Let clients start from what their neurons were matched to, or from their own."""
+        for row, client in enumerate(ids):
+            own = self.restart == "own"
+            self._start_with(client, list(nets[row]) if own else merged.of_client(row))
 
     def _start(self, ids: Sequence[int]) -> list[list[Tensor | None]] | None:
         """Return the last assignment of each hidden layer and client; None of other clients."""
@@ -88,5 +88,5 @@ class PFNM(NeuronMatching):
             return None
         return [
             [torch.tensor(last[client][layer]) if client in last else None for client in ids]
-            for layer in range(len(self._own) - 1)
+            for layer in range(len(self._clients.shapes) - 1)
         ]

@@ -4,23 +4,69 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fl.aggregators.matching import NeuronMatching
+from lightning_fl.aggregators.matching_clients import padded
 from lightning_fl.chain import Layers
 from lightning_fl.functional.matching import Posterior
 from lightning_fl.functional.networks import (
     MatchedNetwork,
+    MatchingOptions,
     NetworkPosterior,
     match_networks,
     part_of,
 )
 from lightning_fl.functional.randomness import Purpose, generator, run_seed
-from lightning_fl.functional.tables import with_place
+from lightning_fl.functional.tables import make_place, with_place
 from lightning_fl.types import FederationError
+
+
+class LayerPosterior(nn.Module):
+    """What the steps of a stream have taught of a hidden layer, for all clients.
+
+    Args:
+        device: Where it is kept.
+    """
+
+    sums: Tensor
+    precisions: Tensor
+    uses: Tensor
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        for name in ("sums", "precisions", "uses"):
+            empty = torch.zeros(0, 0, dtype=torch.float64, device=device)
+            self.register_buffer(name, empty)
+
+    def posterior(self, clients: Sequence[int], steps: int) -> Posterior:
+        """Return the posterior for some ``clients`` after so many ``steps``."""
+        uses = with_place(self.uses.cpu(), torch.tensor(clients))[list(clients)]
+        return Posterior(self.sums.cpu(), self.precisions.cpu(), uses, steps)
+
+    def learn(self, clients: Sequence[int], posterior: Posterior) -> None:
+        """Take over the ``posterior`` of a step in which these ``clients`` were."""
+        rows = with_place(self.uses, torch.tensor(clients))
+        uses = rows.new_zeros(len(rows), posterior.uses.shape[1])
+        uses[:, : rows.shape[1]] = rows
+        uses[list(clients)] = posterior.uses.to(uses)
+        self.sums, self.precisions = posterior.sums.to(uses), posterior.precisions.to(uses)
+        self.uses = uses
+
+    def drawn(self, client: int, count: int, random: torch.Generator) -> Tensor:
+        """Draw ``count`` different atoms, in proportion to the steps in which a client had them."""
+        weights = with_place(self.uses.cpu(), torch.tensor([client]))[client] + 1e-9
+        if (count := min(max(count, 0), len(weights))) == 0:
+            return torch.arange(0)
+        return torch.multinomial(weights, count, generator=random)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Make place for as many atoms and clients as a checkpoint has."""
+        make_place(self, list(self._buffers), state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class StreamingPFNM(NeuronMatching):
@@ -51,8 +97,10 @@ class StreamingPFNM(NeuronMatching):
         (5, 0.01)
     """
 
+    grown = (*NeuronMatching.grown, "top")
+    layer = None
+    searches_once = True
     top: Tensor
-    chosen: Tensor
 
     def __init__(
         self,
@@ -74,18 +122,11 @@ class StreamingPFNM(NeuronMatching):
     def allocate(self, server: Tensor) -> None:
         """Declare what a stream teaches, too."""
         super().allocate(server)
-        device = server.device
-        #: What the search has found: gamma, sigma2, sigma02.
-        self.register_buffer("chosen", torch.full((3,), math.nan, dtype=torch.float64))
+        hidden = 0 if self.chain is None else len(self.chain.layers) - 1
+        self.layers = nn.ModuleList(LayerPosterior(server.device) for _ in range(hidden))
         #: Sums and precisions of the softmax layer's bias, ``[2, classes]``.
-        self.register_buffer("top", torch.zeros(2, 0, dtype=torch.float64, device=device))
-        self._layers = range(len(self._own) - 1)
-        for i in self._layers:  # of each hidden layer, see Posterior
-            for name in ("sums", "precisions", "uses"):
-                empty = torch.zeros(0, 0, dtype=torch.float64, device=device)
-                self.register_buffer(f"{name}_{i}", empty)
-        names = (f"{name}_{i}" for i in self._layers for name in ("sums", "precisions", "uses"))
-        self.grown = (*NeuronMatching.grown, "top", *names)
+        empty = torch.zeros(2, 0, dtype=torch.float64, device=server.device)
+        self.register_buffer("top", empty)
 
     def posterior(self, ids: Sequence[int]) -> NetworkPosterior:
         """Return what the steps so far have taught.
@@ -95,77 +136,41 @@ class StreamingPFNM(NeuronMatching):
         """
         if self.round == 0:
             return NetworkPosterior()
-        layers = []
-        for i in self._layers:
-            sums, precisions, uses = (
-                getattr(self, f"{name}_{i}").cpu() for name in ("sums", "precisions", "uses")
-            )
-            each = with_place(uses, torch.tensor(ids))[list(ids)]
-            layers.append(Posterior(sums, precisions, each, int(self.round)))
+        layers = [layer.posterior(ids, int(self.round)) for layer in self._each_layer()]
         bias = self.top.cpu()
         return NetworkPosterior(layers, (bias[0], bias[1]))
 
-    def _given(self, name: str) -> float | None:
-        at = float(self.chosen[list(self.searched).index(name)])
-        return super()._given(name) if math.isnan(at) else at
-
-    def _counts(self, ids: Sequence[int]) -> Tensor | None:
-        return None if self.class_counts is None else self.class_counts[list(ids)]
+    def _each_layer(self) -> list[LayerPosterior]:
+        return [cast("LayerPosterior", layer) for layer in self.layers]
 
     def _matched(
-        self, ids: Sequence[int], nets: Sequence[Layers], options: dict[str, Any]
+        self, ids: Sequence[int], nets: Sequence[Layers], options: MatchingOptions
     ) -> MatchedNetwork:
+        counts = None if self.class_counts is None else self.class_counts[list(ids)]
         past = self.posterior(ids)
-        return match_networks(nets, self._counts(ids), **options, past=past)
+        return match_networks(nets, counts, options, generator=self._orders(), past=past)
 
-    def _next(
-        self,
-        ids: Sequence[int],
-        nets: Sequence[Layers],
-        found: MatchedNetwork,
-        options: dict[str, float],
-    ) -> None:
+    def _next(self, ids: Sequence[int], nets: Sequence[Layers], merged: MatchedNetwork) -> None:
         """Keep the posterior: all clients start from it."""
         self.known.fill_(False)
-        self.chosen = self.chosen.new_tensor([options[name] for name in self.searched])
-        assert found.posterior.bias is not None
-        self.top = torch.stack(found.posterior.bias).to(self.top)
-        for i, layer in enumerate(found.posterior.layers):
-            before = getattr(self, f"uses_{i}")
-            rows = with_place(before, torch.tensor(ids))
-            uses = rows.new_zeros(len(rows), layer.uses.shape[1])
-            uses[:, : rows.shape[1]] = rows
-            uses[list(ids)] = layer.uses.to(uses)
-            for name, value in (
-                ("sums", layer.sums),
-                ("precisions", layer.precisions),
-                ("uses", uses),
-            ):
-                setattr(self, f"{name}_{i}", value.to(before))
+        assert merged.posterior.bias is not None
+        self.top = torch.stack(merged.posterior.bias).to(self.top)
+        for layer, posterior in zip(self._each_layer(), merged.posterior.layers, strict=True):
+            layer.learn(ids, posterior)
 
     def _first(self, client: int) -> Layers:
         if self.round == 0:
-            return super()._first(client)
-        random = generator(run_seed(self.seed), Purpose.POSTERIOR, client, int(self.round))
-        layers = [(w.cpu(), b.cpu()) for w, b in self.network()]
-        chosen = []
-        for i, width in enumerate(self._client_widths(client)):
-            uses = with_place(getattr(self, f"uses_{i}").cpu(), torch.tensor([client]))
-            weights = uses[client] + 1e-9
-            count = min(max(width - self.fresh, 0), len(weights))
-            drawn = torch.arange(0)
-            if count:
-                drawn = torch.multinomial(weights, count, generator=random)
-            chosen.append(drawn)
-        found = []
-        narrow = self._narrow(self.module_chain.unpack(self.base.cpu(), self._own), client)
-        for (piece, known), (like, bias) in zip(part_of(layers, chosen), narrow, strict=True):
-            weight, shift = torch.zeros_like(like), torch.full_like(bias, self.bias_mean)
-            weight[: piece.shape[0], : piece.shape[1]] = piece
-            shift[: len(known)] = known
-            found.append(
-                tuple(
-                    t + self.noise * torch.randn(t.shape, generator=random) for t in (weight, shift)
-                )
-            )
-        return self._wide([(w, b) for w, b in found])
+            return self._clients.first(client, self.base)
+        random = generator(run_seed(self.settings.seed), Purpose.POSTERIOR, client, int(self.round))
+        chosen = [
+            layer.drawn(client, width - self.fresh, random)
+            for layer, width in zip(self._each_layer(), self._clients.widths(client), strict=True)
+        ]
+        known = part_of([(w.cpu(), b.cpu()) for w, b in self.network()], chosen)
+        layers = padded(known, self._clients.shapes_of(client), bias=self.settings.bias_mean)
+        noisy = (
+            t + self.noise * torch.randn(t.shape, generator=random)
+            for w, b in layers
+            for t in (w, b)
+        )
+        return list(zip(noisy, noisy, strict=True))

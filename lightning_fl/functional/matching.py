@@ -81,15 +81,6 @@ class Posterior:
         none = torch.zeros(0, size, dtype=torch.float64)
         return cls(none, none, torch.zeros(clients, 0, dtype=torch.float64), 0)
 
-    def with_atoms(self, sums: Tensor, precisions: Tensor) -> Posterior:
-        """Add atoms that nobody has."""
-        return Posterior(
-            torch.cat([self.sums, sums]),
-            torch.cat([self.precisions, precisions]),
-            torch.cat([self.uses, self.uses.new_zeros(len(self.uses), len(sums))], 1),
-            self.steps,
-        )
-
 
 @dataclass(frozen=True)
 class Matching:
@@ -215,10 +206,8 @@ def best_assignment(gain: Tensor) -> Tensor:
     return torch.as_tensor(columns, dtype=torch.int64)
 
 
-def objective(
-    prior: Process, sums: Tensor, precisions: Tensor, counts: Tensor, alone: Tensor
-) -> float:
-    r"""Twice the logarithm of the posterior of assignments, up to a constant (eq. 6).
+def objective(prior: Process, terms: Tensor, counts: Tensor, alone: Tensor) -> float:
+    r"""Return twice the logarithm of the posterior of assignments, up to a constant (eq. 6).
 
     .. math:: \sum_i \Bigl(\sum_d \frac{S_i^2}{P_i} - \mu_0^2 p_0 + 2 \log \frac{\gamma_0}{J}
         + \kappa \log \frac{(m_i - 1)!\, (J - m_i)!}{(J - 1)!}\Bigr) - 2 \sum_j \log K_j!
@@ -229,16 +218,10 @@ def objective(
 
     Args:
         prior: What is believed before.
-        sums: :math:`S`, ``[L, D]``.
-        precisions: :math:`P`, ``[L, D]``.
+        terms: :math:`\sum_d S_i^2 / P_i` of each atom, ``[L]``.
         counts: :math:`m`, ``[L]``, from 1 up.
         alone: :math:`K`: how many atoms each client has alone, ``[J]``.
     """
-    return _objective(prior, (sums.square() / precisions).sum(1), counts, alone)
-
-
-def _objective(prior: Process, terms: Tensor, counts: Tensor, alone: Tensor) -> float:
-    r"""Return the objective, of which each atom's :math:`\sum_d S_i^2 / P_i` is known."""
     data = terms.sum() - len(terms) * (prior.mean.square() * prior.precision).sum()
     others = torch.arange(1, prior.clients, dtype=torch.float64)
     odds = torch.cat([others.new_zeros(1), _odds(prior, others, None).cumsum(0)])
@@ -320,7 +303,7 @@ class _State:
         old, assigned = len(self.past.sums), [a for a in self.assignments if a is not None]
         alone = torch.stack([((self.counts[a] == 1) & (a >= old)).sum() for a in assigned])
         if self.step is None:
-            return _objective(self.prior, self.terms, self.counts, alone)
+            return objective(self.prior, self.terms, self.counts, alone)
         data = self.terms.sum() - (self.past.sums.square() / self.past.precisions).sum()
         new = self.counts[old:]
         data = data - len(new) * (self.prior.mean.square() * self.prior.precision).sum()
@@ -345,6 +328,17 @@ class _State:
         uses = self.counts.new_zeros(len(self.values), len(self.counts))
         uses[:, : self.past.uses.shape[1]] = self.past.uses
         return uses
+
+    def begin(self, start: Sequence[Tensor | None], order: Sequence[int]) -> None:
+        """Assign the clients that have a start, and place the others in this order."""
+        for client, (atoms, values) in enumerate(zip(start, self.values, strict=True)):
+            if atoms is not None:
+                _check_start(client, atoms, len(values))
+                self.add(client, atoms)
+        self.drop_empty()
+        for client in order:
+            if self.assignments[client] is None:
+                self.place(client)
 
     def place(self, client: int) -> None:
         """Match a client that is out to the atoms of the others."""
@@ -425,23 +419,10 @@ def match(
     """
     if accept not in ("always", "improvement"):
         raise FederationError(f"accept must be always or improvement, got {accept!r}")
+    _check_orders(orders, len(values), sweeps)
     state, clients = _State(prior, values, own, past), range(len(values))
-    if orders is not None and (
-        len(orders) <= sweeps or any(sorted(order) != list(clients) for order in orders)
-    ):
-        raise FederationError(
-            f"orders must hold one of the {len(clients)} clients, numbered from 0, for the greedy"
-            f" pass and one for each of {sweeps} sweeps, got {orders}"
-        )
-    for client, atoms in zip(clients, start or (), strict=bool(start)):
-        if atoms is not None:
-            _check_start(client, atoms, len(values[client]))
-            state.add(client, atoms)
-    state.drop_empty()
     widest = sorted(clients, key=lambda client: -len(values[client]))
-    for client in widest if orders is None else orders[0]:
-        if state.assignments[client] is None:
-            state.place(client)
+    state.begin(start or [None] * len(values), widest if orders is None else orders[0])
     history = [state.objective()]
     for sweep in range(sweeps):
         if orders is None:
@@ -454,6 +435,17 @@ def match(
     assigned = [atoms for atoms in state.assignments if atoms is not None]
     after = Posterior(state.sums, state.precisions, state.uses(), state.past.steps + 1)
     return Matching(assigned, state.sums, state.precisions, state.counts, history, after)
+
+
+def _check_orders(orders: Sequence[Sequence[int]] | None, clients: int, sweeps: int) -> None:
+    """Refuse orders that are not of all clients, or too few."""
+    if orders is not None and (
+        len(orders) <= sweeps or any(sorted(order) != list(range(clients)) for order in orders)
+    ):
+        raise FederationError(
+            f"orders must hold one of the {clients} clients, numbered from 0, for the greedy pass"
+            f" and one for each of {sweeps} sweeps, got {orders}"
+        )
 
 
 def _check_start(client: int, atoms: Tensor, neurons: int) -> None:

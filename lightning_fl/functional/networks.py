@@ -13,6 +13,7 @@ incoming weights, in the order of the atoms below.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
@@ -85,43 +86,121 @@ def part_of(layers: Layers, chosen: Sequence[Tensor]) -> list[tuple[Tensor, Tens
     ]
 
 
-def match_networks(
-    networks: Sequence[Layers],
-    class_counts: Tensor | None = None,
-    sigma2: float = 1.0,
-    sigma02: float = 1.0,
-    gamma: float = 1.0,
-    *,
-    bias_mean: float = 0.1,
-    popularity: float = 2.0,
-    cap: int | None = None,
-    max_width: int | None = None,
-    sweeps: int = 5,
-    orders: Orders | Sequence[Orders] | None = None,
-    start: Sequence[Sequence[Tensor | None]] | None = None,
-    generator: torch.Generator | None = None,
-    past: NetworkPosterior | None = None,
-    accept: Literal["always", "improvement"] = "always",
-) -> MatchedNetwork:
-    r"""Merge networks that were trained apart, of any widths, into one whose widths are inferred.
-
-    Weights of the softmax layer count by what a client has seen: with :math:`n_{jk}` samples of
-    class :math:`k` client :math:`j` has the precision
-    :math:`\frac{1}{\sigma^2} \frac{n_{jk}}{\sum_i n_{ik}}` there, hence together
-    :math:`1 / \sigma^2`; elsewhere each client has :math:`1 / \sigma^2`.
+def check_whole(name: str, value: float | None) -> None:
+    """Refuse an option that is neither a whole number nor None.
 
     Args:
-        networks: Of each client, from input to classes.
-        class_counts: :math:`n`, ``[J, K]``; None gives each client the same share.
+        name: Name of the option.
+        value: Its value.
+    """
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise FederationError(f"{name} must be a whole number, got {value!r}")
+
+
+def check_least(name: str, value: float | None, least: int) -> None:
+    """Refuse an option that is below a limit or not finite; None is not checked.
+
+    Args:
+        name: Name of the option.
+        value: Its value.
+        least: The limit.
+    """
+    if value is not None and not least <= value < math.inf:
+        raise FederationError(f"{name} must be at least {least}, got {value}")
+
+
+@dataclass(frozen=True)
+class MatchingOptions:
+    r"""Options of :func:`match_networks` and :func:`match_upwards`.
+
+    Args:
         sigma2: :math:`\sigma^2`, the variance of a client's weights around the atom's.
         sigma02: :math:`\sigma_0^2`, the variance of atoms around the prior's mean.
-        gamma: :math:`\gamma_0`: the larger, the wider.
-        bias_mean: Mean of biases before; that of weights is 0.
+        gamma: :math:`\gamma_0`: the larger, the wider the merged network.
+        bias_mean: Mean of biases in the prior; that of weights is 0.
         popularity: See :class:`~lightning_fl.functional.matching.Process`.
         cap: See :class:`~lightning_fl.functional.matching.Process`.
         max_width: Neurons of a hidden layer from which on a client may add only one (``most`` of
             :class:`~lightning_fl.functional.matching.Process`).
         sweeps: See :func:`~lightning_fl.functional.matching.match`.
+        accept: See :func:`~lightning_fl.functional.matching.match`.
+
+    Raises:
+        FederationError: If an option is out of range.
+
+    Example:
+        >>> MatchingOptions(gamma=7.0).sigma2
+        1.0
+    """
+
+    sigma2: float = 1.0
+    sigma02: float = 1.0
+    gamma: float = 1.0
+    bias_mean: float = 0.1
+    popularity: float = 2.0
+    cap: int | None = None
+    max_width: int | None = None
+    sweeps: int = 5
+    accept: Literal["always", "improvement"] = "always"
+
+    def __post_init__(self) -> None:
+        variances = {"sigma2": self.sigma2, "sigma02": self.sigma02, "gamma": self.gamma}
+        for name, value in variances.items():
+            if not 0 < value < math.inf:
+                raise FederationError(f"{name} must be positive and finite, got {value}")
+        if not math.isfinite(self.bias_mean):
+            raise FederationError(f"bias_mean must be finite, got {self.bias_mean}")
+        if self.accept not in ("always", "improvement"):
+            raise FederationError(f"accept must be always or improvement, got {self.accept!r}")
+        check_least("popularity", self.popularity, 0)
+        for name, count, least in (
+            ("sweeps", self.sweeps, 0),
+            ("cap", self.cap, 1),
+            ("max_width", self.max_width, 1),
+        ):
+            check_whole(name, count)
+            check_least(name, count, least)
+
+    def prior(self, clients: int, size: int) -> Process:
+        """Return the prior of neurons whose first coordinate is the bias.
+
+        Args:
+            clients: Number of clients.
+            size: Number of coordinates.
+        """
+        mean = torch.zeros(size, dtype=torch.float64)
+        mean[0] = self.bias_mean
+        precision = torch.full_like(mean, 1 / self.sigma02)
+        return Process(
+            mean, precision, clients, self.gamma, self.popularity, self.cap, self.max_width
+        )
+
+
+#: Options of the authors' program: of PFNM, and of FedMA.
+DOWNWARDS, UPWARDS = MatchingOptions(), MatchingOptions(gamma=7.0)
+
+
+def match_networks(
+    networks: Sequence[Layers],
+    class_counts: Tensor | None = None,
+    options: MatchingOptions = DOWNWARDS,
+    *,
+    orders: Orders | Sequence[Orders] | None = None,
+    start: Sequence[Sequence[Tensor | None]] | None = None,
+    generator: torch.Generator | None = None,
+    past: NetworkPosterior | None = None,
+) -> MatchedNetwork:
+    r"""Merge networks that were trained apart, of any widths, into one whose widths are inferred.
+
+    Weights of the softmax layer count by the samples that a client has: with :math:`n_{jk}` samples
+    of class :math:`k` client :math:`j` has the precision
+    :math:`\frac{1}{\sigma^2} \frac{n_{jk}}{\sum_i n_{ik}}` there, hence together
+    :math:`1 / \sigma^2`; elsewhere each client has :math:`1 / \sigma^2`.
+
+    Args:
+        networks: Network of each client, from input to classes.
+        class_counts: :math:`n`, ``[J, K]``; None gives each client the same share.
+        options: Options of the matching.
         orders: See :func:`~lightning_fl.functional.matching.match`: a list for each hidden layer,
             the lowest first, or one for all. None draws orders of its own for each layer.
         start: Assignments to start with, of each hidden layer and client, the lowest layer first,
@@ -129,58 +208,38 @@ def match_networks(
         generator: See :func:`~lightning_fl.functional.matching.match`.
         past: What the steps of a stream before this one have taught, ``NetworkPosterior()`` in the
             first; None is no stream.
-        accept: See :func:`~lightning_fl.functional.matching.match`.
 
     Raises:
-        FederationError: If networks differ in depth, inputs, classes or kernels, hold numbers that
-            are not finite, a variance is not positive, nobody has a sample of a class (but in a
-            stream), or ``orders`` fit neither clients nor layers.
+        FederationError: If networks do not fit each other or are not finite, nobody has a sample
+            of a class (but in a stream), or ``orders`` fit neither clients nor layers.
 
     Example:
         >>> def one(*neurons):  # of one input and one output: weights in, bias, weights out
         ...     w, b, v = torch.tensor(neurons).unbind(1)
         ...     return [(w[:, None], b), (v[None], torch.zeros(1))]
-        >>> found = match_networks([one((5.0, 0.0, 3.0)), one((-4.0, 0.0, 2.0), (5.2, 0.0, 3.2))],
-        ...                        sigma2=0.1, sigma02=10.0, orders=[[0, 1]] * 6)
+        >>> nets = [one((5.0, 0.0, 3.0)), one((-4.0, 0.0, 2.0), (5.2, 0.0, 3.2))]
+        >>> found = match_networks(nets, None, MatchingOptions(0.1, 10.0), orders=[[0, 1]] * 6)
         >>> found.widths, found.matchings[0].assignments
         ([2], [tensor([0]), tensor([1, 0])])
     """
-    nets = _checked(networks, sigma2, sigma02, gamma)
+    nets = _checked(networks)
     each_orders = _of_each_layer(orders, len(nets[0]) - 1)
     share = _shares(class_counts, len(nets), len(nets[0][-1][1]), past is not None)
-    # The softmax bias: of one coordinate each, nothing to be matched.
-    known = None if past is None else past.bias
-    top, total = (bias_mean / sigma02, 1 / sigma02) if known is None else known
-    top = top + sum(n * net[-1][1] / sigma2 for n, net in zip(share, nets, strict=True))
-    total = total + share.sum(0) / sigma2
+    top, total = _softmax_bias(nets, share, options, None if past is None else past.bias)
     layers = [(torch.empty(0), top / total)]
     matchings: list[Matching] = []
     for layer in reversed(range(len(nets[0]) - 1)):
-        next_width, kernel = len(layers[0][1]), nets[0][layer + 1][0].shape[2:]
-        wires = next_width * kernel.numel()
-        values, own = [], []
-        for client, net in enumerate(nets):
-            outgoing, trust = net[layer + 1][0].movedim(1, 0), share[client]
-            if matchings:  # in the order of the atoms above
-                outgoing = _ordered(outgoing, matchings[0].assignments[client], next_width)
-                trust = torch.ones(next_width).double()
-            incoming = net[0][0].flatten(1) if layer == 0 else outgoing.new_zeros(len(outgoing), 0)
-            values.append(torch.cat([net[layer][1][:, None], outgoing.flatten(1), incoming], 1))
-            each, other = trust.repeat_interleave(kernel.numel()), trust.new_ones(1)
-            own.append(torch.cat([other, each, other.expand(incoming.shape[1])]) / sigma2)
-        prior = _prior(values, sigma02, gamma, bias_mean, popularity, cap, max_width)
-        before = None
-        if past is not None:
-            before = Posterior.before(len(nets), len(prior.mean))
-            if past.layers:
-                before = _grown(past.layers[layer], prior, 1 + wires)
-        begun = None if start is None else start[layer]
-        order = each_orders[layer]
-        found = match(prior, values, own, sweeps, order, begun, generator, before, accept)
+        width, kernel = len(layers[0][1]), nets[0][layer + 1][0].shape[2:]
+        end = 1 + width * kernel.numel()  # of bias and outgoing weights
+        values, trust = _outgoing(nets, layer, width, share, matchings)
+        prior = options.prior(len(nets), values[0].shape[1])
+        before = None if past is None else _before(past, layer, prior, end)
+        own, begun = [t / options.sigma2 for t in trust], None if start is None else start[layer]
+        sweeps, order = options.sweeps, each_orders[layer]
+        found = match(prior, values, own, sweeps, order, begun, generator, before, options.accept)
         matchings.insert(0, found)
-        above = found.atoms[:, 1 : 1 + wires].unflatten(1, (next_width, *kernel)).movedim(0, 1)
-        layers[0] = (above, layers[0][1])
-        layers.insert(0, (found.atoms[:, 1 + wires :], found.atoms[:, 0]))
+        above = found.atoms[:, 1:end].unflatten(1, (width, *kernel)).movedim(0, 1)
+        layers = [(found.atoms[:, end:], found.atoms[:, 0]), (above, layers[0][1]), *layers[1:]]
     layers[0] = (layers[0][0].unflatten(1, nets[0][0][0].shape[1:]), layers[0][1])
     posterior = NetworkPosterior([m.posterior for m in matchings], (top, total))
     return MatchedNetwork(layers, matchings, posterior)
@@ -189,19 +248,11 @@ def match_networks(
 def match_upwards(
     networks: Sequence[Layers],
     class_counts: Tensor | None = None,
-    sigma2: float = 1.0,
-    sigma02: float = 1.0,
-    gamma: float = 7.0,
+    options: MatchingOptions = UPWARDS,
     *,
-    bias_mean: float = 0.1,
-    popularity: float = 2.0,
-    cap: int | None = None,
-    max_width: int | None = None,
-    sweeps: int = 5,
     orders: Orders | Sequence[Orders] | None = None,
     generator: torch.Generator | None = None,
     known: Sequence[Sequence[Tensor]] = (),
-    accept: Literal["always", "improvement"] = "always",
 ) -> MatchedNetwork:
     r"""Merge networks from the input up, as FedMA does (Wang et al., 2020, algorithm 1).
 
@@ -214,24 +265,16 @@ def match_upwards(
     Args:
         networks: See :func:`match_networks`.
         class_counts: See :func:`match_networks`.
-        sigma2: See :func:`match_networks`.
-        sigma02: See :func:`match_networks`.
-        gamma: See :func:`match_networks`.
-        bias_mean: See :func:`match_networks`.
-        popularity: See :class:`~lightning_fl.functional.matching.Process`.
-        cap: See :class:`~lightning_fl.functional.matching.Process`.
-        max_width: See :func:`match_networks`.
-        sweeps: See :func:`~lightning_fl.functional.matching.match`.
+        options: Options of the matching.
         orders: See :func:`match_networks`.
         generator: See :func:`~lightning_fl.functional.matching.match`.
         known: Assignments of the lowest hidden layers, of each client, that are not to be found:
             layers that the clients have been given and have not changed since.
-        accept: See :func:`~lightning_fl.functional.matching.match`.
 
     Raises:
         FederationError: See :func:`match_networks`.
     """
-    nets = _checked(networks, sigma2, sigma02, gamma)
+    nets = _checked(networks)
     each_orders = _of_each_layer(orders, len(nets[0]) - 1)
     share = _shares(class_counts, len(nets), len(nets[0][-1][1]))
     layers: list[tuple[Tensor, Tensor]] = []
@@ -243,12 +286,11 @@ def match_upwards(
             torch.cat([net[layer][1][:, None], weight.flatten(1)], 1)
             for net, weight in zip(nets, incoming, strict=True)
         ]
-        prior = _prior(values, sigma02, gamma, bias_mean, popularity, cap, max_width)
-        own = [torch.full_like(prior.mean, 1 / sigma2)] * len(nets)
+        prior = options.prior(len(nets), values[0].shape[1])
+        own = [torch.full_like(prior.mean, 1 / options.sigma2)] * len(nets)
         begun = known[layer] if layer < len(known) else None
-        order = each_orders[layer]
-        rounds = 0 if begun else sweeps
-        found = match(prior, values, own, rounds, order, begun, generator, accept=accept)
+        sweeps, order = 0 if begun else options.sweeps, each_orders[layer]
+        found = match(prior, values, own, sweeps, order, begun, generator, accept=options.accept)
         matchings.append(found)
         atoms = found.atoms if begun is None else _given(values, found)
         layers.append((atoms[:, 1:].unflatten(1, (-1, *kernel)), atoms[:, 0]))
@@ -256,6 +298,41 @@ def match_upwards(
     last = sum(n.view(-1, *[1] * (w.ndim - 1)) * w for n, w in zip(share, weights, strict=True))
     bias = sum(n * net[-1][1] for n, net in zip(share, nets, strict=True))
     return MatchedNetwork([*layers, (last, bias)], matchings, NetworkPosterior())
+
+
+def _softmax_bias(
+    nets: Sequence[Layers],
+    share: Tensor,
+    options: MatchingOptions,
+    past: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Return sums and precisions of the softmax layer's bias, of which nothing is matched."""
+    begin = (options.bias_mean / options.sigma02, 1 / options.sigma02) if past is None else past
+    sums = begin[0] + sum(
+        n * net[-1][1] / options.sigma2 for n, net in zip(share, nets, strict=True)
+    )
+    return sums, begin[1] + share.sum(0) / options.sigma2
+
+
+def _outgoing(
+    nets: Sequence[Layers], layer: int, width: int, share: Tensor, matchings: Sequence[Matching]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return each client's neurons of a layer as vectors, and how much their coordinates count.
+
+    A vector is the bias, the outgoing weights in the order of the atoms above and, in the lowest
+    layer, the incoming weights.
+    """
+    values, trusts, pixels = [], [], nets[0][layer + 1][0].shape[2:].numel()
+    for client, net in enumerate(nets):
+        outgoing, trust = net[layer + 1][0].movedim(1, 0), share[client]
+        if matchings:  # else the layer above is the softmax layer
+            outgoing = _ordered(outgoing, matchings[0].assignments[client], width)
+            trust = torch.ones(width).double()
+        incoming = net[0][0].flatten(1) if layer == 0 else outgoing.new_zeros(len(outgoing), 0)
+        values.append(torch.cat([net[layer][1][:, None], outgoing.flatten(1), incoming], 1))
+        each, other = trust.repeat_interleave(pixels), trust.new_ones(1)
+        trusts.append(torch.cat([other, each, other.expand(incoming.shape[1])]))
+    return values, trusts
 
 
 def _ordered(weight: Tensor, atoms: Tensor, width: int) -> Tensor:
@@ -284,20 +361,11 @@ def _given(values: Sequence[Tensor], found: Matching) -> Tensor:
     return atoms
 
 
-def _prior(
-    values: Sequence[Tensor],
-    sigma02: float,
-    gamma: float,
-    bias_mean: float,
-    popularity: float,
-    cap: int | None,
-    max_width: int | None,
-) -> Process:
-    """Return what is believed of neurons, whose first coordinate is the bias."""
-    mean = values[0].new_zeros(values[0].shape[1])
-    mean[0] = bias_mean
-    precision = torch.full_like(mean, 1 / sigma02)
-    return Process(mean, precision, len(values), gamma, popularity, cap, max_width)
+def _before(past: NetworkPosterior, layer: int, prior: Process, end: int) -> Posterior:
+    """Return what a stream has taught of a layer, with the coordinates that it has now."""
+    if not past.layers:
+        return Posterior.before(prior.clients, len(prior.mean))
+    return _grown(past.layers[layer], prior, end)
 
 
 def _grown(past: Posterior, prior: Process, end: int) -> Posterior:
@@ -312,13 +380,8 @@ def _grown(past: Posterior, prior: Process, end: int) -> Posterior:
     return replace(past, sums=sums, precisions=grown(past.precisions, prior.precision))
 
 
-def _checked(
-    networks: Sequence[Layers], sigma2: float, sigma02: float, gamma: float
-) -> list[list[tuple[Tensor, Tensor]]]:
-    """Return networks in float64, if they can be matched with these options."""
-    for name, value in (("sigma2", sigma2), ("sigma02", sigma02), ("gamma", gamma)):
-        if not 0 < value < float("inf"):
-            raise FederationError(f"{name} must be positive and finite, got {value}")
+def _checked(networks: Sequence[Layers]) -> list[list[tuple[Tensor, Tensor]]]:
+    """Return networks in float64, if they can be matched with each other."""
     nets = [[(w.double(), b.double()) for w, b in layers] for layers in networks]
     _check_networks(nets)
     return nets

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
 
 #: Clients for which there is place at first.
 PLACES = 64
@@ -38,3 +41,28 @@ def with_rows_of(table: Tensor, saved: Tensor) -> Tensor:
     """
     same = saved.ndim > 0 and saved.shape[1:] == table.shape[1:]
     return table.new_zeros(saved.shape) if same else table
+
+
+def make_place(
+    module: nn.Module, names: Iterable[str], state_dict: Mapping[str, Any], prefix: str
+) -> None:
+    """Give buffers of a module the shapes that they have in a state dictionary to be loaded.
+
+    Args:
+        module: The module.
+        names: Names of its buffers; those that it or the dictionary lacks are left out.
+        state_dict: The dictionary.
+        prefix: What is in front of the names there.
+
+    Example:
+        >>> import torch
+        >>> module = nn.Module()
+        >>> module.register_buffer("rows", torch.zeros(1))
+        >>> make_place(module, ["rows"], {"rows": torch.ones(3)}, prefix="")
+        >>> module.rows
+        tensor([0., 0., 0.])
+    """
+    for name in names:
+        buffer, saved = module._buffers.get(name), state_dict.get(prefix + name)
+        if buffer is not None and saved is not None:
+            module._buffers[name] = buffer.new_zeros(saved.shape)

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.callbacks.personalized import summary
+from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.report.figures import spread, stacked
 from lightning_fl.report.lead import dropped, sampled, split_rule
 from lightning_fl.report.page import Picture, Section, Table

@@ -9,12 +9,12 @@ from lightning_fl.aggregators import PFNM, FedMA
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.chain import Chain
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.functional.networks import match_upwards
+from lightning_fl.functional.networks import MatchingOptions, match_upwards
 from lightning_fl.functional.randomness import Purpose, generator
 from lightning_fl.models import LeNet
 from lightning_fl.policies import Schedule
 from lightning_fl.samplers import ClientSampler
-from lightning_fl.types import FederationError
+from lightning_fl.types import FederationError, describe
 
 
 def module(seed=0, optimizer=torch.optim.SGD, **options):
@@ -80,8 +80,9 @@ def test_layers_are_matched_from_below_and_stay(fit, images, lanes):
     # By hand: the layers below are given, the next is matched, and taken over.
     known = []
     for round, (_, _, nets) in enumerate(rule.seen):
-        options = {"generator": rule_orders(4, round), "sweeps": 5 if round == 0 else 3}
-        found = match_upwards(nets, rule.class_counts, 1.0, 1.0, 7.0, known=known, **options)
+        options = MatchingOptions(1.0, 1.0, 7.0, sweeps=5 if round == 0 else 3)
+        random = rule_orders(4, round)
+        found = match_upwards(nets, rule.class_counts, options, known=known, generator=random)
         known = [matching.assignments for matching in found.matchings[: round + 1]]
         if round < 2:
             following = rule.seen[round + 1][0]
@@ -194,6 +195,14 @@ def test_what_the_user_froze_stays_frozen(fit, images):
     made.net[4].weight.requires_grad_(False)
     run(fit, images, FedMA(seed=4), made=made)
     assert [p.requires_grad for p in made.parameters()] == [True, True, False, True, True, True]
+
+
+def test_it_is_described_by_all_of_its_options():
+    """Tables, reports and the warning of a resumed run with other options rely on it."""
+    assert describe(FedMA(sigma2=0.1, widths=[3])) == (
+        "FedMA(gamma=7.0, sigma2=0.1, sigma02=1.0, std=None, widths=[3], bias_mean=0.1, sweeps=5,"
+        " popularity=2.0, cap=None, max_width=None, tolerance=0.005, seed=None, accept='always')"
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from lightning_fl.aggregators import PFNM, FedAvg, Staged
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
 from lightning_fl.chain import Chain
 from lightning_fl.federation.context import Federation
-from lightning_fl.functional.networks import match_networks
+from lightning_fl.functional.networks import MatchingOptions, match_networks
 from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
@@ -67,9 +67,9 @@ def test_a_round_merges_what_clients_have_become(sizes):
         tensors = [t.view_as(p) for t, p in zip(pieces, module(sizes).parameters(), strict=True)]
         nets.append(list(zip(tensors[::2], tensors[1::2], strict=True)))
     counts = rule.class_counts[torch.tensor([0, 1, 3])]
-    seeds = rule._matched([0, 1, 3], nets, {**ALL, **rule._options()})  # the same orders
+    seeds = rule._matched([0, 1, 3], nets, MatchingOptions(**ALL))  # the same orders
     begin = [matching.assignments for matching in seeds.matchings]
-    expected = match_networks(nets, counts, **ALL, start=begin, sweeps=0)
+    expected = match_networks(nets, counts, MatchingOptions(**ALL, sweeps=0), start=begin)
     rule.publish()
     for (w, b), layer in zip(expected.layers, Chain(made).layers.values(), strict=True):
         torch.testing.assert_close(layer.weight, w)
@@ -120,11 +120,14 @@ def test_a_second_round_goes_on_from_the_assignment_of_the_first(sizes, how):
         [torch.tensor(first[client][layer]) if client != 3 else None for client in (0, 2, 3)]
         for layer in range(len(sizes) - 2)
     ]
-    nets = [once.module_chain.unpack(end, once._own) for end in ends]
-    given = {name: options[name] for name in ("gamma", "sigma2", "sigma02")}
+    nets = [once.module_chain.unpack(end, once._clients.shapes) for end in ends]
+    given = {
+        name: value for name, value in options.items() if name not in ("seed", "matching_start")
+    }
 
     def expected(start, **other):
-        found = match_networks(nets, None, **{**given, **once._options(), **other}, start=start)
+        settings = MatchingOptions(**{**given, "sweeps": 3, **other})
+        found = match_networks(nets, None, settings, start=start, generator=once._orders())
         return found, [[m.assignments[row].tolist() for m in found.matchings] for row in range(3)]
 
     network, atoms = expected(start if "matching_start" not in how else None)
@@ -132,7 +135,6 @@ def test_a_second_round_goes_on_from_the_assignment_of_the_first(sizes, how):
     assert [twice.assignments()[client] for client in (0, 2, 3)] == atoms
     torch.testing.assert_close(twice.merged, once.module_chain.pack(network.layers))
     assert 8 < network.widths[0] < 24  # some neurons are shared, not all
-    assert once._options()["sweeps"] == 3
     others = [
         expected(begin, accept=accept)[1]
         for begin, accept in ((start, "always"), (None, "always"), (start, "improvement"))
@@ -152,6 +154,18 @@ def test_narrower_clients_stay_narrow(fit, data):
     assert not first[0][1][3:].any()
     assert not first[1][0][:, 3:].any()
     assert first[0][0][:3].all()
+
+
+def test_clients_can_start_from_the_modules_own_network():
+    made = module()
+    rule = begun(PFNM(**ALL, start="server", widths=[8, 3]), made)
+    starts = rule.server_for(torch.tensor([0, 2, 1]))
+    assert torch.equal(starts[0], vector(made))
+    assert torch.equal(starts[1], vector(made))
+    weight, *_, out, bias = (p.detach() for p in made.parameters())
+    assert torch.equal(starts[2, :48].view(8, 6), torch.cat([weight[:3], 0 * weight[3:]]))
+    assert torch.equal(starts[2, 56:80].view(3, 8), torch.cat([out[:, :3], 0 * out[:, 3:]], 1))
+    assert torch.equal(starts[2, 80:], bias)
 
 
 def test_the_search_takes_the_narrowest_of_the_good(fit, data):

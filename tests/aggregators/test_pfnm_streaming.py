@@ -9,7 +9,7 @@ from torch import nn
 from lightning_fl import ClientModule, Lanes
 from lightning_fl.aggregators import PFNM, FedAvg, StreamingPFNM
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
-from lightning_fl.functional.networks import NetworkPosterior, match_networks
+from lightning_fl.functional.networks import MatchingOptions, NetworkPosterior, match_networks
 from lightning_fl.functional.randomness import Purpose, generator
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
@@ -48,16 +48,15 @@ def test_each_round_goes_on_from_the_posterior_of_the_last(fit, data, sizes):
         samples.arrive(round)
         assert torch.equal(counts, samples.class_counts)
         assert counts.sum() == len(samples.train) // 3
-        options = {**rule._options(), **ALL}
-        options["sweeps"] = 5 if round == 0 else 3
-        options["generator"] = generator(3, Purpose.NEURONS, 0, round)
-        found = match_networks(nets, counts[ids], **options, past=past)
+        options = MatchingOptions(**ALL, sweeps=5 if round == 0 else 3)
+        random = generator(3, Purpose.NEURONS, 0, round)
+        found = match_networks(nets, counts[ids], options, generator=random, past=past)
         past = found.posterior
-    for i, layer in enumerate(past.layers):
-        for name in ("sums", "precisions"):
-            torch.testing.assert_close(getattr(rule, f"{name}_{i}"), getattr(layer, name))
-        assert torch.equal(getattr(rule, f"uses_{i}")[:4], layer.uses)
-        assert getattr(rule, f"uses_{i}").sum() == 3 * 4 * sizes[i + 1]
+    for i, (kept, layer) in enumerate(zip(rule.layers, past.layers, strict=True)):
+        torch.testing.assert_close(kept.sums, layer.sums)
+        torch.testing.assert_close(kept.precisions, layer.precisions)
+        assert torch.equal(kept.uses[:4], layer.uses)
+        assert kept.uses.sum() == 3 * 4 * sizes[i + 1]
     for (w, b), (v, c) in zip(found.layers, rule.network(), strict=True):
         torch.testing.assert_close(w, v)
         torch.testing.assert_close(b, c)
@@ -80,7 +79,11 @@ def test_clients_start_from_neurons_they_have_used(fit, data):
         assert len(set(chosen)) == 6
         assert torch.equal(bias[:6], b[chosen])
         assert torch.equal(out[:, :6], v[:, chosen])
-        uses = rule.uses_0[client] if client < len(rule.uses_0) else torch.zeros(len(w))
+        uses = (
+            rule.layers[0].uses[client]
+            if client < len(rule.layers[0].uses)
+            else torch.zeros(len(w))
+        )
         if (uses > 0).sum() >= 6:
             assert (uses[chosen] > 0).all()
 
@@ -89,8 +92,8 @@ def test_popular_neurons_are_drawn_more_often(fit, data):
     rule = StreamingPFNM(**ALL, fresh=6, seed=1, noise=0.0)
     fit(module(), FederatedLoop(1, rule, Schedule(num_steps=5)), data(), rounds=1)
     rule.withdraw()
-    rule.uses_0[:] = 0
-    rule.uses_0[0, :4] = torch.tensor([1.0, 6.0, 0.0, 3.0])
+    rule.layers[0].uses[:] = 0
+    rule.layers[0].uses[0, :4] = torch.tensor([1.0, 6.0, 0.0, 3.0])
     (w, _), _ = rule.network()
     drawn = torch.zeros(len(w))
     for round in range(1, 400):
@@ -163,8 +166,8 @@ def test_it_resumes_bit_equal(fit, data, tmp_path, wrap):
 
 def test_networks_that_go_on_alone(fit, data):
     class Own(PFNM):
-        def _next(self, ids, nets, found, options):
-            super()._next(ids, nets, found, options)
+        def _next(self, ids, nets, merged):
+            super()._next(ids, nets, merged)
             self.ends = nets
 
     rule = Own(**ALL, restart="own")

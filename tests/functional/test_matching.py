@@ -14,7 +14,12 @@ from lightning_fl.functional.matching import (
     gains,
     match,
 )
-from lightning_fl.functional.networks import NetworkPosterior, match_networks, match_upwards
+from lightning_fl.functional.networks import (
+    MatchingOptions,
+    NetworkPosterior,
+    match_networks,
+    match_upwards,
+)
 from lightning_fl.types import FederationError
 
 
@@ -218,6 +223,7 @@ def test_a_start_is_what_sweeps_begin_with_and_clients_without_one_are_placed():
     found = match(prior, values, own, sweeps=0, start=start)
     two = match(prior, values[::2], own[:2], sweeps=0, start=[start[0], start[2]])
     assert groups(two.assignments) == [[(0, 0)], [(0, 1), (1, 0)], [(1, 1)]]
+    assert len(two.atoms) == 3  # numbers that nobody has are left out
     gain = gains(prior, two.sums, two.precisions, two.counts, values[1], own[1])
     best = best_assignment(gain)
     assert torch.equal(found.assignments[1], best)
@@ -248,11 +254,11 @@ def test_each_layer_can_have_orders_of_its_own(how):
     """What a layer is matched to depends on its own orders, and on those of the layer before."""
     nets = [network(4, 5, 5, 3, seed=50 * s) for s in range(4)]
     one, other = [[0, 1, 2, 3]] * 3, [[3, 1, 2, 0], [2, 3, 0, 1], [1, 0, 3, 2]]
-    options = {"sigma2": 0.5, "gamma": 3.0, "sweeps": 2}
+    options = MatchingOptions(sigma2=0.5, gamma=3.0, sweeps=2)
     first = -1 if how is match_networks else 0
 
     def matched(orders, layer):
-        return groups(how(nets, orders=orders, **options).matchings[layer].assignments)
+        return groups(how(nets, None, options, orders=orders).matchings[layer].assignments)
 
     assert matched(one, first) != matched(other, first)
     mixed = [one, one]
@@ -260,7 +266,33 @@ def test_each_layer_can_have_orders_of_its_own(how):
     assert matched(mixed, first) == matched(other, first)
     assert matched([one, one], 0) == matched(one, 0)
     with pytest.raises(FederationError, match=r"a list for each of 2 hidden layers, .* got 3"):
-        how(nets, orders=[one] * 3, **options)
+        how(nets, None, options, orders=[one] * 3)
+
+
+@pytest.mark.parametrize("how", [match_networks, match_upwards])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"sigma2": 0.1},
+        {"sigma02": 5.0},
+        {"gamma": 0.1},
+        {"bias_mean": 0.9},
+        {"popularity": 1.0},
+        {"cap": 1},
+        {"max_width": 4},
+        {"sweeps": 0},
+        {"accept": "improvement"},
+    ],
+    ids=str,
+)
+def test_every_option_reaches_the_matching(how, option):
+    def merged(seed, **options):
+        nets = [network(4, 5, 5, 3, seed=seed + 50 * s) for s in range(4)]
+        settings = MatchingOptions(**{"sigma2": 0.5, "gamma": 3.0, "sweeps": 3, **options})
+        found = how(nets, None, settings, orders=[[0, 1, 2, 3]] * 4)
+        return [t.tolist() for layer in found.layers for t in layer]
+
+    assert any(merged(seed) != merged(seed, **option) for seed in (0, 1000, 2000))
 
 
 def test_the_same_orders_give_the_same_matching():
@@ -473,7 +505,7 @@ def test_a_stream_of_networks_grows_upwards():
     width = 0
     for step in range(3):
         nets = [network(4, 3, 5, 3, seed=30 * step + 9 * j) for j in range(2)]
-        found = match_networks(nets, top, 0.5, 2.0, gamma=3.0, past=past)
+        found = match_networks(nets, top, MatchingOptions(0.5, 2.0, gamma=3.0), past=past)
         lower, upper = found.posterior.layers
         assert lower.sums.shape == (found.widths[0], 1 + found.widths[1] + 4)
         assert upper.sums.shape == (found.widths[1], 1 + 3)
@@ -529,7 +561,7 @@ def shuffled(layers, seed):
 def test_a_network_and_its_permutations_merge_to_itself(sizes):
     net, x = network(*sizes), rand(7, 4, seed=99)
     nets = [net, shuffled(net, 1), shuffled(net, 7)]
-    found = match_networks(nets, sigma2=1e-6, sigma02=1e4, popularity=1.0)
+    found = match_networks(nets, None, MatchingOptions(1e-6, 1e4, popularity=1.0))
     assert found.widths == list(sizes[1:-1])
     torch.testing.assert_close(output(found.layers, x), output(net, x), rtol=1e-5, atol=1e-5)
     for client in range(3):
@@ -547,7 +579,8 @@ def test_the_order_of_neurons_changes_nothing():
     orders = [[0, 1, 2]] * 4
     x = rand(6, 4, seed=77)
     a, b = (
-        match_networks(n, sigma2=0.5, gamma=3.0, sweeps=3, orders=orders) for n in (nets, moved)
+        match_networks(n, None, MatchingOptions(0.5, gamma=3.0, sweeps=3), orders=orders)
+        for n in (nets, moved)
     )
     assert a.widths == b.widths
     torch.testing.assert_close(output(a.layers, x), output(b.layers, x), rtol=1e-10, atol=1e-10)
@@ -564,7 +597,7 @@ def test_one_client_of_several_widths_and_softmax_weights_by_hand():
         (torch.tensor([[6.0], [9.0]]), torch.tensor([3.0, 6.0])),
     ]
     counts = torch.tensor([[3, 0], [1, 5]])
-    found = match_networks([one, two], counts, sigma2=0.5, sigma02=2.0, bias_mean=0.1)
+    found = match_networks([one, two], counts, MatchingOptions(0.5, 2.0, bias_mean=0.1))
     assert found.widths == [1]
     (weight, bias), (out, last) = found.layers
     assert float(weight) == pytest.approx((2 * 2 + 2 * 3) / (0.5 + 4))
@@ -595,7 +628,7 @@ def seen(layers, x):
 @pytest.mark.parametrize("how", [match_networks, match_upwards])
 def test_filters_and_their_permutations_merge_to_themselves(how):
     net, x = filters(), rand(7, 2, 5, 5, seed=99)
-    found = how([net, shuffled(net, 1), shuffled(net, 7)], sigma2=1e-6, sigma02=1e4, gamma=1.0)
+    found = how([net, shuffled(net, 1), shuffled(net, 7)], None, MatchingOptions(1e-6, 1e4))
     assert found.widths == [4, 5, 6]
     torch.testing.assert_close(seen(found.layers, x), seen(net, x), rtol=1e-5, atol=1e-5)
     for client in range(3):
@@ -608,8 +641,8 @@ def test_filters_and_their_permutations_merge_to_themselves(how):
 def test_the_order_of_filters_changes_nothing(how):
     nets = [filters(seed) for seed in (0, 50, 90)]
     moved = [nets[0], shuffled(nets[1], 3), shuffled(nets[2], 4)]
-    x = rand(6, 2, 5, 5, seed=77)
-    a, b = (how(n, sigma2=0.5, gamma=3.0, sweeps=3, orders=[[0, 1, 2]] * 4) for n in (nets, moved))
+    x, options = rand(6, 2, 5, 5, seed=77), MatchingOptions(0.5, gamma=3.0, sweeps=3)
+    a, b = (how(n, None, options, orders=[[0, 1, 2]] * 4) for n in (nets, moved))
     assert a.widths == b.widths > [4, 5, 6]
     torch.testing.assert_close(seen(a.layers, x), seen(b.layers, x), rtol=1e-10, atol=1e-10)
 
@@ -625,8 +658,8 @@ def test_upwards_by_hand():
         (torch.tensor([[5.0, 6.0], [7.0, 8.0]]), torch.tensor([2.0, 5.0])),
     ]
     counts = torch.tensor([[3, 1], [1, 1]])
-    options = {"sigma2": 0.1, "sigma02": 10.0, "gamma": 1.0, "accept": "improvement"}
-    found = match_upwards([one, two], counts, **options)
+    options = MatchingOptions(0.1, 10.0, accept="improvement")
+    found = match_upwards([one, two], counts, options)
     assert [a.tolist() for a in found.matchings[0].assignments] == [[0, 1], [2, 0]]
     (weight, bias), (last, top) = found.layers
     assert weight[:, 0].tolist() == pytest.approx(
@@ -644,12 +677,14 @@ def test_upwards_by_hand():
 
 def test_layers_that_clients_were_given_are_not_matched_again():
     nets = [filters(seed) for seed in (0, 50)]
-    first = match_upwards(nets, sigma2=0.5, gamma=3.0)
+    first = match_upwards(nets, None, MatchingOptions(0.5, gamma=3.0))
     given = [
         [first.of_client(j)[0], *[(w + 0.1 * rand(*w.shape, seed=7 + j), b) for w, b in net[1:]]]
         for j, net in enumerate(nets)
     ]
-    again = match_upwards(given, gamma=1e9, known=[first.matchings[0].assignments])
+    again = match_upwards(
+        given, None, MatchingOptions(gamma=1e9), known=[first.matchings[0].assignments]
+    )
     for a, b in zip(again.layers[0], first.layers[0], strict=True):
         assert torch.equal(a, b)
     assert again.widths[1] == 10  # the next layer is
@@ -662,7 +697,7 @@ def test_class_counts_of_a_softmax_layer_on_pixels():
         [(torch.full((1, 1, 1, 1), 9.0), torch.ones(1)), (out * factor, torch.zeros(2))]
         for factor in (1.0, 1.5)
     ]
-    found = match_networks(nets, torch.tensor([[3, 1], [1, 1]]), sigma2=0.5, sigma02=2.0)
+    found = match_networks(nets, torch.tensor([[3, 1], [1, 1]]), MatchingOptions(0.5, 2.0))
     assert found.widths == [1]
     last = found.layers[1][0][:, 0]
     for k, share in enumerate(((0.75, 0.25), (0.5, 0.5))):
@@ -678,11 +713,14 @@ def test_kernels_have_to_be_the_same():
 
 def test_clients_of_different_widths_and_a_start():
     nets = [network(4, 3, 3, seed=0), network(4, 6, 3, seed=20)]
-    found = match_networks(nets, gamma=5.0)
+    found = match_networks(nets, None, MatchingOptions(gamma=5.0))
     assert [len(a) for a in found.matchings[0].assignments] == [3, 6]
     assert 6 <= found.widths[0] <= 9
     again = match_networks(
-        nets, gamma=5.0, sweeps=0, start=[m.assignments for m in found.matchings]
+        nets,
+        None,
+        MatchingOptions(gamma=5.0, sweeps=0),
+        start=[m.assignments for m in found.matchings],
     )
     for (w, b), (v, c) in zip(again.layers, found.layers, strict=True):
         torch.testing.assert_close(w, v)
@@ -695,16 +733,30 @@ def test_clients_of_different_widths_and_a_start():
         ({"sigma2": 0.0}, "sigma2 must be positive and finite, got 0.0"),
         ({"sigma02": -1.0}, "sigma02 must be positive"),
         ({"gamma": float("nan")}, "gamma must be positive"),
-        (
-            {"class_counts": torch.tensor([[1, 0, 2], [3, 0, 1]])},
-            "no client has a sample of class 1",
-        ),
-        ({"class_counts": torch.ones(2, 2)}, "one number for each of 2 clients and 3 classes"),
+        ({"bias_mean": float("inf")}, "bias_mean must be finite, got inf"),
+        ({"popularity": float("inf")}, "popularity must be at least 0, got inf"),
+        ({"cap": 0}, "cap must be at least 1, got 0"),
+        ({"max_width": True}, "max_width must be a whole number, got True"),
+        ({"sweeps": -1}, "sweeps must be at least 0, got -1"),
+        ({"accept": "never"}, "accept must be always or improvement, got 'never'"),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(FederationError, match=message):
-        match_networks([network(4, 3, 3), network(4, 5, 3)], **options)
+        MatchingOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (torch.tensor([[1, 0, 2], [3, 0, 1]]), "no client has a sample of class 1"),
+        (torch.ones(2, 2), "one number for each of 2 clients and 3 classes"),
+    ],
+)
+@pytest.mark.parametrize("how", [match_networks, match_upwards])
+def test_bad_class_counts(how, counts, message):
+    with pytest.raises(FederationError, match=message):
+        how([network(4, 3, 3), network(4, 5, 3)], counts)
 
 
 @pytest.mark.parametrize(

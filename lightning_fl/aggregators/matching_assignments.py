@@ -1,0 +1,112 @@
+"""Tables of assignments: the atoms that clients' neurons became."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_fl.functional.matching import Matching
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Atoms of the neurons of each hidden layer, by client.
+Assignments = Mapping[int, Sequence[Sequence[int]]]
+
+
+def assignment_table(clients: Sequence[int], matchings: Sequence[Matching]) -> Tensor:
+    """Return assignments as one tensor, ``[clients, layers, 1 + neurons]``.
+
+    A row is the number of the client, then the atom of each of its neurons, then -1.
+
+    Args:
+        clients: Number of each client.
+        matchings: Matching of each hidden layer.
+    """
+    most = max(len(atoms) for matching in matchings for atoms in matching.assignments)
+    table = torch.full((len(clients), len(matchings), most + 1), -1)
+    for layer, matching in enumerate(matchings):
+        for row, atoms in enumerate(matching.assignments):
+            table[row, layer, 0] = clients[row]
+            table[row, layer, 1 : len(atoms) + 1] = atoms
+    return table
+
+
+def read_table(table: Tensor) -> dict[int, list[list[int]]]:
+    """Return the assignments of :func:`assignment_table`, by client and hidden layer.
+
+    Example:
+        >>> read_table(torch.tensor([[[7, 2, 0, -1]], [[9, 0, 1, 2]]]))
+        {7: [[2, 0]], 9: [[0, 1, 2]]}
+    """
+    return {
+        layers[0][0]: [[atom for atom in row[1:] if atom >= 0] for row in layers]
+        for layers in table.tolist()
+    }
+
+
+def table_fits(
+    table: Tensor,
+    widths: Sequence[int],
+    clients: int,
+    neurons: Callable[[int], Sequence[int]] | None = None,
+) -> bool:
+    """Say whether a table maps neurons to atoms that there are, each to one of its own.
+
+    Args:
+        table: See :func:`assignment_table`.
+        widths: Number of atoms of each hidden layer.
+        clients: Number of clients that there may be.
+        neurons: Returns the hidden widths of a client; None where they are not known.
+
+    Example:
+        >>> table_fits(torch.tensor([[[0, 2, 1]]]), widths=[3], clients=1)
+        True
+        >>> table_fits(torch.tensor([[[0, 2, 2]]]), widths=[3], clients=1)
+        False
+    """
+    rows = table.tolist()
+    if table.ndim != 3 or (rows and table.shape[1] != len(widths)):
+        return False
+    numbers = [layers[0][0] for layers in rows]
+    if len({*numbers}) < len(numbers):
+        return False
+    for client, layers in zip(numbers, rows, strict=True):
+        if not 0 <= client < clients or any(layer[0] != client for layer in layers):
+            return False
+        counts = [None] * len(widths) if neurons is None else neurons(client)
+        for layer, width, count in zip(layers, widths, counts, strict=True):
+            atoms = [atom for atom in layer[1:] if atom != -1]
+            is_known = all(0 <= atom < width for atom in atoms)
+            if not is_known or len({*atoms}) < len(atoms) or count not in (None, len(atoms)):
+                return False
+    return True
+
+
+def draw_assignments(assignments: Assignments, widths: Sequence[int]) -> Figure:
+    """Draw which atoms each client's neurons became, a panel a hidden layer.
+
+    Args:
+        assignments: Atoms of one client or more.
+        widths: Number of atoms of each hidden layer.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.8 + 2.2 * len(widths)), layout="constrained")
+    panels = figure.subplots(len(widths), 1, squeeze=False)[:, 0]
+    for layer, (axes, width) in enumerate(zip(panels, widths, strict=True)):
+        has = torch.zeros(len(assignments), width)
+        for row, layers in enumerate(assignments.values()):
+            has[row, layers[layer]] = 1
+        order = has.sum(0).argsort(descending=True, stable=True)
+        axes.imshow(has[:, order].numpy(), aspect="auto", cmap="Greys", interpolation="nearest")
+        axes.set(
+            xlabel=f"{width} neurons, those of most clients first",
+            ylabel=f"client, layer {layer + 1}",
+            yticks=range(len(assignments)),
+            yticklabels=list(assignments),
+        )
+    return figure

@@ -1,0 +1,133 @@
+"""The networks of clients, which may be narrower than the module's, and what they begin as."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fl.aggregators.matching_options import MatchingRuleOptions
+from lightning_fl.chain import Chain, Layers
+from lightning_fl.functional.randomness import (
+    Purpose,
+    derive_seed,
+    generator,
+    run_seed,
+    seeded_rng,
+)
+from lightning_fl.types import FederationError
+
+Shapes = list[tuple[int, int]]
+
+
+class ClientNetworks:
+    """Networks of clients, and the vectors of the module's shape that they are sent as.
+
+    A client that is narrower than the module fills its vector up with neurons of weight zero.
+
+    Args:
+        chain: The layers of the module, with the shapes that clients train.
+        options: Options of the rule.
+    """
+
+    def __init__(self, chain: Chain, options: MatchingRuleOptions) -> None:
+        self.chain, self.options = chain, options
+        #: Shapes of the module's layers, and what it came with.
+        self.shapes, self.initial = chain.shapes, chain.read()
+
+    def widths(self, client: int) -> list[int]:
+        """Return the hidden widths of a client."""
+        if (widths := self.options.widths) is None:
+            return [width for width, _ in self.shapes[:-1]]
+        return [widths[client % len(widths)]] * (len(self.shapes) - 1)
+
+    def shapes_of(self, client: int) -> Shapes:
+        """Return the shapes of a client's layers."""
+        widths = self.widths(client)
+        outs, ins = [*widths, self.shapes[-1][0]], [self.shapes[0][1], *widths]
+        return list(zip(outs, ins, strict=True))
+
+    def network(self, vector: Tensor, client: int) -> Layers:
+        """Return the network of a client."""
+        return self._narrowed(self.chain.unpack(vector, self.shapes), client)
+
+    def vector(self, layers: Layers) -> Tensor:
+        """Return the vector of a client's network."""
+        return self.chain.pack(padded(layers, self.shapes))
+
+    def first(self, client: int, server: Tensor) -> Layers:
+        """Return the network that a client begins with.
+
+        Args:
+            client: Number of the client.
+            server: The vector of the module's network.
+        """
+        if self.options.start == "server":
+            return self.network(server.clone(), client)
+        key = (run_seed(self.options.seed), Purpose.NEURONS, client)
+        if (std := self.options.std) is None:
+            with seeded_rng(derive_seed(*key), server.device):
+                return self._narrowed(self.chain.drawn(), client)
+        random, mean = generator(*key), self.options.bias_mean
+        layers = [
+            (std * torch.randn(w.shape, generator=random), torch.full(b.shape, mean))
+            for w, b in self.chain.unpack(server, self.shapes)
+        ]
+        return self._narrowed(layers, client)
+
+    def check(self, example: Any, rule: str) -> None:
+        """Refuse a module whose neurons cannot be matched, and widths that do not fit it.
+
+        Args:
+            example: A batch ``(x, ...)`` of training samples.
+            rule: Name of the rule, for errors.
+        """
+        if not (isinstance(example, list | tuple) and isinstance(example[0], Tensor)):
+            raise FederationError(
+                f"{rule} looks at what the module makes of x in a batch (x, ...), and a batch is a"
+                f" {type(example).__name__}: let the data be such tuples"
+            )
+        try:
+            is_inert = self.chain.check_order(example[0])
+        except NotImplementedError as error:
+            raise FederationError(
+                f"{rule} looks at what the module makes of x, and"
+                f" {type(self.chain.module).__name__} has no forward(x): write one"
+            ) from error
+        narrow = min(width for width, _ in self.shapes[:-1])
+        if (widths := self.options.widths) is not None and max(widths) > narrow:
+            raise FederationError(
+                f"widths has {max(widths)} neurons, the module's network {narrow}: give the"
+                " module the width of the widest client"
+            )
+        if widths is not None and not is_inert:
+            raise FederationError(
+                "widths gives clients networks of different widths, and the module's activation"
+                " does not map 0 to 0: use ReLU or tanh, or leave widths out"
+            )
+
+    def _narrowed(self, layers: Layers, client: int) -> Layers:
+        each = zip(layers, self.shapes_of(client), strict=True)
+        return [(weight[:out, :into], bias[:out]) for (weight, bias), (out, into) in each]
+
+
+def padded(layers: Layers, shapes: Shapes, bias: float = 0.0) -> Layers:
+    """Add neurons of weight zero to a network.
+
+    Args:
+        layers: The network.
+        shapes: Shapes that its layers are to have.
+        bias: Bias of the neurons that are added.
+
+    Example:
+        >>> padded([(torch.ones(1, 1), torch.ones(1))], [(2, 1)], bias=0.5)
+        [(tensor([[1.],
+                [0.]]), tensor([1.0000, 0.5000]))]
+    """
+    wide = []
+    for (weight, own), shape in zip(layers, shapes, strict=True):
+        wide.append((weight.new_zeros(*shape, *weight.shape[2:]), own.new_full(shape[:1], bias)))
+        wide[-1][0][: weight.shape[0], : weight.shape[1]] = weight
+        wide[-1][1][: len(own)] = own
+    return wide
