@@ -39,8 +39,7 @@ from torch import nn
 
 from lightning_fl import ClientModule, Lanes
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.datamodules.federated import InMemory
+from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.models import CifarCNN, KeywordCNN, MLPClassifier
 from lightning_fl.objectives import RepresentationMatching
 from lightning_fl.policies import Schedule

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fl.datamodules.federated import FederatedDataModule, InMemory
+from lightning_fl.datamodules.federated import FederatedDataModule
+from lightning_fl.datamodules.storage import InMemory
 from lightning_fl.files import data_root
 from lightning_fl.partition import Partition
 from lightning_fl.types import FederationError
