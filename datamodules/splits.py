@@ -35,6 +35,14 @@ class Split:
     arrivals: list[list[Tensor]] = field(default_factory=list)
 
     @property
+    def clients(self) -> list[Tensor]:
+        """All samples of each client, its own test samples too."""
+        if not self.local_tests:
+            return self.parts
+        pairs = zip(self.parts, self.local_tests, strict=True)
+        return [torch.cat(pair).sort().values for pair in pairs]
+
+    @property
     def checksum(self) -> str:
         """A digest of the split."""
         return checksum([part for parts in self.arrivals for part in parts])
@@ -63,11 +71,8 @@ class Split:
             seed: Seed of the split.
         """
         labels = torch.zeros(n) if self.labels is None else self.labels  # floating: no classes
-        parts = self.parts
-        if self.local_tests:  # before tests are taken out: a run with the manifest takes them again
-            pairs = zip(parts, self.local_tests, strict=True)
-            parts = [torch.cat(pair).sort().values for pair in pairs]
-        return Manifest.of(rule, parts, labels, seed)
+        # With the test samples: a run with the manifest splits them off again.
+        return Manifest.of(rule, self.clients, labels, seed)
 
 
 def split_samples(

@@ -5,10 +5,7 @@ from itertools import chain
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
-from torch.utils.data import (
-    Dataset,
-    TensorDataset,
-)
+from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.types import RoundPlan
@@ -75,6 +72,13 @@ class Lists(Dataset):
 
     def __getitem__(self, i):
         return [self.x[i], self.y[i]]
+
+
+class Dicts(Lists):
+    """Samples are dictionaries."""
+
+    def __getitem__(self, i):
+        return {"x": self.x[i], "y": self.y[i]}
 
 
 def having(**attributes):

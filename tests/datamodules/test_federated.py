@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from torch.utils.data import (
-    TensorDataset,
-)
+from torch.utils.data import TensorDataset
 
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.types import FederationError
-from numbered import Lists, Watch, federated, lists, numbered, numbers
+from numbered import Dicts, Lists, Watch, federated, lists, numbered, numbers
 
 
 def test_setup_splits_once_and_a_test_needs_no_training_samples():
@@ -43,11 +41,6 @@ def test_too_few_validation_samples_for_the_processes_are_refused_at_the_start()
     data._processes = lambda: (0, 3)
     with pytest.raises(FederationError, match="2 validation samples cannot be shared by 3"):
         data.setup("fit")
-
-
-class Dicts(Lists):
-    def __getitem__(self, i):
-        return {"x": self.x[i], "y": self.y[i]}
 
 
 @pytest.mark.parametrize(

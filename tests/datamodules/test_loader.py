@@ -5,28 +5,16 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    Dataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.datamodules import loader as loader_module
 from lightning_fl.datamodules.loader import Batches, round_loader
 from lightning_fl.functional import Purpose, derive_seed
 from lightning_fl.functional.randomness import seeded_rng
-from lightning_fl.partition import (
-    QuantitySkew,
-)
+from lightning_fl.partition import QuantitySkew
 from lightning_fl.types import ClientBatches, RoundPlan
-from numbered import Lists, batches, federated, held, lists, numbered, numbers, plan
-
-
-class Dicts(Lists):
-    def __getitem__(self, i):
-        return {"x": self.x[i], "y": self.y[i]}
+from numbered import Dicts, Lists, batches, federated, held, lists, numbered, numbers, plan
 
 
 class Fetches(Lists):

@@ -5,10 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import (
-    Subset,
-    TensorDataset,
-)
+from torch.utils.data import Subset, TensorDataset
 
 from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.datamodules.splits import hold_out, labels_of

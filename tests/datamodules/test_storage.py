@@ -2,12 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.types import FederationError
@@ -93,3 +88,8 @@ def test_an_empty_data_set_is_refused_by_name(name):
     data = FederatedDataModule(**{"train": numbered(), name: numbered(0)})
     with pytest.raises(FederationError, match=f"{name} has no samples"):
         data.setup()
+
+
+def test_held_out_samples_stay_in_memory():
+    assert isinstance(federated(val_size=6).val, InMemory)
+    assert isinstance(federated(Own(*numbered().tensors), val_size=6).val, Subset)
