@@ -273,6 +273,11 @@ def test_what_does_not_go_together(simulate, trainer, data, blobs, linear, forei
     x, y = blobs().tensors
     with pytest.raises(FederationError, match="set value, of the mark"):
         simulate(Backdoor(), datamodule=data(train=Samples(x, y)))
+    with pytest.raises(FederationError, match="FederatedDataModule whose samples have classes"):
+        simulate(LabelFlip(), datamodule=data(train=list(blobs())))
+    unmeasured = FederatedDataModule(blobs(), num_clients=4, val_size=0)
+    with pytest.raises(FederationError, match="the server has none: set val_size"):
+        simulate(Backdoor(), datamodule=unmeasured)
     with pytest.raises(FederationError, match=r"size=7 does not fit into samples of shape \(6,\)"):
         simulate(Backdoor(size=7))
     pictures = FederatedDataModule(
