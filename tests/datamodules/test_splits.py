@@ -231,6 +231,11 @@ def test_only_rules_that_know_their_clients_can_do_without_a_number(tmp_path):
             federated(partition=rule, num_clients=None)
 
 
+def test_local_tests_leave_a_sample_to_train_on():
+    data = federated(numbered(8), num_clients=4, local_test_size=0.99)
+    assert [len(part) for part in data.parts] == [len(test) for test in data.local_tests] == [1] * 4
+
+
 # --- manifests ------------------------------------------------------------------------------------
 
 
@@ -315,6 +320,9 @@ def test_samples_arrive_in_steps(blobs):
         each = [parts[client] for parts in steps]
         assert {len(part) for part in each} == {7, 8}
         assert torch.equal(torch.cat(each).sort().values, whole.parts[client])
+    first = zip(whole.parts, steps[0], strict=True)
+    places = {tuple(torch.searchsorted(part, step).tolist()) for part, step in first}
+    assert len(places) == 4  # every client has an order of its own
     data.arrive(4)  # the first step again
     assert all(torch.equal(a, b) for a, b in zip(data.present, steps[0], strict=True))
     assert data.smallest_batch.tolist() == [3] * 4  # of 7 samples in batches of 4
