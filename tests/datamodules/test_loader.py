@@ -9,6 +9,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.datamodules import loader as loader_module
+from lightning_fl.datamodules.batches import Batch
 from lightning_fl.datamodules.loader import Batches, round_loader
 from lightning_fl.functional import Purpose, derive_seed
 from lightning_fl.functional.randomness import seeded_rng
@@ -256,3 +257,19 @@ def test_workers_read_from_the_memory_of_the_host(monkeypatch, num_workers, devi
     batches = Batches(InMemory(*numbered().tensors), default_collate)
     round_loader(batches, None, torch.device("meta"), num_workers)
     assert batches.data.device.type == device
+
+
+def test_local_steps_are_those_of_the_batches_in_the_order_in_which_they_were_handed_out():
+    reader = Batches(InMemory(*numbered(12).tensors), default_collate)
+    index = torch.arange(12).view(2, 6)  # two batches of three steps, read ahead of the training
+    handed = [reader[Batch(row, [], stepwise=3)] for row in index]
+    assert numbers(handed) == [[0, 1], [6, 7]]
+    for row in index.tolist():
+        fetch = reader.local_steps()
+        assert numbers(fetch(step, False) for step in range(3)) == [row[:2], row[2:4], row[4:]]
+
+
+def test_any_samples_are_evaluated_from_memory():
+    loader = federated().evaluation_loader(numbered(5))
+    assert isinstance(loader.dataset.data, InMemory)
+    assert numbers(loader) == [[0, 1, 2, 3, 4]]
