@@ -31,14 +31,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_fl import ClientModule, Lanes
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.datamodules.federated import (
-    Batches,
-    InMemory,
-    RoundBatches,
-    RoundLoader,
-    client_batches,
-)
+from lightning_fl.datamodules import FederatedDataModule, InMemory
+from lightning_fl.datamodules.batches import Batching, RoundBatches, client_batches
+from lightning_fl.datamodules.loader import Batches, RoundLoader
 from lightning_fl.functional import Purpose, generator
 from lightning_fl.models import CifarCNN, KeywordCNN, MLPClassifier
 from lightning_fl.objectives import RepresentationMatching
@@ -134,7 +129,7 @@ class Federation:
                 islice(
                     client_batches(
                         self.parts[client],
-                        self.batch_size,
+                        Batching(self.batch_size),
                         generator(SEED, Purpose.BATCHES, round, client),
                     ),
                     self.steps,
@@ -382,13 +377,7 @@ class PlannedData(LightningDataModule):
         problem, clients = self.problem, torch.arange(self.problem.clients)
         epoch = self.trainer.current_epoch if self.trainer else 0
         plan = RoundPlan(SEED, epoch, clients, torch.full_like(clients, problem.steps))
-        sampler: Any = RoundBatches(
-            plan,
-            problem.parts,
-            batch_size=problem.batch_size,
-            replacement=False,
-            drop_last=False,
-        )
+        sampler: Any = RoundBatches(plan, problem.parts, Batching(problem.batch_size))
         return RoundLoader(self.data, sampler=sampler, batch_size=None, collate_fn=_as_it_is)
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fl.callbacks.faults import OnUpdates
 from lightning_fl.federation.measures import accuracy, evaluating, on_device
 from lightning_fl.functional.randomness import Purpose, generator, run_seed
 from lightning_fl.types import FederationError, RoundPlan
+
+#: From inputs and labels, ``[n, ...]`` and ``[n]``, to others of the same shapes.
+Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Attack(OnUpdates):
@@ -115,35 +119,97 @@ class ClientAttack(Attack):
         return update * (sign * self.strength)
 
 
-class DataAttack(Attack):
-    """Some clients train on samples that they have changed.
+@runtime_checkable
+class ReplaceableData(Protocol):
+    """What an attack on data needs of a data module (``datamodules.FederatedDataModule``)."""
 
-    The data module has them changed while a fit lasts. Samples are tuples whose first part is the
-    input and whose last is the number of a class.
+    train: Any
+    val: Any
+    #: Training samples of each client.
+    parts: list[Tensor]
+    #: Class of each training sample, ``[n]``.
+    class_labels: Tensor | None
+
+    def replace_samples(self, train: Dataset[Any]) -> None:
+        """Train on other samples at the same indices, until :meth:`restore_samples`."""
+
+    def restore_samples(self) -> None:
+        """Train on the original samples again."""
+
+    def evaluation_loader(self, data: Dataset[Any]) -> Iterable[Any]:
+        """Return a loader of any samples, in order."""
+
+
+class Changed(Dataset[Any]):
+    """A map-style data set, some of whose samples are changed when they are read."""
+
+    def __init__(self, data: Any, index: Tensor, change: Change) -> None:
+        self.data, self.index, self.change = data, set(index.tolist()), change
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> Any:
+        x, *rest, y = self.data[i]
+        if i in self.index:
+            (x,), (label,) = self.change(x[None], torch.as_tensor(y)[None])
+            y = label if isinstance(y, Tensor) else int(label)
+        return (x, *rest, y)
+
+
+def changed(data: Any, index: Tensor, change: Change) -> Dataset[Any]:
+    """Return a data set some of whose samples are changed: tensors at once, others when read.
+
+    Args:
+        data: Samples are tuples; the first part is the input, the last the label.
+        index: Indices of the samples to change, ``[k]``.
+        change: The change.
+
+    Example:
+        >>> data = TensorDataset(torch.zeros(3), torch.arange(3))
+        >>> changed(data, torch.tensor([2]), lambda x, y: (x + 1, y - 2))[2]
+        (tensor(1.), tensor(0))
+    """
+    # A child class with its own __getitem__ may return something else than its tensors.
+    if type(data).__getitem__ is not TensorDataset.__getitem__:
+        return Changed(data, index, change)
+    x, *rest, y = data.tensors
+    new_x, new_y = change(x[index], y[index])
+    return TensorDataset(x.index_copy(0, index, new_x), *rest, y.index_copy(0, index, new_y))
+
+
+class DataAttack(Attack):
+    """Some clients train on samples that they have changed, for the duration of a fit.
+
+    Samples are tuples whose first part is the input and whose last is the number of a class.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Change the attackers' samples before anyone reads them."""
+        """Change the attackers' samples before they are read."""
         super().setup(trainer, pl_module, stage)
-        if stage == "fit":
-            data: Any = trainer.datamodule  # type: ignore[attr-defined]
-            labels = getattr(data, "class_labels", None)
-            if labels is None or not hasattr(data, "with_changes"):
-                raise FederationError(
-                    f"{type(self).__name__} changes the labels of samples: it needs a"
-                    " FederatedDataModule whose samples have classes"
-                )
-            if labels.is_floating_point() or labels.ndim != 1:
-                raise FederationError(
-                    f"{type(self).__name__} needs labels that are numbers of classes, one a sample"
-                )
-            self._data, self._classes = data, int(labels.max()) + 1
-            self._seed = seed = run_seed(self._loop.seed)
-            who = sorted(self.attackers(seed, len(data.parts)))
-            index = [self.chosen(data.parts[c], generator(seed, Purpose.BACKDOOR, c)) for c in who]
-            every = torch.cat([data.parts[0][:0], *index])
-            self._loop.undo.callback(data.restore_samples)
-            data.change_samples(every, self.change)
+        if stage != "fit":
+            return
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, ReplaceableData) or (labels := data.class_labels) is None:
+            raise FederationError(
+                f"{type(self).__name__} changes the labels of samples: it needs a"
+                " FederatedDataModule whose samples have classes"
+            )
+        if labels.is_floating_point() or labels.ndim != 1:
+            raise FederationError(
+                f"{type(self).__name__} needs labels that are numbers of classes, one a sample"
+            )
+        self._data, self._classes = data, int(labels.max()) + 1
+        self.prepare(data)
+        self._seed = seed = run_seed(self._loop.seed)
+        who = sorted(self.attackers(seed, len(data.parts)))
+        index = [self.chosen(data.parts[c], generator(seed, Purpose.BACKDOOR, c)) for c in who]
+        every = torch.cat([data.parts[0][:0], *index])
+        self._loop.undo.callback(data.restore_samples)
+        data.replace_samples(changed(data.train, every, self.change))
+
+    def prepare(self, data: ReplaceableData) -> None:  # most attacks fit all data
+        """Refuse data that do not fit the attack, before samples are changed."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a checkpoint with another seed: it has chosen others."""
@@ -250,26 +316,22 @@ class Backdoor(DataAttack):
         self.target, self.poisoned, self.strength = target, poisoned, strength
         self.size, self.value, self.name = size, value, name
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what has no classes; see :class:`DataAttack`."""
-        if stage == "fit":
-            data: Any = trainer.datamodule  # type: ignore[attr-defined]
-            tensors = getattr(getattr(data, "train", None), "tensors", None)
-            if self.value is None and tensors is None:
-                raise FederationError(
-                    "Backdoor cannot look for the largest number in samples that are not in"
-                    " memory: set value, of the mark"
-                )
-            if tensors is not None:
-                self._check(tensors[0])
-                self.value = float(tensors[0].max()) if self.value is None else self.value
-            if getattr(data, "val", None) is None:
-                raise FederationError(
-                    "Backdoor is measured on validation samples, and the server has none: set"
-                    " val_size"
-                )
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit" and self.target >= self._classes:
+    def prepare(self, data: ReplaceableData) -> None:
+        """Choose the value of the mark, and refuse data that do not fit the options."""
+        tensors = data.train.tensors if isinstance(data.train, TensorDataset) else None
+        if self.value is None and tensors is None:
+            raise FederationError(
+                "Backdoor cannot look for the largest number in samples that are not in"
+                " memory: set value, of the mark"
+            )
+        if tensors is not None:
+            self._check(tensors[0])
+            self.value = float(tensors[0].max()) if self.value is None else self.value
+        if data.val is None:
+            raise FederationError(
+                "Backdoor is measured on validation samples, and the server has none: set val_size"
+            )
+        if self.target >= self._classes:
             raise FederationError(f"target must be below {self._classes}, got {self.target}")
 
     def _check(self, x: Tensor) -> None:
@@ -310,7 +372,7 @@ class Backdoor(DataAttack):
         if self._loop.plan_of_the_round is None:  # the round was cut short
             return
         data, module = self._data, self._loop.runner.module
-        asked = data.with_changes(data.val, torch.arange(len(data.val)), self._asked)
+        asked = changed(data.val, torch.arange(len(data.val)), self._asked)
         hits = torch.zeros(2, dtype=torch.float64, device=module.device)
         with evaluating(module), torch.no_grad():
             for batch in data.evaluation_loader(asked):

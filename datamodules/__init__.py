@@ -4,11 +4,12 @@ from lightning_fl.datamodules.audio import AudioDataModule, Augment, Clip, Clips
 from lightning_fl.datamodules.cifar10 import CIFAR10
 from lightning_fl.datamodules.digits import Digits
 from lightning_fl.datamodules.fashion_mnist import FashionMNIST
-from lightning_fl.datamodules.federated import FederatedDataModule, InMemory
+from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.images import ImageDataModule, TorchvisionDataModule
 from lightning_fl.datamodules.mnist import MNIST
 from lightning_fl.datamodules.speech_commands import SpeechCommands
 from lightning_fl.datamodules.spoken_digits import SpokenDigits
+from lightning_fl.datamodules.storage import InMemory
 
 __all__ = [
     "CIFAR10",

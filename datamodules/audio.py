@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torchaudio.functional import resample
 from torchaudio.transforms import FrequencyMasking, MelSpectrogram, TimeMasking
 
-from lightning_fl.datamodules.federated import FederatedDataModule, InMemory
+from lightning_fl.datamodules.federated import FederatedDataModule
+from lightning_fl.datamodules.storage import InMemory
 from lightning_fl.files import data_root
 from lightning_fl.partition import Partition
 from lightning_fl.types import FederationError

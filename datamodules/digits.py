@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from lightning_fl.datamodules.federated import InMemory, hold_out
 from lightning_fl.datamodules.images import ImageDataModule
+from lightning_fl.datamodules.splits import hold_out
+from lightning_fl.datamodules.storage import InMemory
 from lightning_fl.functional.randomness import Purpose, generator
 
 

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_fl.datamodules.federated import FederatedDataModule, InMemory
+from lightning_fl.datamodules.federated import FederatedDataModule
+from lightning_fl.datamodules.storage import InMemory
 from lightning_fl.files import data_root
 from lightning_fl.partition import Partition
 from lightning_fl.types import FederationError
@@ -66,6 +67,7 @@ class ImageDataModule(FederatedDataModule):
         if bad := [a for a in rotations if not isinstance(a, int) or a % 90]:
             raise FederationError(f"rotations must be multiples of 90 degrees, got {bad[0]!r}")
         self.rotations = list(rotations)
+        self._cache: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         super().__init__(
             partition=partition,
             num_clients=num_clients,
@@ -86,9 +88,7 @@ class ImageDataModule(FederatedDataModule):
         if not self.rotations:
             return
         if self.parts and not is_split:
-            tests = self.local_tests or [torch.empty(0, dtype=torch.int64)] * len(self.parts)
-            own = [torch.cat(both) for both in zip(self.parts, tests, strict=True)]
-            self._turn(self.train, own)
+            self._turn(self.train, self.split.clients)
             self._turn(self.val, self._dealt(self.val))
         if not is_tested:
             self._turn(self.test, self._dealt(self.test))
@@ -119,14 +119,14 @@ class ImageDataModule(FederatedDataModule):
         return x.to(dtype).sub_(shift).div_(scale), *rest
 
     def _statistics(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        # Kept for the fit: making them anew would cost two transfers to the device a step.
-        if self.__dict__.get("_kept", (None,))[0] != (device, dtype):
+        # Cached: new ones would cost two transfers to the device per step.
+        if (device, dtype) not in self._cache:
             shift, scale = (
                 torch.tensor(v, dtype=dtype, device=device).mul_(self.white)[:, None, None]
                 for v in (self.mean, self.std)
             )
-            self._kept = (device, dtype), shift, scale
-        return self._kept[1:]
+            self._cache[device, dtype] = shift, scale
+        return self._cache[device, dtype]
 
 
 class TorchvisionDataModule(ImageDataModule, ABC):

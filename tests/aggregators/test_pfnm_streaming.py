@@ -195,6 +195,6 @@ def test_a_stream_without_matching(fit, data):
     """Arrivals belong to the data: any rule sees the round's samples alone."""
     samples = data(arrivals=3)
     loop = fit(module(), FederatedLoop(aggregator=FedAvg()), samples, rounds=4)
-    each = [int(torch.tensor([len(part) for part in parts]).sum()) for parts in samples._arrivals]
+    each = [sum(map(len, parts)) for parts in samples.split.arrivals]
     assert [row["num_samples"] for row in loop.rows] == [*each, each[0]]
     assert sum(each) == len(samples.train)

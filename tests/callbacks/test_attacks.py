@@ -3,11 +3,12 @@
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fl import Lanes
 from lightning_fl.aggregators import CoordinateMedian, FedAvg, NormClipping
 from lightning_fl.callbacks import Backdoor, ClientAttack, FederatedLoop, LabelFlip, RoundCheckpoint
+from lightning_fl.callbacks.attacks import changed
 from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
@@ -82,6 +83,22 @@ def test_flipped_labels_are_those_of_attackers_and_of_this_fit(simulate, data, b
     assert torch.equal(seen["x"], x)
     now = torch.tensor([int(samples.train[i][1]) for i in range(len(x))])
     assert torch.equal(now, y)  # as they were
+
+
+def test_samples_are_changed_as_their_data_set_returns_them():
+    class Shifted(TensorDataset):
+        def __getitem__(self, i):
+            x, y = super().__getitem__(i)
+            return x + 10, y
+
+    x, y, chosen = torch.arange(3.0), torch.tensor([0, 1, 2]), torch.tensor([1])
+    other = lambda x, y: (2 * x, y + 5)  # noqa: E731
+    for kind, expected in ((TensorDataset, [0.0, 2.0, 2.0]), (Shifted, [10.0, 22.0, 12.0])):
+        found = changed(kind(x, y), chosen, other)
+        assert [float(found[i][0]) for i in range(len(found))] == expected
+        assert [int(found[i][1]) for i in range(len(found))] == [0, 6, 2]
+    assert x.tolist() == [0, 1, 2]
+    assert y.tolist() == [0, 1, 2]
 
 
 def test_attacked_data_give_the_same_run_in_memory_or_not_and_in_lanes(simulate, data, blobs):
@@ -256,6 +273,11 @@ def test_what_does_not_go_together(simulate, trainer, data, blobs, linear, forei
     x, y = blobs().tensors
     with pytest.raises(FederationError, match="set value, of the mark"):
         simulate(Backdoor(), datamodule=data(train=Samples(x, y)))
+    with pytest.raises(FederationError, match="FederatedDataModule whose samples have classes"):
+        simulate(LabelFlip(), datamodule=data(train=list(blobs())))
+    unmeasured = FederatedDataModule(blobs(), num_clients=4, val_size=0)
+    with pytest.raises(FederationError, match="the server has none: set val_size"):
+        simulate(Backdoor(), datamodule=unmeasured)
     with pytest.raises(FederationError, match=r"size=7 does not fit into samples of shape \(6,\)"):
         simulate(Backdoor(size=7))
     pictures = FederatedDataModule(

@@ -1,0 +1,235 @@
+"""Which samples make up each batch of a round and of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from lightning_fl.functional.randomness import Purpose, generator
+from lightning_fl.types import FederationError, RoundPlan
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How a client's samples become batches.
+
+    Args:
+        size: Samples per batch; None, or more than the client has, is all of them.
+        replacement: Draw every batch from all samples instead of passing over them.
+        drop_last: Leave out the incomplete batch of a pass, unless it is the only one.
+
+    Example:
+        >>> batching = Batching(size=4)
+        >>> batching.count(torch.tensor([10])), batching.smallest(torch.tensor([10]))
+        (tensor([3]), tensor([2]))
+    """
+
+    size: int | None = None
+    replacement: bool = False
+    drop_last: bool = False
+
+    def full(self, n: Tensor) -> Tensor:
+        """Return the size of a full batch of clients with ``n`` samples, ``[k]``."""
+        return n if self.size is None else n.clamp(max=self.size)
+
+    def count(self, n: Tensor) -> Tensor:
+        """Return the number of batches in one pass over ``n`` samples, ``[k]``."""
+        size = self.full(n)
+        return n // size if self.drop_last else (n + size - 1) // size
+
+    def smallest(self, n: Tensor) -> Tensor:
+        """Return the size of the smallest batch in one pass over ``n`` samples, ``[k]``."""
+        size = self.full(n)
+        return size if self.drop_last or self.replacement else (n - 1) % size + 1
+
+    def sizes(self, n: Tensor, start: int, count: int) -> Tensor:
+        """Return the sizes of consecutive batches of clients with ``n`` samples.
+
+        Args:
+            n: Samples of each client, ``[k]``.
+            start: Number of batches before.
+            count: Number of batches.
+
+        Returns:
+            Sizes, ``[count, k]``.
+        """
+        size = self.full(n)
+        if self.drop_last or self.replacement:
+            return size.expand(count, -1)
+        batches = self.count(n)
+        is_last = torch.arange(start, start + count)[:, None] % batches == batches - 1
+        return torch.where(is_last, n - (batches - 1) * size, size)
+
+
+def client_batches(
+    part: Tensor, batching: Batching, generator: torch.Generator
+) -> Iterator[Tensor]:
+    """Yield a client's batches without end, one shuffled pass over its samples after another.
+
+    Args:
+        part: Indices of the client's samples, ``[n]``.
+        batching: How they become batches.
+        generator: Source of the order.
+
+    Example:
+        >>> batches = client_batches(torch.arange(5), Batching(2), torch.Generator().manual_seed(0))
+        >>> sorted(torch.cat([next(batches) for _ in range(3)]).tolist())
+        [0, 1, 2, 3, 4]
+    """
+    n = len(part)
+    size = n if batching.size is None else min(batching.size, n)
+    while True:
+        if batching.replacement:
+            yield part[torch.randint(n, (size,), generator=generator)]
+            continue
+        order = part.index_select(0, torch.randperm(n, generator=generator))
+        for at in range(0, n - n % size if batching.drop_last else n, size):
+            yield order[at : at + size]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of a batch, and the keys of the random streams that their transforms may use.
+
+    Args:
+        index: Indices of the samples, ``[n]``.
+        keys: One key for the batch, or one for each client and local step in it.
+        sizes: Number of samples of each client and local step, which are collated separately; None
+            collates all samples together.
+        stepwise: Number of local steps, of equal size, of which only the first is fetched; 0
+            fetches the whole batch.
+    """
+
+    index: Tensor
+    keys: Sequence[tuple[int, ...]]
+    sizes: Sequence[int] | None = None
+    stepwise: int = 0
+
+    @classmethod
+    def evaluation(cls, index: Tensor, seed: int) -> Batch:
+        """Return a batch of validation, test or prediction."""
+        return cls(index, [(seed, Purpose.EVALUATION_SAMPLES, int(index[0]))])
+
+
+class OwnBatches(DistributedSampler[Batch]):
+    """Whole batches, for a loader with ``batch_size=None``.
+
+    It is a DistributedSampler in name only: Lightning then leaves it as it is on several processes,
+    instead of distributing the batches again.
+    """
+
+    def __init__(self) -> None:
+        """Skip the constructor of torch, which distributes samples."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: the batches depend on the plan alone."""
+
+
+class RoundBatches(OwnBatches):
+    """The batches of a round, client after client; iterating twice gives the same batches.
+
+    With several clients (lanes) or local steps per batch the samples are in the order ``[steps,
+    lanes, samples]``. A lane with fewer samples than another, or none left, is padded with its own
+    first sample, unless the samples of each client are collated separately.
+
+    Args:
+        plan: Plan of the round.
+        parts: Indices of each client's samples.
+        batching: How the samples of a client become batches.
+        rank: Which share of every batch to take (DDP inside a client).
+        world_size: Number of shares.
+        apart: Whether to collate the samples of each client and local step separately.
+    """
+
+    def __init__(
+        self,
+        plan: RoundPlan,
+        parts: Sequence[Tensor],
+        batching: Batching,
+        rank: int = 0,
+        world_size: int = 1,
+        apart: bool = False,
+    ) -> None:
+        self.plan, self.parts, self.batching, self.apart = plan, parts, batching, apart
+        self.rank, self.world_size = rank, world_size
+
+    def __len__(self) -> int:
+        return len(self.plan.schedule)
+
+    def __iter__(self) -> Iterator[Batch]:
+        plan, steps, clients = self.plan, self.plan.num_steps.tolist(), self.plan.clients.tolist()
+        streams: dict[int, Iterator[Tensor]] = {}
+        for step in plan.schedule:
+            if not step.rows:  # no client on this process: one sample, which the loop ignores
+                yield Batch(self.parts[clients[0]][:1], [(plan.seed, Purpose.SAMPLES)])
+                continue
+            if step.first:
+                streams = {row: self._client(clients[row]) for row in step.rows}
+            index, keys = [], []
+            for i in range(step.start, step.start + step.steps):
+                for row in step.rows:
+                    client = clients[row]
+                    padding = self.parts[client][: 0 if self.apart else 1]
+                    index.append(next(streams[row]) if i < steps[row] else padding)
+                    keys.append((plan.seed, Purpose.SAMPLES, plan.round, client, i))
+            if self.apart:
+                yield Batch(torch.cat(index), keys, [len(part) for part in index])
+                continue
+            samples = torch.cat(_padded(index))
+            # A process without a share takes one sample, to which the loop gives no weight.
+            share = samples[self.rank :: self.world_size]
+            stepwise = step.steps if plan.stepwise else 0
+            yield Batch(share if len(share) else samples[:1], keys, stepwise=stepwise)
+
+    def _client(self, client: int) -> Iterator[Tensor]:
+        order = generator(self.plan.seed, Purpose.BATCHES, self.plan.round, client)
+        return client_batches(self.parts[client], self.batching, order)
+
+
+def _padded(rows: list[Tensor]) -> list[Tensor]:
+    """Pad rows to one length with their own first elements."""
+    length = max(len(row) for row in rows)
+    return [
+        row if len(row) == length else torch.cat([row, row[:1].expand(length - len(row))])
+        for row in rows
+    ]
+
+
+class EvaluationBatches(OwnBatches):
+    """Samples in order, in the same number of batches on every process.
+
+    Args:
+        n: Number of samples.
+        batch_size: Largest number of samples per batch.
+        seed: Seed of the run, for random transforms.
+        rank: Index of this process.
+        world_size: Number of processes that share the samples.
+
+    Raises:
+        FederationError: If there are fewer samples than processes.
+    """
+
+    def __init__(
+        self, n: int, batch_size: int, seed: int = 0, rank: int = 0, world_size: int = 1
+    ) -> None:
+        if n < world_size:
+            raise FederationError(
+                f"{n} samples cannot be evaluated by {world_size} processes, each needs one at"
+                " least: lower devices, or use more samples"
+            )
+        if world_size == 1:
+            batches = torch.arange(n).split(batch_size)
+        else:
+            each = min(-(-n // (batch_size * world_size)), n // world_size)
+            batches = torch.arange(n).tensor_split(each * world_size)
+        self.batches, self.seed = batches[rank::world_size], seed
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (Batch.evaluation(index, self.seed) for index in self.batches)

@@ -1,0 +1,69 @@
+"""Training on the samples of all clients together: the centralized baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_fl.datamodules.batches import Batch, Batching, OwnBatches, RoundBatches
+from lightning_fl.types import RoundPlan
+
+
+class EpochBatches(OwnBatches):
+    """Shuffled batches, in a new order each time that a loader starts an epoch.
+
+    An epoch is a round of one client that holds all samples.
+
+    Args:
+        trainer: Knows the epoch; None is epoch 0.
+        part: Indices of the samples, ``[n]``.
+        batching: How they become batches.
+        seed: Seed of the run.
+        rank: Which share of every batch to take.
+        world_size: Number of shares.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer | None,
+        part: Tensor,
+        batching: Batching,
+        seed: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self.trainer, self.seed = trainer, seed
+        self.part, self.batching = part, batching
+        self.steps = batching.count(torch.tensor([len(part)]))
+        self.rank, self.world_size = rank, world_size
+
+    def __len__(self) -> int:
+        return int(self.steps)
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, done = _position(self.trainer)
+        plan = RoundPlan(self.seed, epoch, torch.zeros_like(self.steps), self.steps)
+        batches = RoundBatches(plan, [self.part], self.batching, self.rank, self.world_size)
+        return islice(batches, done, None)
+
+
+def _position(trainer: Trainer | None) -> tuple[int, int]:
+    """Return the epoch that a loader starts, and how many of its batches are done already."""
+    if trainer is None:
+        return 0, 0
+    loop: Any = trainer.fit_loop  # its counters are typed as their base class, with fewer fields
+    if not loop.is_resuming:
+        return trainer.current_epoch, 0
+    # The loader starts before the loop has corrected what the checkpoint holds: for a checkpoint
+    # at the end of an epoch, or in its last batch, current_epoch still is that epoch.
+    epoch, batch = loop.epoch_progress.current, loop.epoch_loop.batch_progress
+    if epoch.started == epoch.processed:
+        return epoch.processed, 0
+    if batch.is_last_batch:
+        return epoch.processed + 1, 0
+    return epoch.processed, batch.current.processed

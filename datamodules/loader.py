@@ -1,0 +1,149 @@
+"""Read whole batches of a map-style data set."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from lightning_fl.datamodules.batches import Batch, OwnBatches
+from lightning_fl.datamodules.storage import InMemory, fits
+from lightning_fl.functional.randomness import derive_seed, seeded_rng
+from lightning_fl.types import ClientBatches
+
+Collate = Callable[[list[Any]], Any]
+
+
+#: Packages whose hooks are known to treat each sample separately.
+_SAMPLEWISE = {"lightning", "lightning_fl"}
+
+
+class Batches(Dataset[Any]):
+    """The data set of a loader: whole batches of another data set, by :class:`Batch`.
+
+    The transforms of samples draw from the random stream of their batch, so that neither the order
+    of clients nor the number of loader workers changes what they draw.
+
+    Args:
+        data: A map-style data set.
+        collate: Makes a batch of a list of samples.
+        seed: Seed of the run.
+    """
+
+    def __init__(self, data: Any, collate: Collate, seed: int = 0) -> None:
+        self.data, self.collate, self.seed = data, collate, seed
+        #: Samples of the stepwise batches that were handed out, ``[steps, n]`` each.
+        self._waiting: deque[Tensor] = deque()
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitems__(self, index: list[int]) -> Any:
+        """Return a batch of torch's own sampler, in prediction."""
+        return self[Batch.evaluation(torch.tensor(index), self.seed)]
+
+    def __getitem__(self, batch: Batch) -> Any:
+        if batch.stepwise:
+            steps = batch.index.view(batch.stepwise, -1)
+            self._waiting.append(steps)
+            return self.data.fetch(steps[0])
+        if batch.sizes is None:
+            return self._collated(batch.index, batch.keys[0])
+        parts = zip(batch.index.split(list(batch.sizes)), batch.keys, strict=True)
+        return ClientBatches(
+            self._collated(index, key) if len(index) else None for index, key in parts
+        )
+
+    def _collated(self, index: Tensor, key: tuple[int, ...]) -> Any:
+        if isinstance(self.data, InMemory) and self.collate is default_collate:
+            return self.data.fetch(index)
+        with seeded_rng(derive_seed(*key)):
+            if hasattr(self.data, "__getitems__"):
+                return self.collate(self.data.__getitems__(index.tolist()))
+            return self.collate([self.data[i] for i in index.tolist()])
+
+    def local_steps(self) -> Callable[[int, bool], Any]:
+        """Return how to fetch the local steps of the next stepwise batch.
+
+        The function takes the step, and whether it may overwrite what it returned before.
+        """
+        steps = self._waiting.popleft()
+        return lambda step, reuse: self.data.fetch(steps[step], reuse)
+
+
+class RoundLoader(DataLoader[Any]):
+    """A loader that Lightning may resume: its batches depend on the plan alone."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: there is no state besides the plan."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing; see :meth:`state_dict`."""
+
+
+def has_samples_in_front(data: Any, collate: Collate, kind: type[LightningDataModule]) -> bool:
+    """Return whether the first axis of every tensor in a batch is known to be that of the samples.
+
+    It is for tensors in memory, unless a hook of a child class may change whole batches.
+
+    Args:
+        data: A map-style data set.
+        collate: Makes a batch of a list of samples.
+        kind: Class of the data module, with its hooks.
+    """
+    hooks = (
+        kind.on_before_batch_transfer,
+        kind.transfer_batch_to_device,
+        kind.on_after_batch_transfer,
+    )
+    return (
+        isinstance(data, InMemory)
+        and collate is default_collate
+        and all(hook.__module__.partition(".")[0] in _SAMPLEWISE for hook in hooks)
+    )
+
+
+def round_loader(
+    batches: Batches,
+    sampler: OwnBatches | None,
+    device: torch.device,
+    num_workers: int = 0,
+    batch_size: int | None = None,
+) -> RoundLoader:
+    """Return a loader, which reads from the GPU where all samples fit there.
+
+    Args:
+        batches: What to read.
+        sampler: Which batches; None reads all samples in order.
+        device: Device of the training.
+        num_workers: Number of loader processes.
+        batch_size: Samples per batch, without a sampler.
+    """
+    is_near = False
+    if isinstance(batches.data, InMemory):
+        if num_workers == 0:
+            warnings.filterwarnings("ignore", ".*does not have many workers.*")
+            if fits(batches.data, device):
+                batches.data = batches.data.on(device)
+        is_near = batches.data.device == device
+    return RoundLoader(
+        batches,
+        sampler=sampler,
+        batch_size=batch_size,
+        collate_fn=_identity,
+        num_workers=num_workers,
+        pin_memory=device.type == "cuda" and not is_near,
+        # Without its own generator, every loader draws a seed from the global one.
+        generator=torch.Generator(),
+    )
+
+
+def _identity(batch: Any) -> Any:
+    return batch

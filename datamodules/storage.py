@@ -1,0 +1,105 @@
+"""Samples in memory: whole batches by index, and on the device where they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, Subset, TensorDataset
+
+from lightning_fl.types import FederationError
+
+
+class InMemory(TensorDataset):
+    """Tensors of equal length in memory. A batch takes one indexing operation per tensor.
+
+    Example:
+        >>> InMemory(torch.arange(4.0), torch.tensor([0, 1, 0, 1])).fetch(torch.tensor([3, 0]))
+        (tensor([3., 0.]), tensor([1, 0]))
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        if len({len(t) for t in tensors}) != 1:
+            raise FederationError(
+                f"the tensors of a data set must have one length, got {[len(t) for t in tensors]}"
+            )
+        super().__init__(*tensors)
+        self._buffers: dict[int, tuple[Tensor, ...]] = {}
+        self._copy: InMemory | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the samples."""
+        return self.tensors[0].device
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the samples take."""
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+    def on(self, device: torch.device) -> InMemory:
+        """Return the samples on a device: themselves, or a copy that is made once."""
+        if all(t.device == device for t in self.tensors):
+            return self
+        if self._copy is None or self._copy.device != device:
+            self._copy = InMemory(*(t.to(device) for t in self.tensors))
+        return self._copy
+
+    def fetch(self, index: Tensor, reuse: bool = False) -> tuple[Tensor, ...]:
+        """Return the samples of a batch, stacked.
+
+        Args:
+            index: Indices of the samples, ``[n]``.
+            reuse: Whether to overwrite the result of the last such call of this length. Allocating
+                new memory takes several times as long as the copy.
+        """
+        index = index.to(self.device, non_blocking=True)
+        # index_select, not t[index]: several times faster for the batches of small clients.
+        if not reuse:
+            return tuple(t.index_select(0, index) for t in self.tensors)
+        n = len(index)
+        if n not in self._buffers:
+            self._buffers[n] = tuple(t.new_empty(n, *t.shape[1:]) for t in self.tensors)
+        for tensor, buffer in zip(self.tensors, self._buffers[n], strict=True):
+            torch.index_select(tensor, 0, index, out=buffer)
+        return self._buffers[n]
+
+
+def in_memory(data: Any, name: str) -> Any:
+    """Check that a data set is map-style, and give a ``TensorDataset`` its fast path.
+
+    Args:
+        data: The data set, or None.
+        name: Name of the option, for error messages.
+
+    Raises:
+        FederationError: If the data set is iterable-style or empty.
+    """
+    if data is None:
+        return None
+    is_map_style = isinstance(data, Sized) and hasattr(data, "__getitem__")
+    if isinstance(data, IterableDataset) or not is_map_style:
+        raise FederationError(
+            f"{name} must be a map-style data set (with len() and []), got {type(data).__name__}:"
+            " clients hold parts of it by index"
+        )
+    if not len(data):
+        raise FederationError(f"{name} has no samples")
+    # Exactly this class: a child class may do something else with its samples.
+    return InMemory(*data.tensors) if type(data) is TensorDataset else data
+
+
+def subset(data: Any, index: Tensor) -> InMemory | Subset[Any]:
+    """Return some samples of a map-style data set; of samples in memory a copy in memory."""
+    if isinstance(data, InMemory):
+        return InMemory(*data.fetch(index))
+    return Subset(data, index.tolist())
+
+
+def fits(data: InMemory, device: torch.device) -> bool:
+    """Return whether samples can stay on a GPU: they may take a quarter of its memory."""
+    if device.type != "cuda":
+        return False
+    return data.bytes <= torch.cuda.get_device_properties(device).total_memory / 4

@@ -1,0 +1,275 @@
+"""Any map-style data set gives the same batches, alone and in lanes, with and without workers."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+
+from lightning_fl.datamodules import FederatedDataModule, InMemory
+from lightning_fl.datamodules import loader as loader_module
+from lightning_fl.datamodules.batches import Batch
+from lightning_fl.datamodules.loader import Batches, round_loader
+from lightning_fl.functional import Purpose, derive_seed
+from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.partition import QuantitySkew
+from lightning_fl.types import ClientBatches, RoundPlan
+from numbered import Dicts, Lists, batches, federated, held, lists, numbered, numbers, plan
+
+
+class Fetches(Lists):
+    """Fetches a batch at once, and notes how often."""
+
+    calls = 0
+
+    def __getitems__(self, index):
+        self.calls += 1
+        assert all(type(i) is int for i in index)
+        return [self[i] for i in index]
+
+
+def shifted(n=60):
+    """The same samples as a Subset of more, in another order."""
+    more = numbered(n + 5)
+    order = torch.arange(n + 5).flip(0)
+    return Subset(TensorDataset(*(t[order] for t in more.tensors)), list(range(n + 4, 4, -1)))
+
+
+SAME = {
+    "InMemory": lambda: InMemory(*numbered().tensors),
+    "lists": Lists,
+    "__getitems__": Fetches,
+    "Subset": shifted,
+    "Subset of lists": lambda: Subset(Lists(70), range(60)),
+    "a list of tuples": lambda: [tuple(sample) for sample in numbered()],
+}
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_any_map_style_data_set_gives_the_same_federation(kind):
+    expected = federated(val_size=0.25, batch_size=4)
+    labels = numbered().tensors[1].tolist() if kind == "a list of tuples" else None
+    data = federated(SAME[kind](), val_size=0.25, batch_size=4, labels=labels)
+    assert (lists(data.parts), held(data)) == (lists(expected.parts), held(expected))
+    for batch, other in zip(batches(data), batches(expected), strict=True):
+        assert len(batch) == 2
+        assert all(torch.equal(a, b) for a, b in zip(batch, other, strict=True))
+
+
+def test_samples_may_be_dictionaries():
+    batch = batches(federated(Dicts(), batch_size=4))[0]
+    assert batch.keys() == {"x", "y"}
+    assert torch.equal(batch["x"].long() % 3, batch["y"])
+
+
+def test_getitems_is_called_once_a_batch():
+    data = federated(Fetches(), batch_size=4)
+    assert len(batches(data)) == data.train.calls == 16
+
+
+def test_a_collate_function_of_ones_own_makes_the_batches():
+    data = federated(Lists(), batch_size=4, collate_fn=lambda rows: {"n": len(rows)})
+    assert batches(data)[0] == {"n": 4}
+
+
+def work(data, num_steps, **layout):
+    clients = torch.arange(len(num_steps))
+    return RoundPlan(3, 1, clients, torch.tensor(num_steps), **layout)
+
+
+def read(data, plan):
+    """A round's batches, with the plan's steps beside them."""
+    data.plan = lambda: plan
+    loader = data.train_dataloader()
+    assert len(loader) == len(plan.schedule)
+    return list(zip(plan.schedule, loader, strict=True))
+
+
+def each_client(data, plan):
+    """What each client is trained on in each local step: ``{(client, step): samples}``.
+
+    Lanes are filled up with samples of their own client, which are left out here, unless each
+    client's batch comes by itself.
+    """
+    found = {}
+    for step, batch in read(data, plan):
+        layout = step.steps, len(step.rows)
+        if isinstance(batch, ClientBatches):
+            for at, own in enumerate(batch):
+                i, row = step.start + at // len(step.rows), step.rows[at % len(step.rows)]
+                assert (own is None) == (i >= plan.num_steps[row])
+                if own is not None:
+                    assert set(own[0][:, 0].long().tolist()) <= set(data.parts[row].tolist())
+                    found[row, i] = own[0].tolist()
+            continue
+        x, _ = batch
+        x = x.view(*layout, len(x) // (step.steps * len(step.rows)), -1)
+        sizes = data.batch_sizes(plan.clients[list(step.rows)], step.start, step.steps)
+        assert sizes.shape == layout
+        for i in range(step.steps):
+            for lane, row in enumerate(step.rows):
+                numbers = x[i, lane, :, 0].long()
+                assert set(numbers.tolist()) <= set(data.parts[row].tolist())
+                size = int(sizes[i, lane]) if step.start + i < plan.num_steps[row] else 0
+                assert (numbers[size:] == numbers[0]).all()
+                if size:
+                    found[row, step.start + i] = x[i, lane, :size].tolist()
+    return found
+
+
+LAYOUTS = [
+    {"lanes": lanes, "steps_per_batch": steps}
+    for lanes, steps in ((1, 1), (1, 3), (2, 1), (3, 2), (5, 1), (5, 4), (9, 50))
+]
+NUM_STEPS = [3, 8, 1, 4, 6]
+
+
+OPTIONS = [
+    {},
+    {"batch_size": 5},
+    {"batch_size": 5, "drop_last": True},
+    {"batch_size": 5, "replacement": True},
+    {"batch_size": None},
+    {"batch_size": 1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_in_lanes_a_client_has_the_samples_that_it_has_alone(options):
+    data = federated(numbered(70), partition=QuantitySkew(), num_clients=5, **options)
+    alone = {
+        (step.rows[0], step.start): batch[0][:, None].tolist()
+        for step, batch in read(data, work(data, NUM_STEPS))
+    }
+    assert len(alone) == sum(NUM_STEPS)
+    for layout in LAYOUTS:
+        assert each_client(data, work(data, NUM_STEPS, **layout)) == alone, layout
+
+
+class DrawsAlways(Dataset):
+    """Transforms that draw from all of the global generators."""
+
+    def __init__(self):
+        self.labels = (torch.arange(70) % 3).tolist()
+
+    def __len__(self):
+        return 70
+
+    def __getitem__(self, i):
+        noise = [random.random(), np.random.rand(), float(torch.rand(()))]
+        return torch.tensor([float(i), *noise]), self.labels[i]
+
+
+def test_in_lanes_random_transforms_draw_what_they_draw_alone():
+    data = federated(DrawsAlways(), partition=QuantitySkew(), num_clients=5, batch_size=4)
+    alone = each_client(data, work(data, NUM_STEPS))
+    draws = [tuple(sample) for batch in alone.values() for sample in batch]
+    assert len(set(draws)) == len(draws)
+    for layout in LAYOUTS:
+        assert each_client(data, work(data, NUM_STEPS, **layout)) == alone, layout
+
+
+class Noisy(Lists):
+    """Every sample is drawn anew, from all three global generators."""
+
+    def __getitem__(self, i):
+        return self.x[i] + torch.rand(()), random.random(), np.random.rand(), self.y[i]
+
+
+def drawn(data):
+    """Everything that a round, validation and test yield."""
+    loaders = [data.train_dataloader(), data.val_dataloader(), data.test_dataloader()]
+    rows = [row for loader in loaders for batch in loader for row in zip(*batch, strict=True)]
+    return [tuple(float(value) for value in row) for row in rows]
+
+
+def noisy(workers=0, round=0):
+    data = FederatedDataModule(
+        Noisy(), test=Noisy(9), num_clients=4, batch_size=4, val_size=9, num_workers=workers
+    )
+    data.setup()
+    data.plan = lambda: plan(data, round=round)
+    return data
+
+
+def test_random_transforms_do_not_depend_on_workers_or_global_seeds():
+    torch.manual_seed(1)
+    first = drawn(noisy())
+    torch.manual_seed(2)
+    assert drawn(noisy()) == first
+    assert drawn(noisy(workers=1)) == first
+
+
+def test_random_transforms_differ_between_samples_rounds_and_batches_but_not_in_validation():
+    first, second = drawn(noisy()), drawn(noisy(round=1))
+    clients = 51  # of 60 samples; 9 are for validation, 9 more for the test
+    noise, again = ([row[1] for row in rows[:60]] for rows in (first, second))
+    assert len(set(noise)) == 60
+    assert not set(again[:clients]) & set(noise)
+    assert second[clients:] == first[clients:]
+
+
+def test_a_batchs_key_is_its_stream():
+    data = Batches(Noisy(), default_collate, seed=4)
+    batch = data.__getitems__([8, 9])
+    with seeded_rng(derive_seed(4, Purpose.EVALUATION_SAMPLES, 8)):
+        assert batch[0].tolist() == [8 + torch.rand(()).item(), 9 + torch.rand(()).item()]
+    assert len(data) == 60
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loaders_draw_nothing_from_the_global_generators(workers):
+    data = noisy(workers)
+    before = torch.get_rng_state(), np.random.get_state()[1], random.getstate()
+    drawn(data)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1] == before[1]).all()
+    assert random.getstate() == before[2]
+
+
+def test_a_loader_has_no_state_of_its_own():
+    data = federated(batch_size=4)
+    data.plan = lambda: plan(data)
+    loader = data.train_dataloader()
+    assert loader.state_dict() == {}
+    before = numbers(loader)
+    loader.load_state_dict({})
+    assert numbers(loader) == before
+
+
+@pytest.mark.parametrize(
+    ("device", "fits", "pinned"),
+    [("cpu", False, False), ("cuda", False, True), ("meta", True, False)],
+)
+def test_batches_are_pinned_for_a_gpu_alone_unless_the_samples_are_there(
+    monkeypatch, device, fits, pinned
+):
+    monkeypatch.setattr(loader_module, "fits", lambda *_: fits)
+    batches = Batches(InMemory(*numbered().tensors), default_collate)
+    assert round_loader(batches, None, torch.device(device)).pin_memory is pinned
+    assert (batches.data.device.type == device) is (fits or device == "cpu")
+
+
+@pytest.mark.parametrize(("num_workers", "device"), [(0, "meta"), (1, "cpu")])
+def test_workers_read_from_the_memory_of_the_host(monkeypatch, num_workers, device):
+    monkeypatch.setattr(loader_module, "fits", lambda *_: True)
+    batches = Batches(InMemory(*numbered().tensors), default_collate)
+    round_loader(batches, None, torch.device("meta"), num_workers)
+    assert batches.data.device.type == device
+
+
+def test_local_steps_are_those_of_the_batches_in_the_order_in_which_they_were_handed_out():
+    reader = Batches(InMemory(*numbered(12).tensors), default_collate)
+    index = torch.arange(12).view(2, 6)  # two batches of three steps, read ahead of the training
+    handed = [reader[Batch(row, [], stepwise=3)] for row in index]
+    assert numbers(handed) == [[0, 1], [6, 7]]
+    for row in index.tolist():
+        fetch = reader.local_steps()
+        assert numbers(fetch(step, False) for step in range(3)) == [row[:2], row[2:4], row[4:]]
+
+
+def test_any_samples_are_evaluated_from_memory():
+    loader = federated().evaluation_loader(numbered(5))
+    assert isinstance(loader.dataset.data, InMemory)
+    assert numbers(loader) == [[0, 1, 2, 3, 4]]

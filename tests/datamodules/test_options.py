@@ -1,0 +1,54 @@
+"""Options of a data module that are refused."""
+
+import numpy as np
+import pytest
+
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.partition import IID
+from lightning_fl.types import FederationError
+from numbered import federated, held, numbered
+
+
+@pytest.mark.parametrize("name", ["batch_size", "eval_batch_size"])
+@pytest.mark.parametrize("size", [0, -3])
+def test_a_batch_has_a_sample_at_least(name, size):
+    with pytest.raises(
+        FederationError, match=f"^{name} must be an integer of at least 1, got {size}"
+    ):
+        FederatedDataModule(numbered(), **{name: size})
+
+
+@pytest.mark.parametrize("val_size", [-1, 1.0, 1.5, -0.1, float("nan")])
+def test_a_val_size_out_of_range_is_refused(val_size):
+    with pytest.raises(FederationError, match=f"a count of samples, got {val_size}"):
+        FederatedDataModule(numbered(), val_size=val_size)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": 2.5}, "batch_size must be an integer of at least 1, got 2.5"),
+        ({"batch_size": True}, "batch_size must be an integer of at least 1, got True"),
+        ({"eval_batch_size": "x"}, "eval_batch_size must be an integer of at least 1, got 'x'"),
+        ({"eval_batch_size": None}, "eval_batch_size must be an integer of at least 1, got None"),
+        ({"num_workers": -1}, "num_workers must be an integer of at least 0, got -1"),
+        ({"num_clients": 2.5}, "num_clients must be an integer of at least 1, got 2.5"),
+        ({"num_clients": 0}, "num_clients must be an integer of at least 1, got 0"),
+        ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
+        ({"val_size": "a"}, r"a fraction in \[0, 1\) or a count of samples, got 'a'"),
+        ({"val_size": None}, r"a fraction in \[0, 1\) or a count of samples, got None"),
+        ({"partition": IID}, r"partition must be a rule, as in partition=IID\(\), .* got <class"),
+        ({"partition": "IID"}, "partition must be a rule, .* got 'IID'"),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_refused_by_name(options, words):
+    with pytest.raises(FederationError, match=words):
+        FederatedDataModule(numbered(), **options)
+
+
+def test_numbers_of_numpy_are_numbers():
+    names = ("num_clients", "batch_size", "eval_batch_size", "num_workers", "seed")
+    data = federated(val_size=np.int64(6), **{name: np.int64(2) for name in names})
+    assert [type(getattr(data, name)) for name in names] == [int] * 5
+    assert data.num_samples.tolist() == [27, 27]
+    assert len(held(federated(val_size=np.float32(0.25)))) == 15

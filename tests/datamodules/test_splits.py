@@ -1,0 +1,342 @@
+"""Which samples are held out, and which belong to each client."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Subset, TensorDataset
+
+from lightning_fl.datamodules import FederatedDataModule, InMemory
+from lightning_fl.datamodules.splits import hold_out, labels_of
+from lightning_fl.partition import (
+    IID,
+    ByKey,
+    ByLabel,
+    Dirichlet,
+    FromManifest,
+    Manifest,
+    QuantitySkew,
+)
+from lightning_fl.types import FederationError
+from numbered import federated, having, held, lists, numbered, rng
+
+
+def test_held_out_samples_have_the_labels_proportions():
+    labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 20)[torch.randperm(100, generator=rng())]
+    data = federated(TensorDataset(torch.arange(100.0), labels), val_size=0.2)
+    assert labels[held(data)].bincount().tolist() == [10, 6, 4]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    labels=st.lists(st.integers(0, 4), min_size=1, max_size=80).map(torch.tensor),
+    share=st.floats(0, 0.99),
+)
+def test_every_label_gives_its_share_rounded_up_or_down(labels, share):
+    count = int(share * len(labels))
+    kept, out = hold_out(labels, count, rng())
+    assert len(out) == count
+    assert sorted([*kept.tolist(), *out.tolist()]) == list(range(len(labels)))
+    for label in labels.unique():
+        due = count * int((labels == label).sum()) / len(labels)
+        assert abs(int((labels[out] == label).sum()) - due) < 1
+
+
+def test_real_numbers_are_held_out_over_their_whole_range():
+    y = torch.rand(100, generator=rng())
+    data = federated(TensorDataset(torch.arange(100.0), y), val_size=10)
+    rank = y.argsort().argsort()
+    assert sorted((rank[held(data)] // 10).tolist()) == list(range(10))
+
+
+def test_clients_and_validation_share_no_sample_and_leave_none_out():
+    for partition in (IID(), ByLabel(2), QuantitySkew(), Dirichlet()):
+        data = federated(partition=partition, val_size=0.25)
+        everyone = [*torch.cat(data.parts).tolist(), *held(data)]
+        assert sorted(everyone) == list(range(60))
+        assert data.num_samples.sum() == 45
+        assert all(part.tolist() == sorted(part.tolist()) for part in data.parts)
+
+
+def test_hold_out_and_split_depend_on_the_seed_alone():
+    torch.manual_seed(1)
+    first = federated(val_size=0.25, seed=5)
+    torch.manual_seed(2)
+    again, other = federated(val_size=0.25, seed=5), federated(val_size=0.25, seed=6)
+    assert (lists(first.parts), held(first)) == (lists(again.parts), held(again))
+    assert first.checksum == again.checksum != other.checksum
+    assert held(first) != held(other)
+
+
+def test_without_a_seed_it_is_that_of_seed_everything(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "5")
+    assert federated().checksum == federated(seed=5).checksum != federated(seed=0).checksum
+
+
+@pytest.mark.parametrize(
+    ("val_size", "count"), [(0, 0), (0.0, 0), (1, 1), (20, 20), (0.25, 15), (0.001, 0), (59, 59)]
+)
+def test_val_size_is_a_count_or_a_fraction(val_size, count):
+    data = federated(val_size=val_size, num_clients=1)
+    assert data.num_samples.tolist() == [60 - count]
+    assert len(held(data)) == count if count else data.val_dataloader() == []
+
+
+@pytest.mark.parametrize("val_size", [60, 70, 0.999])
+def test_holding_out_everything_is_refused(val_size):
+    with pytest.raises(FederationError, match=f"val_size={val_size} holds out all of the 60"):
+        federated(val_size=val_size)
+
+
+def test_given_validation_samples_are_taken_and_nothing_is_held_out():
+    data = FederatedDataModule(numbered(), numbered(7), num_clients=4, val_size=0.5)
+    data.setup("fit")
+    assert held(data) == list(range(7))
+    assert data.num_samples.sum() == 60
+
+
+def test_a_second_try_after_an_error_holds_out_the_same_samples():
+    data = FederatedDataModule(numbered(), num_clients=999, val_size=0.25)
+    with pytest.raises(FederationError, match="999 clients"):
+        data.setup("fit")
+    data.num_clients = 4
+    data.setup("fit")
+    assert lists(data.parts) == lists(federated(val_size=0.25).parts)
+    assert not set(torch.cat(data.parts).tolist()) & set(held(data))
+
+
+# --- labels and keys ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"targets": [0, 1, 0, 1, 0, 1]},
+        {"labels": torch.tensor([0, 1, 0, 1, 0, 1])},
+        {"labels": np.array([0, 1, 0, 1, 0, 1])},
+        {"targets": None, "labels": [0, 1, 0, 1, 0, 1]},
+        {"targets": ["cat", "dog"] * 3, "labels": [0, 1, 0, 1, 0, 1]},
+    ],
+)
+def test_labels_are_read_off_the_data_set(attributes):
+    data = federated(having(**attributes), partition=ByLabel(), num_clients=2)
+    assert lists(data.parts) == [[0, 2, 4], [1, 3, 5]]
+    assert data.class_labels.tolist() == [0, 1, 0, 1, 0, 1]
+
+
+def test_the_last_tensor_holds_the_labels():
+    tensors = torch.zeros(4), torch.zeros(4), torch.tensor([1, 0, 1, 0])
+    for data in (TensorDataset(*tensors), InMemory(*tensors)):
+        assert labels_of(data).tolist() == [1, 0, 1, 0]
+        assert labels_of(Subset(data, [3, 0])).tolist() == [0, 1]
+    assert labels_of(Subset([1, 2], [0])) is None
+
+
+def test_labels_that_are_given_come_first():
+    train = having(targets=[0] * 6)
+    data = federated(train, partition=ByLabel(), num_clients=2, labels=[1, 1, 1, 0, 0, 0])
+    assert lists(data.parts) == [[3, 4, 5], [0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {},
+        {"targets": torch.zeros(6, 2)},
+        {"targets": ["cat", "dog"] * 3},
+        {"targets": [{"box": 1}] * 6},
+        {"targets": [0, 1]},
+        {"labels": lambda: [0] * 6},
+    ],
+)
+def test_only_a_rule_that_splits_by_labels_needs_one_for_each_sample(attributes):
+    data = federated(having(**attributes), val_size=2)
+    assert data.num_samples.tolist() == [1] * 4
+    assert data.class_labels is None
+    with pytest.raises(FederationError, match=r"ByLabel needs a label .*pass labels="):
+        federated(having(**attributes), partition=ByLabel())
+
+
+def test_a_stratified_split_gives_all_clients_the_same_classes_and_needs_labels():
+    data = federated(partition=IID(stratified=True), labels=torch.arange(60) % 3, val_size=0)
+    assert data.class_counts.tolist() == [[5, 5, 5]] * 4
+    assert data.manifest().parameters == {"stratified": True}
+    with pytest.raises(FederationError, match=r"IID needs a label .*pass labels="):
+        federated(having(), partition=IID(stratified=True))
+
+
+@pytest.mark.parametrize(
+    ("labels", "got"),
+    [
+        ([0, 1], r"shape \(2,\)"),
+        ([0] * 99, r"shape \(99,\)"),
+        ([[0, 1]] * 60, r"shape \(60, 2\)"),
+        (["a"] * 60, "none"),
+    ],
+)
+@pytest.mark.parametrize("partition", [IID(), ByLabel()])
+def test_labels_that_do_not_fit_are_refused(labels, got, partition):
+    with pytest.raises(FederationError, match=f"for each of the 60 training samples, got {got}"):
+        federated(labels=labels, val_size=0.5, partition=partition)
+
+
+def test_keys_are_an_argument_or_an_attribute():
+    keys = [31, 8, 8, 31, 5, 8]
+    by_argument = federated(having(), partition=ByKey(), num_clients=3, keys=keys)
+    by_attribute = federated(having(keys=torch.tensor(keys)), partition=ByKey(), num_clients=3)
+    both = federated(having(keys=[0] * 6), partition=ByKey(), num_clients=3, keys=keys)
+    for data in (by_argument, by_attribute, both):
+        assert lists(data.parts) == [[4], [1, 2, 5], [0, 3]]
+
+
+def test_natural_clients_hold_what_validation_leaves_of_their_samples():
+    keys = torch.arange(60) // 15
+    data = federated(partition=ByKey(), keys=keys, val_size=0.25)
+    for client, part in enumerate(data.parts):
+        assert set(keys[part].tolist()) == {client}
+    assert sorted([*torch.cat(data.parts).tolist(), *held(data)]) == list(range(60))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (None, r"ByKey needs a key for each training sample: pass keys="),
+        ([1, 2, 3], r"ByKey needs one key for each of the 60 training samples, got \(3,\)"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(keys, words):
+    with pytest.raises(FederationError, match=words):
+        federated(partition=ByKey(), num_clients=1, keys=keys)
+
+
+def test_keys_may_be_names():
+    data = federated(partition=ByKey(), num_clients=None, keys=["bob", "ann"] * 30, val_size=0)
+    assert [part.tolist() for part in data.parts] == [[*range(1, 60, 2)], [*range(0, 60, 2)]]
+
+
+def test_a_method_called_keys_is_no_key():
+    with pytest.raises(FederationError, match="ByKey needs a key"):
+        federated(having(keys=lambda: []), partition=ByKey(), num_clients=1)
+
+
+def test_only_rules_that_know_their_clients_can_do_without_a_number(tmp_path):
+    by_key = federated(partition=ByKey(), num_clients=None, keys=torch.arange(60) // 10)
+    assert by_key.num_clients == len(by_key.parts) == 6
+    by_key.manifest().write(tmp_path / "split.json")
+    again = federated(partition=FromManifest(tmp_path / "split.json"), num_clients=None)
+    assert again.num_clients == len(again.parts) == 6
+    for rule in (IID(), ByLabel(), Dirichlet()):
+        with pytest.raises(FederationError, match="any number of clients: set num_clients"):
+            federated(partition=rule, num_clients=None)
+
+
+def test_local_tests_leave_a_sample_to_train_on():
+    data = federated(numbered(8), num_clients=4, local_test_size=0.99)
+    assert [len(part) for part in data.parts] == [len(test) for test in data.local_tests] == [1] * 4
+
+
+# --- manifests ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("labels", ["classes", "real", "none"])
+@pytest.mark.parametrize("val_size", [0, 0.25])
+def test_a_manifest_brings_back_the_split_and_the_validation_samples(tmp_path, labels, val_size):
+    x = torch.arange(60.0)
+    train = {
+        "classes": numbered(),
+        "real": TensorDataset(x, torch.rand(60, generator=rng())),
+        "none": having(x=x, y=x),
+    }[labels]
+    first = federated(train, partition=QuantitySkew(), val_size=val_size, seed=3)
+    first.manifest().write(tmp_path / "split.json")
+    again = federated(
+        train,
+        partition=FromManifest(tmp_path / "split.json"),
+        num_clients=None,
+        val_size=0.9,  # does not matter: the manifest says what is held out
+        seed=99,
+    )
+    assert lists(again.parts) == lists(first.parts)
+    assert again.checksum == first.checksum
+    assert (again.val is None) == (first.val is None) == (val_size == 0)
+    if val_size:
+        assert held(again) == held(first)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_manifest_without_labels_counts_all_samples_and_no_classes(seed):
+    x = torch.arange(60.0)
+    manifest = federated(having(x=x, y=x), val_size=0.9, seed=seed).manifest()
+    assert manifest.num_samples == 60
+    assert manifest.class_counts == [{}] * 4
+
+
+def test_a_manifest_says_how_the_data_were_split():
+    data = federated(partition=ByLabel(2), val_size=0.25, num_clients=3, seed=7)
+    manifest = data.manifest()
+    assert isinstance(manifest, Manifest)
+    assert (manifest.rule, manifest.parameters) == ("ByLabel", {"classes_per_client": 2})
+    assert (manifest.seed, manifest.num_samples) == (7, 60)
+    assert manifest.clients == lists(data.parts)
+    labels = data.class_labels
+    for part, row in zip(data.parts, manifest.class_counts, strict=True):
+        assert row == {c: int((labels[part] == c).sum()) for c in labels[part].unique().tolist()}
+
+
+def test_a_manifest_of_other_data_is_refused(tmp_path):
+    federated(val_size=0.25).manifest().write(tmp_path / "split.json")
+    rule = FromManifest(tmp_path / "split.json")
+    with pytest.raises(FederationError, match="is for 60 samples, the run has 61"):
+        federated(numbered(61), partition=rule)
+    with pytest.raises(FederationError, match="is for 4 clients, the run has 5"):
+        federated(partition=rule, num_clients=5)
+    x, y = numbered().tensors
+    with pytest.raises(FederationError, match=r"gives client \d the classes"):
+        federated(TensorDataset(x, y.sort().values), partition=rule)
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+def test_samples_arrive_in_steps(blobs):
+    def made(**options):
+        options = {"num_clients": 4, "val_size": 0, "seed": 3, "batch_size": 4} | options
+        data = FederatedDataModule(blobs(), **options)
+        data.setup("fit")
+        return data
+
+    whole, data = made(), made(arrivals=4)
+    assert data.num_samples.tolist() == whole.num_samples.tolist() == [30] * 4
+    assert torch.equal(data.class_counts, whole.class_counts)
+    steps = []
+    for round in range(4):
+        data.arrive(round)
+        assert data.num_samples.tolist() == [len(part) for part in data.present]
+        assert data.batches_per_epoch.tolist() == [2] * 4
+        assert int(data.class_counts.sum()) == int(data.num_samples.sum())
+        steps.append(data.present)
+    for client in range(4):
+        each = [parts[client] for parts in steps]
+        assert {len(part) for part in each} == {7, 8}
+        assert torch.equal(torch.cat(each).sort().values, whole.parts[client])
+    first = zip(whole.parts, steps[0], strict=True)
+    places = {tuple(torch.searchsorted(part, step).tolist()) for part, step in first}
+    assert len(places) == 4  # every client has an order of its own
+    data.arrive(4)  # the first step again
+    assert all(torch.equal(a, b) for a, b in zip(data.present, steps[0], strict=True))
+    assert data.smallest_batch.tolist() == [3] * 4  # of 7 samples in batches of 4
+    again = made(arrivals=4)
+    again.arrive(2)
+    assert all(torch.equal(a, b) for a, b in zip(again.present, steps[2], strict=True))
+    checks = {made(arrivals=a, seed=s).checksum for a, s in ((1, 3), (4, 3), (4, 4), (3, 3))}
+    assert len(checks) == 4
+    assert str(made(arrivals=4).manifest()) == str(whole.manifest())
+
+
+def test_a_stream_needs_a_sample_a_step(blobs):
+    data = FederatedDataModule(blobs(), num_clients=10, val_size=0, arrivals=13)
+    with pytest.raises(FederationError, match="arrivals=13, but client 0 has 12 samples"):
+        data.setup("fit")
+    with pytest.raises(FederationError, match="arrivals must be an integer of at least 1"):
+        FederatedDataModule(blobs(), arrivals=0)

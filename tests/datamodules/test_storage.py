@@ -1,0 +1,95 @@
+"""Samples in memory, and what is no map-style data set."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from lightning_fl.datamodules import FederatedDataModule, InMemory
+from lightning_fl.types import FederationError
+from numbered import batches, federated, numbered, numbers
+
+
+def test_tensors_in_memory_have_one_length():
+    with pytest.raises(FederationError, match=r"one length, got \[3, 4\]"):
+        InMemory(torch.zeros(3), torch.zeros(4))
+    with pytest.raises(FederationError, match=r"one length, got \[\]"):
+        InMemory()
+    assert InMemory(torch.arange(3))[1] == (torch.tensor(1),)
+
+
+def test_memory_of_a_fetch_is_used_again_where_that_is_allowed():
+    data = InMemory(torch.arange(12.0).view(6, 2), torch.arange(6))
+    index = torch.tensor([4, 0, 5])
+    first = data.fetch(index, reuse=True)
+    kept = [t.clone() for t in first]
+    assert all(torch.equal(a, b) for a, b in zip(first, data.fetch(index), strict=True))
+    second = data.fetch(index.flip(0), reuse=True)
+    assert [t.data_ptr() for t in first] == [t.data_ptr() for t in second]
+    assert all(torch.equal(a, b.flip(0)) for a, b in zip(second, kept, strict=True))
+    fresh = data.fetch(index)
+    data.fetch(index.flip(0))
+    assert all(torch.equal(a, b) for a, b in zip(fresh, kept, strict=True))
+
+
+def test_samples_may_stay_on_a_device():
+    data, device = InMemory(torch.arange(12.0).view(6, 2), torch.arange(6)), torch.device("meta")
+    there = data.on(device)
+    assert there is data.on(device)
+    assert there.on(device) is there
+    assert data.on(torch.device("cpu")) is data
+    x, y = there.fetch(torch.tensor([4, 0, 5]))
+    assert x.device == y.device == device
+    assert x.shape == (3, 2)
+    assert data.bytes == 12 * 4 + 6 * 8
+
+
+class Own(TensorDataset):
+    """A child of TensorDataset may do something else with its samples."""
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x + 100, y
+
+
+def test_a_child_of_tensor_dataset_is_asked_for_its_own_samples():
+    assert min(min(b) for b in numbers(batches(federated(Own(*numbered().tensors))))) == 100
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+class Counted(Stream):
+    """A stream may know how long it is: torch's own loader asks it."""
+
+    def __len__(self):
+        return 5
+
+
+class NoLength(Dataset):
+    def __getitem__(self, i):
+        return i
+
+
+@pytest.mark.parametrize("name", ["train", "val", "test"])
+@pytest.mark.parametrize(
+    "make",
+    [Stream, Counted, NoLength, lambda: iter([1]), lambda: {1, 2}, lambda: DataLoader(numbered())],
+)
+def test_what_is_not_map_style_is_refused_by_name(name, make):
+    data = FederatedDataModule(**{"train": numbered(), name: make()})
+    with pytest.raises(FederationError, match=f"{name} must be a map-style data set .* got "):
+        data.setup()
+
+
+@pytest.mark.parametrize("name", ["train", "val", "test"])
+def test_an_empty_data_set_is_refused_by_name(name):
+    data = FederatedDataModule(**{"train": numbered(), name: numbered(0)})
+    with pytest.raises(FederationError, match=f"{name} has no samples"):
+        data.setup()
+
+
+def test_held_out_samples_stay_in_memory():
+    assert isinstance(federated(val_size=6).val, InMemory)
+    assert isinstance(federated(Own(*numbered().tensors), val_size=6).val, Subset)
