@@ -241,7 +241,11 @@ class ClientFaults(OnUpdates):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what happened, and the time."""
-        check(state_dict, {"happened": [[(COUNT, str)]], "virtual_time": float}, "ClientFaults")
+        check(
+            state_dict,
+            {"happened": [[COUNT, COUNT, str], ...], "virtual_time": float},
+            "ClientFaults",
+        )
         for each in state_dict["happened"]:
             if [*map(type, each)] != [int, int, str] or each[2] not in FAULTS:
                 raise FederationError(

@@ -317,7 +317,7 @@ class PersonalizedEvaluation(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the federation's first model."""
-        check(state_dict, {str: (Tensor, None)}, "PersonalizedEvaluation")
+        check(state_dict, {str: Tensor | None}, "PersonalizedEvaluation")
         self._first = state_dict.get("first")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
+from zipfile import ZIP_STORED, ZipFile
 
 from lightning_fl.types import FederationError
 
@@ -67,6 +68,54 @@ def read_text(path: str | Path) -> str:
             f"more than the {MOST_BYTES} bytes that lightning_fl.files.MOST_BYTES allows",
         )
     return content.decode("utf-8")
+
+
+def archive_size(path: str | os.PathLike[str]) -> int:
+    """Return the size of an archive that ``torch.save`` may have written.
+
+    ``torch.save`` neither compresses nor stores anything twice. Otherwise some kilobytes could
+    become as many gigabytes in memory.
+
+    Args:
+        path: The file.
+
+    Raises:
+        FederationError: If it cannot be read, or if its content is larger than the file.
+        BadZipFile: If it is no archive.
+    """
+    try:
+        size = os.path.getsize(path)
+        with ZipFile(path) as archive:
+            entries = archive.infolist()
+    except OSError as error:
+        raise FederationError(f"it cannot be read ({error.strerror})") from error
+    content = sum(entry.file_size for entry in entries)
+    if content > size or any(entry.compress_type != ZIP_STORED for entry in entries):
+        raise FederationError(
+            f"it is compressed, which torch.save does not do: {size} bytes become {content}"
+        )
+    return size
+
+
+def check_sums(path: str | os.PathLike[str]) -> None:
+    """Compare the content of an archive with the checksums in it, which ``torch.load`` does not.
+
+    It takes about a second for each GB.
+
+    Args:
+        path: The file.
+
+    Raises:
+        FederationError: If they differ.
+    """
+    damaged: str | None = "its list of files"
+    with suppress(Exception), ZipFile(path) as archive:  # of many kinds, where that is damaged
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise FederationError(
+            f"{path} is damaged: {shown(damaged)} in it does not have the checksum that it was"
+            " written with. Resume from another checkpoint"
+        )
 
 
 def write_atomically(

@@ -164,9 +164,7 @@ def test_one_file_holds_the_last_round_and_a_second_run_is_quiet(fit, foreign, t
         assert saved["callbacks"]["FederatedLoop"]["round"] == rounds
 
 
-@pytest.mark.parametrize(
-    ("every", "saved"), [(1, [1, 2, 3, 4]), (2, [2, 4]), (3, [3, 4]), (9, [4])]
-)
+@pytest.mark.parametrize(("every", "saved"), [(1, [1, 2, 3]), (2, [2, 3]), (9, [3])])
 def test_the_file_may_have_another_name_and_be_written_less_often(
     fit, foreign, tmp_path, monkeypatch, every, saved
 ):
@@ -178,7 +176,7 @@ def test_the_file_may_have_another_name_and_be_written_less_often(
 
     monkeypatch.setattr(torch, "save", watched)
     keep = RoundCheckpoint(str(tmp_path / "c"), "often", every_n_rounds=every)
-    fit(foreign(), rounds=4, callbacks=[keep], enable_checkpointing=True)
+    fit(foreign(), rounds=3, callbacks=[keep], enable_checkpointing=True)
     assert names(tmp_path / "c") == ["often.ckpt"]
     assert rounds == saved
 
@@ -196,20 +194,35 @@ class Stop(Callback):
         trainer.should_stop |= trainer.current_epoch == self.round and self.batch is None
 
 
-@pytest.mark.parametrize("every", [1, 3, 9])
+@pytest.fixture(scope="module")
+def uninterrupted():
+    """What a run of six rounds comes to, once for all tests."""
+    return {}
+
+
 @pytest.mark.parametrize(
-    ("stop", "rounds"),
-    [([], 4), ([Stop(3)], 4), ([Stop(3, 5)], 3), ([Stop(4, 0)], 4), ([Stop(0, 2)], 0)],
-    ids=["end", "early", "amid", "third", "first"],
+    ("every", "stop", "rounds"),
+    [
+        (9, [], 4),
+        (3, [Stop(3)], 4),
+        (1, [Stop(3, 5)], 3),
+        (9, [Stop(3, 5)], 3),
+        (3, [Stop(4, 0)], 4),
+        (1, [Stop(0, 2)], 0),
+        (9, [Stop(0, 2)], 0),
+    ],
+    ids=["end", "early", "amid-1", "amid-9", "third", "first-1", "first-9"],
 )
 def test_a_run_that_stops_leaves_a_checkpoint_that_resumes(
-    fit, foreign, tmp_path, every, stop, rounds
+    fit, foreign, tmp_path, uninterrupted, every, stop, rounds
 ):
     def keep():
         return RoundCheckpoint(str(tmp_path), every_n_rounds=every)
 
-    whole, again = foreign(), foreign(seed=9)
-    expected = fit(whole, rounds=6)
+    if not uninterrupted:
+        whole = foreign()
+        uninterrupted.update(rows=fit(whole, rounds=6).rows, weights=whole.state_dict())
+    again = foreign(seed=9)
     first = 6 if stop else rounds
     fit(foreign(), rounds=first, callbacks=[keep(), *stop], enable_checkpointing=True)
     path = str(tmp_path / "last.ckpt")
@@ -217,8 +230,8 @@ def test_a_run_that_stops_leaves_a_checkpoint_that_resumes(
     assert saved["round"] == rounds
     loop = FederatedLoop(buffers="average")
     fit(again, loop, rounds=6, callbacks=[keep()], enable_checkpointing=True, ckpt_path=path)
-    assert loop.rows == expected.rows
-    assert all(torch.equal(a, again.state_dict()[k]) for k, a in whole.state_dict().items())
+    assert loop.rows == uninterrupted["rows"]
+    assert all(torch.equal(a, again.state_dict()[k]) for k, a in uninterrupted["weights"].items())
 
 
 def test_a_crash_while_a_checkpoint_is_written_leaves_the_one_before(
