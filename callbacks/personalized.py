@@ -304,10 +304,9 @@ class PersonalizedEvaluation(Callback):
         writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.rows)
-        folder.mkdir(parents=True, exist_ok=True)
-        content = text.getvalue().encode()
-        write_atomically(folder / f"{self.name}.csv", lambda file: file.write(content))
-        client_figure(self.rows).savefig(folder / f"{self.name}.png", dpi=120)
+        write_atomically(folder / f"{self.name}.csv", text.getvalue())
+        picture = partial(client_figure(self.rows).savefig, format="png", dpi=120)
+        write_atomically(folder / f"{self.name}.png", picture)
 
     # --- checkpoints ------------------------------------------------------------------------------
 

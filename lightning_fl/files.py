@@ -119,18 +119,21 @@ def check_sums(path: str | os.PathLike[str]) -> None:
 
 
 def write_atomically(
-    path: str | os.PathLike[str], write: Callable[[BinaryIO], Any], *, durable: bool = True
+    path: str | os.PathLike[str],
+    content: str | bytes | Callable[[BinaryIO], Any],
+    *,
+    durable: bool = True,
 ) -> None:
-    """Write a file beside its place, then put it there at once.
+    """Write a temporary file in the same folder, then replace the file by it.
 
-    A reader, or a run that resumes after a kill, finds the old file or the new one, whole. What a
-    killed writer left beside it is removed; what another one is still writing is not.
+    A reader, or a run that resumes after a kill, finds the whole old file or the whole new one.
+    The temporary files of killed writers are removed, those of running ones are not.
 
     Args:
-        path: The place.
-        write: Writes the content.
-        durable: Whether to wait for the disk first: else that holds for a killed process, but not
-            for a machine without power.
+        path: The file. Missing folders are created.
+        content: Text, bytes, or a function that writes to an open file.
+        durable: Whether to wait for the disk. If not, the file survives a killed process, but not
+            a loss of power.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +141,10 @@ def write_atomically(
     handle, name = _locked_file(path)
     try:
         with os.fdopen(handle, "wb") as file:
-            write(file)
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
