@@ -274,7 +274,11 @@ class MatchingBaselines(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over networks and student."""
-        kinds = {"networks": [[Tensor]], "class_counts": (Tensor, None), "student": (dict, None)}
+        kinds = {
+            "networks": [[Tensor, ...], ...],
+            "class_counts": Tensor | None,
+            "student": dict | None,
+        }
         check(state_dict, kinds, "MatchingBaselines")
         lengths = {len(flat) % 2 for flat in state_dict["networks"]}
         check(sum(lengths), range(1), "MatchingBaselines")

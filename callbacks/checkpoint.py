@@ -15,8 +15,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_fl.federation.checkpoint_checks import check_sums, read_checkpoint
-from lightning_fl.files import write_atomically
+from lightning_fl.federation.checkpoint_checks import read_checkpoint
+from lightning_fl.files import check_sums, write_atomically
 from lightning_fl.types import FederationError
 
 

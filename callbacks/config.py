@@ -37,7 +37,7 @@ class RunConfig(Callback):
             if any(_options(each.read_text()) == _options(self.text) for each in earlier):
                 return
             path = self.folder / f"config_resumed_{len(earlier)}.yaml"
-        write_atomically(path, lambda file: file.write(self.text.encode()))
+        write_atomically(path, self.text)
 
 
 def _options(text: str) -> Any:

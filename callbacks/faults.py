@@ -231,9 +231,7 @@ class ClientFaults(OnUpdates):
         path = self._loop.table_path(trainer)
         if self.name and path is not None and trainer.is_global_zero:
             lines = ["round,client,fault", *(f"{r},{c},{f}" for r, c, f in self.happened)]
-            text = ("\n".join(lines) + "\n").encode()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path.with_name(self.name), lambda file: file.write(text))
+            write_atomically(path.with_name(self.name), "\n".join(lines) + "\n")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what happened, and the time."""
@@ -241,7 +239,11 @@ class ClientFaults(OnUpdates):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what happened, and the time."""
-        check(state_dict, {"happened": [[(COUNT, str)]], "virtual_time": float}, "ClientFaults")
+        check(
+            state_dict,
+            {"happened": [[COUNT, COUNT, str], ...], "virtual_time": float},
+            "ClientFaults",
+        )
         for each in state_dict["happened"]:
             if [*map(type, each)] != [int, int, str] or each[2] not in FAULTS:
                 raise FederationError(

@@ -306,10 +306,9 @@ class PersonalizedEvaluation(Callback):
         writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.rows)
-        folder.mkdir(parents=True, exist_ok=True)
-        content = text.getvalue().encode()
-        write_atomically(folder / f"{self.name}.csv", lambda file: file.write(content))
-        client_figure(self.rows).savefig(folder / f"{self.name}.png", dpi=120)
+        write_atomically(folder / f"{self.name}.csv", text.getvalue())
+        picture = partial(client_figure(self.rows).savefig, format="png", dpi=120)
+        write_atomically(folder / f"{self.name}.png", picture)
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -319,7 +318,7 @@ class PersonalizedEvaluation(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the federation's first model."""
-        check(state_dict, {str: (Tensor, None)}, "PersonalizedEvaluation")
+        check(state_dict, {str: Tensor | None}, "PersonalizedEvaluation")
         self._first = state_dict.get("first")
 
 

@@ -8,6 +8,7 @@ import json
 import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,8 +168,7 @@ class RunReport(Callback):
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["client", *columns])
         writer.writerows(zip(range(len(data.num_samples)), *columns.values(), strict=True))
-        content = text.getvalue().encode()
-        write_atomically(self._folder / "participation.csv", lambda file: file.write(content))
+        write_atomically(self._folder / "participation.csv", text.getvalue())
 
     @rank_zero_only
     def _write_environment(self, trainer: Trainer, state: str) -> None:
@@ -199,8 +199,7 @@ class RunReport(Callback):
             },
             "versions": versions(),
         }
-        content = (json.dumps(found, indent=2) + "\n").encode()
-        write_atomically(self._folder / "environment.json", lambda file: file.write(content))
+        write_atomically(self._folder / "environment.json", json.dumps(found, indent=2) + "\n")
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -369,4 +368,4 @@ def _write_partition(folder: Path, data: Any) -> None:
 
 @rank_zero_only
 def _save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, dpi=120)
+    write_atomically(path, partial(figure.savefig, format="png", dpi=120))

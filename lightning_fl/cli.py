@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc import locate
@@ -168,8 +169,7 @@ class JobNote(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write it, when all processes have chosen the folder."""
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            content = json.dumps(self.job).encode()
-            write_atomically(self.path, lambda file: file.write(content))
+            write_atomically(self.path, json.dumps(self.job))
 
 
 class FederatedCLI(LightningCLI):
@@ -407,9 +407,7 @@ class FederatedCLI(LightningCLI):
             "seed": self._get(self.config, "seed_everything"),
             "differing options": differing,
         }
-        content = (json.dumps(found, indent=2, default=str) + "\n").encode()
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "test.json", lambda file: file.write(content))
+        write_atomically(folder / "test.json", json.dumps(found, indent=2, default=str) + "\n")
         print(f"Written to {_short(folder / 'test.json')}")
 
     def predict(self, **kwargs: Any) -> None:
@@ -424,8 +422,7 @@ class FederatedCLI(LightningCLI):
             # A checkpoint from elsewhere does not belong to the newest run.
             used = kwargs.get("ckpt_path")
             folder = Path(used).absolute().parent if used else self.run_folder
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.save(predictions, folder / "predictions.pt")
+            write_atomically(folder / "predictions.pt", partial(torch.save, predictions))
             print(f"Written to {_short(folder / 'predictions.pt')}")
 
 

@@ -1,16 +1,15 @@
-"""What a checkpoint has to be before anything of it is taken over: it may come from anyone."""
+"""Checks of a checkpoint before any part of it is used: it may be damaged, or come from anyone."""
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import PurePath
+from types import NoneType, UnionType
 from typing import Any
-from zipfile import ZIP_STORED, ZipFile
 
 import torch
 from lightning.pytorch import Trainer
@@ -19,205 +18,220 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 
-from lightning_fl.files import shown
+from lightning_fl.files import archive_size, check_sums, shown
 from lightning_fl.lanes.host import LaneHost
 from lightning_fl.lanes.optimizer_state import OPTIMIZER_ROWS, params_of
 from lightning_fl.lanes.plain import ModuleLane
 from lightning_fl.transforms import UpdateTransform
 from lightning_fl.types import FederationError, describe
 
-WHOLE = range(-(2**63), 2**63)
 COUNT = range(2**63)
-
-NUMBER = torch.zeros(())
-#: What may have become of None.
-UNSET = (None, bool, WHOLE, float, str, [object], NUMBER)
-#: Parts of a checkpoint, which has a byte at least for each; and how deep they are nested.
-MOST_PARTS, MOST_LEVELS = 2**26, 64
-
-#: What a checkpoint has, and what it may have, for Lightning.
-NEEDED: dict[str, Any] = {"pytorch-lightning_version": str, "state_dict": {str: object}}
-OPTIONAL: dict[str, Any] = {
+_NUMBER = torch.zeros(())
+#: The most parts of a tree (a file has at least one byte for each), and the most levels.
+MAX_PARTS, MAX_LEVELS = 2**26, 64
+#: Types that may be in the place of a number, or of None.
+_SMALL: Any = bool | int | float | str | list | Tensor | None
+_KINDS: dict[type, Any] = {int: int | float, float: int | float, NoneType: _SMALL}
+#: What Lightning needs in a checkpoint, or may find there.
+_OUTLINE: dict[str, Any] = {
+    "pytorch-lightning_version": str,
+    "state_dict": {str: object},
     "epoch": COUNT,
     "global_step": COUNT,
     "loops": {str: dict},
     "callbacks": {str: dict},
-    "optimizer_states": [dict],
-    "lr_schedulers": [dict],
+    "optimizer_states": [dict, ...],
+    "lr_schedulers": [dict, ...],
 }
-#: What Lightning's callbacks look for in theirs.
-CALLBACKS: dict[type, dict[str, Any]] = {
+#: What callbacks of Lightning read from their states.
+_PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
+_CALLBACKS: dict[type, dict[str, Any]] = {
     ModelCheckpoint: {
-        "best_model_score": (NUMBER, None),
-        "best_model_path": str,
-        "best_k_models": {str: NUMBER},
-        "kth_best_model_path": str,
-        "kth_value": NUMBER,
-        "last_model_path": str,
+        **dict.fromkeys(_PATHS, str),
+        **{"best_model_score": _SMALL, "kth_value": _NUMBER, "best_k_models": {str: _NUMBER}},
     },
     EarlyStopping: {
-        "wait_count": COUNT,
-        "stopped_epoch": COUNT,
-        "best_score": NUMBER,
-        "patience": COUNT,
+        **dict.fromkeys(("wait_count", "stopped_epoch", "patience"), COUNT),
+        "best_score": _NUMBER,
         "stopping_reason": range(len(EarlyStoppingReason)),
-        "stopping_reason_message": (str, None),
+        "stopping_reason_message": str | None,
     },
 }
 #: What a ``FederatedLoop`` saves.
 STATE: dict[str, Any] = {
-    "seed": COUNT,
-    "num_clients": COUNT,
-    "number of parameter tensors": COUNT,
-    "checksum": str,
-    "aggregator_class": str,
-    "policy_class": str,
-    "buffers": str,
-    "optimizer_state": str,
-    "round": COUNT,
-    "rows": [{str: (WHOLE, float, str)}],
-    "val_loss": (float, None),
+    **dict.fromkeys(("seed", "num_clients", "number of parameter tensors", "round"), COUNT),
+    **dict.fromkeys(("checksum", "aggregator_class", "policy_class"), str),
+    **dict.fromkeys(("buffers", "optimizer_state"), str),
+    "aggregator": {str: object},
+    "policy": {str: object},
+    "rows": [{str: int | float | str}, ...],
+    "val_loss": float | None,
     "monitored": {str: float},
     "base_lr": float,
     "lanes": {str: bool},
-    "trained": [bool],
-    "options": {str: (WHOLE, float, str, [str])},
-    "aggregator": {str: object},
-    "policy": {str: object},
-    "store": [{"name": str, "clients": Tensor, "rows": Tensor}],
+    "trained": [bool, ...],
+    "options": {str: int | float | str | list},
+    "store": [{"name": str, "clients": Tensor, "rows": Tensor}, ...],
     "unsaved buffers": {str: Tensor},
-    "server": ({str: object}, None),
+    "server": dict | None,
 }
 
 
-def fault_of(value: Any, kind: Any, at: str = "it") -> str | None:
-    """Say what of a value is not of a kind; None if it is.
+def compare(saved: Any, like: Any, at: str = "") -> None:
+    """Refuse a saved value of another structure than an example.
 
     Args:
-        value: Of a checkpoint.
-        kind: A type; a range, for whole numbers; None; a tensor, for others of its shape; a tuple
-            of kinds, for one of them; ``[kind]``, for a list or a tuple; ``{type: kind}``, for a
-            dictionary; ``{"name": kind}``, for one that has these names.
-        at: What it is called.
+        saved: Value from a checkpoint.
+        like: The example. Dictionaries and lists are compared entry by entry; the saved dictionary
+            may have more names. A tensor stands for tensors of its shape (loading casts them), a
+            number for numbers, a text for itself, None for any small value. A type or a union of
+            types stands for its instances, a range for integers in it, ``{str: like}`` for a
+            dictionary with any names, ``[like, ...]`` for a list of any length. Any dictionary fits
+            an empty one, and any list.
+        at: Name of the value in error messages.
+
+    Raises:
+        FederationError: If the structure differs.
 
     Example:
-        >>> fault_of({"round": 3}, {"round": range(2)})
-        "'round' must be a whole number from 0 to 1, got 3"
-        >>> fault_of([1.0, True], [float])
-        'it[1] must be a float, got True'
+        >>> compare({"round": 3, "lr": [0.1, 0.2]}, {"round": range(9), "lr": [float, ...]})
+        >>> compare({"round": 3}, {"round": range(2)})
+        Traceback (most recent call last):
+        lightning_fl.types.FederationError: 'round' must be an integer from 0 to 1, got 3
     """
-    match kind:
-        case tuple():
-            faults = [fault_of(value, each, at) for each in kind]
-            return None if None in faults else faults[0]
-        case list():
-            if not isinstance(value, list | tuple):
-                return _must(at, "a list", value)
-            each = ((v, kind[0], f"{at}[{i}]") for i, v in enumerate(value))
-        case dict():
-            if not isinstance(value, dict):
-                return _must(at, "a dictionary", value)
-            (first, rest), *_ = kind.items()
-            if isinstance(first, type):
-                if wrong := [k for k in value if type(k) is not first]:
-                    return _must(f"each name in {at}", f"of type {first.__name__}", wrong[0])
-                each = ((v, rest, f"{at}[{shown(k)}]") for k, v in value.items())
-            else:
-                if missing := [name for name in kind if name not in value]:
-                    return f"{missing[0]!r} is missing"
-                each = ((value[name], of, repr(name)) for name, of in kind.items())
+    match like:
+        case dict() | list() | tuple():
+            for value, example, there in _entries(saved, like, at):
+                compare(value, example, there)
+            return
         case range():
-            if type(value) is int and value in kind:
-                return None
-            return _must(at, f"a whole number from {kind[0]} to {kind[-1]}", value)
+            fits = type(saved) is int and saved in like
+            allowed = f"an integer from {like[0]} to {like[-1]}"
         case Tensor():
-            if not isinstance(value, Tensor):
-                return _must(at, "a tensor", value)
-            # Loading casts: a run may go on in another precision.
-            if kind.shape == value.shape and _is_float(kind) == _is_float(value):
-                return None
-            return f"{at} must be a tensor of {_shape(kind)}, got {_shape(value)}"
+            fits = isinstance(saved, Tensor) and _kind(saved) == _kind(like)
+            allowed = _shown(like)
+        case str():
+            fits, allowed = saved == like, f"{like!r}, as here"
         case _:
-            is_kind = value is None if kind is None else isinstance(value, kind)
-            if is_kind and (kind is bool or type(value) is not bool):
-                # What is shown to people must not move their cursor.
-                is_shown = not isinstance(value, str) or value.isprintable()
-                return None if is_shown else _must(at, "printable", value)
-            return _must(at, f"a {kind.__name__}" if kind else "null", value)
-    return next((fault for args in each if (fault := fault_of(*args))), None)
+            kind = (
+                like if isinstance(like, type | UnionType) else _KINDS.get(type(like), type(like))
+            )
+            fits = _is_a(saved, kind)
+            allowed = f"of type {kind.__name__ if isinstance(kind, type) else kind}"
+    if not fits:
+        raise FederationError(f"{at or 'the state'} must be {allowed}, got {_shown(saved)}")
 
 
-def _must(at: str, be: str, value: Any) -> str:
-    return f"{at} must be {be}, got {_shown(value)}"
+def _entries(saved: Any, like: Any, at: str) -> Iterator[tuple[Any, Any, str]]:
+    """Yield the entries of a container, with the example for each and its name."""
+    if isinstance(like, dict):
+        compare(saved, type(like), at)
+        if like and not isinstance(first := next(iter(like)), str):  # any names of a type
+            names = first if isinstance(first, type) else type(first)
+            yield from ((name, names, f"each name in {at or 'it'}") for name in saved)
+            like = dict.fromkeys(saved, like[first])
+        for name, example in like.items():
+            there = f"{at}[{shown(name)}]" if at else shown(name)
+            if name not in saved:
+                raise FederationError(f"{there} is missing")
+            yield saved[name], example, there
+        return
+    compare(saved, list | tuple, at)
+    if not like or like[-1] is ...:
+        like = list(like[:1] or [object]) * len(saved)
+    if len(saved) != len(like):
+        raise FederationError(f"{at} has {len(saved)} entries, here there are {len(like)}")
+    pairs = enumerate(zip(saved, like, strict=True))
+    yield from ((value, example, f"{at}[{i}]") for i, (value, example) in pairs)
+
+
+def _is_a(saved: Any, kind: Any) -> bool:
+    """Say whether a value is of a type, and if it is a number or a text, can be used and shown."""
+    if isinstance(saved, bool) or kind is object:
+        return kind in (bool, object, _SMALL)
+    is_usable = not isinstance(saved, str) or saved.isprintable()
+    is_usable &= not isinstance(saved, int) or -(2**63) <= saved < 2**63
+    is_usable &= not isinstance(saved, Tensor) or kind is not _SMALL or not saved.ndim
+    return is_usable and isinstance(saved, kind)
 
 
 def _shown(value: Any) -> str:
     return f"a tensor of {_shape(value)}" if isinstance(value, Tensor) else shown(value)
 
 
-def _is_float(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _rough(tensor: Tensor) -> tuple[int, bool]:
-    return tensor.ndim, _is_float(tensor)
-
-
 def _shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def known(value: Any, now: Any, at: str, *, keep: bool = False) -> Any:
-    """Return what a saved state says of what there is now; what it does not name stays as it is.
+def _kind(tensor: Tensor) -> tuple[torch.Size, bool]:
+    return tensor.shape, tensor.is_floating_point() or tensor.is_complex()
+
+
+def accept(saved: Any, now: Any, at: str, *, keep: bool = False) -> Any:
+    """Return a state of Lightning or torch, which another version of them may have saved.
 
     Args:
-        value: Saved by this version of a library, or by another one.
-        now: The state of what is going to load it.
-        at: What it is called.
-        keep: Whether names that are not known stay, too.
+        saved: State from a checkpoint.
+        now: State of the object that will load it. Names that the saved one lacks are added.
+        at: Name of the state in error messages.
+        keep: Whether names that only the saved state has are kept; otherwise they are dropped.
 
     Raises:
-        FederationError: If something is of another type.
+        FederationError: If the structure differs otherwise.
 
     Example:
-        >>> known({"ready": 3, "reset": 0}, {"ready": 0, "completed": 0}, "progress")
+        >>> accept({"ready": 3, "reset": 0}, {"ready": 0, "completed": 0}, "progress")
         {'ready': 3, 'completed': 0}
     """
-    if isinstance(now, dict):
-        _refuse(fault_of(value, dict, at))
-        found = copy.copy(now)  # a Counter remains one
-        found.clear()
-        found.update(value if keep else {})
-        for name, own in now.items():
-            found[name] = known(value.get(name, own), own, f"{at}[{name!r}]", keep=keep)
-        return found
-    if type(now) in (list, tuple) and now:
-        _refuse(fault_of(value, type(now), at))
-        if len(value) != len(now):
-            raise FederationError(f"{at} has {len(value)} entries, here there are {len(now)}")
-        pairs = enumerate(zip(value, now, strict=True))
-        return type(now)(known(v, n, f"{at}[{i}]", keep=keep) for i, (v, n) in pairs)
-    is_number = isinstance(now, int | float) and not isinstance(now, bool)
-    kind = (WHOLE, float) if is_number else UNSET if now is None else type(now)
-    _refuse(fault_of(value, kind, at))
-    if isinstance(now, str) and value != now:  # a scheduler's mode, say
-        raise FederationError(f"{at} is {shown(value)}, here it is {now!r}")
-    return value
+
+    def merge(saved: Any, now: Any) -> Any:
+        if isinstance(now, dict) and isinstance(saved, dict) and all(type(k) is str for k in now):
+            merged = {name: merge(saved.get(name, own), own) for name, own in now.items()}
+            return merged | {k: v for k, v in saved.items() if keep and k not in now}
+        if isinstance(now, list) and isinstance(saved, list) and len(saved) == len(now):
+            return [merge(value, own) for value, own in zip(saved, now, strict=True)]
+        return saved
+
+    merged = merge(saved, now)
+    compare(merged, now, at)
+    return merged
 
 
-def check(value: Any, kind: Any, what: str) -> None:
-    """Refuse a state that is not of a kind; see :func:`fault_of`.
+def check(value: Any, like: Any, what: str) -> None:
+    """Refuse the state of a callback that differs from an example; see :func:`compare`.
+
+    Args:
+        value: State from a checkpoint.
+        like: The example.
+        what: Name of the callback.
 
     Raises:
-        FederationError: Says what is not.
+        FederationError: If the structure differs.
     """
     with blamed(f"the checkpoint's state of {what} is damaged, or was changed"):
-        _refuse(fault_of(value, kind))
+        compare(value, like)
 
 
-def _refuse(fault: str | None) -> None:
-    if fault:
-        raise FederationError(fault)
+@contextmanager
+def blamed(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise errors again as errors of this library that begin with what they are about.
+
+    Args:
+        what: The beginning of the message.
+        kinds: Kinds of errors besides those of this library.
+    """
+    try:
+        yield
+    except FederationError as error:
+        raise FederationError(f"{what}: {error}") from error
+    except kinds as error:
+        raise FederationError(f"{what}: {one_line(error)}") from error
+
+
+def one_line(error: object) -> str:
+    """Return the beginning of a message, as one line of printable characters."""
+    text = str(error).strip() or type(error).__name__
+    return "".join(c if c.isprintable() else " " for c in text)[:200]
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -229,22 +243,22 @@ def read_checkpoint(
     """Read a checkpoint that is safe to hand to Lightning.
 
     Args:
-        path: Of its file, which may be anywhere that Lightning can read.
+        path: Its file, anywhere that Lightning can read from.
         load: Reads it, with ``weights_only=True``.
-        in_full: Whether to compare all of its content with its checksums.
+        in_full: Whether to compare the content with its checksums.
 
     Raises:
-        FederationError: If it is damaged, no checkpoint of Lightning 2, holds more than data, or
-            would take more memory than its file has bytes.
+        FederationError: If the file is damaged, is no checkpoint of Lightning 2, holds more than
+            data, or would take more memory than it has bytes.
     """
     size = None
-    with blamed(f"{path} is damaged, or not a checkpoint"):
+    with blamed(f"{path} is damaged, or not a checkpoint", Exception):  # of many kinds
         if "://" not in os.fspath(path):
-            size = _size(path)
+            size = archive_size(path)
         try:
             checkpoint = load()
         except pickle.UnpicklingError as error:
-            # Of torch's advice the cause alone: the rest is how to run the code after all.
+            # Only the cause: the rest of torch's advice is how to run the code after all.
             cause = next((line for line in str(error).splitlines() if "nsupported" in line), error)
             what = str(cause).rpartition("WeightsUnpickler error: ")[2].partition(". ")[0]
             raise FederationError(
@@ -252,11 +266,9 @@ def read_checkpoint(
                 " weights_only=False to Trainer.fit (lightning-fl fit --weights_only=false), which"
                 " lets it run code"
             ) from error
-        except Exception as error:  # of many kinds, where a file is damaged
-            raise FederationError(one_line(error)) from error
         if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
             raise FederationError(
-                "it is a file of torch, but no checkpoint of Lightning: give what a fit has written"
+                "it is a file of torch, but no checkpoint of Lightning: choose one of a fit"
             )
         check_outline(checkpoint, size)
     if in_full and size is not None:
@@ -264,77 +276,24 @@ def read_checkpoint(
     return checkpoint
 
 
-def check_sums(path: str | os.PathLike[str]) -> None:
-    """Compare the content of a file of ``torch.save`` with the checksums in it.
-
-    ``torch.load`` does not. It takes about a second for each GB.
-
-    Raises:
-        FederationError: If they differ: the file is damaged.
-    """
-    with ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise FederationError(
-            f"{path} is damaged: {shown(damaged)} in it does not have the checksum that it was"
-            " written with. Go on from another checkpoint"
-        )
-
-
-@contextmanager
-def blamed(what: str) -> Iterator[None]:
-    """Say whose fault an error is."""
-    try:
-        yield
-    except FederationError as error:
-        raise FederationError(f"{what}: {error}") from error
-
-
-def _size(path: str | os.PathLike[str]) -> int:
-    """Return the size of a file that ``torch.save`` may have written.
-
-    It does not compress, and stores nothing in two places: a file of some kilobytes could else
-    become as many gigabytes.
-    """
-    try:
-        size = os.path.getsize(path)
-        with ZipFile(path) as archive:
-            entries = archive.infolist()
-    except OSError as error:
-        raise FederationError(f"it cannot be read ({error.strerror})") from error
-    except Exception as error:  # of many kinds, where a file is damaged
-        raise FederationError(one_line(error)) from error
-    content = sum(entry.file_size for entry in entries)
-    if content > size or any(entry.compress_type != ZIP_STORED for entry in entries):
-        raise FederationError(
-            f"it is compressed, which torch.save does not do: {size} bytes become {content}"
-        )
-    return size
-
-
-def one_line(error: object) -> str:
-    """Return the beginning of a message, as one line that does not move a cursor."""
-    text = str(error).strip() or type(error).__name__
-    return "".join(c if c.isprintable() else " " for c in text)[:200]
-
-
 def check_outline(checkpoint: dict[str, Any], size: int | None = None) -> None:
-    """Refuse what Lightning would stumble over, and what is not as plain as it looks.
+    """Refuse what Lightning cannot read, and what is more than plain data.
 
     Args:
-        checkpoint: As it was read.
-        size: Of the file, where it is known: no tensor is larger. Those of the module are compared
-            with its own.
+        checkpoint: Content of the file.
+        size: Bytes of the file, where known.
 
     Raises:
-        FederationError: Says what it is.
+        FederationError: If there is any.
     """
-    _weigh(checkpoint, size or MOST_PARTS, {})
-    outline = NEEDED | {name: kind for name, kind in OPTIONAL.items() if name in checkpoint}
-    _refuse(fault_of(checkpoint, outline))
-    _refuse(_hidden(checkpoint))
-    others = {name: value for name, value in checkpoint.items() if name != "state_dict"}
-    _refuse(_not_plain(others, size))
+    for name, tree in checkpoint.items():
+        for item in _parts(tree, min(size or MAX_PARTS, MAX_PARTS)):
+            _check_plain(item)
+            # Tensors of the model are compared with the module's when they are loaded.
+            if isinstance(item, Tensor) and name != "state_dict":
+                _check_tensor(item, size)
+    names = checkpoint.keys() | {"pytorch-lightning_version", "state_dict"}
+    compare(checkpoint, {name: kind for name, kind in _OUTLINE.items() if name in names})
     try:
         version = Version(checkpoint["pytorch-lightning_version"])
     except InvalidVersion as error:
@@ -346,114 +305,91 @@ def check_outline(checkpoint: dict[str, Any], size: int | None = None) -> None:
         )
 
 
-def _weigh(
-    item: Any, most: int, seen: dict[int, tuple[int, int]], level: int = 0
-) -> tuple[int, int]:
-    """Return how many parts a tree has if it is written out, and how deep it is.
-
-    A part can be in many places: thirty lists of ten times the next make 10^30 parts.
-    """
-    if not isinstance(item, dict | list | tuple | set):
-        return 1, 0
-    if level > MOST_LEVELS:
-        raise FederationError(f"it is nested more than {MOST_LEVELS} levels deep")
-    if id(item) not in seen:
-        seen[id(item)] = most, 0  # should it be in itself
-        parts, depth = 1, 0
-        for each in item.values() if isinstance(item, dict) else item:
-            weight, below = _weigh(each, most, seen, level + 1)
-            parts, depth = parts + weight, max(depth, below + 1)
-            if parts > most or level + depth > MOST_LEVELS:
-                raise FederationError("it holds parts that hold each other, over and over")
-        seen[id(item)] = parts, depth
-    return seen[id(item)]
-
-
-def _hidden(tree: Any) -> str | None:
-    """Say what has attributes of its own, which could hide methods."""
-    for item in _parts(tree):
-        # Not of a class that a user has told torch to trust.
-        is_plain = isinstance(item, dict | list | tuple | set | Tensor)
-        own = dict(getattr(item, "__dict__", {})) if is_plain else {}
-        metadata = own.pop("_metadata", {}) if isinstance(item, dict) else {}  # of a state_dict
-        if fault := fault_of(metadata, {str: {str: WHOLE}}, "_metadata"):
-            return fault
-        if own:
-            return f"{type(item).__name__} has an attribute {shown(next(iter(own)))}"
-    return None
-
-
-def _not_plain(tree: Any, size: int | None) -> str | None:
-    """Say what tensor is not simply its numbers."""
-    for item in _parts(tree):
-        if isinstance(item, Tensor):
-            is_plain = type(item) in (Tensor, nn.Parameter) and item.layout == torch.strided
-            if not is_plain or item.is_meta or item.is_quantized or item.is_nested:
-                return f"a {type(item).__name__} is not simply its numbers"
-            if size is not None and item.nbytes > size:
-                return f"a tensor of {_shape(item)} is larger than the file"
-    return None
-
-
-def _parts(tree: Any) -> Iterator[Any]:
-    """Return all that a tree holds, once each: a part may be in many places, or in itself."""
-    todo, seen = [tree], set[int]()
+def _parts(tree: Any, most: int = MAX_PARTS) -> Iterator[Any]:
+    """Yield all parts of a tree; refuse one that has too many, since parts hold each other."""
+    todo, count = [(tree, 0)], 0
     while todo:
-        item = todo.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
+        item, level = todo.pop()
         yield item
-        if isinstance(item, dict):
-            todo += item.values()
-        elif isinstance(item, list | tuple | set):
-            todo += item
+        if isinstance(item, dict | list | tuple | set):
+            count += len(item)
+            if count > most or level > MAX_LEVELS:
+                raise FederationError(
+                    f"it has more parts than bytes, or is nested more than {MAX_LEVELS} levels deep"
+                )
+            children = item.values() if isinstance(item, dict) else item
+            todo += [(child, level + 1) for child in children]
+
+
+def _check_plain(item: Any) -> None:
+    """Refuse attributes, which could hide methods; users' classes that torch trusts have them."""
+    if isinstance(item, dict | list | tuple | set | Tensor):
+        attributes = dict(getattr(item, "__dict__", {}))
+        if isinstance(item, dict):  # the versions in a state_dict
+            compare(attributes.pop("_metadata", {}), {str: {str: int}}, "_metadata")
+        if attributes:
+            name = shown(next(iter(attributes)))
+            raise FederationError(f"{type(item).__name__} has an attribute {name}")
+
+
+def _check_tensor(tensor: Tensor, size: int | None) -> None:
+    """Refuse a tensor that is not simply its numbers, or larger than its file."""
+    is_dense = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    if not is_dense or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
+        raise FederationError(f"a {type(tensor).__name__} is not simply its numbers")
+    if size is not None and tensor.nbytes > size:
+        raise FederationError(f"a tensor of {_shape(tensor)} is larger than the file")
 
 
 # --- what is resumed ------------------------------------------------------------------------------
 
 
 def check_states(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Leave of Lightning's own state what it looks for, and see that it can use it.
+    """Compare Lightning's progress and the states of its callbacks with the Trainer's own.
+
+    Args:
+        trainer: The Trainer that resumes.
+        checkpoint: Content of the file; its progress is completed.
 
     Raises:
-        FederationError: If something is of another kind, or a path is not of a checkpoint:
-            Lightning removes the best ones of before.
+        FederationError: If the structure differs, or if a ``ModelCheckpoint`` would remove another
+            file than a checkpoint of this run.
     """
     loops = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
     now = {name: getattr(trainer, name).state_dict() for name in loops}
-    checkpoint["loops"] = known(checkpoint.get("loops", {}), now, "loops")
+    checkpoint["loops"] = accept(checkpoint.get("loops", {}), now, "loops")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the connector
         state = checkpoint["callbacks"].get(callback.state_key)
-        for kind, kinds in CALLBACKS.items():
+        for kind, like in _CALLBACKS.items():
             if state is not None and isinstance(callback, kind):
                 with blamed(kind.__name__):
-                    _refuse(fault_of(state, kinds))
+                    compare(state, like)
                     if isinstance(callback, ModelCheckpoint):
-                        _refuse(_not_its_own(callback, state))
+                        _check_paths(callback, state)
 
 
-def _not_its_own(callback: ModelCheckpoint, state: Mapping[str, Any]) -> str | None:
-    """Say which path leads away from where this callback writes."""
-    paths = [state[f"{which}_model_path"] for which in ("best", "kth_best", "last")]
-    for path in filter(None, [*paths, *state["best_k_models"]]):
+def _check_paths(callback: ModelCheckpoint, state: Mapping[str, Any]) -> None:
+    """Refuse paths that lead away from where a callback writes: it removes its former files."""
+    for path in filter(None, [*map(state.get, _PATHS), *state["best_k_models"]]):
         is_remote = "://" in path and not path.startswith(f"{callback.dirpath}/")
         is_other = not path.endswith(callback.FILE_EXTENSION) or ".." in PurePath(path).parts
         if is_other or is_remote:
-            return f"{shown(path)} is not where a checkpoint of this run may be"
-    return None
+            raise FederationError(f"{shown(path)} is not where a checkpoint of this run may be")
 
 
 def check_state(state: Any) -> None:
-    """Refuse what no ``FederatedLoop`` has saved.
+    """Check the state of a ``FederatedLoop``.
+
+    Args:
+        state: Its state from a checkpoint.
 
     Raises:
-        FederationError: Says what is of another kind.
+        FederationError: If no ``FederatedLoop`` can have saved it.
     """
-    _refuse(fault_of(state, STATE))
+    compare(state, STATE)
+    compare(state["server"] or {}, {str: object}, "'server'")
     if any(isinstance(item, Tensor) and item.requires_grad for item in _parts(state)):
-        raise FederationError("a tensor is waiting for a gradient")
-    check_packed(state["store"])
+        raise FederationError("a tensor requires a gradient")
     if not 0 <= (lr := state["base_lr"]) <= 1e30:
         raise FederationError(f"'base_lr' is {lr}, which is no learning rate")
     rounds = [row.get("round") for row in state["rows"]]
@@ -461,97 +397,100 @@ def check_state(state: Any) -> None:
         raise FederationError(
             f"'rows' are of the rounds {shown(rounds)}, and 'round' is {state['round']}"
         )
-
-
-def check_packed(store: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what is not a row of one name for each of a list of clients.
-
-    Raises:
-        FederationError: Says what is not.
-    """
-    seen: dict[str, list[Tensor]] = defaultdict(list)
-    for each in store:
-        name, clients, rows = each["name"], each["clients"], each["rows"]
+    seen: dict[str, Counter[int]] = defaultdict(Counter)
+    for entry in state["store"]:
+        name, clients, rows = entry["name"], entry["clients"], entry["rows"]
         with blamed(f"{shown(name)} in 'store'"):
-            if clients.dtype != torch.int64 or clients.ndim != 1 or not rows.ndim:
-                raise FederationError(
-                    f"it needs a list of clients and a row for each, got {_shape(clients)} and"
-                    f" {_shape(rows)}"
-                )
-            if len(clients) != len(rows):
-                raise FederationError(f"{len(clients)} clients have {len(rows)} rows")
-            seen[name].append(clients)
-            counts = torch.cat(seen[name]).unique(return_counts=True)
-            if (twice := counts[0][counts[1] > 1]).numel():
-                raise FederationError(f"client {int(twice[0])} has it twice")
+            if not rows.ndim or clients.dtype != torch.int64:
+                raise FederationError("it must be a list of clients and a row for each")
+            compare(clients, torch.empty(len(rows), dtype=torch.int64, device="meta"), "'clients'")
+            seen[name].update(clients.tolist())
+            for client, count in seen[name].most_common(1):
+                compare(count, range(2), f"the number of rows of client {client}")
 
 
 def check_round(fit_loop: Mapping[str, Any], round: int) -> None:
-    """Refuse progress that is not of a round's start: a resumed run begins with one.
+    """Refuse progress that is not at the start of a round, where a resumed run begins.
+
+    Args:
+        fit_loop: Progress of Lightning's fit loop.
+        round: Number of rounds that the federation has done.
 
     Raises:
-        FederationError: If rounds are in the middle, or others have been.
+        FederationError: If Lightning is inside of a round, or has done another number of epochs.
     """
-    for count in fit_loop["epoch_progress"].values():
-        ended = count["completed"]  # which Lightning counts after checkpoints are written
-        if {**count, "completed": max(ended, round)} != dict.fromkeys(count, round):
-            raise FederationError(f"{round} rounds are {shown(count)} epochs of Lightning")
-        if ended < round - 1:
-            raise FederationError(f"{round} rounds are {ended} epochs of Lightning")
+    # Lightning counts an epoch as completed after checkpoints are written.
+    ended = {"completed": range(round - 1, round + 1)}
+    begun = dict.fromkeys(("ready", "started", "processed"), range(round, round + 1))
+    with blamed(f"Lightning's epochs are not the {round} rounds"):
+        compare(fit_loop["epoch_progress"], dict.fromkeys(("total", "current"), begun | ended))
     for name in ("epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
         if len(set((count := fit_loop[name]["current"]).values())) > 1:
             raise FederationError(f"it is in the middle of a batch: {shown(count)}")
 
 
-def check_buffers(
-    state: Mapping[str, Tensor], buffers: Mapping[str, tuple[nn.Module, str]]
-) -> None:
-    """Refuse buffers that the module does not leave out of its own state, or of another shape.
-
-    Raises:
-        FederationError: Says which.
-    """
-    for name, saved in state.items():
-        if name not in buffers:
-            raise FederationError(f"the module has no non-persistent buffer {shown(name)}")
-        owner, key = buffers[name]
-        _refuse(fault_of(saved, Tensor if (now := owner._buffers[key]) is None else now, name))
-
-
 def check_progress(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Do the same for optimisers, schedulers and the scaling of losses, once they are there.
+    """Check the states of optimizers, schedulers and precision, once the Trainer has them.
+
+    Args:
+        trainer: The Trainer that resumes.
+        checkpoint: Content of the file; these states are completed.
 
     Raises:
-        FederationError: If something is of another kind.
+        FederationError: If the structure differs from the Trainer's.
     """
     for name, owners in (
         ("optimizer_states", trainer.optimizers),
         ("lr_schedulers", [config.scheduler for config in trainer.lr_scheduler_configs]),
     ):
         now = [owner.state_dict() for owner in owners]
-        found = checkpoint[name] = known(checkpoint.get(name), now, name, keep=True) if now else []
-        for owner, state in zip(owners, found, strict=True):
+        states = accept(checkpoint.get(name), now, name, keep=True) if now else []
+        for owner, state in zip(owners, states, strict=True):
             if shadow := next((k for k in state if callable(getattr(owner, str(k), None))), None):
                 raise FederationError(f"{name} has {shown(shadow)}, which is a method")
+        checkpoint[name] = states
     for state in checkpoint["optimizer_states"]:
         state["state"] = {}  # a round begins without; what clients keep is in the store
     plugin = trainer.precision_plugin
     if (name := type(plugin).__qualname__) in checkpoint:
-        checkpoint[name] = known(checkpoint[name], plugin.state_dict(), name)
+        checkpoint[name] = accept(checkpoint[name], plugin.state_dict(), name)
+
+
+def check_buffers(
+    state: Mapping[str, Tensor], buffers: Mapping[str, tuple[nn.Module, str]]
+) -> None:
+    """Check the buffers that the module leaves out of its own state.
+
+    Args:
+        state: Saved buffers by name.
+        buffers: Owner of each non-persistent buffer of the module, and its name there.
+
+    Raises:
+        FederationError: If the module has no such buffer, or one of another shape.
+    """
+    for name, saved in state.items():
+        if name not in buffers:
+            raise FederationError(f"the module has no non-persistent buffer {shown(name)}")
+        owner, key = buffers[name]
+        compare(saved, Tensor if (now := owner._buffers[key]) is None else now, name)
 
 
 def check_rule(rule: nn.Module, state: Mapping[str, Any]) -> None:
-    """Refuse a state that is of another kind than a rule's; some tables grow with clients.
+    """Check the state of an aggregator or a policy; the length of its tables is its own affair.
+
+    Args:
+        rule: The rule that will load the state.
+        state: Its saved state. Loading refuses missing and unknown names.
 
     Raises:
-        FederationError: Says what is of another kind.
+        FederationError: If an entry is of another kind.
     """
     for name, now in rule.state_dict().items():
-        if name in state:  # else loading complains
-            saved = state[name]
-            _refuse(fault_of(saved, Tensor if isinstance(now, Tensor) else type(now), name))
-            if isinstance(now, Tensor) and _rough(now) != _rough(saved):
-                raise FederationError(f"{name} is {_shape(saved)}, here it is {_shape(now)}")
+        if name in state:
+            saved, like = state[name], now if isinstance(now, Tensor) else type(now)
+            if isinstance(saved, Tensor) and isinstance(now, Tensor) and saved.ndim == now.ndim:
+                like = torch.empty(saved.shape, dtype=now.dtype, device="meta")  # of any length
+            compare(saved, like, name)
 
 
 def check_rows(
@@ -561,52 +500,47 @@ def check_rows(
     transforms: Sequence[UpdateTransform],
     of_parts: Mapping[str, Tensor],
 ) -> None:
-    """Refuse what clients could not have kept.
+    """Check what clients have kept: parameters, buffers, optimizers, memories of transforms.
+
+    Args:
+        store: Rows of each client, by name.
+        num_clients: Number of clients of the federation.
+        lane: Where clients train.
+        transforms: What happens to updates. Memories are tried, since only transforms know them.
 
     Raises:
-        FederationError: Says whose and what is of another kind.
+        FederationError: If a client is unknown, or if it cannot have kept a row.
     """
     like = {f"parameter.{name}": row for name, row in lane.private.items()}
     like |= of_parts
     like |= {f"buffer.{name}": buffer for name, buffer in lane.named_buffers.items()}
-    params = [p for group in lane.optimizer.param_groups for p in group["params"]]
-    kinds, tried = set(), set()
+    like |= lane.optimizer_state.kept
+    params = {f"optimizer.{i}": param for i, param in enumerate(params_of(lane.optimizer))}
+    checked = set()
     for client, rows in store.items():
-        _refuse(fault_of(client, range(num_clients), "a client of 'store'"))
-        if (all_of_it := _kind(rows)) in kinds:  # as one that has been looked at
+        compare(client, range(num_clients), "a client of 'store'")
+        kind = tuple((name, row.shape, row.dtype) for name, row in rows.items())
+        if kind in checked:  # like those of a client before
             continue
-        kinds.add(all_of_it)
+        checked.add(kind)
         with blamed(f"what client {client} keeps"):
             for name, row in rows.items():
-                room, _, rest = name.partition(".")
-                at = rest.partition(".")[0]
                 if name in like:
-                    _refuse(fault_of(row, like[name], name))
-                elif room == "optimizer" and at in map(str, range(len(params))):
-                    _fits(row, params[int(at)], name)
-                elif name in lane.optimizer_state.kept:
-                    _refuse(fault_of(row, lane.optimizer_state.kept[name], name))
-                elif room != "transform":
+                    compare(row, like[name], name)
+                elif (of := ".".join(name.split(".")[:2])) in params:
+                    what = f"{name} is {_shape(row)}, its parameter is {_shape(params[of])}"
+                    with blamed(what, RuntimeError):
+                        row.expand(params[of].shape)  # of its shape, or less of it
+                elif not name.startswith("transform."):
                     raise FederationError(f"{shown(name)} is not known here")
-            states = {n: row for n, row in rows.items() if n.startswith(OPTIMIZER_ROWS)}
-            if states and (kind := _kind(states)) not in tried:
-                tried.add(kind)
-                _try_optimizer(states, lane)
+            if learned := {k: row for k, row in rows.items() if k.startswith(OPTIMIZER_ROWS)}:
+                with blamed(f"{type(lane.optimizer).__name__} cannot use it", Exception):
+                    _try_optimizer(learned, lane)
             for i, transform in enumerate(transforms):
-                memory = {
-                    name.removeprefix(f"transform.{i}."): row
-                    for name, row in rows.items()
-                    if name.startswith(f"transform.{i}.")
-                }
-                # What is in there only the transform knows: it is tried, once for all of a kind.
-                kind = (i, *_kind(memory))
-                if memory and kind not in tried:
-                    tried.add(kind)
-                    _try(transform, memory, lane)
-
-
-def _kind(rows: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    return tuple((name, row.shape, row.dtype) for name, row in rows.items())
+                at = f"transform.{i}."
+                if memory := {k.removeprefix(at): v for k, v in rows.items() if k.startswith(at)}:
+                    with blamed(f"{describe(transform)} cannot use it", Exception):
+                        _try_transform(transform, memory, lane)
 
 
 def _try_optimizer(rows: Mapping[str, Tensor], lane: LaneHost) -> None:
@@ -616,27 +550,16 @@ def _try_optimizer(rows: Mapping[str, Tensor], lane: LaneHost) -> None:
         return (param if isinstance(lane, ModuleLane) else param[0]).clone()
 
     trial, state = lane.optimizer_state.replica(one, every=True)
-    try:
-        state.load(rows)
-        for param in params_of(trial):
-            param.grad = torch.zeros_like(param)
-        trial.step(lambda: 0.0)
-    except Exception as error:  # of many kinds
-        name = type(lane.optimizer).__name__
-        raise FederationError(f"{name} cannot use it: {one_line(error)}") from error
+    state.load(rows)
+    for param in params_of(trial):
+        param.grad = torch.zeros_like(param)
+    trial.step(lambda: 0.0)
 
 
-def _fits(row: Tensor, param: Tensor, name: str) -> None:
-    """Refuse a state of an optimiser that is not of a parameter's shape, or less of it."""
-    dims = zip(row.shape[::-1], param.shape[::-1], strict=False)
-    if row.ndim > param.ndim or any(size not in (1, of) for size, of in dims):
-        raise FederationError(f"{name} is {_shape(row)}, its parameter is {_shape(param)}")
-
-
-def _try(transform: UpdateTransform, memory: Mapping[str, Tensor], lane: LaneHost) -> None:
+def _try_transform(
+    transform: UpdateTransform, memory: Mapping[str, Tensor], lane: LaneHost
+) -> None:
+    """Let a transform use a copy of what it keeps of a client."""
     update = torch.zeros(lane.num_parameters, dtype=lane.vector.dtype, device=lane.vector.device)
     copies = {name: row.to(update.device, copy=True) for name, row in memory.items()}
-    try:
-        transform(update, copies, torch.Generator()).view_as(update)
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise FederationError(f"{describe(transform)} cannot use it: {one_line(error)}") from error
+    transform(update, copies, torch.Generator()).view_as(update)

@@ -74,10 +74,9 @@ class RoundTable:
         # Only what is new: a long run would spend its time on the rows of before.
         writer.writerows(self._unwritten())
         self._text, self._written = self._text + text.getvalue(), len(self.rows)
-        content = self._text.encode()
         # Not durable: waiting for the disk takes a third of what a round costs, and a checkpoint
         # holds the rows, too.
-        write_atomically(path, lambda file: file.write(content), durable=False)
+        write_atomically(path, self._text, durable=False)
 
     def _unwritten(self) -> list[dict[str, Any]]:
         return self.rows[self._written :]

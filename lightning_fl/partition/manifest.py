@@ -87,8 +87,7 @@ class Manifest:
         for name in ("class_counts", "clients"):
             rows = ",\n    ".join(json.dumps(row) for row in getattr(self, name))
             fields.append(f'"{name}": [\n    {rows}\n  ]')
-        content = ("{\n  " + ",\n  ".join(fields) + "\n}\n").encode()
-        write_atomically(path, lambda file: file.write(content))
+        write_atomically(path, "{\n  " + ",\n  ".join(fields) + "\n}\n")
 
     @classmethod
     def read(cls, path: str | Path) -> Manifest:

@@ -79,12 +79,6 @@ class Count(Callback):
         self.written = []
         replace = os.replace
         monkeypatch.setattr(os, "replace", lambda a, b: (self.note(b), replace(a, b)))
-        from matplotlib.figure import Figure
-
-        save = Figure.savefig
-        monkeypatch.setattr(
-            Figure, "savefig", lambda fig, path, **k: (self.note(path), save(fig, path, **k))[1]
-        )
 
     def note(self, path):
         self.written.append(os.path.basename(path))
