@@ -25,13 +25,13 @@ _OPTIONS = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
 class Graphs:
     """Compiled forms of a module's local step in lanes.
 
-    Gradients are one graph for any optimiser. With ``torch.optim.SGD`` its update is in the graph
+    Gradients are one graph for any optimizer. With ``torch.optim.SGD`` its update is in the graph
     too, which saves writing the gradients and reading them again. On a GPU they are CUDA graphs,
     which launch all of a step at once.
 
     Args:
         local: The step.
-        optimizer: The optimiser of the stacked parameters.
+        optimizer: The optimizer of the stacked parameters.
     """
 
     def __init__(self, local: LocalStep, optimizer: torch.optim.Optimizer) -> None:
@@ -41,7 +41,7 @@ class Graphs:
         self._sgd_step = compiled(sgd_step, on_a_gpu)
 
     def can_update(self) -> bool:
-        """Say whether the optimiser is one whose update can be in the graph, and has begun."""
+        """Say whether the optimizer is one whose update can be in the graph, and has begun."""
         groups, made = self.optimizer.param_groups, self.optimizer
         # Ours set the client's rate; those of others see the update itself.
         hooks = (made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks)
@@ -59,7 +59,7 @@ class Graphs:
         return found
 
     def update(self, params: Tensors, *tensors: Any, ratio: float, **how: Any) -> Outcome:
-        """Make the step and the optimiser's update; see :meth:`LocalStep.many`.
+        """Make the step and the optimizer's update; see :meth:`LocalStep.many`.
 
         Args:
             params: Parameters, ``[k, ...]``, which are changed.

@@ -28,7 +28,7 @@ class Lanes(LightningModule):
 
     The module's own ``training_step``, ``configure_optimizers`` and ``self.log`` run on stacked
     parameters, ``[lanes, ...]``. The loss is the sum of the lanes' losses,
-    :math:`\sum_k L_k(w_k)`, so one step of an optimiser that treats every number alike is a step of
+    :math:`\sum_k L_k(w_k)`, so one step of an optimizer that treats every number alike is a step of
     every client as if it were alone: lanes change results by rounding only (and random layers,
     whose numbers come in another order). Everything else is the module's: validation, test,
     prediction, checkpoints.
@@ -37,7 +37,7 @@ class Lanes(LightningModule):
     that says why: the first step is compared with the module's own, in float64.
 
     Args:
-        module: Any LightningModule with automatic optimisation.
+        module: Any LightningModule with automatic optimization.
         lanes: Clients at once; ``auto`` chooses.
         steps_per_batch: Local steps in one Lightning batch, which saves Lightning's own time a
             step; ``auto`` chooses by memory. Hooks of callbacks see the last of them.
@@ -51,7 +51,7 @@ class Lanes(LightningModule):
             with fewer groups than processes some processes are idle. It needs a number of lanes.
 
     Raises:
-        FederationError: If an option is out of range; at the start of a fit, if the optimiser looks
+        FederationError: If an option is out of range; at the start of a fit, if the optimizer looks
             at several clients at once (LBFGS, LARS).
 
     Example:
@@ -219,7 +219,7 @@ class Lanes(LightningModule):
         return lanes, num_steps(self.steps_per_batch, lanes, batch_bytes, stepwise)
 
     def configure_optimizers(self) -> Any:
-        """Let the module make its optimiser, and give that the stacked parameters."""
+        """Let the module make its optimizer, and give that the stacked parameters."""
         made = self.module.configure_optimizers()
         params = dict(self.module.named_parameters())
         self.stack = {
@@ -288,9 +288,10 @@ class Lanes(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the sum of the clients' losses in one local step."""
-        assert self.host is not None
-        assert self.host.batch is not None
-        host, step = self.host, self.host.step
+        host = self.host
+        assert host is not None
+        assert host.batch is not None
+        step = host.step
         host.vectorized.local.batch_idx = host.steps_before + step
         # Mapped over lanes no module can keep its samples: their memory can be used again.
         samples = host.batch.samples(step, may_reuse=host.stacks.maps)

@@ -97,7 +97,7 @@ class StackedLanes(LaneHost):
         known = {id(param) for param in self.stacks.params.values()}
         if any(id(param) not in known for param, _ in self._optimized()):
             raise FederationError(
-                "the optimiser has parameters that are not in the lanes, given to it after the"
+                "the optimizer has parameters that are not in the lanes, given to it after the"
                 " start or not the module's own: train the module itself instead of Lanes(module)"
             )
         self.count = len(rows)

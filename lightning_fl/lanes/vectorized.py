@@ -196,7 +196,8 @@ class VectorizedStep:
     def _all(self, batch: Any, weight: Tensor | None, rate: float | None) -> tuple[Tensor, Outcome]:
         """Make the step of all clients, whose batches are ``[k, ...]``."""
         stacks = self.stacks
-        tensors = (dict(stacks.params), stacks.buffers, stacks.fixed, batch, weight)
+        params: Tensors = dict(stacks.params)
+        tensors = (params, stacks.buffers, stacks.fixed, batch, weight)
         how: dict[str, Any] = {"fixed_is_shared": stacks.fixed_is_shared, "at_once": True}
         if self.graphs is not None and self._is_worth_a_graph(batch):
             try:

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 
 from lightning_fl import Lanes
-from lightning_fl.policies import Schedule
 
 
 def test_hooks_of_the_module_are_called_as_ever(train, tiny):
@@ -63,28 +61,6 @@ def test_what_a_module_does_to_a_batch_is_done_to_a_clients_own(agree, tiny):
 
     with pytest.warns(match="not trained in lanes: .* on_after_batch_transfer"):
         agree(lambda: tiny(Centres), (3,))
-
-
-class Damp(Callback):
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad.mul_(0.1)
-
-
-@pytest.mark.parametrize("compile", [True, False])
-def test_callbacks_that_change_gradients_do_so_in_every_step(
-    agree, tiny, data, uncompiled, compile
-):
-    agree(
-        tiny,
-        lanes=(4,),
-        steps_per_batch="auto",
-        datamodule=data,
-        compile=compile,
-        callbacks=[Damp()],
-        federation={"policy": Schedule(num_steps=4)},
-    )
 
 
 def test_parameters_with_hooks_are_trained_by_themselves(tiny):

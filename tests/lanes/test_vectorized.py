@@ -7,6 +7,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -171,6 +172,28 @@ def test_hooks_of_the_optimiser_see_updates_that_a_graph_would_make(agree, tiny,
         datamodule=data,
         compile=True,
         federation={"policy": Schedule(lr=0.05, num_steps=4)},
+    )
+
+
+class Damp(Callback):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(0.1)
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_callbacks_that_change_gradients_do_so_in_every_step(
+    agree, tiny, data, uncompiled, compile
+):
+    agree(
+        tiny,
+        lanes=(4,),
+        steps_per_batch="auto",
+        datamodule=data,
+        compile=compile,
+        callbacks=[Damp()],
+        federation={"policy": Schedule(num_steps=4)},
     )
 
 
