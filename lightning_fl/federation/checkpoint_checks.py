@@ -507,6 +507,7 @@ def check_rows(
         num_clients: Number of clients of the federation.
         lane: Where clients train.
         transforms: What happens to updates. Memories are tried, since only transforms know them.
+        of_parts: What clients may keep for parts of their work, by name.
 
     Raises:
         FederationError: If a client is unknown, or if it cannot have kept a row.

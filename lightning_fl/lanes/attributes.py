@@ -5,19 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
-from torch.utils._pytree import tree_leaves, tree_map
-
-from lightning_fl.functional.randomness import seeded_rng
-
-if TYPE_CHECKING:
-    from lightning_fl.lanes.samples import Samples
-    from lightning_fl.lanes.stacked import StackedLanes
-
+from torch.utils._pytree import tree_leaves
 
 #: Where a module keeps its parameters, buffers and children.
 _OF_TORCH = vars(nn.Module()).keys()
@@ -91,58 +83,6 @@ def left_alone(module: nn.Module) -> Iterator[Attributes]:
         yield attributes
     finally:
         attributes.restore()
-
-
-def carried(host: StackedLanes, samples: Samples) -> list[str]:
-    """Return the plain attributes through which a local step changes another one.
-
-    A client's step is made with the attributes as they are, twice, and after the step of another
-    client, always on the same tensors, batch and random numbers. Only what it returns is compared:
-    a list of losses for the end of an epoch carries nothing.
-
-    Args:
-        host: The lanes; nothing of them or their module is changed.
-        samples: Of the local step.
-
-    Returns:
-        The names of all attributes that a step changes, if another step depends on them. None if
-        not, or if the step is random by other generators than torch's.
-    """
-    module = host.module
-
-    def results(client: int) -> list[Tensor]:
-        batch = tree_map(_copied, samples.client(client))  # a step may write to it
-        with (
-            seeded_rng(0, module.device),
-            host.untouched(),
-            host.client(client),
-            torch.enable_grad(),
-        ):
-            outcome, grads = host.local.by_itself({}, batch)
-        return [outcome.loss.detach(), *grads.values()]
-
-    def alike(one: list[Tensor], other: list[Tensor]) -> bool:
-        if len(one) != len(other):
-            return False
-        return all(
-            torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
-            for a, b in zip(one, other, strict=True)
-        )
-
-    one, other, *_ = [i for i in range(host.count) if samples.client(i) is not None] * 2
-    with left_alone(module) as attributes:
-        first = results(other)
-        attributes.restore()
-        second = results(other)
-        attributes.restore()
-        results(one)
-        names = attributes.changed()
-        is_carried = bool(names) and alike(first, second) and not alike(second, results(other))
-    return names if is_carried else []
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
 
 
 def _items(container: Any) -> list[int]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Hashable, Sequence
-from types import BuiltinFunctionType, FunctionType, MethodType
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.optim.sgd import sgd
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from lightning_fl.lanes.attributes import left_alone
 from lightning_fl.lanes.local_step import LocalStep, Outcome, Tensors
@@ -25,29 +25,23 @@ _OPTIONS = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
 class Graphs:
     """Compiled forms of a module's local step in lanes.
 
-    Gradients are one graph for any optimiser. With ``torch.optim.SGD`` its update is in the graph
+    Gradients are one graph for any optimizer. With ``torch.optim.SGD`` its update is in the graph
     too, which saves writing the gradients and reading them again. On a GPU they are CUDA graphs,
     which launch all of a step at once.
 
     Args:
         local: The step.
-        optimizer: The optimiser of the stacked parameters.
+        optimizer: The optimizer of the stacked parameters.
     """
 
     def __init__(self, local: LocalStep, optimizer: torch.optim.Optimizer) -> None:
         self.local, self.optimizer = local, optimizer
-        self._reads_batch_idx = reads_batch_idx(local.module)
         on_a_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
-        self._gradients = Repeated(LocalStep.gradients, local.module, on_a_gpu)
-        self._sgd_step = Repeated(sgd_step, local.module, on_a_gpu)
-
-    def restart(self) -> None:
-        """Take nothing for granted: other code has run since the last step, or will."""
-        self._gradients.restart()
-        self._sgd_step.restart()
+        self._gradients = compiled(LocalStep.gradients, on_a_gpu)
+        self._sgd_step = compiled(sgd_step, on_a_gpu)
 
     def can_update(self) -> bool:
-        """Say whether the optimiser is one whose update can be in the graph, and has begun."""
+        """Say whether the optimizer is one whose update can be in the graph, and has begun."""
         groups, made = self.optimizer.param_groups, self.optimizer
         # Ours set the client's rate; those of others see the update itself.
         hooks = (made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks)
@@ -61,13 +55,11 @@ class Graphs:
 
     def gradients(self, params: Tensors, *tensors: Any, **how: Any) -> tuple[Tensors, Outcome]:
         """Return gradients and what the step made; see :meth:`LocalStep.gradients`."""
-        found: tuple[Tensors, Outcome] = self._gradients(
-            self._kind(tensors, how), self.local, params, *tensors, **how
-        )
+        found: tuple[Tensors, Outcome] = self._gradients(self.local, params, *tensors, **how)
         return found
 
     def update(self, params: Tensors, *tensors: Any, ratio: float, **how: Any) -> Outcome:
-        """Make the step and the optimiser's update; see :meth:`LocalStep.many`.
+        """Make the step and the optimizer's update; see :meth:`LocalStep.many`.
 
         Args:
             params: Parameters, ``[k, ...]``, which are changed.
@@ -89,19 +81,10 @@ class Graphs:
             buffers.append(
                 [state[p].get("momentum_buffer") if group["momentum"] else None for p in own]
             )
-        kind = (*self._kind(tensors, how), *(tuple(options.values()) for _, options in groups))
         outcome: Outcome = self._sgd_step(
-            kind, self.local, params, groups, rates, buffers, *tensors, **how
+            self.local, params, groups, rates, buffers, *tensors, **how
         )
         return outcome
-
-    def _kind(self, tensors: Sequence[Any], how: dict[str, Any]) -> tuple[Hashable, ...]:
-        """Return what a graph depends on that changes within a Lightning batch."""
-        _, _, batch, weight = tensors
-        shapes = tuple((t.shape, t.stride(), t.dtype) for t in tree_leaves(batch))
-        # A step that is handed batch_idx may look at it some day.
-        index = self.local.batch_idx if self._reads_batch_idx else None
-        return (*shapes, weight is None, index, *how.values())
 
 
 def sgd_step(
@@ -166,98 +149,19 @@ def depends_on_batch_idx(local: LocalStep, *tensors: Any, **how: Any) -> bool:
     return bool(graphs[2] != graphs[1])
 
 
-class Repeated:
-    """A compiled function for calls that follow each other with nothing in between.
-
-    Before each call torch checks all that a graph was compiled for: its guards, which take as long
-    as a tenth of a small model's step. Here they are checked twice. When they hold for the second
-    call, which sees what the first has left, and that leaves the module as it was, they hold for
-    every later call of the same kind. Where a module has objects whose inside is not known, they
-    are checked always.
+def compiled(function: Callable[..., Any], on_a_gpu: bool) -> Callable[..., Any]:
+    """Compile a function; torch checks before each call that its graph still holds.
 
     Args:
-        function: What to compile.
-        module: Whose attributes the function may read and write.
-        on_a_gpu: Whether to make CUDA graphs.
+        function: The function.
+        on_a_gpu: Whether to make CUDA graphs. What they return is copied, since the next launch
+            writes over it.
     """
-
-    def __init__(self, function: Callable[..., Any], module: nn.Module, on_a_gpu: bool) -> None:
-        compiled = _compiled(function, "reduce-overhead" if on_a_gpu else None)
-        # The next launch of a CUDA graph writes over what the last has returned.
-        self.function = _copied(compiled) if on_a_gpu else compiled
-        self.module = module
-        self._seen, self._settled = set[Hashable](), set[Hashable]()
-
-    def restart(self) -> None:
-        """Check the guards again."""
-        self._seen.clear()
-        self._settled.clear()
-
-    def __call__(self, kind: Hashable, *args: Any, **kwargs: Any) -> Any:
-        """Call the function; calls of one kind differ in the values of tensors only."""
-        if kind in self._settled:
-            with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
-                return self.function(*args, **kwargs)
-        if kind not in self._seen:
-            self._seen.add(kind)
-            return self.function(*args, **kwargs)
-        before, compiled = _attributes(self.module), counters["frames"]["total"]
-        result = self.function(*args, **kwargs)
-        is_same = before is not None and _are_same(before, _attributes(self.module))
-        if is_same and counters["frames"]["total"] == compiled:
-            self._settled.add(kind)
-        return result
-
-
-class _OpaqueError(Exception):
-    """An object whose inside is not known."""
-
-
-#: Whose objects are taken to stay as they are, or to have no part in a step.
-_KNOWN = {
-    *("torch", "torchmetrics", "torchvision", "torchaudio", "lightning", "lightning_utilities"),
-    *("lightning_fl", "jsonargparse", "numpy", "builtins", "functools", "inspect", "pathlib"),
-    *("re", "weakref"),
-}
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type)
-#: What has no state of its own, or one that is looked at elsewhere.
-_STATELESS = (FunctionType, BuiltinFunctionType, nn.Module)
-
-
-def _attributes(module: nn.Module) -> list[Any] | None:
-    """Return all that a module and its children hold, containers by content; None if unknown."""
-    try:
-        return [_content(value) for m in module.modules() for value in vars(m).values()]
-    except _OpaqueError:
-        return None
-
-
-def _content(value: Any) -> Any:
-    if isinstance(value, dict):
-        return [*value.keys(), *map(_content, value.values())]
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_content(part) for part in value]
-    if isinstance(value, MethodType):
-        return _content(value.__self__)
-    is_known = type(value).__module__.partition(".")[0] in _KNOWN
-    if isinstance(value, _PLAIN + _STATELESS) or is_known:
-        return value
-    raise _OpaqueError
-
-
-def _are_same(before: Any, after: Any) -> bool:
-    if type(before) is list and type(after) is list:
-        return len(before) == len(after) and all(map(_are_same, before, after))
-    return before is after or (isinstance(before, _PLAIN) and before == after)
-
-
-def _copied(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: tree_map(torch.clone, function(*args, **kwargs))
-
-
-def _compiled(function: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(_own(function), dynamic=False, mode=mode)
-    return compiled
+    mode = "reduce-overhead" if on_a_gpu else None
+    graph: Callable[..., Any] = torch.compile(_own(function), dynamic=False, mode=mode)
+    if not on_a_gpu:
+        return graph
+    return lambda *args, **kwargs: tree_map(torch.clone, graph(*args, **kwargs))
 
 
 def _own(function: Callable[..., Any]) -> Callable[..., Any]:

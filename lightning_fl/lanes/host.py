@@ -14,11 +14,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_fl.federation.layout import VectorLayout
-from lightning_fl.lanes.optimizer_state import OptimizerState, around_steps, check_fresh
+from lightning_fl.lanes.fresh import check_fresh
+from lightning_fl.lanes.optimizer_state import OptimizerState
+from lightning_fl.lanes.optimizer_values import around_steps
+from lightning_fl.lanes.tensors import GLOBAL_PARAMETERS, ModuleTensors
 from lightning_fl.types import FederationError, ServerState
 
-#: Attribute of a module that holds the parameters that its client started from, if it has one.
-GLOBAL_PARAMETERS = "federated_global_parameters"
 BufferPolicy = Literal["average", "server", "local"]
 Rows = Mapping[str, Tensor]
 #: Maps the stacked parameters of the clients in training, ``[k, *shape]`` by name, to what is added
@@ -125,18 +126,8 @@ class LaneHost(ABC):
     ) -> None:
         self.module = module
         self.buffers, self.optimizer, self.keep_optimizer = buffers, optimizer, keep_optimizer
-        for owner in module.modules():
-            for name, buffer in owner._buffers.items():
-                if buffer is not None and 0 in buffer.stride():  # expanded: cannot be written to
-                    owner._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
-        self._owned = [
-            (owner, name, buffer)
-            for owner in module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
-        ]
-        self.named_parameters = dict(module.named_parameters())
-        self.named_buffers = dict(module.named_buffers())
+        self.tensors = ModuleTensors(module)
+        self.named_parameters, self.named_buffers = self.tensors.parameters, self.tensors.buffers
         self._has_warned_of_late = False
         #: What a new client's own parameters are.
         self.private = {
@@ -175,23 +166,9 @@ class LaneHost(ABC):
 
     # --- the server's model -----------------------------------------------------------------------
 
-    @torch.no_grad()
     def adopt(self) -> None:
-        """Take back buffers that the module set anew (``self.seen = self.seen + 1``).
-
-        Raises:
-            FederationError: If one has another shape now.
-        """
-        for owner, name, buffer in self._owned:
-            if (now := owner._buffers[name]) is not buffer and now is not None:
-                if now.shape != buffer.shape:
-                    raise FederationError(
-                        f"{type(self.module).__name__} changed the shape of its buffer {name} from"
-                        f" {tuple(buffer.shape)} to {tuple(now.shape)}, so clients cannot be"
-                        " averaged: give it its final shape before the fit"
-                    )
-                buffer.copy_(now)
-                owner._buffers[name] = buffer
+        """Take back buffers that the module replaced; see :meth:`ModuleTensors.adopt`."""
+        self.tensors.adopt()
 
     def read(self) -> ServerState:
         """Return a copy of the module's state."""
@@ -253,7 +230,7 @@ class LaneHost(ABC):
     @property
     def wants_fixed(self) -> bool:
         """Whether the module has a place for the parameters that its client starts from."""
-        return getattr(self.module, GLOBAL_PARAMETERS, None) is not None
+        return self.tensors.wants_start
 
     # --- clients ----------------------------------------------------------------------------------
 

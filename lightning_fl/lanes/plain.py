@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fl.lanes.host import GLOBAL_PARAMETERS, LaneHost, Rows, to_cpu
+from lightning_fl.lanes.host import LaneHost, Rows, to_cpu
 from lightning_fl.lanes.local_step import reported_loss
 from lightning_fl.lanes.optimizer_state import OPTIMIZER_ROWS
+from lightning_fl.lanes.tensors import GLOBAL_PARAMETERS
 from lightning_fl.types import ServerState
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from lightning_fl.types import ClientBatches
+from lightning_fl.types import ClientBatches, FederationError
 
 
 class Padded(NamedTuple):
@@ -20,10 +20,12 @@ class Padded(NamedTuple):
     Args:
         tensors: The samples, ``[k, B, ...]``, of which a client has the first ``sizes``.
         sizes: Number of samples of each client, ``[k]``.
+        is_full: Whether it is known that all clients train, each on all ``B`` samples.
     """
 
     tensors: Any
     sizes: Tensor
+    is_full: bool = False
 
     def client(self, row: int) -> Any:
         """Return the batch of one client as the client alone would get it."""
@@ -102,6 +104,65 @@ def _batch_size(batch: Any) -> int:
         return 0 if batch is None else extract_batch_size(batch)
     except MisconfigurationException:  # no tensor in it
         return 1
+
+
+class BatchSamples:
+    """The samples of a Lightning batch, local step by local step.
+
+    Args:
+        batch: The samples of all steps, or of the first step where the others are fetched: batches
+            collated client by client, or tensors with the samples in front.
+        sizes: Samples of each local step and client, ``[steps, k]``.
+        active: Who trains in each local step, ``[steps, k]``.
+        fetch: Returns the tensors of a later step from its number and whether their memory may be
+            reused; None if the batch holds all steps.
+    """
+
+    def __init__(
+        self,
+        batch: Any,
+        sizes: Tensor,
+        active: Tensor,
+        fetch: Callable[[int, bool], Any] | None = None,
+    ) -> None:
+        self._sizes, self._fetch = sizes, fetch
+        self._batch, self._is_full = batch, list[bool]()
+        if not isinstance(batch, ClientBatches):
+            self._batch = _by_step(batch, len(sizes) if fetch is None else 1, sizes.shape[1])
+            full = sizes == tree_leaves(self._batch)[0].shape[2]
+            self._is_full = (full & active).all(1).tolist()
+
+    def samples(self, step: int, may_reuse: bool) -> Samples:
+        """Return the samples of a local step.
+
+        Args:
+            step: Number of the local step in the batch.
+            may_reuse: Whether the next step may write over the memory of these samples.
+        """
+        count = self._sizes.shape[1]
+        if isinstance(self._batch, ClientBatches):
+            return Collated(self._batch[step * count : (step + 1) * count])
+        if self._fetch is None or step == 0:
+            tensors = tree_map(lambda t: t[step], self._batch)
+        else:
+            fetched = self._fetch(step, may_reuse)
+            tensors = tree_map(lambda t: t.view(count, -1, *t.shape[1:]), fetched)
+        return Padded(tensors, self._sizes[step], self._is_full[step])
+
+
+def _by_step(batch: Any, steps: int, clients: int) -> Any:
+    """Return tensors ``[steps * clients * B, ...]`` as ``[steps, clients, B, ...]``."""
+
+    def leaf(value: Any) -> Tensor:
+        if not isinstance(value, Tensor) or value.ndim == 0 or len(value) % (steps * clients):
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise FederationError(
+                f"a hook of the data or the precision has changed the number of samples: got {got}"
+                f" for {steps} local steps of {clients} clients. Train the module without Lanes"
+            )
+        return value.view(steps, clients, len(value) // (steps * clients), *value.shape[1:])
+
+    return tree_map(leaf, batch)
 
 
 def each_of(function: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:

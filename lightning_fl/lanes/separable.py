@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fl.functional.randomness import seeded_rng
-from lightning_fl.lanes.optimizer_state import (
-    OptimizerState,
-    params_of,
+from lightning_fl.lanes.optimizer_state import OptimizerState
+from lightning_fl.lanes.optimizer_trial import (
     random_problem,
+    scalars,
     stood_still,
     take_steps,
+    trial_shape,
 )
+from lightning_fl.lanes.optimizer_values import holds_other_parameters, params_of
 from lightning_fl.types import FederationError
 
 #: Steps of a trial: enough for estimates that need some steps to begin.
@@ -61,7 +63,7 @@ def check_separable(state: OptimizerState, keep: bool) -> bool:
         FederationError: If they differ, as with norms of whole tensors (LARS), estimates that all
             parameters share (Prodigy), or line searches (LBFGS).
     """
-    is_known = type(state.optimizer) in PROPORTIONAL and not state.holds_other_parameters()
+    is_known = type(state.optimizer) in PROPORTIONAL and not holds_other_parameters(state.optimizer)
     return True if is_known and not keep else check_by_trial(state, keep)
 
 
@@ -75,7 +77,7 @@ def check_by_trial(state: OptimizerState, keep: bool) -> bool:
     name, device = type(optimizer).__name__, params_of(optimizer)[0].device
     refused = f"{name} cannot train clients in lanes"
     remedy = "train the module itself instead of Lanes(module), or choose another optimizer"
-    if state.holds_other_parameters():
+    if holds_other_parameters(optimizer):
         raise FederationError(
             f"{refused}: it holds parameters outside of its parameter groups: {remedy}"
         )
@@ -97,8 +99,8 @@ def check_by_trial(state: OptimizerState, keep: bool) -> bool:
         raise
     except Exception as error:  # of many kinds
         raise FederationError(f"{refused} ({type(error).__name__}: {error}): {remedy}") from error
-    one, other = (single.state.scalars() for single in singles)
-    for key in sorted(both.state.scalars()):
+    one, other = (scalars(single.state) for single in singles)
+    for key in sorted(scalars(both.state)):
         if one.get(key) != other.get(key):
             raise FederationError(
                 f"{refused}: it learns {key.rpartition('.')[2]}, which is one number for all"
@@ -117,7 +119,7 @@ def check_by_trial(state: OptimizerState, keep: bool) -> bool:
 def _check_kept(state: OptimizerState, remedy: str) -> None:
     """Refuse to keep what is one value for all clients."""
     name = type(state.optimizer).__name__
-    shared = [key.rpartition(".")[2] for key in state.scalars()]
+    shared = [key.rpartition(".")[2] for key in scalars(state)]
     shared += [key for key in state.rows() if not key.startswith("optimizer.")]
     if any(group.get("dampening") for group in state.optimizer.param_groups):
         shared.append("the first step of its dampening")
@@ -142,7 +144,7 @@ def _trial(state: OptimizerState, with_closure: bool) -> tuple[_Run, list[_Run]]
     """Train two clients stacked, then apart."""
 
     def run(shape: Callable[..., Tensor], given: Any = None) -> _Run:
-        optimizer, learned = state.replica(partial(shape, shape_of=state.trial_shape))
+        optimizer, learned = state.replica(partial(shape, shape_of=partial(trial_shape, state)))
         starts, gradients = _problem_of_two(optimizer) if given is None else given
         learned.watch()
         ends = take_steps(optimizer, starts, gradients, with_closure=with_closure)
@@ -160,7 +162,7 @@ def _is_linear(state: OptimizerState, run: _Run) -> bool:
     """Say whether half the learning rate makes half of each step."""
     halves = []
     for ratio, factor in ((0.5, 1.0), (1.0, 0.5)):
-        optimizer, _ = state.replica(partial(_alone, shape_of=state.trial_shape))
+        optimizer, _ = state.replica(partial(_alone, shape_of=partial(trial_shape, state)))
         for group in optimizer.param_groups:
             if "lr" in group:
                 group["lr"] = group["lr"] * factor
@@ -170,11 +172,11 @@ def _is_linear(state: OptimizerState, run: _Run) -> bool:
 
 def _begins_at_fresh(state: OptimizerState, run: _Run) -> bool:
     """Say whether a state from :func:`fresh` is as good as none."""
-    used, _ = state.replica(partial(_alone, shape_of=state.trial_shape))
+    used, _ = state.replica(partial(_alone, shape_of=partial(trial_shape, state)))
     take_steps(used, run.starts, run.gradients[:1])
     ends = []
     for is_given in (True, False):
-        optimizer, _ = state.replica(partial(_alone, shape_of=state.trial_shape))
+        optimizer, _ = state.replica(partial(_alone, shape_of=partial(trial_shape, state)))
         for param, start in zip(params_of(optimizer), run.starts, strict=True):
             param.data.copy_(start)
         if is_given:

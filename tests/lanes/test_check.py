@@ -59,7 +59,7 @@ def ask(net, step=None, words=False, k=3, dtype=torch.float32):
     host.load(ServerState(server.vector.expand(k, -1), server.counters), [{}] * k, [0.1] * k)
     x = torch.randint(5, (k, 8, 4)) if words else torch.randn(k, 8, 4, dtype=dtype)
     batch = [x, torch.randint(3, (k, 8))]
-    return module, host, lambda: why_not_mapped(module, host, [t[:2] for t in batch])
+    return module, host, lambda: why_not_mapped(host.vectorized, [t[:2] for t in batch])
 
 
 def mlp(*layers):
@@ -226,12 +226,12 @@ def test_the_check_leaves_everything_as_it_was(trainer):
     module, host, why = ask(mlp(nn.BatchNorm1d(6), nn.Dropout(0.5), Expanded()), use_metric)
     module.trainer = trainer(False)
     before = copy.deepcopy(module.state_dict())
-    stacks = {n: t.clone() for n, t in {**host.params, **host.buffer_stack}.items()}
+    stacks = {n: t.clone() for n, t in {**host.stacks.params, **host.stacks.buffers}.items()}
     why()
     assert all(torch.equal(module.state_dict()[name], before[name]) for name in before)
-    now = {**host.params, **host.buffer_stack}
+    now = {**host.stacks.params, **host.stacks.buffers}
     assert all(torch.equal(now[name], stack) for name, stack in stacks.items())
-    assert all(param.grad is None for param in host.params.values())
+    assert all(param.grad is None for param in host.stacks.params.values())
     assert module.metric._update_count == module.metric.total == 0
     assert [m.p for m in module.modules() if isinstance(m, nn.Dropout)] == [0.5]
     assert module.trainer is not None

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_fl.lanes.graphs import Graphs, Repeated, _are_same, _attributes, sgd_step
+from lightning_fl.lanes.graphs import Graphs, compiled, sgd_step
 from lightning_fl.lanes.local_step import LocalStep
-from lightning_fl.objectives import ClientModule, RepresentationMatching
 
 SGD = {
     "plain": {},
@@ -123,7 +122,7 @@ def options(group):
     return {name: group[name] for name in names}
 
 
-# --- guards ---------------------------------------------------------------------------------------
+# --- what a graph takes for constant --------------------------------------------------------------
 
 
 class Scaled(torch.nn.Module):
@@ -140,49 +139,25 @@ class Scaled(torch.nn.Module):
 
 
 @pytest.fixture
-def graphs(monkeypatch):
-    """The calls that did not check the guards; graphs without a compiler below them, for speed."""
-    stances = []
-    set_stance, compile = torch.compiler.set_stance, torch.compile
-    monkeypatch.setattr(torch, "compile", partial(compile, backend="eager"))
-
-    def noted(**options):
-        stances.append(options)
-        return set_stance(**options)
-
-    monkeypatch.setattr(torch.compiler, "set_stance", noted)
-    return stances
-
-
-def called(module, *changes):
-    """Call a compiled function once for each change before it; return what it gave."""
-    repeated = Repeated(Scaled.times, module, on_a_gpu=False)
-    results = []
-    for change in changes:
-        change(repeated)
-        results.append(float(repeated("one kind", module, torch.ones(()))))
-    return results
-
-
-def nothing(repeated):
-    pass
+def eager(monkeypatch):
+    """Graphs without a compiler below them, for speed."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_guards_are_checked_until_they_held_twice(graphs):
-    module = Scaled(counts=False)
-
-    def change(repeated):
-        repeated.restart()
-        module.factor = 2.0
-
-    steps = [nothing] * 4 + [change] + [nothing] * 3
-    assert called(module, *steps) == [1, 1, 1, 1, 2, 2, 2, 2]
-    assert graphs == [{"skip_guard_eval_unsafe": True}] * 4
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_graph_follows_what_changes_in_its_module_between_calls(eager, counts):
+    module, results = Scaled(counts), []
+    times = compiled(Scaled.times, on_a_gpu=False)
+    for factor in (1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 1.0):
+        module.factor = factor
+        results.append(float(times(module, torch.ones(()))))
+    assert results == [1, 1, 1, 2, 2, 2, 1]
+    assert module.notes == [7 * counts]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_step_that_passes_batch_idx_on_gets_its_own_value_in_later_rounds(ready, tiny, graphs):
+def test_a_step_that_passes_batch_idx_on_gets_its_own_value_in_later_rounds(ready, tiny, eager):
     class PassesOn(tiny.kind):
         def training_step(self, batch, batch_idx):
             return self.weighted(batch, batch_idx)
@@ -192,35 +167,12 @@ def test_a_step_that_passes_batch_idx_on_gets_its_own_value_in_later_rounds(read
 
     _, params, optimizer, batch = ready()
     made = Graphs(LocalStep(tiny(PassesOn)), optimizer)
-    for steps in (2, 2, 4):  # the first round compiles, in the others guards may be skipped
-        made.restart()
+    for steps in (2, 2, 4):  # the first round compiles
         losses = []
         for made.local.batch_idx in range(steps):
             _, outcome = made.gradients(params, {}, {}, batch, None, **HOW)
             losses.append(outcome.loss)
         torch.testing.assert_close(losses, [losses[0] * n for n in range(1, steps + 1)])
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_step_that_changes_its_module_has_its_guards_checked(graphs):
-    module = Scaled(counts=True)
-    assert called(module, *[nothing] * 5) == [1] * 5
-    assert module.notes == [5]
-    assert not graphs
-
-
-def test_attributes_are_compared_by_what_they_hold():
-    module = torch.nn.Sequential(Scaled(counts=True))
-    before = _attributes(module)
-    assert _are_same(before, _attributes(module))
-    module[0].notes[0] += 1
-    assert not _are_same(before, _attributes(module))
-    before = _attributes(module)
-    module[0].factor = 3.0
-    assert not _are_same(before, _attributes(module))
-    before = _attributes(module)
-    module[0].extra = None
-    assert not _are_same(before, _attributes(module))
 
 
 def test_what_a_cuda_graph_returns_is_copied(monkeypatch):
@@ -233,8 +185,8 @@ def test_what_a_cuda_graph_returns_is_copied(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", compile)
     module = Scaled(counts=False)
-    repeated = Repeated(Scaled.times, module, on_a_gpu=True)
-    first, second = (repeated("one kind", module, torch.tensor(x)) for x in (1.0, 2.0))
+    times = compiled(Scaled.times, on_a_gpu=True)
+    first, second = (times(module, torch.tensor(x)) for x in (1.0, 2.0))
     assert (float(first), float(second)) == (1, 2)
     assert modes == ["reduce-overhead"]
 
@@ -261,40 +213,3 @@ def test_on_a_gpu_it_is_the_same(ready, name):
         expected_optimizer.step()
     for key, param in params.items():
         torch.testing.assert_close(param, expected[key], rtol=0, atol=1e-10)
-
-
-class Box:
-    """An object whose inside torch may look at, and the library does not know."""
-
-
-class Counting:
-    """It can be called, and counts."""
-
-    calls = 0
-
-    def __call__(self):
-        self.calls += 1
-
-
-def test_unknown_objects_and_what_is_nested_keep_the_guards(graphs):
-    module = Scaled(counts=False)
-    assert _attributes(module) is not None
-    before = _attributes(module)
-    module.notes.append({"a": {"n": [1]}})
-    between = _attributes(module)
-    assert not _are_same(before, between)
-    module.notes[-1]["a"]["n"][0] = 2
-    assert not _are_same(between, _attributes(module))
-    for unknown in (Box(), Counting(), Counting().__call__):
-        module.box = unknown
-        assert _attributes(module) is None
-    assert called(module, *[nothing] * 5) == [1] * 5
-    assert not graphs
-
-
-def test_the_inside_of_our_own_module_is_known():
-    module = ClientModule(torch.nn.Linear(4, 3), terms=[RepresentationMatching()])
-    module.build_terms(torch.zeros(1, 4))
-    before = _attributes(module)
-    assert before is not None
-    assert _are_same(before, _attributes(module))

@@ -6,6 +6,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_fl.lanes import Lanes, TensorList, lane_host
+from lightning_fl.lanes.stacked import StackedLanes
 from lightning_fl.types import FederationError, ServerState
 
 
@@ -45,19 +46,20 @@ def load(host, lr=0.1, rows=None):
 
 
 def parameters(host):
-    return getattr(host, "params", host.named_parameters)
+    return host.stacks.params if isinstance(host, StackedLanes) else host.named_parameters
 
 
 def buffers(host):
     """The client's buffers, to be changed in place."""
-    stack = getattr(host, "buffer_stack", None)
-    return host.named_buffers if stack is None else {n: b[0] for n, b in stack.items()}
+    if isinstance(host, StackedLanes):
+        return {name: buffer[0] for name, buffer in host.stacks.buffers.items()}
+    return host.named_buffers
 
 
 def step(host, gradient=1.0):
     for parameter in parameters(host).values():
         parameter.grad = torch.full_like(parameter, gradient)
-    if hasattr(host, "before_step"):
+    if isinstance(host, StackedLanes):
         active = torch.ones(host.count, dtype=torch.bool)
         before = host.before_step(active)
         host.optimizer.step()

@@ -3,7 +3,9 @@ import torch
 from torch import nn
 
 import hidden_state as hidden
-from lightning_fl.lanes.optimizer_state import OptimizerState, check_fresh, restack
+from lightning_fl.lanes.fresh import check_fresh
+from lightning_fl.lanes.optimizer_state import OptimizerState
+from lightning_fl.lanes.optimizer_values import restack
 from lightning_fl.lanes.separable import PROPORTIONAL, check_by_trial, check_separable
 from lightning_fl.optimizers import MoreauEnvelope
 from lightning_fl.types import FederationError

@@ -69,7 +69,7 @@ def step(host, grads, active=None, clip=None):
     """A step of every lane."""
     active = torch.ones(host.count, dtype=torch.bool) if active is None else torch.tensor(active)
     for name, grad in grads.items():
-        host.params[name].grad = grad.clone()
+        host.stacks.params[name].grad = grad.clone()
     if clip is not None:
         host.clip(*clip)
     before = host.before_step(active)
@@ -170,15 +170,15 @@ def test_lanes_hold_what_clients_start_from(own):
     state = starts(stacked, own=own)
     stacked.load(state, [{}] * 3, LR)
     assert stacked.count == 3
-    assert stacked.params["weight"].shape == (3, 2, 3)
+    assert stacked.stacks.params["weight"].shape == (3, 2, 3)
     assert torch.equal(stacked.collect(state)[0], torch.zeros(3, state.vector.shape[1]).double())
     for row in range(3):
-        first = stacked.params["weight"][row].detach().flatten()
+        first = stacked.stacks.params["weight"][row].detach().flatten()
         assert torch.equal(first, state.vector[row, :6])
-    assert stacked.fixed_is_shared != own
-    before = {name: value.clone() for name, value in stacked.fixed.items()}
+    assert stacked.stacks.fixed_is_shared != own
+    before = {name: value.clone() for name, value in stacked.stacks.fixed.items()}
     step(stacked, gradients(stacked, 0))
-    assert all(torch.equal(stacked.fixed[name], value) for name, value in before.items())
+    assert all(torch.equal(stacked.stacks.fixed[name], value) for name, value in before.items())
     wanted = stacked.module.weight if not own else state.vector[:, :6].view(3, 2, 3)
     assert torch.equal(before["weight"], wanted)
 
@@ -204,8 +204,8 @@ def test_training_leaves_the_servers_tensors_alone():
     state = starts(stacked)
     stacked.load(state, [{}] * 3, LR)
     step(stacked, gradients(stacked, 0))
-    stacked.buffer_stack["mean"] += 1
-    stacked.buffer_stack["count"] += 1
+    stacked.stacks.buffers["mean"] += 1
+    stacked.stacks.buffers["count"] += 1
     after = stacked.read()
     assert torch.equal(after.vector, before.vector)
     assert torch.equal(after.counters, before.counters)
@@ -217,8 +217,8 @@ def test_each_client_returns_buffers_of_its_own(buffers):
     stacked, _ = hosts(buffers=buffers)
     state = starts(stacked)
     stacked.load(state, [{}] * 3, LR)
-    stacked.buffer_stack["mean"] += torch.tensor([[1.0], [2.0], [3.0]])
-    stacked.buffer_stack["count"] += torch.tensor([1, 5, 0])
+    stacked.stacks.buffers["mean"] += torch.tensor([[1.0], [2.0], [3.0]])
+    stacked.stacks.buffers["count"] += torch.tensor([1, 5, 0])
     delta, counters = stacked.collect(state)
     moved = [[0, 0]] * 3 if buffers == "server" else [[1, 1], [2, 2], [3, 3]]
     torch.testing.assert_close(delta[:, -2:], torch.tensor(moved).double())
@@ -238,13 +238,13 @@ def test_clients_find_again_what_they_kept_whatever_the_lane():
     stacked.load(state, [{}] * 3, LR)
     first, second = gradients(stacked, 0), gradients(stacked, 1)
     step(stacked, first)
-    stacked.buffer_stack["mean"] += torch.tensor([[1.0], [2.0], [3.0]])
+    stacked.stacks.buffers["mean"] += torch.tensor([[1.0], [2.0], [3.0]])
     rows = [{name: value.clone() for name, value in row.items()} for row in stacked.rows()]
     kept = [{name: value.clone() for name, value in row.items()} for row in rows]
     # The third client beside one that has nothing yet, and the first.
     stacked.load(state, [rows[2], {}, rows[0]], LR)
-    assert torch.equal(stacked.buffer_stack["mean"][0], rows[2]["buffer.mean"])
-    assert torch.equal(stacked.buffer_stack["mean"][1], stacked.module.mean)
+    assert torch.equal(stacked.stacks.buffers["mean"][0], rows[2]["buffer.mean"])
+    assert torch.equal(stacked.stacks.buffers["mean"][1], stacked.module.mean)
     step(stacked, second)
     found = stacked.collect(state)[0]
     for lane, row in enumerate((rows[2], {}, rows[0])):

@@ -1,0 +1,227 @@
+"""The values that an optimizer holds, wherever it holds them, and whether they have changed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+#: Attributes of an optimizer that are not learned, or that are compared elsewhere.
+_NOT_LEARNED = {
+    *("state", "param_groups", "defaults", "step", "zero_grad"),
+    *("_opt_called", "_step_count", "_zero_grad_profile_name"),
+    "_warned_capturable_if_run_uncaptured",
+}
+
+
+# --- optimizers and their parameters --------------------------------------------------------------
+
+
+def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of an optimizer, in the order of its groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def optimizers_in(configured: Any) -> Iterator[Optimizer]:
+    """Yield the optimizers in the result of ``configure_optimizers``, whatever its form."""
+    if isinstance(configured, Optimizer):
+        yield configured
+    elif isinstance(configured, dict):
+        yield from optimizers_in(configured.get("optimizer"))
+    elif isinstance(configured, list | tuple):
+        for part in configured:
+            yield from optimizers_in(part)
+
+
+def with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """Return an optimizer and the optimizers in its attributes, also inside lists."""
+    optimizers = [optimizer]
+    for each in optimizers:
+        for value in vars(each).values():
+            values = value if isinstance(value, list | tuple) else [value]
+            values = list(value.values()) if isinstance(value, dict) else values
+            for inner in values:
+                is_known = any(inner is other for other in optimizers)
+                if isinstance(inner, Optimizer) and not is_known:
+                    optimizers.append(inner)
+    return optimizers
+
+
+def restack(optimizer: Optimizer, stacks: Mapping[int, nn.Parameter]) -> None:
+    """Replace the parameters of an optimizer by stacked parameters, ``[1, ...]``.
+
+    Args:
+        optimizer: The optimizer, which is changed.
+        stacks: The stacked parameters, by the ``id`` of the parameters that they replace.
+    """
+    for each in with_inner(optimizer):
+        for group in each.param_groups:
+            group["params"] = [stacks.get(id(param), param) for param in group["params"]]
+        for param, entries in list(each.state.items()):
+            if id(param) in stacks:
+                del each.state[param]
+                each.state[stacks[id(param)]] = {
+                    name: value[None]
+                    if isinstance(value, Tensor) and value.shape == param.shape
+                    else value
+                    for name, value in entries.items()
+                }
+
+
+def around_steps(
+    optimizer: Optimizer,
+    before: Callable[..., tuple[Any, Any] | None],
+    after: Callable[..., None],
+) -> Callable[[], None]:
+    """Call functions before and after each step of an optimizer.
+
+    A wrapper that never calls ``Optimizer.__init__`` (timm's Lookahead) does not call step hooks.
+    Its ``step`` is replaced instead.
+
+    Args:
+        optimizer: The optimizer.
+        before: Called before each step with the optimizer, the arguments of ``step`` (the first is
+            the optimizer) and its keyword arguments. It may return other ones.
+        after: Called after each step.
+
+    Returns:
+        A function that ends the calls.
+    """
+    if getattr(type(optimizer).step, "hooked", False):
+        hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+
+        def remove() -> None:
+            for hook in hooks:
+                hook.remove()
+
+        return remove
+    step, was_set = optimizer.step, "step" in vars(optimizer)
+
+    @wraps(step)
+    def stepped(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        (_, *others), kwargs = before(self, (self, *args), kwargs) or ((self, *args), kwargs)
+        result = step(*others, **kwargs)
+        after(self, others, kwargs)
+        return result
+
+    vars(optimizer)["step"] = MethodType(stepped, optimizer)  # as schedulers do
+
+    def undo() -> None:
+        if was_set:
+            vars(optimizer)["step"] = step
+        else:
+            vars(optimizer).pop("step", None)
+
+    return undo
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def may_learn(key: str, kind: str = "attribute") -> bool:
+    """Return whether an entry may hold what an optimizer learns.
+
+    Args:
+        key: Name of the entry.
+        kind: ``group`` for an entry of a parameter group, ``attribute`` for an attribute.
+    """
+    if kind == "group":
+        return key != "params"
+    return key not in _NOT_LEARNED and not key.startswith("_optimizer_")
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield a tensor, or the tensors in nested mappings, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_in(part)
+
+
+def holds_other_parameters(optimizer: Optimizer) -> bool:
+    """Return whether an attribute holds parameters that are in no parameter group."""
+    own = {id(p) for p in params_of(optimizer)}
+    return any(
+        isinstance(tensor, nn.Parameter) and id(tensor) not in own
+        for each in with_inner(optimizer)
+        for key, value in vars(each).items()
+        if may_learn(key)
+        for tensor in tensors_in(value)
+    )
+
+
+def holds_tensors(optimizers: Sequence[Optimizer]) -> bool:
+    """Return whether tensors are anywhere but in the lists of parameters and in ``state``."""
+    for optimizer in optimizers:
+        values = [value for key, value in vars(optimizer).items() if may_learn(key)]
+        for group in optimizer.param_groups:
+            values += [value for key, value in group.items() if key not in ("params", "lr")]
+        if any(True for value in values for _ in tensors_in(value)):
+            return True
+    return False
+
+
+def varies(tensor: Tensor) -> bool:
+    """Return whether the entries of a tensor differ."""
+    return tensor.numel() > 1 and bool((tensor != tensor.flatten()[0]).any())
+
+
+def may_depend_on(value: Tensor, param: Tensor) -> bool:
+    """Return whether a tensor of the state may have been computed from its parameter."""
+    if not value.ndim:
+        return False
+    return value.shape != param.shape or varies(value) or torch.equal(value, param)
+
+
+# --- whether a value has changed ------------------------------------------------------------------
+
+
+class _Identity:
+    """An object in a comparison: equal to the same object in the same version.
+
+    It holds the object, so that no other object gets its address.
+    """
+
+    def __init__(self, value: Any, version: int = 0) -> None:
+        self.value, self.version = value, version
+
+    def __eq__(self, other: object) -> bool:
+        is_same = isinstance(other, _Identity) and self.value is other.value
+        return is_same and self.version == other.version  # type: ignore[attr-defined]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def mark(value: Any, params: set[int], depth: int = 0) -> Any:
+    """Return an object that compares unequal once a value has changed.
+
+    Nothing is read from a device: a tensor counts as changed once its version is another.
+
+    Args:
+        value: The value.
+        params: The ``id`` of the parameters of the optimizer, whose versions do not count.
+        depth: How deep the value is nested.
+    """
+    if isinstance(value, Tensor):
+        return _Identity(value, 0 if id(value) in params else value._version)
+    if isinstance(value, nn.Module | Optimizer | type) or callable(value) or depth > 4:
+        return _Identity(value)
+    if isinstance(value, Mapping):
+        return [(_Identity(k), mark(v, params, depth + 1)) for k, v in value.items()]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return [mark(v, params, depth + 1) for v in value]
+    if hasattr(value, "tobytes"):  # numpy
+        return value.tobytes()
+    if hasattr(value, "__dict__"):
+        return mark(vars(value), params, depth + 1)
+    return value

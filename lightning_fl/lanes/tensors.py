@@ -1,0 +1,121 @@
+"""The tensors of a module, and functions of stacked tensors, ``[k, ...]``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_fl.types import FederationError
+
+#: Attribute of a module that holds the parameters that its client started from, if it has one.
+GLOBAL_PARAMETERS = "federated_global_parameters"
+
+
+class ModuleTensors:
+    """The parameters and buffers of a module, by name, as they are when a fit starts.
+
+    Args:
+        module: The module. Its expanded buffers are copied, since they cannot be written to.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self.module = module
+        self._owned = []
+        for owner in module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is None:
+                    continue
+                if 0 in buffer.stride():
+                    buffer = buffer.clone(memory_format=torch.contiguous_format)
+                    owner._buffers[name] = buffer
+                self._owned.append((owner, name, buffer))
+        self.parameters = dict(module.named_parameters())
+        self.buffers = dict(module.named_buffers())
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Copy buffers that the module replaced (``self.seen = self.seen + 1``) into its first.
+
+        Raises:
+            FederationError: If the shape of a buffer has changed.
+        """
+        for owner, name, buffer in self._owned:
+            if (now := owner._buffers[name]) is not buffer and now is not None:
+                if now.shape != buffer.shape:
+                    raise FederationError(
+                        f"{type(self.module).__name__} changed the shape of its buffer {name} from"
+                        f" {tuple(buffer.shape)} to {tuple(now.shape)}, so clients cannot be"
+                        " averaged: give it its final shape before the fit"
+                    )
+                buffer.copy_(now)
+                owner._buffers[name] = buffer
+
+    @property
+    def wants_start(self) -> bool:
+        """Whether the module has a place for the parameters that its client starts from."""
+        return getattr(self.module, GLOBAL_PARAMETERS, None) is not None
+
+
+# --- stacked tensors ------------------------------------------------------------------------------
+
+
+def unflatten(rows: Tensor, like: Tensor) -> Tensor:
+    """Return rows, ``[k, n]``, as a stack of tensors of the shape and dtype of another."""
+    shape = (len(rows), *like.shape)
+    if like.is_complex():
+        # A copy: numbers in the middle of a vector need not begin at an even place.
+        return torch.view_as_complex(rows.reshape(*shape, 2).clone()).to(like.dtype)
+    return rows.reshape(shape).to(like.dtype)
+
+
+def flatten(stack: Tensor) -> Tensor:
+    """Return a stack of tensors as rows, ``[k, n]``; a complex number is two."""
+    stack = stack.detach()
+    return (torch.view_as_real(stack) if stack.is_complex() else stack).reshape(len(stack), -1)
+
+
+def beside(values: Tensor, stack: Tensor) -> Tensor:
+    """Return one value for each client, ``[k]``, in the shape that multiplies a stack."""
+    return placed(values, stack).view(-1, *[1] * (stack.ndim - 1))
+
+
+def placed(small: Tensor, like: Tensor) -> Tensor:
+    """Return a small tensor on the device of another, without waiting for the device."""
+    return small.to(like.device, non_blocking=True)
+
+
+def select(stacks: Any, rows: Tensor) -> Any:
+    """Return some rows of all tensors in nested containers."""
+    return tree_map(
+        lambda t: t.index_select(0, placed(rows, t)) if isinstance(t, Tensor) else t, stacks
+    )
+
+
+def scattered(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Return the values of some clients at their rows of a stack of zeros.
+
+    Args:
+        values: The values, ``[rows, ...]``.
+        rows: Their rows in the stack.
+        count: Length of the stack.
+    """
+    values = values.detach()
+    return values.new_zeros(count, *values.shape[1:]).index_copy_(0, placed(rows, values), values)
+
+
+def first_samples(batch: Any, count: int) -> Any:
+    """Return the first samples of each client from tensors ``[k, B, ...]``."""
+    return tree_map(lambda t: t[:, :count] if isinstance(t, Tensor) else t, batch)
+
+
+def is_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Return whether tensors are equal bit for bit, NaN included."""
+    return len(one) == len(other) and all(
+        torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+        for a, b in zip(one, other, strict=True)
+    )
