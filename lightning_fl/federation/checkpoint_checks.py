@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from lightning_fl.files import archive_size, check_sums, shown
 from lightning_fl.lanes.host import LaneHost
-from lightning_fl.lanes.optimizer_state import OPTIMIZER_ROWS, params_of
+from lightning_fl.lanes.optimizer_state import OPTIMIZER_ROWS
+from lightning_fl.lanes.optimizer_values import params_of
 from lightning_fl.lanes.plain import ModuleLane
 from lightning_fl.transforms import UpdateTransform
 from lightning_fl.types import FederationError, describe
