@@ -63,7 +63,7 @@ def found(place):
         arguments = (count, place, cases, shared)
         runs.append(Started(count, place / f"output.{count}", processes.train_all, *arguments))
     for run in runs:
-        codes, output = run.finish()
+        codes, output = run.finish(timeout=900)
         assert not any(codes), output
     return {count: [load(place, count, rank) for rank in range(count)] for count in (1, 2, 3)}
 
