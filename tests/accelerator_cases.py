@@ -243,9 +243,25 @@ def same(device, tmp_path):
     return check
 
 
+VECTORIZED = {"lanes": 2, "steps_per_batch": 2}
+
+
 def in_both_modes(test):
-    lanes = [None, {"lanes": 2, "steps_per_batch": 2}]
-    return pytest.mark.parametrize("lanes", lanes, ids=["plain", "vectorized"])(test)
+    return pytest.mark.parametrize("lanes", [None, VECTORIZED], ids=["plain", "vectorized"])(test)
+
+
+def every_vectorized(rows, plain):
+    """Run all rows vectorized, and some of them plain, too.
+
+    What these rows are of gets the same from clients that train one by one; the names in ``plain``
+    are those that do something with each client, or get more than its update.
+    """
+    cases = [
+        pytest.param(row, lanes, id=f"{name}-{'vectorized' if lanes else 'plain'}")
+        for name, row in rows.items()
+        for lanes in ([None, VECTORIZED] if name in plain.split(", ") else [VECTORIZED])
+    ]
+    return pytest.mark.parametrize(("row", "lanes"), cases)
 
 
 def concrete(package, *others):
@@ -299,8 +315,7 @@ def test_every_rule_has_a_row():
     assert {type(make()) for make in RULES.values()} == concrete(aggregators)
 
 
-@in_both_modes
-@every(RULES)
+@every_vectorized(RULES, plain="FedAvg, FedControl, Gossip, PFNM, DPFedAvg")
 def test_a_rule(same, row, lanes):
     same(aggregator=row, lanes=lanes)
 
@@ -343,8 +358,7 @@ def test_every_sampler_has_a_row():
     assert set(SAMPLERS.values()) == {k for k in concrete(samplers) if "Sampler" in k.__name__}
 
 
-@in_both_modes
-@every(POLICIES)
+@every_vectorized(POLICIES, plain="PersonalizedPolicyGradient(reward)")
 def test_a_policy(same, row, lanes):
     same(policy=row, lanes=lanes, rounds=3)
 
@@ -418,8 +432,7 @@ def test_every_transform_has_a_row():
     assert kinds == concrete(transforms, transforms.Message)
 
 
-@in_both_modes
-@every(TRANSFORMS)
+@every_vectorized(TRANSFORMS, plain="both, with what is left out")
 def test_a_transform(same, row, lanes):
     same(transforms=row, lanes=lanes, participation=3, rounds=3)
 
@@ -438,7 +451,6 @@ TRAINING = {
     "clipped by value": {
         "trainer": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     },
-    "a step a batch": {"lanes": {"lanes": 3, "steps_per_batch": 1}},
 }
 
 
@@ -447,6 +459,10 @@ TRAINING = {
 def test_training(same, row, is_vectorized):
     options = {"lanes": {"lanes": 3, "steps_per_batch": 2}} | row
     same(**options | ({} if is_vectorized else {"lanes": None}))
+
+
+def test_a_local_step_in_each_batch(same):
+    same(lanes={"lanes": 3, "steps_per_batch": 1})
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -516,8 +532,7 @@ def test_every_data_set_has_a_row():
     assert used == {kind.__name__ for kind in concrete(models)}
 
 
-@in_both_modes
-@every(DATA)
+@every_vectorized(DATA, plain="rotated Digits, MNIST, SpokenDigits(augment)")
 def test_a_data_set(same, row, lanes, tmp_path):
     data, net = row
     options = {"dtype": torch.float64, "rounds": 1, "policy": lambda: Schedule(num_steps=1)}
@@ -559,8 +574,7 @@ def test_every_callback_has_a_row():
     assert names - others == set(CALLBACKS)
 
 
-@in_both_modes
-@every(CALLBACKS)
+@every_vectorized(CALLBACKS, plain="ClientFaults, ClientAttack, PersonalizedEvaluation")
 def test_a_callback(same, row, lanes):
     same(**row, lanes=lanes)
 
@@ -579,8 +593,7 @@ RESUMED = {
 }
 
 
-@in_both_modes
-@every(RESUMED)
+@every_vectorized(RESUMED, plain="clients")
 def test_a_run_resumes(device, tmp_path, row, lanes):
     def run(folder, rounds, **options):
         keep = {"watchers": lambda: [RoundCheckpoint(str(tmp_path / folder))]}
@@ -603,7 +616,7 @@ def test_a_run_resumes(device, tmp_path, row, lanes):
 
 # --- waits for the device -------------------------------------------------------------------------
 
-FEW, MANY = 5, 15
+FEW, MANY = 2, 4
 
 
 class Watched(Lanes):

@@ -3,6 +3,10 @@ import os
 import warnings
 from pathlib import Path
 
+# Before torch: otherwise Lightning gives a process two threads or more as soon as a test has a
+# distributed strategy, and later tests of the same process take three times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import lightning as L
 import pytest
 import torch

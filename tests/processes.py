@@ -1,8 +1,8 @@
-"""Federations that run on any number of processes: a script, and what tests compare.
+"""Federations that run on any number of processes, and what tests compare.
 
-python tests/processes.py DEVICES OUT [CASE ...]
-python tests/processes.py DEVICES OUT raise | kill | freeze | metric | resume CHECKPOINT
-python tests/processes.py DEVICES OUT repeat CASE ...
+``forks.py`` runs these functions in each of the processes. As a script that torchrun starts:
+
+python tests/processes.py DEVICES OUT CASE ...
 """
 
 import logging
@@ -34,9 +34,11 @@ from lightning_fl.aggregators import (
     FedAvgM,
     FedControl,
     FedMA,
+    FedNova,
     FedPIDAvg,
     GeometricMedian,
     Gossip,
+    Scaffold,
     Staged,
     StreamingPFNM,
 )
@@ -366,6 +368,21 @@ CASES = {
         {"aggregator": Staged([2], [FedAvgM(), FedAdam()]), "participation": 3},
         {},
     ),
+    "control variates": lambda: (
+        client_module(),
+        {"aggregator": Scaffold("II"), "participation": 5, "policy": Uneven()},
+        {},
+    ),
+    "lanes, gradients of clients": lambda: (
+        wide_lanes(client_module(), fixed_groups=True),
+        {"aggregator": Scaffold("I"), "participation": 5},
+        {},
+    ),
+    "normalized": lambda: (
+        client_module(),
+        {"aggregator": FedNova(), "participation": 5, "policy": Uneven()},
+        {},
+    ),
     "credits": lambda: (
         client_module(),
         {"policy": PersonalizedPolicyGradient([{"num_steps": 1}, {"num_steps": 3}], floor=0.0)},
@@ -406,6 +423,11 @@ SHARED = {
         {},
     ),
     "losses": CASES["losses"],
+    "control variates": lambda: (
+        client_module(),
+        {"aggregator": Staged([2], [Scaffold("I"), Scaffold("II")]), "participation": 5},
+        {},
+    ),
     "batchnorm": lambda: (
         Measured(batchnorm=True, dropout=0.0, optimizer=sgd),
         {"aggregator": FedControl(), "policy": Learner(), "buffers": "local", "participation": 4},
@@ -461,8 +483,15 @@ class Fail(L.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+#: Cases with a state that only a third round shows; the others have two.
+LONG = (
+    "kept", "falls of losses", "clusters", "stream", "layers", "private", "a policy that learns",
+    "reinforce", "plateau", "stages", "credits", "lanes, kept",
+)  # fmt: skip
+
+
 def fit(
-    case, devices, folder, rounds=3, callbacks=(), ckpt_path=None, strategy=None, dtype="float64"
+    case, devices, folder, rounds=None, callbacks=(), ckpt_path=None, strategy=None, dtype="float64"
 ):
     """Train a case; return its parameters and its table."""
     L.seed_everything(1, verbose=False)
@@ -475,7 +504,7 @@ def fit(
         accelerator="cpu",
         devices=devices,
         strategy=strategy or "client_parallel",
-        max_epochs=rounds,
+        max_epochs=rounds or (3 if case in LONG else 2),
         default_root_dir=folder,
         logger=False,
         enable_progress_bar=False,
@@ -507,45 +536,53 @@ def quiet():
     torch.set_num_threads(1)
 
 
-def main(devices, out, *cases):
+def save(found, out, devices):
+    """Write a file for each process: what they know has to be the same."""
+    torch.save(found, Path(out) / f"found.{devices}.{os.environ.get('LOCAL_RANK', '0')}.pt")
+
+
+def train(devices, out, cases, repeat=False):
+    """Train cases, each in a fit; with ``repeat`` five times."""
     quiet()
-    devices, out = int(devices), Path(out)
-    found = {}
-    task = cases[0] if cases else ""
-    if task in ("raise", "kill", "freeze"):
-        strategy = ClientParallelStrategy(timeout=25 if task == "freeze" else 60)
-        fit("uneven", devices, out, callbacks=[Fail(task)], strategy=strategy)
-        return
-    if task == "metric":
-        CASES["one client"] = lambda: (Foreign(), {"participation": 1}, {})
-        fit("one client", devices, out)
-        return
-    if task == "resume":
-        torch.save(fit("kept", devices, out, ckpt_path=cases[1]), out / "resumed.pt")
-        return
-    if task == "repeat":
-        with tempfile.TemporaryDirectory() as folder:
-            runs = [{case: fit(case, devices, folder) for case in cases[1:]} for _ in range(5)]
-        rank = os.environ.get("LOCAL_RANK", "0")
-        torch.save(runs, out / f"repeated.{devices}.{rank}.pt")
-        return
     with tempfile.TemporaryDirectory() as folder:
-        for case in cases or CASES:
-            found[case] = fit(case, devices, folder)
-    if not cases:
-        place = out / f"resumed.{devices}"
+        runs = [{case: fit(case, devices, folder) for case in cases} for _ in range(4 * repeat + 1)]
+    save(runs if repeat else runs[0], out, devices)
+
+
+def train_all(devices, out, cases, shared):
+    """Train cases, those that share samples, and runs that resume, fail and have float32."""
+    quiet()
+    with tempfile.TemporaryDirectory() as folder:
+        found = {case: fit(case, devices, folder) for case in cases}
+        place = Path(out) / f"resumed.{devices}"
         fit("kept", devices, place, rounds=2, callbacks=[L.Callback()])
-        last = str(place / "last.ckpt")
-        with tempfile.TemporaryDirectory() as folder:
-            found["resumed"] = fit("kept", devices, folder, ckpt_path=last)
-            found["poison"] = fit("client module", devices, folder, callbacks=[Poison()])
-            found["float32"] = fit("uneven", devices, folder, dtype="float32")
-            for case in SHARED:
-                found[f"ddp, {case}"] = fit(case, devices, folder, strategy="ddp")
-    # A file for each process: what they know has to be the same.
-    rank = os.environ.get("LOCAL_RANK", "0")
-    torch.save(found, out / f"found.{devices}.{rank}.pt")
+        found["resumed"] = fit("kept", devices, folder, ckpt_path=str(place / "last.ckpt"))
+        found["poison"] = fit("client module", devices, folder, callbacks=[Poison()])
+        found["float32"] = fit("uneven", devices, folder, dtype="float32")
+        for case in shared:
+            found[f"ddp, {case}"] = fit(case, devices, folder, strategy="ddp")
+    save(found, out, devices)
+
+
+def resume(devices, out, checkpoint):
+    """Go on with a run of the case ``kept``."""
+    quiet()
+    save({"resumed": fit("kept", devices, out, ckpt_path=checkpoint)}, out, devices)
+
+
+def fail(how, devices, out):
+    """Let process 1 end in its second round: ``raise``, ``kill`` or ``freeze``."""
+    quiet()
+    strategy = ClientParallelStrategy(timeout=10 if how == "freeze" else 60)
+    fit("uneven", devices, out, callbacks=[Fail(how)], strategy=strategy)
+
+
+def miss_a_metric(devices, out):
+    """Log a metric of which only one process knows."""
+    quiet()
+    CASES["one client"] = lambda: (Foreign(), {"participation": 1}, {})
+    fit("one client", devices, out)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    train(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -1,6 +1,5 @@
 """Everything on a pretend accelerator, with the CPU's results: in a process of its own."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,11 +20,10 @@ def test_the_pretend_accelerator(subtests, tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert report.exists(), run.stdout + run.stderr
     cases = list(ElementTree.parse(report).iter("testcase"))
-    assert len(cases) > 100, run.stdout
+    assert len(cases) > 90, run.stdout
     for case in cases:
         with subtests.test(case.get("name")):
             for problem in [*case.findall("failure"), *case.findall("error")]:

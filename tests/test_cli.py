@@ -1,12 +1,13 @@
 import csv
 import json
 import os
+import shutil
 import signal
-import subprocess
 import sys
 import time
 import warnings
 from functools import wraps
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from zipfile import ZipFile
@@ -14,7 +15,9 @@ from zipfile import ZipFile
 import pytest
 import torch
 import yaml
+from matplotlib.figure import Figure
 
+from forks import Started
 from lightning_fl import ClientModule, Lanes
 from lightning_fl.cli import FederatedCLI, main
 from lightning_fl.types import FederationError
@@ -43,6 +46,44 @@ def cli(tmp_path, monkeypatch, capsys):
     return run
 
 
+def draw_nothing(figure, file, **options):
+    """Stand in for ``savefig``."""
+    if isinstance(file, Path):
+        file.touch()
+
+
+@pytest.fixture(autouse=True)
+def _quick_pictures(request, monkeypatch):
+    """Draw no pictures but for tests that look at them: a quarter of the time of a short fit."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr(Figure, "savefig", draw_nothing)
+
+
+@pytest.fixture
+def pictures():
+    """For tests that look at pictures."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folder ``runs`` that ``FIT`` has left."""
+    place = tmp_path_factory.mktemp("fitted")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setattr(sys, "argv", ["lightning-fl", *FIT])
+        patch.setattr(Figure, "savefig", draw_nothing)
+        main()
+        os.environ.pop("PL_GLOBAL_SEED", None)
+    return place / "runs"
+
+
+@pytest.fixture
+def fitted(runs, tmp_path):
+    """A copy of a finished run, where ``FIT`` would have left it; returns its folder."""
+    shutil.copytree(runs, tmp_path / "runs")
+    return tmp_path / "runs" / "digits" / "version_0"
+
+
 def rounds(folder):
     return list(csv.DictReader((Path(folder) / "rounds.csv").read_text().splitlines()))
 
@@ -55,7 +96,7 @@ SHIPPED = (
 FIT = (*SHIPPED, "--federation.policy.init_args.num_steps=2")
 
 
-def test_a_fit_leaves_a_table_a_checkpoint_and_pictures(cli, tmp_path):
+def test_a_fit_leaves_a_table_a_checkpoint_and_pictures(cli, tmp_path, pictures):
     out = cli(*FIT)
     run = tmp_path / "runs" / "digits" / "version_0"
     assert "Written to runs/digits/version_0" in out
@@ -107,8 +148,7 @@ def test_a_report_of_the_users_own_is_the_only_one(cli, tmp_path):
     assert table.read_text().splitlines()[0] == "client,train_samples,rounds,dropped"
 
 
-def test_a_second_fit_takes_another_folder_and_gives_the_same_figures(cli, tmp_path):
-    cli(*FIT)
+def test_a_second_fit_takes_another_folder_and_gives_the_same_figures(cli, tmp_path, fitted):
     cli(*FIT)
     tables = [
         (tmp_path / "runs" / "digits" / f"version_{i}" / "rounds.csv").read_text() for i in (0, 1)
@@ -116,9 +156,9 @@ def test_a_second_fit_takes_another_folder_and_gives_the_same_figures(cli, tmp_p
     assert tables[0] == tables[1]
 
 
-def test_last_goes_on_in_the_newest_folder(cli, tmp_path):
+def test_last_goes_on_in_the_newest_folder(cli, tmp_path, fitted):
     cli(*FIT, "--trainer.default_root_dir=whole", "--trainer.max_epochs=4")
-    cli(*FIT, "--trainer.default_root_dir=parts")
+    fitted.parent.rename(tmp_path / "parts")
     cli(*FIT, "--trainer.default_root_dir=parts", "--trainer.max_epochs=4", "--ckpt_path=last")
     whole, parts = tmp_path / "whole" / "version_0", tmp_path / "parts" / "version_0"
     assert (whole / "rounds.csv").read_text() == (parts / "rounds.csv").read_text()
@@ -129,9 +169,8 @@ def test_last_goes_on_in_the_newest_folder(cli, tmp_path):
     assert len(list(parts.glob("csv/version_*/metrics.csv"))) == 2
 
 
-def test_a_named_checkpoint_of_a_run_goes_on_in_its_folder(cli, tmp_path):
-    cli(*FIT)
-    path = tmp_path / "runs" / "digits" / "version_0" / "last.ckpt"
+def test_a_named_checkpoint_of_a_run_goes_on_in_its_folder(cli, fitted):
+    path = fitted / "last.ckpt"
     cli(*FIT, "--trainer.max_epochs=3", f"--ckpt_path={path}")
     assert len(rounds(path.parent)) == 3
 
@@ -141,9 +180,8 @@ def test_last_without_a_checkpoint_is_a_first_fit(cli, tmp_path):
     assert len(rounds(tmp_path / "runs" / "digits" / "version_0")) == 2
 
 
-def test_a_finished_run_resumed_changes_nothing(cli, tmp_path):
-    cli(*FIT)
-    run = tmp_path / "runs" / "digits" / "version_0"
+def test_a_finished_run_resumed_changes_nothing(cli, fitted):
+    run = fitted
     before = (run / "rounds.csv").read_text()
     (run / "rounds.csv").unlink()  # as if it was killed between checkpoint and table
     cli(*FIT, "--ckpt_path=last")
@@ -151,7 +189,7 @@ def test_a_finished_run_resumed_changes_nothing(cli, tmp_path):
 
 
 def test_the_other_commands_read_the_last_checkpoint(cli, tmp_path):
-    cli(*SHIPPED, "--trainer.max_epochs=3")
+    cli(*SHIPPED, "--trainer.max_epochs=1")
     out = cli("test", "--config", DIGITS)
     assert "test_acc" in out
     out = cli("validate", "--config", DIGITS)
@@ -269,7 +307,7 @@ def test_a_term_is_appended_by_flag(cli, tmp_path):
 
 def test_the_number_of_lines_and_files_does_not_depend_on_the_number_of_clients(cli, tmp_path):
     seen = []
-    for clients in (10, 500):
+    for clients in (10, 100):
         root = tmp_path / str(clients)
         out = cli(
             *FIT,
@@ -507,14 +545,13 @@ def test_a_metric_that_nobody_logs_is_an_error(cli):
 )
 def test_a_file_that_is_no_checkpoint_is_an_error(cli, tmp_path, write, message):
     write(tmp_path / "x.ckpt")
-    for command in (FIT, ("test", "--config", DIGITS)):
-        assert message in cli(*command, "--ckpt_path=x.ckpt", expect=2)
+    command = ("test", "--config", DIGITS) if message.startswith("no") else FIT
+    assert message in cli(*command, "--ckpt_path=x.ckpt", expect=2)
     assert [path.name for path in tmp_path.iterdir()] == ["x.ckpt"]
 
 
-def test_predictions_lie_beside_the_checkpoint_that_made_them(cli, tmp_path):
-    cli(*FIT)
-    run, elsewhere = tmp_path / "runs" / "digits" / "version_0", tmp_path / "elsewhere"
+def test_predictions_lie_beside_the_checkpoint_that_made_them(cli, tmp_path, fitted):
+    run, elsewhere = fitted, tmp_path / "elsewhere"
     elsewhere.mkdir()
     (run / "last.ckpt").rename(elsewhere / "x.ckpt")
     out = cli("predict", "--config", DIGITS, "--ckpt_path=elsewhere/x.ckpt")
@@ -527,20 +564,18 @@ def test_a_test_without_a_checkpoint_is_an_error(cli):
     assert "run fit first" in cli("test", "--config", DIGITS, expect=2)
 
 
-def test_a_checkpoint_of_another_model_or_federation_is_an_error(cli, tmp_path):
-    cli(*FIT)
+def test_a_checkpoint_of_another_model_or_federation_is_an_error(cli, fitted):
     last = ("--ckpt_path=last", "--trainer.max_epochs=3")
     out = cli(*FIT, *last, "--model.init_args.net.init_args.sizes=[64,50,10]", expect=2)
     assert "the checkpoint is of another model" in out
     assert "size mismatch for net.1.weight" in out
     assert "its seed is 1, here it is 7" in cli(*FIT, *last, "--seed_everything=7", expect=2)
     assert "its checksum is" in cli(*FIT, *last, "--data.init_args.partition=IID", expect=2)
-    assert len(rounds(tmp_path / "runs" / "digits" / "version_0")) == 2
+    assert len(rounds(fitted)) == 2
 
 
-def test_a_damaged_checkpoint_is_an_error(cli, tmp_path):
-    cli(*FIT)
-    path = tmp_path / "runs" / "digits" / "version_0" / "last.ckpt"
+def test_a_damaged_checkpoint_is_an_error(cli, fitted):
+    path = fitted / "last.ckpt"
     for damage in (path.read_bytes()[:5000], b"not a checkpoint"):
         path.write_bytes(damage)
         assert "last.ckpt is damaged" in cli("test", "--config", DIGITS, expect=2)
@@ -560,41 +595,34 @@ def test_a_bug_keeps_its_traceback(cli, monkeypatch):
 # --- in processes of their own --------------------------------------------------------------------
 
 
+def command(*args):
+    """What ``lightning-fl`` does, in a process that forks.py has made."""
+    # Ctrl-C works as in a terminal, also if these tests run in the background of a shell.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    warnings.resetwarnings()
+    sys.argv = ["lightning-fl", *args]
+    main()
+
+
 def start(folder, *args):
-    command = [sys.executable, "-m", "lightning_fl", "fit", "--config", DIGITS]
     options = ["--trainer.max_epochs=6", f"--trainer.default_root_dir={folder}", *args]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*command, *options],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        # Ctrl-C works as in a terminal, also if these tests run in the background of a shell.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    return Started(1, f"{folder}.txt", command, "fit", "--config", DIGITS, *options)
 
 
-def finish(process):
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, out
+def finish(run):
+    (code,), out = run.finish(timeout=300)
+    assert code == 0, out
     return out
-
-
-def kill_after(process, seconds):
-    time.sleep(seconds)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
 
 
 def test_an_interruption_ends_with_its_exit_code_and_says_how_to_go_on(tmp_path):
     root = tmp_path / "runs"
-    process = start(root, "--trainer.max_epochs=100000")
-    while process.poll() is None and not (root / "version_0" / "last.ckpt").exists():
+    run = start(root, "--trainer.max_epochs=100000")
+    while run.processes[0].is_alive() and not (root / "version_0" / "last.ckpt").exists():
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, out
+    run.send(signal.SIGINT)
+    (code,), out = run.finish(timeout=120)
+    assert code == 130, out
     assert out.rstrip().endswith("interrupted; resume with --ckpt_path last")
     assert "Traceback" not in out
 
@@ -607,7 +635,10 @@ def killed_and_resumed_equals_whole(tmp_path, moments):
     assert "Warning" not in out
     assert "warn" not in out
     for moment in moments:
-        kill_after(start(tmp_path / "killed", "--ckpt_path=last"), moment * length)
+        run = start(tmp_path / "killed", "--ckpt_path=last")
+        time.sleep(moment * length)
+        run.send(signal.SIGKILL)
+        run.finish()
     finish(start(tmp_path / "killed", "--ckpt_path=last"))
     whole, killed = (tmp_path / name / "version_0" for name in ("whole", "killed"))
     assert (whole / "rounds.csv").read_bytes() == (killed / "rounds.csv").read_bytes()
@@ -639,9 +670,16 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("split", ["iid", "noniid"])
-@pytest.mark.parametrize("task", ["mnist", "cifar10", "kws"])
+#: Every method with a task and with a split, every task with every split; the others are slow.
+SOME = ("mnist-iid-fa", "mnist-noniid-fa_rm_ah", "cifar10-iid-fa_rm", "cifar10-noniid-fa_wd",
+        "kws-iid-fa_ah", "kws-noniid-fa_rm")  # fmt: skip
+MERGED = [
+    pytest.param(*names, marks=() if "-".join(names) in SOME else pytest.mark.slow)
+    for names in product(["mnist", "cifar10", "kws"], ["iid", "noniid"], METHODS)
+]
+
+
+@pytest.mark.parametrize(("task", "split", "method"), MERGED)
 def test_task_split_and_method_merge(cli, task, split, method):
     files = [MOSTAFA / f"{name}.yaml" for name in (task, split, method)]
     options = [option for file in files for option in ("--config", file)]
@@ -716,9 +754,8 @@ def test_a_job_goes_on_from_its_newest_checkpoint(tmp_path, newest):
     assert FederatedCLI._newest(run, config) == tmp_path / newest
 
 
-def test_a_checkpoint_that_holds_objects_is_read_where_the_command_says_so(cli, tmp_path):
-    cli(*FIT)
-    last = tmp_path / "runs" / "digits" / "version_0" / "last.ckpt"
+def test_a_checkpoint_that_holds_objects_is_read_where_the_command_says_so(cli, fitted):
+    last = fitted / "last.ckpt"
     torch.save({**torch.load(last, weights_only=True), "own": torch.nn.Linear(1, 1)}, last)
     args = (*FIT, "--trainer.max_epochs=3", "--ckpt_path=last")
     assert "--weights_only=false" in cli(*args, expect=2)

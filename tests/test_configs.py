@@ -1,6 +1,5 @@
 """Every config runs, resumes bit-equal and trains on two processes, on small data of its kind."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 import yaml
 
+from forks import Started
 from layouts import cifar_layout, mnist_layout
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.cli import main
@@ -72,6 +72,12 @@ def left(folder):
     return (run / "rounds.csv").read_text(), checkpoint["state_dict"], kept
 
 
+def command(args):
+    """What ``lightning-fl`` does, in a process that forks.py has made."""
+    sys.argv = ["lightning-fl", *args]
+    main()
+
+
 @pytest.fixture
 def run(monkeypatch):
     def run(args):
@@ -133,13 +139,12 @@ QUICK = ("pfnm_digits",)
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES]
 )
 def test_a_config_trains_on_two_processes_as_on_one(name, root, tmp_path):
+    # Both afresh: what ran here before may have left torch with other products of matrices.
     parallel = ["strategy=client_parallel", "devices=2", "accelerator=cpu"]
-    for folder, extra in (("one", ()), ("two", parallel)):
-        line = [sys.executable, "-m", "lightning_fl", *options(name, root, tmp_path / folder, 3)]
-        line += [f"--trainer.{option}" for option in extra]
-        # Both afresh: what ran here before may have left torch with other products of matrices.
-        done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=300)
-        assert done.returncode == 0, done.stderr
+    for count, folder, extra in ((1, "one", ()), (2, "two", parallel)):
+        args = [*options(name, root, tmp_path / folder, 3), *(f"--trainer.{o}" for o in extra)]
+        codes, out = Started(count, tmp_path / f"{folder}.txt", command, args).finish(300)
+        assert not any(codes), out
     one, two = left(tmp_path / "one"), left(tmp_path / "two")
     for a, b in zip(one[0].splitlines(), two[0].splitlines(), strict=True):
         for x, y in zip(a.split(","), b.split(","), strict=True):

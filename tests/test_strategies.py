@@ -1,17 +1,19 @@
 import hashlib
-import os
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import processes
+from forks import Started
 from lightning_fl import ClientModule, ClientParallelStrategy, Lanes
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
@@ -20,42 +22,22 @@ from lightning_fl.types import FederationError
 
 SCRIPT = Path(__file__).with_name("processes.py")
 CASES = [*processes.CASES, "poison"]
-SHARED = [
-    "ddp, client module",
-    "ddp, uneven",
-    "ddp, matching",
-    "ddp, gossip",
-    "ddp, clusters",
-    "ddp, foreign",
-    "ddp, credits",
-    "ddp, losses",
-    "ddp, schedule",
-    "ddp, kept",
-]
+SHARED = [f"ddp, {case}" for case in processes.SHARED if case != "batchnorm"]
 
 #: Cases in which logged metrics act on the run.
 ACTS = ["a policy that learns", "reinforce", "plateau", "credits"]
 #: Vectorized, with groups of clients that do not depend on the number of processes.
 FIXED = ["lanes, fixed groups"]
+#: What two processes train; one and three train everything. One of each kind of message.
+OF_TWO = ["client module", "batchnorm", "kept", "lanes", "losses", "gossip", *ACTS[:1], *FIXED]
+SHARED_OF_TWO = ["client module", "losses", "batchnorm", "kept"]
 
 
-def start(*arguments, launcher=()):
-    """Start the script, as a user starts theirs: without what a test before it left."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
-    return subprocess.Popen(
-        [sys.executable, *launcher, str(SCRIPT), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=kept | {"OMP_NUM_THREADS": "1"},
-    )
-
-
-def finish(process, timeout=240):
-    try:
-        return process.communicate(timeout=timeout)[0]
-    finally:
-        process.kill()
+def on_two_and_three(cases):
+    """Every case on three processes, and some on two."""
+    two = [*OF_TWO, "poison", *(f"ddp, {case}" for case in SHARED_OF_TWO)]
+    pairs = [(case, count) for case in cases for count in (2, 3) if count == 3 or case in two]
+    return pytest.mark.parametrize(("case", "count"), pairs)
 
 
 @pytest.fixture(autouse=True)
@@ -74,14 +56,28 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="session")
 def found(place):
     """What each process of 1, 2 and 3 found, in every case."""
-    runs = [start(count, place) for count in (1, 2, 3)]
+    runs = []
+    for count in (3, 1, 2):  # the longest first
+        cases = OF_TWO if count == 2 else list(processes.CASES)
+        shared = SHARED_OF_TWO if count == 2 else list(processes.SHARED)
+        arguments = (count, place, cases, shared)
+        runs.append(Started(count, place / f"output.{count}", processes.train_all, *arguments))
     for run in runs:
-        output = finish(run)
-        assert run.returncode == 0, output
-    return {
-        count: [torch.load(place / f"found.{count}.{rank}.pt") for rank in range(count)]
-        for count in (1, 2, 3)
-    }
+        codes, output = run.finish(timeout=900)
+        assert not any(codes), output
+    return {count: [load(place, count, rank) for rank in range(count)] for count in (1, 2, 3)}
+
+
+def load(place, count, rank=0):
+    return torch.load(place / f"found.{count}.{rank}.pt")
+
+
+def train(count, folder, *arguments):
+    """Train cases on a number of processes; return what the last of them found."""
+    run = Started(count, folder / "output", processes.train, count, folder, *arguments)
+    codes, output = run.finish()
+    assert not any(codes), output
+    return load(folder, count, count - 1)
 
 
 def hashed(one):
@@ -97,8 +93,7 @@ def difference(one, other):
     return max(float((one[k].double() - other[k].double()).abs().max()) for k in one)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("case", CASES + SHARED)
+@on_two_and_three(CASES + SHARED)
 def test_processes_do_not_matter(found, case, count):
     alone, together = found[1][0][case], found[count][0][case]
     assert difference(alone["state"], together["state"]) < 1e-12
@@ -111,8 +106,7 @@ def test_processes_do_not_matter(found, case, count):
         assert difference(rows, together["store"][client]) < 1e-12
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("case", CASES + SHARED)
+@on_two_and_three(CASES + SHARED)
 def test_who_took_part_is_counted_alike(found, case, count):
     alone = found[1][0][case]
     for each in found[count]:
@@ -122,8 +116,7 @@ def test_who_took_part_is_counted_alike(found, case, count):
         assert len(alone["accuracies"]) == processes.CLIENTS
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("case", [*CASES, "ddp, client module"])
+@on_two_and_three([*CASES, "ddp, client module"])
 def test_every_process_knows_the_same(found, case, count):
     first, *others = (each[case] for each in found[count])
     for other in others:
@@ -134,8 +127,7 @@ def test_every_process_knows_the_same(found, case, count):
             assert difference(rows, other["store"][client]) == 0
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("case", [*SHARED, "ddp, batchnorm"])
+@on_two_and_three([*SHARED, "ddp, batchnorm"])
 def test_processes_that_share_samples_have_one_model(found, case, count):
     first, *others = (each[case] for each in found[count])
     for other in others:
@@ -145,8 +137,7 @@ def test_processes_that_share_samples_have_one_model(found, case, count):
             assert difference(rows, other["store"][client]) == 0
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("case", [c for c in CASES if not c.startswith("lanes")] + FIXED)
+@on_two_and_three([c for c in CASES if not c.startswith("lanes")] + FIXED)
 def test_the_number_of_processes_does_not_change_a_bit(found, case, count):
     alone = found[1][0][case]
     for each in found[count]:
@@ -156,20 +147,15 @@ def test_the_number_of_processes_does_not_change_a_bit(found, case, count):
 
 
 def test_four_processes_neither(found, tmp_path):
-    run = start(4, tmp_path, ACTS[0], *FIXED, "one client, median", "lost clients")
-    output = finish(run)
-    assert run.returncode == 0, output
-    for case, one in torch.load(tmp_path / "found.4.3.pt").items():
+    cases = [ACTS[0], *FIXED, "one client, median", "lost clients"]
+    for case, one in train(4, tmp_path, cases).items():
         assert hashed(one) == hashed(found[1][0][case])
 
 
 @pytest.mark.slow
 def test_twenty_runs_are_the_same(found, tmp_path):
     for count in (1, 2, 3, 4):
-        run = start(count, tmp_path, "repeat", "a policy that learns", "lost clients")
-        output = finish(run)
-        assert run.returncode == 0, output
-        repeats = torch.load(tmp_path / f"repeated.{count}.0.pt")
+        repeats = train(count, tmp_path, ["a policy that learns", "lost clients"], True)
         assert len(repeats) == 5
         for repeat in repeats:
             for case, one in repeat.items():
@@ -200,44 +186,68 @@ def test_a_run_resumes_bit_equal_on_as_many_processes(found, count):
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
 def test_a_run_resumes_on_another_number_of_processes(found, place, tmp_path, before, after):
-    run = start(after, tmp_path, "resume", place / f"resumed.{before}" / "last.ckpt")
-    output = finish(run)
-    assert run.returncode == 0, output
-    resumed = torch.load(tmp_path / "resumed.pt")
+    checkpoint = str(place / f"resumed.{before}" / "last.ckpt")
+    codes, output = Started(
+        after, tmp_path / "output", processes.resume, after, tmp_path, checkpoint
+    ).finish()
+    assert not any(codes), output
+    resumed = load(tmp_path, after)["resumed"]
     assert difference(found[1][0]["kept"]["state"], resumed["state"]) < 1e-12
     assert len(resumed["rows"]) == 3
 
 
+@pytest.fixture(scope="session")
+def failed(tmp_path_factory):
+    """Runs in which process 1 fails, one after the other and at once."""
+    folders = {how: tmp_path_factory.mktemp(how) for how in ("raise", "kill", "freeze")}
+    return {
+        how: (folder, Started(2, folder / "output", processes.fail, how, 2, folder))
+        for how, folder in folders.items()
+    }
+
+
 @pytest.mark.parametrize("how", ["raise", "kill", "freeze"])
-def test_a_process_that_fails_ends_the_run(found, tmp_path, how):
-    begin = time.monotonic()
-    run = start(2, tmp_path, how)
-    output = finish(run, timeout=90)
-    assert run.returncode != 0
-    assert time.monotonic() - begin < 80
+def test_a_process_that_fails_ends_the_run(failed, how):
+    folder, run = failed[how]
+    run.processes[0].join(80)
+    assert run.processes[0].exitcode  # it has ended by itself, and not well
+    codes, output = run.finish(0 if how == "freeze" else 10)
+    assert codes[1]
     if how == "raise":
         assert "a client failed" in output
         assert "In round 2, process 1, client" in output
     if how == "freeze":
         assert "another process died or did not answer in time" in output
     # The round before is safe, and goes on without the one that failed.
-    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    checkpoint = torch.load(folder / "last.ckpt", weights_only=True)
     assert checkpoint["callbacks"]["FederatedLoop"]["round"] == 1
 
 
+def test_a_process_that_fails_ends_those_that_it_has_started():
+    """They may be frozen, and hold on to what they print to for ever."""
+    strategy = ClientParallelStrategy()
+    strategy._launcher = _SubprocessScriptLauncher(LightningEnvironment(), 2, 1)
+    with subprocess.Popen(["sleep", "100"]) as process:
+        strategy._launcher.procs = [process]
+        strategy.on_exception(ValueError())
+        assert process.wait(20) == -signal.SIGKILL
+
+
+@pytest.mark.slow
 def test_torchrun_starts_it_too(found, tmp_path):
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    run = start(2, tmp_path, "client module", launcher=launcher)
-    output = finish(run)
-    assert run.returncode == 0, output
-    together = torch.load(tmp_path / "found.2.1.pt")["client module"]
+    """The processes of the other tests are told the same by ``forks.py``."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command = [sys.executable, *launcher, str(SCRIPT), "2", str(tmp_path), "client module"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert run.returncode == 0, run.stdout + run.stderr
+    together = load(tmp_path, 2, 1)["client module"]
     assert difference(found[2][0]["client module"]["state"], together["state"]) == 0
 
 
 def test_a_metric_that_a_process_never_meets_is_refused(tmp_path):
-    run = start(2, tmp_path, "metric")
-    output = finish(run, timeout=90)
-    assert run.returncode != 0
+    run = Started(2, tmp_path / "output", processes.miss_a_metric, 2, tmp_path)
+    codes, output = run.finish(timeout=90)
+    assert all(codes)
     assert "the metric training_step.train_accuracy was logged on some processes" in output
     assert "[1]" in output
 

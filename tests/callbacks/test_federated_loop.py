@@ -418,7 +418,9 @@ def test_a_policy_that_makes_no_sense_is_refused(fit, foreign, values, message):
     ("participation", "clients"), [(1.0, 4), (1, 1), (3, 3), (0.5, 2), (0.01, 1)]
 )
 def test_participation_is_a_fraction_or_a_count(fit, foreign, participation, clients):
-    loop = fit(foreign(), FederatedLoop(participation, buffers="average"), rounds=2)
+    one_step = Schedule(num_steps=1)
+    loop = FederatedLoop(participation, policy=one_step, buffers="average")
+    fit(foreign(), loop, rounds=2)
     assert [row["clients"] for row in loop.rows] == [clients, clients]
 
 
@@ -655,19 +657,30 @@ SETTINGS = {
 }
 
 
-@pytest.fixture
-def whole_and_resumed(fit, foreign, data, tmp_path):
-    """An uninterrupted run of 4 rounds beside one that died at a step and went on."""
+@pytest.fixture(scope="module")
+def uninterrupted():
+    """The runs that others are compared with: each is made once."""
+    return {}
 
-    def run(setting, step, checkpoint, foreign=foreign, **options):
-        whole, resumed = foreign(), foreign()
-        expected = fit(whole, FederatedLoop(**SETTINGS[setting]), rounds=4, **options)
+
+@pytest.fixture
+def whole_and_resumed(fit, foreign, data, tmp_path, uninterrupted):
+    """An uninterrupted run beside one that died at a step and went on."""
+
+    def run(setting, step, checkpoint, foreign=foreign, rounds=4, **options):
+        key = setting, foreign, rounds, str(options)
+        if key not in uninterrupted:
+            whole = foreign()
+            loop = fit(whole, FederatedLoop(**SETTINGS[setting]), rounds=rounds, **options)
+            uninterrupted[key] = loop.rows, loop.store.rows.keys(), whole.state_dict()
+        rows, clients, state = uninterrupted[key]
+        resumed = foreign()
         keep = {"callbacks": [checkpoint, StopAt(step, ZeroDivisionError())]}
         with pytest.raises(ZeroDivisionError):
             fit(
                 resumed,
                 FederatedLoop(**SETTINGS[setting]),
-                rounds=4,
+                rounds=rounds,
                 **keep,
                 enable_checkpointing=True,
                 **options,
@@ -678,23 +691,24 @@ def whole_and_resumed(fit, foreign, data, tmp_path):
         loop = fit(
             again,
             FederatedLoop(**SETTINGS[setting]),
-            rounds=4,
+            rounds=rounds,
             ckpt_path=str(path),
             callbacks=[checkpoint],
             enable_checkpointing=True,
             **options,
         )
-        assert loop.rows == expected.rows
-        assert len(loop.rows) == 4
-        assert same(whole.state_dict(), again.state_dict())
-        assert loop.store.rows.keys() == expected.store.rows.keys()
+        assert loop.rows == rows
+        assert len(loop.rows) == rounds
+        assert same(state, again.state_dict())
+        assert loop.store.rows.keys() == clients
 
     return run
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_killed_run_resumes_bit_equal_from_the_last_round(whole_and_resumed, setting, tmp_path):
-    whole_and_resumed(setting, 20, RoundCheckpoint(str(tmp_path / "c")))
+    step = 12 if setting == "work" else 20  # in the second round
+    whole_and_resumed(setting, step, RoundCheckpoint(str(tmp_path / "c")), rounds=3)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
@@ -704,7 +718,7 @@ def test_it_resumes_bit_equal_from_the_middle_of_a_round(whole_and_resumed, sett
     often = ModelCheckpoint(
         str(tmp_path / "c"), "last", every_n_train_steps=1, enable_version_counter=False
     )
-    whole_and_resumed(setting, 16, often)
+    whole_and_resumed(setting, 16, often, rounds=3)
 
 
 def test_it_resumes_bit_equal_when_not_every_round_is_validated(whole_and_resumed, tmp_path):
@@ -812,6 +826,7 @@ def test_a_checkpoint_does_not_grow_with_clients(fit, linear, tmp_path):
             linear(),
             FederatedLoop(),
             data,
+            rounds=1,
             callbacks=[RoundCheckpoint(str(tmp_path / "c"), f"{num_clients}")],
             enable_checkpointing=True,
         )
@@ -819,50 +834,27 @@ def test_a_checkpoint_does_not_grow_with_clients(fit, linear, tmp_path):
     assert sizes[1] - sizes[0] < 500
 
 
-def other(**changes):
-    return {"seed": 1, "participation": 1.0, **changes}
+OTHERS = [
+    # Another federation:
+    ({"seed": 2}, {}, "its seed is 1, here it is 2.*seed_everything"),
+    ({}, {"num_clients": 5}, "num_clients is 4, here it is 5"),
+    ({}, {"partition": QuantitySkew()}, "checksum"),
+    ({"aggregator": Momentum()}, {}, "aggregator_class is FedAvg.* Momentum"),
+    ({"policy": PerClient()}, {}, "policy_class is Schedule.* PerClient"),
+    # State that the checkpoint does not have:
+    ({"buffers": "local"}, {}, "its buffers is average, here it is local"),
+    ({"optimizer_state": "keep"}, {}, "its optimizer_state is reset, here it is keep"),
+]
 
 
-@pytest.mark.parametrize(
-    ("loop", "options", "message"),
-    [
-        ({"seed": 2}, {}, "its seed is 1, here it is 2.*seed_everything"),
-        ({"seed": 1}, {"num_clients": 5}, "num_clients is 4, here it is 5"),
-        ({"seed": 1}, {"partition": QuantitySkew()}, "checksum"),
-        ({"seed": 1, "aggregator": Momentum()}, {}, "aggregator_class is FedAvg.* Momentum"),
-        ({"seed": 1, "policy": PerClient()}, {}, "policy_class is Schedule.* PerClient"),
-    ],
-)
-def test_a_checkpoint_of_another_federation_is_refused(
-    fit, foreign, data, tmp_path, loop, options, message
-):
+def test_a_checkpoint_of_another_federation_is_refused(fit, foreign, data, tmp_path, subtests):
     keep = {"callbacks": [RoundCheckpoint(str(tmp_path / "c"))], "enable_checkpointing": True}
     fit(foreign(), FederatedLoop(seed=1, buffers="average"), rounds=1, **keep)
-    with pytest.raises(FederationError, match=message):
-        fit(
-            foreign(),
-            FederatedLoop(**loop, buffers="average"),
-            data(**options),
-            ckpt_path=str(tmp_path / "c" / "last.ckpt"),
-            **keep,
-        )
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"buffers": "local"}, "its buffers is average, here it is local"),
-        ({"optimizer_state": "keep"}, "its optimizer_state is reset, here it is keep"),
-    ],
-)
-def test_state_that_the_checkpoint_does_not_have_is_not_resumed(
-    fit, foreign, tmp_path, changes, message
-):
-    keep = {"callbacks": [RoundCheckpoint(str(tmp_path / "c"))], "enable_checkpointing": True}
-    fit(foreign(), FederatedLoop(buffers="average"), rounds=1, **keep)
     path = str(tmp_path / "c" / "last.ckpt")
-    with pytest.raises(FederationError, match=message):
-        fit(foreign(), FederatedLoop(**{"buffers": "average", **changes}), ckpt_path=path, **keep)
+    for changes, options, message in OTHERS:
+        loop = FederatedLoop(**{"seed": 1, "buffers": "average"} | changes)
+        with subtests.test(message), pytest.raises(FederationError, match=message):
+            fit(foreign(), loop, data(**options), ckpt_path=path, **keep)
 
 
 def test_resuming_with_other_options_says_which(fit, foreign, data, tmp_path):
@@ -1285,16 +1277,16 @@ def test_a_policy_learns_and_its_figures_are_in_the_table(fit, linear, tmp_path)
         fit(module, loop, data, rounds=rounds, **options)
         return loop, module
 
-    whole, module = run(6, "whole")
-    assert len(whole.rows) == 6
+    whole, module = run(4, "whole")
+    assert len(whole.rows) == 4
     losses = [row["val_loss"] for row in whole.rows]
     for row, before, after in zip(whole.rows[1:], losses, losses[1:], strict=False):
         assert row["reward"] == pytest.approx((before - after) / before)
         assert min(abs(row["lr"] - lr) for lr in (0.001, 0.01, 0.05)) < 1e-9
         assert {"mean_lr", "mean_num_steps", "precision_lr_num_steps"} <= row.keys()
     assert whole.policy.mean.any()
-    run(3, "half")
-    resumed, again = run(6, "half", ckpt_path=tmp_path / "half" / "last.ckpt")
+    run(2, "half")
+    resumed, again = run(4, "half", ckpt_path=tmp_path / "half" / "last.ckpt")
     assert resumed.rows == whole.rows
     assert torch.equal(again.net.weight, module.net.weight)
 
@@ -1333,10 +1325,11 @@ def test_the_runs_seed_is_the_policys(fit, foreign):
     def rates(seed, own=None):
         policy = DiscreteGaussianReinforce({"lr": [0.01 * i for i in range(1, 9)]}, seed=own)
         loop = FederatedLoop(policy=policy, buffers="average", seed=seed)
-        fit(foreign(), loop, rounds=4)
+        fit(foreign(), loop, rounds=2)
         return [row["lr"] for row in loop.rows]
 
-    assert rates(7) == rates(7) != rates(8)
+    seven = rates(7)
+    assert seven == rates(7) != rates(8)
     assert rates(7, own=3)[0] == rates(8, own=3)[0]
 
 

@@ -1,5 +1,7 @@
 """Federations of which some run in lanes and one in the module itself."""
 
+from itertools import product
+
 import lightning as L
 import pytest
 import torch
@@ -110,16 +112,20 @@ def train(fit, ragged):
 
 @pytest.fixture
 def agree(train, flat, ragged):
-    """Train a module in itself and in lanes: equal parameters, buffers and figures of rounds."""
+    """Train a module in itself and in lanes: equal parameters, buffers and figures of rounds.
+
+    Several numbers of lanes, and of steps in a batch, are compared with one fit of the module.
+    """
 
     def check(make, lanes=(3,), steps_per_batch=1, datamodule=ragged, **options):
         plain = make()
         before = flat(plain)
         expected = train(plain, datamodule=datamodule(), **options)
         assert (flat(plain) - before).abs().max() > 1e-3, "nothing was trained"
-        for k in lanes:
+        bundles = steps_per_batch if isinstance(steps_per_batch, tuple) else (steps_per_batch,)
+        for k, steps in product(lanes, bundles):
             module = make()
-            found = train(module, k, steps_per_batch, datamodule(), **options)
+            found = train(module, k, steps, datamodule(), **options)
             torch.testing.assert_close(
                 flat(module), flat(plain), atol=1e-12, rtol=0, equal_nan=True
             )

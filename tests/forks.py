@@ -1,0 +1,81 @@
+"""Processes of one federation, forked from a server that has imported everything once.
+
+To import the package takes seven seconds of a core, in each process anew.
+"""
+
+import multiprocessing
+import os
+import socket
+import time
+from pathlib import Path
+from unittest import mock
+
+HERE = Path(__file__).parent
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["processes", "lightning_fl.cli"])
+
+
+class Started:
+    """Processes that run a function, each told its rank as torchrun tells it; one is told nothing.
+
+    Args:
+        count: How many.
+        output: File that what they print is added to.
+        function: A function of a module.
+        arguments: Passed to it.
+    """
+
+    def __init__(self, count, output, function, *arguments):
+        self.output = output
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+        with mock.patch.dict(os.environ, PYTHONPATH=path):  # where the server finds `processes`
+            self.processes = [
+                CONTEXT.Process(
+                    target=_run,
+                    args=(_told(rank, count, port), str(output), function, arguments),
+                    name=f"process {rank} of {count}",
+                    daemon=True,
+                )
+                for rank in range(count)
+            ]
+            for process in self.processes:
+                process.start()
+
+    def finish(self, timeout=240):
+        """Wait for all of them; return their exit codes and what they printed."""
+        end = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
+            process.kill()
+            process.join()
+        return [process.exitcode for process in self.processes], Path(self.output).read_text()
+
+    def send(self, signal):
+        """Send a signal to the first."""
+        os.kill(self.processes[0].pid, signal)
+
+
+def _told(rank, count, port):
+    if count == 1:
+        return {}
+    return {
+        "TORCHELASTIC_RUN_ID": "test",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+    }
+
+
+def _run(environment, output, function, arguments):
+    os.environ.update(environment)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    function(*arguments)
