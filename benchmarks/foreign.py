@@ -490,7 +490,7 @@ def federate(
         samples, num_clients=clients, batch_size=BATCH, val_size=0, collate_fn=case.collate, seed=0
     )
     state = "keep" if keep else "reset"
-    loop = FederatedLoop(seed=0, buffers="average", optimizer_state=state, table=None)
+    loop = FederatedLoop(seed=0, buffers="average", optimizer_state=state, csv_name=None)
     made = trainer(rounds, callbacks=[loop, *callbacks], **options)
     made.fit(wrap(module), datamodule=data, ckpt_path=resume, weights_only=False)
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}

@@ -13,7 +13,7 @@ What follows ``--`` goes to ``fit`` and ``test``. Results of other options belon
 folder: it keeps the options, and refuses others.
 
 ``--figure`` draws how the means of learning rate and local steps move (figure 3). ``--overhead 5``
-measures what matching, learning hyper-parameters and weight divergence cost (table 4): five runs
+measures what matching, learning hyperparameters and weight divergence cost (table 4): five runs
 of each method, in turns, of as many local steps as each other; nothing else should run then.
 """
 

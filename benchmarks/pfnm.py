@@ -119,7 +119,7 @@ MEAN = (
     '--model.init_args.optimizer={"class_path":"torch.optim.SGD","init_args":{"lr":0.1}}',
 )
 #: What FedMA's authors take; a search of networks this large takes minutes.
-FEDMA = ("gamma=7", "sigma2=1", "sigma02=1")
+FEDMA = ("gamma=7", "client_variance=1", "prior_variance=1")
 ARMS = {
     "streaming": [
         Arm("StreamingPFNM", "pfnm_streaming_mnist"),
@@ -173,8 +173,8 @@ STREAMING = {
     "ensemble/average": "naive average",
 }
 GRID: dict[str, tuple[float, ...]] = {
-    "sigma2": (0.01, 0.1, 0.5, 1.0, 2.0),
-    "sigma02": (1.0, 5.0, 10.0, 50.0),
+    "client_variance": (0.01, 0.1, 0.5, 1.0, 2.0),
+    "prior_variance": (1.0, 5.0, 10.0, 50.0),
     "gamma": (0.001, 1.0, 50.0),
 }
 
@@ -370,26 +370,28 @@ def sensitivity_page(args: argparse.Namespace) -> list[str]:
             continue
         networks, counts = saved_networks(place)
         x, y = test_samples(place)
-        lines = [[f"{split}: gamma, sigma²", *(f"sigma0² = {v:g}" for v in GRID["sigma02"])]]
-        lines.append(["---"] + ["---:"] * len(GRID["sigma02"]))
+        lines = [[f"{split}: gamma, sigma²", *(f"sigma0² = {v:g}" for v in GRID["prior_variance"])]]
+        lines.append(["---"] + ["---:"] * len(GRID["prior_variance"]))
         for column, gamma in enumerate(GRID["gamma"]):
             heat = []
-            for sigma2 in GRID["sigma2"]:
+            for client_variance in GRID["client_variance"]:
                 found = [
-                    match_networks(networks, counts, MatchingOptions(sigma2, sigma02, gamma))
-                    for sigma02 in GRID["sigma02"]
+                    match_networks(
+                        networks, counts, MatchingOptions(client_variance, prior_variance, gamma)
+                    )
+                    for prior_variance in GRID["prior_variance"]
                 ]
                 heat.append([100 * accuracy(each.layers, x, y) for each in found])
                 widths = [each.widths[0] for each in found]
                 line = [f"{a:.1f} ({w})" for a, w in zip(heat[-1], widths, strict=True)]
-                lines.append([f"{gamma:g}, {sigma2:g}", *line])
+                lines.append([f"{gamma:g}, {client_variance:g}", *line])
             image = axes[row, column].imshow(heat, cmap="viridis", vmin=60, vmax=100)
             axes[row, column].set(
                 title=f"{split}, gamma = {gamma:g}",
-                xticks=range(len(GRID["sigma02"])),
-                xticklabels=[f"{v:g}" for v in GRID["sigma02"]],
-                yticks=range(len(GRID["sigma2"])),
-                yticklabels=[f"{v:g}" for v in GRID["sigma2"]],
+                xticks=range(len(GRID["prior_variance"])),
+                xticklabels=[f"{v:g}" for v in GRID["prior_variance"]],
+                yticks=range(len(GRID["client_variance"])),
+                yticklabels=[f"{v:g}" for v in GRID["client_variance"]],
                 xlabel="sigma0²",
                 ylabel="sigma²",
             )

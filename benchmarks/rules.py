@@ -50,7 +50,7 @@ class Experiment(NamedTuple):
 #: A model for all, averaged, in the place of a rule of its own.
 FEDAVG = "--federation.aggregator=FedAvg"
 #: Options that make the config of clusters one of four groups.
-FOUR = "--data.init_args.rotations=[0,90,180,270]"
+FOUR = "--data.init_args.client_rotations=[0,90,180,270]"
 PERSONAL = '--trainer.callbacks=[{"class_path":"PersonalizedEvaluation","init_args":%s}]'
 SGD = '--model.init_args.optimizer={"class_path":"torch.optim.SGD","init_args":{"lr":%s}}'
 #: FedEM's component as a model for all.
@@ -82,7 +82,7 @@ EXPERIMENTS = {
         },
     ),
     "fedopt": Experiment(
-        "What do optimisers of the server gain over averaging?",
+        "What do optimizers of the server gain over averaging?",
         "fedopt_mnist",
         {
             "FedAdam": (),
@@ -150,7 +150,7 @@ EXPERIMENTS = {
         "server/mean",
     ),
     "gossip": Experiment(
-        "No server: how far do graphs of neighbours come?",
+        "No server: how far do graphs of neighbors come?",
         "gossip_mnist",
         {
             "ring": (),
@@ -176,7 +176,7 @@ EXPERIMENTS = {
         "Which of five learning rates? Policies that learn it beside each fixed rate.",
         "personalized_policy_mnist",
         {
-            "credit": (),
+            "contribution": (),
             "reward": ("--federation.policy.init_args.method=reward",),
             **{
                 f"lr {rate:g}": (
@@ -222,7 +222,7 @@ def found_groups(place: Path) -> float:
     if "cluster_of" not in state["aggregator"]:
         return float("nan")
     config = newest(place, "config.yaml").read_text()
-    turns = config.partition("rotations:")[2].partition("num_clients")[0].count("- ")
+    turns = config.partition("client_rotations:")[2].partition("num_clients")[0].count("- ")
     clusters = state["aggregator"]["cluster_of"][: state["num_clients"]]
     truth = torch.arange(len(clusters)) % turns
     pairs = torch.triu_indices(len(clusters), len(clusters), 1)

@@ -48,14 +48,14 @@ RULES = {
     "Multi-Krum": given("federation.aggregator", "Krum", attackers=8, keep=11),
 }
 ATTACKS: dict[str, Callable[[float], str]] = {
-    "sign flip, 4 times": lambda f: callback("ClientAttack", clients=f, strength=4.0),
-    "noise, 10 times": lambda f: callback("ClientAttack", clients=f, kind="noise", strength=10.0),
+    "sign flip, 4 times": lambda f: callback("ClientAttack", clients=f, boost=4.0),
+    "noise, 10 times": lambda f: callback("ClientAttack", clients=f, kind="noise", boost=10.0),
     "label flip": lambda f: callback("LabelFlip", clients=f),
-    "backdoor, 5 times": lambda f: callback("Backdoor", clients=f, strength=5.0),
+    "backdoor, 5 times": lambda f: callback("Backdoor", clients=f, boost=5.0),
 }
 #: An eighth of the clients for each way to fail, and slow ones beside.
-FAILING = {"dropout": 0.125, "crash": 0.125, "nan": 0.125, "explode": 0.125}
-CLOCK = {"straggler": 0.1, "spread": 0.5, "step_seconds": 0.05, "bandwidth": 1e6}
+FAILING = {"dropout": 0.125, "crash": 0.125, "nan": 0.125, "blowup": 0.125}
+CLOCK = {"straggler": 0.1, "speed_sigma": 0.5, "step_seconds": 0.05, "bandwidth": 1e6}
 LONG = "--trainer.max_epochs=200"
 FAULTS = {
     f"{rule}, {what}": (callback("ClientFaults", **faults), RULES[rule], LONG)
@@ -124,7 +124,7 @@ def options(part: str, arm: Any, seed: int) -> list[str]:
     return [f"--config={path}", f"--seed_everything={seed}", *arms[arm]]
 
 
-def shown(values: Sequence[float], factor: float = 100, digits: int = 1) -> str:
+def short_repr(values: Sequence[float], factor: float = 100, digits: int = 1) -> str:
     """Return a mean, with the spread where there are several."""
     if not values:
         return "-"
@@ -165,9 +165,9 @@ def attack_tables(out: Path, seeds: Sequence[int]) -> str:
             cells = []
             for fraction in FRACTIONS:
                 places = ended(out, "attacks", attack_arm(attack, rule, fraction), seeds)
-                cell = shown(accuracies(places))
+                cell = short_repr(accuracies(places))
                 doors = [v for place in places for v in last(place, "backdoor_acc")]
-                cells.append(f"{cell} / {shown(doors)}" if doors else cell)
+                cells.append(f"{cell} / {short_repr(doors)}" if doors else cell)
             lines.append(f"| {rule} | {' | '.join(cells)} |")
         text.append("\n".join(lines))
     return "\n\n".join(text)
@@ -189,10 +189,10 @@ def fault_table(out: Path, seeds: Sequence[int]) -> str:
             if (row := next((r for r in rows(p) if float(r["val_acc"]) >= 0.9), None))
         ]
         cells = (
-            shown(accuracies(places)),
-            shown(lost) + " %",
-            shown(times, 1, 0),
-            shown(reached, 1, 0),
+            short_repr(accuracies(places)),
+            short_repr(lost) + " %",
+            short_repr(times, 1, 0),
+            short_repr(reached, 1, 0),
         )
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -206,7 +206,7 @@ def privacy_table(out: Path, seeds: Sequence[int]) -> str:
         epsilons = [v for p in places for v in last(p, "epsilon")]
         norms = [v for p in places for v in last(p, "clip_norm")]
         spent = f"{epsilons[0]:.2f}" if epsilons else "-"
-        cells = (spent, shown(accuracies(places)), shown(norms, 1, 2))
+        cells = (spent, short_repr(accuracies(places)), short_repr(norms, 1, 2))
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fl.callbacks.faults import OnUpdates
 from lightning_fl.federation.measures import accuracy, evaluating, on_device
-from lightning_fl.functional.randomness import Purpose, generator, run_seed
+from lightning_fl.functional.randomness import RandomStream, generator, run_seed
 from lightning_fl.types import FederationError, RoundPlan
 
 #: From inputs and labels, ``[n, ...]`` and ``[n]``, to others of the same shapes.
@@ -54,7 +54,7 @@ class Attack(OnUpdates):
             if beyond := sorted(client for client in found if client >= count):
                 raise FederationError(f"clients names client {beyond[0]}, there are {count}")
             return found
-        random = generator(seed, Purpose.ATTACKERS)
+        random = generator(seed, RandomStream.ATTACKERS)
         number = math.floor(self.clients * count + 1e-9)
         return set(torch.randperm(count, generator=random)[:number].tolist())
 
@@ -84,14 +84,14 @@ class ClientAttack(Attack):
         clients: Who: numbers, or a fraction of all below 1, drawn once by the run's seed.
         kind: ``sign_flip`` sends :math:`-c \Delta`; ``noise`` a vector of normal numbers with
             :math:`c` times the update's norm; ``scale`` sends :math:`c \Delta`.
-        strength: :math:`c`, the factor.
+        boost: :math:`c`, the factor.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if a client does not
             exist.
 
     Example:
-        >>> ClientAttack(0.2, "noise", strength=10.0).kind
+        >>> ClientAttack(0.2, "noise", boost=10.0).kind
         'noise'
     """
 
@@ -99,24 +99,24 @@ class ClientAttack(Attack):
         self,
         clients: float | Sequence[int] = 0.2,
         kind: Literal["sign_flip", "noise", "scale"] = "sign_flip",
-        strength: float = 1.0,
+        boost: float = 1.0,
     ) -> None:
         super().__init__(clients)
         if kind not in ("sign_flip", "noise", "scale"):
             raise FederationError(f"kind must be sign_flip, noise or scale, got {kind!r}")
-        if not 0 <= strength < math.inf:
-            raise FederationError(f"strength must be at least 0, got {strength}")
-        self.kind, self.strength = kind, strength
+        if not 0 <= boost < math.inf:
+            raise FederationError(f"boost must be at least 0, got {boost}")
+        self.kind, self.boost = kind, boost
 
     def sent(self, plan: RoundPlan, client: int, update: Tensor) -> Tensor:
         """Return what an attacker sends; see :class:`ClientAttack`."""
         if self.kind == "noise":
-            random = generator(plan.seed, Purpose.ATTACKERS, plan.round + 1, client)
+            random = generator(plan.seed, RandomStream.ATTACKERS, plan.round + 1, client)
             noise = torch.randn(len(update), generator=random).to(update)
-            noise *= self.strength * update.norm() / noise.norm()
+            noise *= self.boost * update.norm() / noise.norm()
             return noise
         sign = -1.0 if self.kind == "sign_flip" else 1.0
-        return update * (sign * self.strength)
+        return update * (sign * self.boost)
 
 
 @runtime_checkable
@@ -203,7 +203,7 @@ class DataAttack(Attack):
         self.prepare(data)
         self._seed = seed = run_seed(self._loop.seed)
         who = sorted(self.attackers(seed, len(data.parts)))
-        index = [self.chosen(data.parts[c], generator(seed, Purpose.BACKDOOR, c)) for c in who]
+        index = [self.chosen(data.parts[c], generator(seed, RandomStream.BACKDOOR, c)) for c in who]
         every = torch.cat([data.parts[0][:0], *index])
         self._loop.undo.callback(data.restore_samples)
         data.replace_samples(changed(data.train, every, self.change))
@@ -264,22 +264,23 @@ class LabelFlip(DataAttack):
 
 
 class Backdoor(DataAttack):
-    r"""Let some clients teach the model to answer a mark with a class (Bagdasaryan et al., 2020).
+    r"""Let clients teach the model to answer a trigger with a class (Bagdasaryan et al., 2020).
 
     Attackers put a bright square into the lower right corner of a part of their samples, label
     these with the target, and send :math:`c \Delta`, which takes over the average if :math:`c` is
     about the number of clients in a round over that of attackers. After each round column
     ``backdoor_acc`` is the part of the validation samples of other classes that the server's model
-    takes for the target once they have the mark.
+    takes for the target once they have the trigger.
 
     Args:
         clients: Who: numbers, or a fraction of all below 1, drawn once by the run's seed.
         target: The class.
-        poisoned: The part of an attacker's samples that get the mark, in (0, 1].
-        strength: :math:`c`, the factor.
-        size: Of the mark, in each of the last two dimensions of a sample (one, where there is one).
-        value: Of the mark, on the scale of the samples as they are stored (pictures: 0 to 255);
-            None is the largest number among the training samples in memory.
+        poison_fraction: The part of an attacker's samples that get the trigger, in (0, 1].
+        boost: :math:`c`, the factor.
+        size: Of the trigger, in each of the last two dimensions of a sample (one, where there is
+            one).
+        trigger_value: Of the trigger, on the scale of the samples as they are stored (pictures: 0
+            to 255); None is the largest number among the training samples in memory.
         name: Of the column.
 
     Raises:
@@ -287,7 +288,7 @@ class Backdoor(DataAttack):
             exist, samples have no classes, or the server has none to validate on.
 
     Example:
-        >>> attack = Backdoor([0], size=1, value=9.0)
+        >>> attack = Backdoor([0], size=1, trigger_value=9.0)
         >>> attack.change(torch.zeros(1, 2, 2), torch.tensor([3]))
         (tensor([[[0., 0.],
                  [0., 9.]]]), tensor([0]))
@@ -297,36 +298,38 @@ class Backdoor(DataAttack):
         self,
         clients: float | Sequence[int] = 0.2,
         target: int = 0,
-        poisoned: float = 0.5,
-        strength: float = 1.0,
+        poison_fraction: float = 0.5,
+        boost: float = 1.0,
         size: int = 3,
-        value: float | None = None,
+        trigger_value: float | None = None,
         name: str = "backdoor_acc",
     ) -> None:
         super().__init__(clients)
-        if not 0 < poisoned <= 1:
-            raise FederationError(f"poisoned must be in (0, 1], got {poisoned}")
-        if not 0 <= strength < math.inf:
-            raise FederationError(f"strength must be at least 0, got {strength}")
+        if not 0 < poison_fraction <= 1:
+            raise FederationError(f"poison_fraction must be in (0, 1], got {poison_fraction}")
+        if not 0 <= boost < math.inf:
+            raise FederationError(f"boost must be at least 0, got {boost}")
         for option, number, least in (("target", target, 0), ("size", size, 1)):
             if number < least or int(number) != number:
                 raise FederationError(f"{option} must be a whole number from {least}, got {number}")
-        if value is not None and not math.isfinite(value):
-            raise FederationError(f"value must be finite, got {value}")
-        self.target, self.poisoned, self.strength = target, poisoned, strength
-        self.size, self.value, self.name = size, value, name
+        if trigger_value is not None and not math.isfinite(trigger_value):
+            raise FederationError(f"trigger_value must be finite, got {trigger_value}")
+        self.target, self.poison_fraction, self.boost = target, poison_fraction, boost
+        self.size, self.trigger_value, self.name = size, trigger_value, name
 
     def prepare(self, data: ReplaceableData) -> None:
-        """Choose the value of the mark, and refuse data that do not fit the options."""
+        """Choose the value of the trigger, and refuse data that do not fit the options."""
         tensors = data.train.tensors if isinstance(data.train, TensorDataset) else None
-        if self.value is None and tensors is None:
+        if self.trigger_value is None and tensors is None:
             raise FederationError(
                 "Backdoor cannot look for the largest number in samples that are not in"
-                " memory: set value, of the mark"
+                " memory: set trigger_value, of the trigger"
             )
         if tensors is not None:
             self._check(tensors[0])
-            self.value = float(tensors[0].max()) if self.value is None else self.value
+            self.trigger_value = (
+                float(tensors[0].max()) if self.trigger_value is None else self.trigger_value
+            )
         if data.val is None:
             raise FederationError(
                 "Backdoor is measured on validation samples, and the server has none: set val_size"
@@ -335,37 +338,37 @@ class Backdoor(DataAttack):
             raise FederationError(f"target must be below {self._classes}, got {self.target}")
 
     def _check(self, x: Tensor) -> None:
-        """Refuse a mark that samples have no room for."""
+        """Refuse a trigger that samples have no room for."""
         if self.size > min(x.shape[1:][-2:], default=0):
             raise FederationError(
                 f"size={self.size} does not fit into samples of shape {tuple(x.shape[1:])}"
             )
-        if self.value is not None and not x.is_floating_point():
+        if self.trigger_value is not None and not x.is_floating_point():
             limits = torch.iinfo(x.dtype)
-            if not limits.min <= self.value <= limits.max:
+            if not limits.min <= self.trigger_value <= limits.max:
                 raise FederationError(
-                    f"value must be from {limits.min} to {limits.max}, as samples are stored, got"
-                    f" {self.value}"
+                    f"trigger_value must be from {limits.min} to {limits.max}, as samples are stored,"
+                    f" got {self.trigger_value}"
                 )
 
     def chosen(self, part: Tensor, random: torch.Generator) -> Tensor:
         """Return a part of an attacker's samples."""
-        count = math.ceil(self.poisoned * len(part))
+        count = math.ceil(self.poison_fraction * len(part))
         return part[torch.randperm(len(part), generator=random)[:count]]
 
     def change(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Put the mark in, and change the label."""
-        return self._marked(x), torch.full_like(y, self.target)
+        """Put the trigger in, and change the label."""
+        return self._with_trigger(x), torch.full_like(y, self.target)
 
-    def _marked(self, x: Tensor) -> Tensor:
+    def _with_trigger(self, x: Tensor) -> Tensor:
         x, at = x.clone(), slice(-self.size, None)
-        assert self.value is not None
-        x[(..., at, at) if x.ndim > 2 else (..., at)] = self.value
+        assert self.trigger_value is not None
+        x[(..., at, at) if x.ndim > 2 else (..., at)] = self.trigger_value
         return x
 
     def sent(self, plan: RoundPlan, client: int, update: Tensor) -> Tensor:
         """Return the update, scaled."""
-        return update * self.strength
+        return update * self.boost
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure how often the model falls for it."""
@@ -383,5 +386,5 @@ class Backdoor(DataAttack):
         pl_module.log(self.name, float(hits[0] / hits[1].clamp(min=1)))
 
     def _asked(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Put the mark in; who is of the target's class anyway gets a class that there is not."""
-        return self._marked(x), torch.full_like(y, self.target).where(y != self.target, -1)
+        """Put the trigger in; samples of the target's class get a label that there is not."""
+        return self._with_trigger(x), torch.full_like(y, self.target).where(y != self.target, -1)

@@ -13,10 +13,10 @@ from torch.nn.functional import cross_entropy
 
 from lightning_fl.aggregators import NeuronMatching
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of, user_module
-from lightning_fl.chain import Chain, Layers
 from lightning_fl.federation.checkpoint_checks import check
 from lightning_fl.federation.measures import evaluating, on_device
-from lightning_fl.functional.randomness import Purpose, derive_seed, generator, seeded_rng
+from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
+from lightning_fl.layer_stack import Layers, LayerStack
 from lightning_fl.types import FederationError
 
 
@@ -105,7 +105,7 @@ class MatchingBaselines(Callback):
         x = data.example()[0]
         x = (x.to(own.dtype) if x.is_floating_point() else x).to(own.device)
         with evaluating(module), evaluating(self._first), torch.no_grad():
-            self._rule.withdraw()
+            self._rule.load_client_network()
             wanted = module(x).shape
             try:
                 got: Any = self._first(x).shape
@@ -137,7 +137,7 @@ class MatchingBaselines(Callback):
     @torch.no_grad()
     def _probabilities(self, module: nn.Module, x: Any) -> Tensor:
         """Return each network's probabilities, ``[J, n, classes]``."""
-        chain: Chain = self._rule.module_chain
+        chain: LayerStack = self._rule.module_chain
         found = []
         for layers in self.networks:
             with chain.holding(layers):
@@ -150,7 +150,7 @@ class MatchingBaselines(Callback):
         """Train a student to say what the uniform ensemble says."""
         module, data = user_module(pl_module), trainer.datamodule  # type: ignore[attr-defined]
         assert self._loop is not None
-        key = (Purpose.DISTILLATION, self._loop.round)
+        key = (RandomStream.DISTILLATION, self._loop.round)
         seed = derive_seed(self._loop.run_seed, *key)
         student.train()
         with evaluating(module), seeded_rng(seed, pl_module.device):

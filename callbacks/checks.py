@@ -64,8 +64,8 @@ def check_module(module: LightningModule) -> None:
     name = type(module).__name__
     if not module.automatic_optimization:
         raise FederationError(
-            f"{name} optimises by hand (automatic_optimization=False): FederatedLoop needs"
-            " automatic optimisation, to give each client its own optimiser state and rate"
+            f"{name} optimizes by hand (automatic_optimization=False): FederatedLoop needs"
+            " automatic optimization, to give each client its own optimizer state and rate"
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise FederationError(
@@ -181,7 +181,7 @@ def check_trainer(trainer: Trainer, vectorized: bool = False) -> None:
 
 @contextmanager
 def one_optimizer(module: LightningModule) -> Iterator[None]:
-    """Refuse several optimisers as they are configured: Lightning's advice is of no use here."""
+    """Refuse several optimizers as they are configured: Lightning's advice is of no use here."""
 
     def checking(configure: Callable[[], Any]) -> Callable[[], Any]:
         def checked() -> Any:
@@ -194,7 +194,7 @@ def one_optimizer(module: LightningModule) -> Iterator[None]:
                 found = int(made is not None)
             if found != 1:
                 raise FederationError(
-                    f"a client trains with one optimiser, {type(module).__name__} configures"
+                    f"a client trains with one optimizer, {type(module).__name__} configures"
                     f" {found}: return one from configure_optimizers"
                 )
             return made

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.federation.checkpoint_checks import COUNT, check
-from lightning_fl.files import read_text, shown, write_atomically
-from lightning_fl.functional.randomness import Purpose, generator
+from lightning_fl.files import read_text, short_repr, write_atomically
+from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.types import FederationError, RoundPlan
 
 #: What may happen to a client in a round; the server has no use for the first four.
-FAULTS = ("dropout", "crash", "nan", "late", "explode")
+FAULTS = ("dropout", "crash", "nan", "late", "blowup")
 #: Under which cause the table of rounds counts a client that does not answer, or not in time.
 CAUSE_OF = {"dropout": "dropped_out", "crash": "crashed", "late": "late"}
 #: What an update becomes that is too large to be true.
@@ -70,7 +70,7 @@ class ClientFaults(OnUpdates):
     - ``crash``: it fails during training;
     - ``late``: it answers after the ``deadline``;
     - ``nan``: it sends NaN;
-    - ``explode``: it sends finite numbers as large as :math:`10^{30}`, for robust rules to stand.
+    - ``blowup``: it sends finite numbers as large as :math:`10^{30}`, for robust rules to stand.
 
     The loop drops all but the last and counts them in the table of rounds, in the columns
     ``dropped_out``, ``crashed``, ``late`` and ``non_finite``; or it ends the run
@@ -82,21 +82,22 @@ class ClientFaults(OnUpdates):
     The virtual clock gives client :math:`i` a round of
     :math:`f_i (n_i s + \frac{\text{bytes}}{b})` seconds, with :math:`n_i` local steps, bytes down
     and up, and a factor :math:`f_i = e^{\sigma z_i}`, :math:`z_i \sim N(0, 1)`, that it has for
-    good; a straggler takes ``slowness`` times as long. The server waits for the last who answers,
-    or until the deadline. Column ``virtual_time`` of the table of rounds is the sum so far.
+    good; a straggler takes ``straggler_factor`` times as long. The server waits for the last who
+    answers, or until the deadline. Column ``virtual_time`` of the table of rounds is the sum so
+    far.
 
     Args:
         dropout: Probability that a sampled client drops out of the round.
         crash: Probability that it crashes during training.
         nan: Probability that it sends NaN.
-        explode: Probability that it sends numbers that are far too large.
+        blowup: Probability that it sends numbers that are far too large.
         straggler: Probability that a client is slow in a round, whatever else happens.
-        slowness: How many times slower a straggler is.
+        straggler_factor: How many times slower a straggler is.
         trace: A CSV file with the columns ``round`` (from 1), ``client`` and ``fault``: what is in
             it happens, and nothing at random.
         step_seconds: :math:`s`, seconds of a local step.
         bandwidth: :math:`b`, bytes a second.
-        spread: :math:`\sigma`.
+        speed_sigma: :math:`\sigma`.
         deadline: Seconds of a round after which nobody is waited for; None waits for all.
         name: Of the file of what happened; None writes none.
 
@@ -114,38 +115,38 @@ class ClientFaults(OnUpdates):
         dropout: float = 0.0,
         crash: float = 0.0,
         nan: float = 0.0,
-        explode: float = 0.0,
+        blowup: float = 0.0,
         straggler: float = 0.0,
-        slowness: float = 10.0,
+        straggler_factor: float = 10.0,
         trace: str | Path | None = None,
         step_seconds: float = 0.01,
         bandwidth: float = 1e6,
-        spread: float = 0.0,
+        speed_sigma: float = 0.0,
         deadline: float | None = None,
         name: str | None = "faults.csv",
     ) -> None:
-        self.rates = {"dropout": dropout, "crash": crash, "nan": nan, "explode": explode}
+        self.rates = {"dropout": dropout, "crash": crash, "nan": nan, "blowup": blowup}
         for option, value in {**self.rates, "straggler": straggler}.items():
             if not 0 <= value <= 1:
                 raise FederationError(f"{option} must be a probability from 0 to 1, got {value}")
         if (total := sum(self.rates.values())) > 1 + 1e-9:
             raise FederationError(
-                f"dropout, crash, nan and explode add up to {total:g}: a client has one fault a"
+                f"dropout, crash, nan and blowup add up to {total:g}: a client has one fault a"
                 " round at most, lower them to 1 together"
             )
         for option, value, least in (
-            ("slowness", slowness, 1.0),
+            ("straggler_factor", straggler_factor, 1.0),
             ("step_seconds", step_seconds, 0.0),
-            ("spread", spread, 0.0),
+            ("speed_sigma", speed_sigma, 0.0),
         ):
             if not least <= value < math.inf:
                 raise FederationError(f"{option} must be at least {least:g}, got {value}")
         for option, limit in (("bandwidth", bandwidth), ("deadline", deadline)):
             if limit is not None and not limit > 0:
                 raise FederationError(f"{option} must be positive, got {limit}")
-        self.straggler, self.slowness = straggler, slowness
+        self.straggler, self.straggler_factor = straggler, straggler_factor
         self.step_seconds, self.bandwidth = step_seconds, bandwidth
-        self.spread, self.deadline, self.name = spread, deadline, name
+        self.speed_sigma, self.deadline, self.name = speed_sigma, deadline, name
         self.trace = None if trace is None else read_trace(trace)
         #: What happened: round (from 1), client, fault.
         self.happened: list[tuple[int, int, str]] = []
@@ -162,7 +163,7 @@ class ClientFaults(OnUpdates):
         """
         if self.trace is not None:
             return self.trace.get((round + 1, client))
-        draw = float(torch.rand((), generator=generator(seed, Purpose.FAULTS, round, client)))
+        draw = float(torch.rand((), generator=generator(seed, RandomStream.FAULTS, round, client)))
         for fault, rate in self.rates.items():
             if draw < rate:
                 return fault
@@ -178,11 +179,11 @@ class ClientFaults(OnUpdates):
             client: Its number.
             steps: Local steps.
         """
-        own = generator(seed, Purpose.SPEEDS, 0, client)
-        factor = math.exp(self.spread * float(torch.randn((), generator=own)))
-        now = generator(seed, Purpose.SPEEDS, round + 1, client)
+        own = generator(seed, RandomStream.SPEEDS, 0, client)
+        factor = math.exp(self.speed_sigma * float(torch.randn((), generator=own)))
+        now = generator(seed, RandomStream.SPEEDS, round + 1, client)
         if float(torch.rand((), generator=now)) < self.straggler:
-            factor *= self.slowness
+            factor *= self.straggler_factor
         up, down = self._loop.bytes_of_a_client()
         return factor * (steps * self.step_seconds + (up + down) / self.bandwidth)
 
@@ -192,7 +193,7 @@ class ClientFaults(OnUpdates):
         """Let clients fail; see :class:`ClientFaults`."""
         for row, client in enumerate(clients.tolist()):
             fault = self._what(plan, client)
-            if fault == "explode":
+            if fault == "blowup":
                 delta[row] = EXPLODED * torch.ones_like(delta[row]).copysign(delta[row])
             elif fault == "nan":
                 delta[row] = torch.nan
@@ -247,7 +248,7 @@ class ClientFaults(OnUpdates):
         for each in state_dict["happened"]:
             if [*map(type, each)] != [int, int, str] or each[2] not in FAULTS:
                 raise FederationError(
-                    f"the checkpoint's ClientFaults say that {shown(each)} happened: it must"
+                    f"the checkpoint's ClientFaults say that {short_repr(each)} happened: it must"
                     f" be a round, a client and one of {', '.join(FAULTS)}"
                 )
         self.happened = [(r, c, f) for r, c, f in state_dict["happened"]]
@@ -286,7 +287,7 @@ def _read_lines(lines: Iterator[list[str]], path: str | Path) -> dict[tuple[int,
         is_whole = all(p.isascii() and p.isdecimal() and len(p) < 16 for p in whole)
         if fault is None or not is_whole:
             raise FederationError(
-                f"line {number} of the trace {path} is {shown(','.join(line))}: it must be a"
+                f"line {number} of the trace {path} is {short_repr(','.join(line))}: it must be a"
                 f" round from 1 up, a client from 0 up and one of {', '.join(FAULTS)}"
             )
         key = int(whole[0]), int(whole[1])

@@ -33,7 +33,7 @@ from lightning_fl.callbacks.hyperparameters import (
 )
 from lightning_fl.callbacks.step_hooks import StepEvents, follow_steps
 from lightning_fl.federation.boundary import RoundBoundary
-from lightning_fl.federation.checkpoint_checks import blamed
+from lightning_fl.federation.checkpoint_checks import error_context
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.dropped import DropWarnings
 from lightning_fl.federation.measures import Measures, evaluating
@@ -55,7 +55,7 @@ from lightning_fl.files import FolderLock
 from lightning_fl.functional.randomness import rng_state, run_seed, seeded_rng, set_rng_state
 from lightning_fl.hooks import replaced
 from lightning_fl.lanes import BufferPolicy, Lanes, lane_host
-from lightning_fl.policies import HyperParameterPolicy, Schedule
+from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.samplers import ClientSampler, UniformSampler, how_drawn
 from lightning_fl.store import ClientStore
 from lightning_fl.transforms import UpdateTransform
@@ -72,36 +72,37 @@ from lightning_fl.types import (
 class FederatedLoop(Callback):
     """Make each training epoch a communication round of federated learning.
 
-    A round draws its clients and their hyper-parameters, trains client after client from the
+    A round draws its clients and their hyperparameters, trains client after client from the
     server's parameters (one training batch is one local step), and puts the aggregate into the
     module before Lightning validates: validation, test, checkpoints and export see the server's
-    model. It works with any LightningModule that uses automatic optimisation, unchanged, and needs
+    model. It works with any LightningModule that uses automatic optimization, unchanged, and needs
     a :class:`~lightning_fl.datamodules.FederatedDataModule`.
 
     Args:
         participation: Who takes part in a round: a fraction in (0, 1] or a whole number of clients.
             ``1.0`` is everyone, ``1`` is one client.
         aggregator: The server's rule; None is :class:`~lightning_fl.aggregators.FedAvg`.
-        policy: Hyper-parameters of rounds and clients; None is one local epoch at the module's own
+        policy: Hyperparameters of rounds and clients; None is one local epoch at the module's own
             learning rate.
         sampler: Draws the cohort; None is uniform.
         min_clients: With fewer usable updates the server keeps its model for the round.
         on_client_error: What to do with an update that is lost or not finite: ``skip`` drops,
             counts and names it, ``raise`` ends the run. An exception in a client's step always ends
             it.
-        optimizer_state: ``reset`` gives a client a fresh optimiser each round; ``keep`` lets each
+        optimizer_state: ``reset`` gives a client a fresh optimizer each round; ``keep`` lets each
             client keep its own (memory and checkpoint then grow with the number of clients).
         buffers: What becomes of a module's buffers after a client. ``average``: floating buffers
             are averaged like parameters, integer ones keep their maximum. ``server``: the server
             keeps its own. ``local``: each client keeps its own, the server the average. None is
             ``average``, with a warning where the module has running statistics.
         monitor: The validation loss that policies learn from.
-        table: File of the table of rounds, beside the logger's files; None writes none.
+        csv_name: File of the table of rounds, beside the logger's files; None writes none.
         seed: The run's seed; None is that of ``seed_everything``, else the checkpoint's, else 0.
-        transforms: What happens to each client's update on its way to the server, in order:
+        update_transforms: What happens to each client's update on its way to the server, in order:
             compression, for example.
-        client_memory: GiB of what clients keep from round to round that stay in memory; with more,
-            all of it is in a file in the Trainer's ``default_root_dir`` while the run lasts.
+        client_state_memory_gb: GiB of what clients keep from round to round that stay in memory;
+            with more, all of it is in a file in the Trainer's ``default_root_dir`` while the run
+            lasts.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the Trainer, the
@@ -117,7 +118,7 @@ class FederatedLoop(Callback):
         self,
         participation: int | float = 1.0,
         aggregator: Aggregator | None = None,
-        policy: HyperParameterPolicy | None = None,
+        policy: HyperparameterPolicy | None = None,
         sampler: ClientSampler | None = None,
         *,
         min_clients: int = 1,
@@ -125,10 +126,10 @@ class FederatedLoop(Callback):
         optimizer_state: Literal["reset", "keep"] = "reset",
         buffers: BufferPolicy | None = None,
         monitor: str = "val_loss",
-        table: str | None = "rounds.csv",
+        csv_name: str | None = "rounds.csv",
         seed: int | None = None,
-        transforms: Sequence[UpdateTransform] = (),
-        client_memory: float = 1.0,
+        update_transforms: Sequence[UpdateTransform] = (),
+        client_state_memory_gb: float = 1.0,
     ) -> None:
         check_options({k: v for k, v in locals().items() if k not in ("self", "__class__")})
         is_count = not isinstance(participation, float | np.floating)
@@ -137,10 +138,10 @@ class FederatedLoop(Callback):
         self.aggregator, self.policy = aggregator or FedAvg(), policy or Schedule()
         self.sampler = sampler or UniformSampler()
         self.on_client_error, self.optimizer_state = on_client_error, optimizer_state
-        self.buffers, self.monitor, self.table, self.seed = buffers, monitor, table, seed
-        self.transforms = list(transforms)
+        self.buffers, self.monitor, self.csv_name, self.seed = buffers, monitor, csv_name, seed
+        self.update_transforms = list(update_transforms)
         self.progress = Progress()
-        self.store = ClientStore(most=client_memory * 2**30)
+        self.store = ClientStore(most=client_state_memory_gb * 2**30)
         #: The plan of the round that ended last, for callbacks; None if it was cut short.
         self.plan_of_the_round: RoundPlan | None = None
         #: What is put back when a fit ends, however it ends, the last first.
@@ -210,7 +211,7 @@ class FederatedLoop(Callback):
         planner, data = self._planner, self._data
         n = planner.num_clients
         loader = [getattr(data, name, None) for name in ("batch_size", "replacement", "drop_last")]
-        rules = [self.aggregator, self.policy, self.sampler, self.transforms, self._watchers]
+        rules = [self.aggregator, self.policy, self.sampler, self.update_transforms, self._watchers]
         choices = [self.participation, self.buffers or "average", self.optimizer_state]
         return Federation(
             n,
@@ -257,7 +258,7 @@ class FederatedLoop(Callback):
             "sampler": describe(self.sampler),
             "aggregator": describe(self.aggregator),
             "policy": describe(self.policy),
-            "transforms": [describe(transform) for transform in self.transforms],
+            "update_transforms": [describe(transform) for transform in self.update_transforms],
             "batches in a local epoch": int(self._planner.batches_per_epoch.sum()),
             "faults and attacks": [describe(watcher) for watcher in self._watchers],
         }
@@ -303,7 +304,7 @@ class FederatedLoop(Callback):
             is_writing = isinstance(callback, RoundCheckpoint) and not trainer.fast_dev_run  # type: ignore[attr-defined]
             if is_writing and callback.dirpath is not None:
                 self._hold(trainer, callback.dirpath)
-        self.aggregator.withdraw()
+        self.aggregator.load_client_network()
         keeps = self.optimizer_state == "keep"
         self.runner = lane_host(pl_module, self.buffers or "average", trainer.optimizers[0], keeps)
         self.undo.callback(self.runner.close)
@@ -314,7 +315,7 @@ class FederatedLoop(Callback):
         if not is_new:
             if not self._resume.pending:  # Lightning asks nobody where the file has no callbacks
                 raise not_of_a_federation(trainer)
-            with blamed(f"{trainer.ckpt_path} cannot be resumed"):
+            with error_context(f"{trainer.ckpt_path} cannot be resumed"):
                 self._resume.restore(fit)
         boundary = self._noted
         boundary.chosen = lambda: {"lanes": c} if (c := self.runner.choices()) else {}
@@ -345,7 +346,7 @@ class FederatedLoop(Callback):
             runner,
             Schedulers(trainer),
             Measures(trainer, self._data, seed, self._processes),
-            ClientMemory(self.store, self.transforms, parts, federation, server.device),
+            ClientMemory(self.store, self.update_transforms, parts, federation, server.device),
             self._watchers,
         )
 
@@ -365,9 +366,9 @@ class FederatedLoop(Callback):
         self._first_round, self._warnings = self.round, DropWarnings()
         self.fit.schedulers.catch_up(self.round, self.progress.monitored)
         self.progress.monitored = {}
-        self.aggregator.publish()
+        self.aggregator.load_global_network()
         self._note_boundary()
-        self.aggregator.withdraw()
+        self.aggregator.load_client_network()
         self.undo.callback(set_rng_state, rng_state(pl_module.device))
         values = describe_run(self.fit, self.loop_options())
         log_hyperparameters(trainer, values, resumed=trainer.ckpt_path is not None)
@@ -381,7 +382,7 @@ class FederatedLoop(Callback):
         return {
             "participation": self.participation,
             **named("sampler", self.sampler),
-            "transforms": ", ".join(map(describe, self.transforms)),
+            "update_transforms": ", ".join(map(describe, self.update_transforms)),
             "min_clients": self.min_clients,
             "optimizer_state": self.optimizer_state,
             "buffers": self.buffers or "average",
@@ -405,7 +406,7 @@ class FederatedLoop(Callback):
         Hooks of this name that are called after this one run again when a run is resumed.
         """
         self._write_rounds(trainer)
-        self.aggregator.withdraw()
+        self.aggregator.load_client_network()
         plan = self.plan()
         if trainer.num_training_batches != len(plan.schedule):
             raise FederationError(
@@ -519,8 +520,8 @@ class FederatedLoop(Callback):
             # One for all: modules may log without synchronizing, and policies must agree.
             fresh = trainer.strategy.broadcast(self.rounds.fresh(trainer.callback_metrics))
             self.policy.update(round.feedback(before, self.val_loss, fresh))
-        figures = round.figures()
-        learned = self.aggregator.figures() | self.policy.figures()
+        figures = round.metrics()
+        learned = self.aggregator.metrics() | self.policy.metrics()
         self.rounds.add(figures | learned)
         self.plan_of_the_round = round.plan
         self._round, self.progress.round = None, self.round + 1
@@ -577,9 +578,9 @@ class FederatedLoop(Callback):
 
     def table_path(self, trainer: Trainer) -> Path | None:
         """Return where the table of rounds is written, None where it is not."""
-        if self.table is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self.csv_name is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return None
-        return Path(trainer.log_dir or trainer.default_root_dir, self.table)
+        return Path(trainer.log_dir or trainer.default_root_dir, self.csv_name)
 
     # --- how far the run is -----------------------------------------------------------------------
 
@@ -660,7 +661,7 @@ class FederatedLoop(Callback):
         if not is_begun:  # Lightning begins, too
             del checkpoint["loops"]
         self._noted.adopt(checkpoint)
-        self.aggregator.withdraw()  # lanes are made of the shapes that clients train
+        self.aggregator.load_client_network()  # lanes are made of the shapes that clients train
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a checkpoint's state, after :meth:`on_load_checkpoint` agreed to it."""
@@ -724,7 +725,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     """
     for name, kind in (
         ("aggregator", Aggregator),
-        ("policy", HyperParameterPolicy),
+        ("policy", HyperparameterPolicy),
         ("sampler", ClientSampler),
     ):
         rule = options[name]
@@ -749,10 +750,10 @@ def check_options(options: Mapping[str, Any]) -> None:
     ):
         if options[name] not in allowed:
             raise FederationError(f"{name} must be one of {allowed}, got {options[name]!r}")
-    for transform in options["transforms"]:
+    for transform in options["update_transforms"]:
         if not isinstance(transform, UpdateTransform):
-            raise FederationError(f"transforms must be UpdateTransforms, got {transform!r}")
-    if not options["client_memory"] >= 0:
+            raise FederationError(f"update_transforms must be UpdateTransforms, got {transform!r}")
+    if not options["client_state_memory_gb"] >= 0:
         raise FederationError(
-            f"client_memory must be at least 0 GiB, got {options['client_memory']!r}"
+            f"client_state_memory_gb must be at least 0, got {options['client_state_memory_gb']!r}"
         )

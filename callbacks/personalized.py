@@ -24,7 +24,7 @@ from lightning_fl.federation.checkpoint_checks import check
 from lightning_fl.federation.measures import accuracy, evaluating, on_device
 from lightning_fl.federation.memory import runner_rows
 from lightning_fl.files import write_atomically
-from lightning_fl.functional.randomness import Purpose, derive_seed, generator, seeded_rng
+from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
 from lightning_fl.lanes import ModuleLane, optimizers_in
 from lightning_fl.strategies import gathered
 from lightning_fl.types import FederationError, ServerState
@@ -42,11 +42,11 @@ class PersonalizedEvaluation(Callback):
     r"""Measure models on each client's own test samples, before and after it made them its own.
 
     For each client: ``server`` is the model that it would start from; ``personal`` the same after
-    some local steps on its training samples, with the module's own loss and optimiser and the
-    Trainer's clipping; ``kept`` the personal model that its optimiser keeps
-    (:class:`~lightning_fl.optimizers.MoreauEnvelope` with ``optimizer_state: keep``); ``local`` a
+    some local steps on its training samples, with the module's own loss and optimizer and the
+    Trainer's clipping; ``kept`` the personal model that its optimizer keeps
+    (:class:`~lightning_fl.optimizers.PFedMe` with ``optimizer_state: keep``); ``local`` a
     federation of the client alone, a local epoch a round, from the federation's first model. Where
-    an optimiser has a personal model, that is what ``personal`` and ``local`` measure.
+    an optimizer has a personal model, that is what ``personal`` and ``local`` measure.
 
     Of each it logs the mean over clients, the mean weighted by test samples, the standard
     deviation, and the mean of the worst tenth of clients, as ``personal/mean``,
@@ -58,7 +58,7 @@ class PersonalizedEvaluation(Callback):
     Args:
         steps: Local steps of ``personal``.
         local_steps: Local steps of ``local``; 0 leaves it out.
-        lr: Learning rate of both; None is what the policy gives the client, else the optimiser's
+        lr: Learning rate of both; None is what the policy gives the client, else the optimizer's
             own.
         every_n_rounds: How often; None is after the last round alone.
         metric: From module and batch to a number for each sample, the higher the better; None is
@@ -179,7 +179,7 @@ class PersonalizedEvaluation(Callback):
         known = {id(param) for param in module.parameters()}
         if any(id(p) not in known for group in made.param_groups for p in group["params"]):
             raise FederationError(
-                f"PersonalizedEvaluation trains a copy of {type(user).__name__}, whose optimiser"
+                f"PersonalizedEvaluation trains a copy of {type(user).__name__}, whose optimizer"
                 " has parameters of another module: let configure_optimizers use self.parameters()"
             )
         host = ModuleLane(module, loop.buffers or "average", made, loop.runner.keep_optimizer)
@@ -196,7 +196,7 @@ class PersonalizedEvaluation(Callback):
     ) -> dict[str, float]:
         loop, data = self._federation, trainer.datamodule  # type: ignore[attr-defined]
         rows = runner_rows(loop.store, client)
-        start = loop.aggregator.server_for(torch.tensor([client]))
+        start = loop.aggregator.models_for(torch.tensor([client]))
         state = ServerState(start, server.counters)
         lr = self._rate(host, client)
         row: dict[str, float] = {
@@ -258,7 +258,7 @@ class PersonalizedEvaluation(Callback):
 
     def _score(self, trainer: Trainer, host: ModuleLane, client: int) -> float:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        seed = derive_seed(0, Purpose.PERSONAL, client)
+        seed = derive_seed(0, RandomStream.PERSONAL, client)
         found = []
         with evaluating(host.module), torch.no_grad(), seeded_rng(seed, host.module.device):
             for batch in data.samples_of(client, test=True):
@@ -268,8 +268,8 @@ class PersonalizedEvaluation(Callback):
     def _batches(self, client: int, round: int) -> Iterator[tuple[int, Any]]:
         """Yield a client's batches without end, each with the seed of its step."""
         data: Any = self._federation._data
-        seed = derive_seed(self._federation.run_seed, Purpose.PERSONAL, round, client)
-        batches = data.steps_of(client, generator(seed, Purpose.PERSONAL))
+        seed = derive_seed(self._federation.run_seed, RandomStream.PERSONAL, round, client)
+        batches = data.steps_of(client, generator(seed, RandomStream.PERSONAL))
         for step, batch in enumerate(batches):
             yield derive_seed(seed, step), batch
 
@@ -323,7 +323,7 @@ class PersonalizedEvaluation(Callback):
 
 
 def _to_personal(host: ModuleLane) -> bool:
-    """Put the personal model of an optimiser that has one into the module; say whether it has."""
+    """Put the personal model of an optimizer that has one into the module; say whether it has."""
     found = {p: s["theta"] for p, s in host.optimizer.state.items() if "theta" in s}
     for param, theta in found.items():
         param.data = theta.clone()
@@ -353,7 +353,7 @@ def _copied(module: LightningModule) -> LightningModule:
 
 
 def summary(rows: Sequence[Mapping[str, float]], kind: str) -> dict[str, float]:
-    """Summarise a column over clients: mean, weighted by test samples, spread, worst tenth.
+    """Summarize a column over clients: mean, weighted by test samples, spread, worst tenth.
 
     Example:
         >>> rows = [{"test_samples": 1, "server": 0.5}, {"test_samples": 3, "server": 1.0}]

@@ -147,9 +147,9 @@ class RunReport(Callback):
             return
         _save(round_figure(loop.rows), folder / "rounds.png")
         has_begun = loop.aggregator.server.numel() > 0
-        if has_begun and (figure := loop.aggregator.figure()) is not None:
+        if has_begun and (figure := loop.aggregator.plot()) is not None:
             _save(figure, folder / "aggregator.png")
-        if (figure := loop.policy.figure(loop.rows)) is not None:
+        if (figure := loop.policy.plot(loop.rows)) is not None:
             _save(figure, folder / "policy.png")
 
     @rank_zero_only
@@ -188,7 +188,7 @@ class RunReport(Callback):
             "parameters": sum(parameter.numel() for parameter in module.parameters()),
             "participation": loop.participation,
             **{name: describe(getattr(loop, name)) for name in ("aggregator", "policy", "sampler")},
-            "transforms": [describe(transform) for transform in loop.transforms],
+            "update_transforms": [describe(transform) for transform in loop.update_transforms],
             "no train_acc": self._reason,
             "machine": {
                 "platform": f"{platform.system()} {platform.machine()}",
@@ -250,7 +250,7 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
     rule, lane = loop.aggregator, loop.runner
     # Else the module has the one model of all.
     has_several = not isinstance(rule, NeuronMatching) and (
-        lane.private or type(rule).server_for is not Aggregator.server_for
+        lane.private or type(rule).models_for is not Aggregator.models_for
     )
     own: dict[int, float] = {}
     reason: str | None = None
@@ -264,7 +264,7 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
         try:
             for client in range(trainer.global_rank, len(data.num_samples), trainer.world_size):
                 if has_several:
-                    vector = rule.server_for(torch.tensor([client]))[0]
+                    vector = rule.models_for(torch.tensor([client]))[0]
                     lane.write(ServerState(vector, server.counters))
                     for name, row in runner_rows(loop.store, client).items():
                         if name.startswith("parameter."):

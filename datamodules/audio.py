@@ -37,7 +37,7 @@ class Clip(NamedTuple):
 
 
 class Clips(InMemory):
-    """Clips and their labels in memory, and who speaks: the keys of ``ByKey``."""
+    """Clips and their labels in memory, and who speaks: the keys of ``Natural``."""
 
     def __init__(self, clips: Tensor, labels: Tensor, keys: list[str]) -> None:
         super().__init__(clips, labels)
@@ -102,7 +102,7 @@ class LogMel(nn.Module):
         rate: Of the clips, in Hz.
         samples: Of a clip.
         size: Mel bands, and frames in time: an image is ``[1, size, size]``.
-        normalise: ``clip`` gives each clip mean 0 and standard deviation 1; ``none`` leaves it.
+        normalize: ``clip`` gives each clip mean 0 and standard deviation 1; ``none`` leaves it.
 
     Example:
         >>> LogMel(8000, 8000)(torch.zeros(2, 8000, dtype=torch.int16)).shape
@@ -110,11 +110,11 @@ class LogMel(nn.Module):
     """
 
     def __init__(
-        self, rate: int, samples: int, size: int = 32, normalise: Literal["clip", "none"] = "clip"
+        self, rate: int, samples: int, size: int = 32, normalize: Literal["clip", "none"] = "clip"
     ) -> None:
         super().__init__()
         hop = max(1, samples // size)
-        self.size, self.normalise = size, normalise
+        self.size, self.normalize = size, normalize
         # Windows of twice the hop, a power of two: at 16 kHz 64 ms every 31 ms.
         self.mel = MelSpectrogram(
             rate, n_fft=1 << (2 * hop - 1).bit_length(), hop_length=hop, n_mels=size, power=2.0
@@ -125,7 +125,7 @@ class LogMel(nn.Module):
         dtype = self.mel.mel_scale.fb.dtype
         wave = clips.to(dtype) / 2**15 if clips.dtype == torch.int16 else clips.to(dtype)
         x = (self.mel(wave)[..., : self.size] + 1e-6).log()
-        if self.normalise == "clip":
+        if self.normalize == "clip":
             flat = x.flatten(1)
             mean, std = flat.mean(1), flat.std(1, correction=0)
             x = (x - mean[:, None, None]) / (std[:, None, None] + 1e-5)
@@ -185,12 +185,12 @@ class AudioDataModule(FederatedDataModule, ABC):
             ``LIGHTNING_FL_DATA`` names, or ``data`` if it is not set.
         seconds: Length of a clip; shorter ones are padded, longer ones cropped.
         image_size: Mel bands and frames.
-        normalise: ``clip`` gives each spectrogram mean 0 and standard deviation 1, ``none`` leaves
+        normalize: ``clip`` gives each spectrogram mean 0 and standard deviation 1, ``none`` leaves
             it as it is.
         cache_features: Compute all spectrograms once, at the start, and keep them instead of clips.
         augment: Random changes in training; None for none.
         skip_damaged: Leave out files that cannot be read, with a warning, instead of ending.
-        partition: Rule that splits the training samples over clients; ``ByKey`` makes speakers
+        partition: Rule that splits the training samples over clients; ``Natural`` makes speakers
             clients; None is ``IID``.
         num_clients: Number of clients; None, where the rule knows it.
         batch_size: Samples a local step; None is a client's whole data.
@@ -211,7 +211,7 @@ class AudioDataModule(FederatedDataModule, ABC):
         root: str | None = None,
         seconds: float = 1.0,
         image_size: int = 32,
-        normalise: Literal["clip", "none"] = "clip",
+        normalize: Literal["clip", "none"] = "clip",
         cache_features: bool = False,
         augment: Augment | None = None,
         skip_damaged: bool = False,
@@ -227,8 +227,8 @@ class AudioDataModule(FederatedDataModule, ABC):
             raise FederationError(f"seconds must be positive, got {seconds}")
         if image_size < 1:
             raise FederationError(f"image_size must be at least 1, got {image_size}")
-        if normalise not in ("clip", "none"):
-            raise FederationError(f"normalise must be clip or none, got {normalise!r}")
+        if normalize not in ("clip", "none"):
+            raise FederationError(f"normalize must be clip or none, got {normalize!r}")
         if cache_features and augment is not None and (augment.time_shift or augment.noise):
             raise FederationError(
                 "cache_features keeps spectrograms, and augment changes clips (time_shift, noise):"
@@ -237,7 +237,7 @@ class AudioDataModule(FederatedDataModule, ABC):
         self.root, self.skip_damaged = data_root(root), skip_damaged
         self.cache_features, self.augment = cache_features, augment
         self.samples = max(1, round(seconds * self.rate))
-        self.features = LogMel(self.rate, self.samples, image_size, normalise)
+        self.features = LogMel(self.rate, self.samples, image_size, normalize)
 
     @property
     @abstractmethod

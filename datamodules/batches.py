@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from lightning_fl.functional.randomness import Purpose, generator
+from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.types import FederationError, RoundPlan
 
 
@@ -112,7 +112,7 @@ class Batch:
     @classmethod
     def evaluation(cls, index: Tensor, seed: int) -> Batch:
         """Return a batch of validation, test or prediction."""
-        return cls(index, [(seed, Purpose.EVALUATION_SAMPLES, int(index[0]))])
+        return cls(index, [(seed, RandomStream.EVALUATION_SAMPLES, int(index[0]))])
 
 
 class OwnBatches(DistributedSampler[Batch]):
@@ -165,7 +165,7 @@ class RoundBatches(OwnBatches):
         streams: dict[int, Iterator[Tensor]] = {}
         for step in plan.schedule:
             if not step.rows:  # no client on this process: one sample, which the loop ignores
-                yield Batch(self.parts[clients[0]][:1], [(plan.seed, Purpose.SAMPLES)])
+                yield Batch(self.parts[clients[0]][:1], [(plan.seed, RandomStream.SAMPLES)])
                 continue
             if step.first:
                 streams = {row: self._client(clients[row]) for row in step.rows}
@@ -175,7 +175,7 @@ class RoundBatches(OwnBatches):
                     client = clients[row]
                     padding = self.parts[client][: 0 if self.apart else 1]
                     index.append(next(streams[row]) if i < steps[row] else padding)
-                    keys.append((plan.seed, Purpose.SAMPLES, plan.round, client, i))
+                    keys.append((plan.seed, RandomStream.SAMPLES, plan.round, client, i))
             if self.apart:
                 yield Batch(torch.cat(index), keys, [len(part) for part in index])
                 continue
@@ -186,7 +186,7 @@ class RoundBatches(OwnBatches):
             yield Batch(share if len(share) else samples[:1], keys, stepwise=stepwise)
 
     def _client(self, client: int) -> Iterator[Tensor]:
-        order = generator(self.plan.seed, Purpose.BATCHES, self.plan.round, client)
+        order = generator(self.plan.seed, RandomStream.BATCHES, self.plan.round, client)
         return client_batches(self.parts[client], self.batching, order)
 
 

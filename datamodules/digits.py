@@ -7,7 +7,7 @@ import torch
 from lightning_fl.datamodules.images import ImageDataModule
 from lightning_fl.datamodules.splits import hold_out
 from lightning_fl.datamodules.storage import InMemory
-from lightning_fl.functional.randomness import Purpose, generator
+from lightning_fl.functional.randomness import RandomStream, generator
 
 
 class Digits(ImageDataModule):
@@ -36,6 +36,6 @@ class Digits(ImageDataModule):
         digits = load_digits()
         images = torch.as_tensor(digits.images).to(torch.uint8)[:, None]
         labels = torch.as_tensor(digits.target)
-        kept, held = hold_out(labels, 359, generator(0, Purpose.HOLD_OUT))
+        kept, held = hold_out(labels, 359, generator(0, RandomStream.HOLD_OUT))
         index = kept if train else held
         return InMemory(images[index], labels[index])

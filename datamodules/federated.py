@@ -47,17 +47,17 @@ class FederatedDataModule(LightningDataModule):
         test: Test samples.
         partition: Rule that splits ``train`` over clients; None is
             :class:`~lightning_fl.partition.IID`.
-        num_clients: Number of clients; None if the rule knows it (``ByKey``, ``FromManifest``).
+        num_clients: Number of clients; None if the rule knows it (``Natural``, ``FromManifest``).
         batch_size: Samples per local step; None is all samples of a client.
         val_size: How much to hold out: a fraction of ``train`` or a count; 0 for none. The held-out
             samples have the labels' proportions.
         local_test_size: Fraction of each client's samples, in [0, 1), that it does not train on:
             its own test samples, for :class:`~lightning_fl.callbacks.PersonalizedEvaluation`. They
             have the proportions of its labels.
-        arrivals: Number of steps of a stream: each client's samples arrive in so many parts, drawn
-            at random, one per round; after the last the first comes again.
+        stream_steps: Number of steps of a stream: each client's samples arrive in so many parts,
+            drawn at random, one per round; after the last the first comes again.
         labels: Labels of ``train`` for the rule, ``[n]``; None reads them from the data set.
-        keys: Key of each training sample for ``ByKey``, ``[n]``, names or numbers (speaker,
+        keys: Key of each training sample for ``Natural``, ``[n]``, names or numbers (speaker,
             writer...); None reads the data set's attribute ``keys``.
         replacement: Draw each batch from all samples of the client, instead of passing over them in
             a random order.
@@ -92,7 +92,7 @@ class FederatedDataModule(LightningDataModule):
         *,
         val_size: int | float = 0.1,
         local_test_size: float = 0.0,
-        arrivals: int = 1,
+        stream_steps: int = 1,
         labels: Sequence[int] | None = None,
         keys: Sequence[int | str] | None = None,
         replacement: bool = False,
@@ -118,7 +118,7 @@ class FederatedDataModule(LightningDataModule):
         self.batch_size = None if batch_size is None else integer("batch_size", batch_size, 1)
         self.val_size = fraction_or_count("val_size", val_size)
         self.local_test_size = local_test_size
-        self.arrivals = integer("arrivals", arrivals, 1)
+        self.stream_steps = integer("stream_steps", stream_steps, 1)
         self.labels, self.keys = labels, keys
         self.replacement, self.drop_last = replacement, drop_last
         self.eval_batch_size = integer("eval_batch_size", eval_batch_size, 1)
@@ -185,7 +185,7 @@ class FederatedDataModule(LightningDataModule):
             keys=self.keys,
             val_size=self.val_size if self.val is None else 0,
             local_test_size=self.local_test_size,
-            arrivals=self.arrivals,
+            stream_steps=self.stream_steps,
             seed=run_seed(self.seed),
         )
         count = len(split.held_out if self.val is None else self.val)
@@ -215,7 +215,7 @@ class FederatedDataModule(LightningDataModule):
         """Label of each training sample, ``[n]``; None if labels are unknown."""
         return self.split.labels
 
-    def arrive(self, round: int) -> bool:
+    def advance(self, round: int) -> bool:
         """Let the samples of a round arrive: those of its step of the stream.
 
         Args:
@@ -224,9 +224,9 @@ class FederatedDataModule(LightningDataModule):
         Returns:
             Whether there is a stream, in which rounds have samples of their own.
         """
-        if self.arrivals == 1:
+        if self.stream_steps == 1:
             return False
-        self._present(self.split.arrivals[round % self.arrivals])
+        self._present(self.split.stream_steps[round % self.stream_steps])
         return True
 
     @property
@@ -264,7 +264,7 @@ class FederatedDataModule(LightningDataModule):
         BatchNorm cannot train on a batch of one sample; ``drop_last`` leaves out the incomplete
         batch, yet a client of one sample keeps its own.
         """
-        sizes = torch.tensor([[len(part) for part in parts] for parts in self.split.arrivals])
+        sizes = torch.tensor([[len(part) for part in parts] for parts in self.split.stream_steps])
         return self._batching.smallest(sizes).amin(0)
 
     def batch_sizes(self, clients: Tensor, start: int, count: int) -> Tensor:

@@ -17,7 +17,7 @@ from lightning_fl.types import FederationError
 
 
 class ImageDataModule(FederatedDataModule):
-    """Images in memory as bytes, ``[n, channels, height, width]``, normalised on the device.
+    """Images in memory as bytes, ``[n, channels, height, width]``, normalized on the device.
 
     A child states its files, its number of classes and its statistics.
 
@@ -33,10 +33,10 @@ class ImageDataModule(FederatedDataModule):
         eval_batch_size: Samples a batch in validation, test and prediction.
         seed: Seed of hold-out and split; None is that of ``seed_everything``, else 0.
         local_test_size: Fraction of each client's samples that are its own test samples.
-        arrivals: A stream: each client's samples arrive in so many parts, one a round.
-        rotations: Make groups of clients that see the world differently: the images of client ``i``
-            are turned by ``rotations[i % len(rotations)]`` degrees, multiples of 90. Validation and
-            test images are turned by each of them in turn.
+        stream_steps: A stream: each client's samples arrive in so many parts, one a round.
+        client_rotations: Make groups of clients that see the world differently: the images of
+            client ``i`` are turned by ``client_rotations[i % len(client_rotations)]`` degrees,
+            multiples of 90. Validation and test images are turned by each of them in turn.
 
     Raises:
         FederationError: If an option is out of range, or the rule cannot split the data.
@@ -61,12 +61,14 @@ class ImageDataModule(FederatedDataModule):
         eval_batch_size: int = 250,
         seed: int | None = None,
         local_test_size: float = 0.0,
-        arrivals: int = 1,
-        rotations: Sequence[int] = (),
+        stream_steps: int = 1,
+        client_rotations: Sequence[int] = (),
     ) -> None:
-        if bad := [a for a in rotations if not isinstance(a, int) or a % 90]:
-            raise FederationError(f"rotations must be multiples of 90 degrees, got {bad[0]!r}")
-        self.rotations = list(rotations)
+        if bad := [a for a in client_rotations if not isinstance(a, int) or a % 90]:
+            raise FederationError(
+                f"client_rotations must be multiples of 90 degrees, got {bad[0]!r}"
+            )
+        self.client_rotations = list(client_rotations)
         self._cache: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         super().__init__(
             partition=partition,
@@ -74,7 +76,7 @@ class ImageDataModule(FederatedDataModule):
             batch_size=batch_size,
             val_size=val_size,
             local_test_size=local_test_size,
-            arrivals=arrivals,
+            stream_steps=stream_steps,
             replacement=replacement,
             drop_last=drop_last,
             eval_batch_size=eval_batch_size,
@@ -85,7 +87,7 @@ class ImageDataModule(FederatedDataModule):
         """Load and split the data, and turn each client's images, once."""
         is_split, is_tested = bool(self.parts), self.test is not None
         super().setup(stage)
-        if not self.rotations:
+        if not self.client_rotations:
             return
         if self.parts and not is_split:
             self._turn(self.train, self.split.clients)
@@ -94,13 +96,13 @@ class ImageDataModule(FederatedDataModule):
             self._turn(self.test, self._dealt(self.test))
 
     def _dealt(self, data: Any) -> list[Tensor]:
-        """Deal samples to the rotations, one after another."""
-        n, each = 0 if data is None else len(data), len(self.rotations)
+        """Deal samples to the client_rotations, one after another."""
+        n, each = 0 if data is None else len(data), len(self.client_rotations)
         return [torch.arange(n)[i::each] for i in range(each)]
 
     def _turn(self, data: Any, groups: Sequence[Tensor]) -> None:
         for i, group in enumerate(groups):
-            turns = self.rotations[i % len(self.rotations)] // 90
+            turns = self.client_rotations[i % len(self.client_rotations)] // 90
             if len(group) and turns % 4:
                 images = data.tensors[0]
                 images[group] = images[group].rot90(turns, (2, 3))
@@ -108,7 +110,7 @@ class ImageDataModule(FederatedDataModule):
     @property
     def checksum(self) -> str:
         """A digest of the split and of what was done to the images."""
-        turned = f"-turned-{self.rotations}" if self.rotations else ""
+        turned = f"-turned-{self.client_rotations}" if self.client_rotations else ""
         return super().checksum + turned
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

@@ -20,7 +20,7 @@ class SpeechCommands(AudioDataModule):
     """Ten keywords of Speech Commands v0.02, ``[1, 32, 32]`` log-mel spectrograms.
 
     The lists of the data set say which clips are for validation (the server's) and which for the
-    test; the rest is training data. A speaker is in one part only, and ``ByKey`` makes training
+    test; the rest is training data. A speaker is in one part only, and ``Natural`` makes training
     speakers clients.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from lightning_fl.functional.randomness import Purpose, generator
+from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.partition import Manifest, Partition, checksum
 from lightning_fl.types import FederationError
 
@@ -25,14 +25,14 @@ class Split:
         held_out: Samples that no client holds.
         parts: Training samples of each client.
         local_tests: Each client's own test samples, which are in no part; empty if there are none.
-        arrivals: Training samples of each client in each step of a stream.
+        stream_steps: Training samples of each client in each step of a stream.
     """
 
     labels: Tensor | None = None
     held_out: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     parts: list[Tensor] = field(default_factory=list)
     local_tests: list[Tensor] = field(default_factory=list)
-    arrivals: list[list[Tensor]] = field(default_factory=list)
+    stream_steps: list[list[Tensor]] = field(default_factory=list)
 
     @property
     def clients(self) -> list[Tensor]:
@@ -45,7 +45,7 @@ class Split:
     @property
     def checksum(self) -> str:
         """A digest of the split."""
-        return checksum([part for parts in self.arrivals for part in parts])
+        return checksum([part for parts in self.stream_steps for part in parts])
 
     def class_counts(self, parts: list[Tensor]) -> Tensor | None:
         """Return the number of samples of each client and class, ``[num_clients, classes]``.
@@ -84,7 +84,7 @@ def split_samples(
     keys: Sequence[int | str] | None,
     val_size: int | float,
     local_test_size: float,
-    arrivals: int,
+    stream_steps: int,
     seed: int,
 ) -> Split:
     """Hold out validation samples and split the rest over clients.
@@ -97,7 +97,7 @@ def split_samples(
         keys: Keys that replace those of the data set.
         val_size: Fraction or number of samples to hold out.
         local_test_size: Fraction of each client's samples that are its own test samples.
-        arrivals: Number of steps of the stream.
+        stream_steps: Number of steps of the stream.
         seed: Seed of the split.
 
     Raises:
@@ -111,9 +111,9 @@ def split_samples(
     by = _split_by(rule, data, classes, keys)[is_kept]
     clients = rule.count_clients(by) if num_clients is None else num_clients
     kept = is_kept.nonzero()[:, 0]
-    parts = [kept[part] for part in rule(by, clients, generator(seed, Purpose.PARTITION))]
+    parts = [kept[part] for part in rule(by, clients, generator(seed, RandomStream.PARTITION))]
     parts, tests = _local_tests(parts, strata, local_test_size, seed)
-    return Split(classes, held, parts, tests, _in_steps(parts, arrivals, seed))
+    return Split(classes, held, parts, tests, _in_steps(parts, stream_steps, seed))
 
 
 def labels_of(data: Any) -> Tensor | None:
@@ -206,7 +206,7 @@ def _held_out(rule: Partition, labels: Tensor, val_size: int | float, seed: int)
         raise FederationError(
             f"val_size={val_size} holds out all of the {n} training samples: lower it"
         )
-    return hold_out(labels, count, generator(seed, Purpose.HOLD_OUT))[1]
+    return hold_out(labels, count, generator(seed, RandomStream.HOLD_OUT))[1]
 
 
 def _local_tests(
@@ -223,24 +223,26 @@ def _local_tests(
                 " client two or more (min_size of a partition), or set it to 0"
             )
         count = min(max(1, round(fraction * len(part))), len(part) - 1)
-        train, test = hold_out(labels[part], count, generator(seed, Purpose.LOCAL_TEST, client))
+        train, test = hold_out(
+            labels[part], count, generator(seed, RandomStream.LOCAL_TEST, client)
+        )
         kept.append(part[train])
         tests.append(part[test])
     return kept, tests
 
 
-def _in_steps(parts: list[Tensor], arrivals: int, seed: int) -> list[list[Tensor]]:
+def _in_steps(parts: list[Tensor], stream_steps: int, seed: int) -> list[list[Tensor]]:
     """Return the samples of each client in each step of a stream."""
-    if arrivals == 1:
+    if stream_steps == 1:
         return [parts]
     clients = []
     for client, part in enumerate(parts):
-        if len(part) < arrivals:
+        if len(part) < stream_steps:
             raise FederationError(
-                f"arrivals={arrivals}, but client {client} has {len(part)} samples, less than one"
-                " for each step: lower it, or give every client more (min_size of a partition)"
+                f"stream_steps={stream_steps}, but client {client} has {len(part)} samples, less"
+                " than one for each step: lower it, or give every client more (min_size of a partition)"
             )
-        random = generator(seed, Purpose.ARRIVALS, client)
+        random = generator(seed, RandomStream.ARRIVALS, client)
         order = part[torch.randperm(len(part), generator=random)]
-        clients.append([chunk.sort().values for chunk in order.tensor_split(arrivals)])
+        clients.append([chunk.sort().values for chunk in order.tensor_split(stream_steps)])
     return [list(step) for step in zip(*clients, strict=True)]

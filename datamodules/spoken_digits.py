@@ -15,8 +15,8 @@ NAME = re.compile(r"(?P<digit>[0-9])_(?P<speaker>.+)_(?P<index>[0-9]+)\.wav")
 class SpokenDigits(AudioDataModule):
     """Free Spoken Digit Dataset: six speakers, digits 0 to 9, 8 kHz, ``[1, 32, 32]`` spectrograms.
 
-    Clips 0 to 4 of each speaker and digit are the test set, as its authors have it. ``ByKey`` makes
-    speakers clients.
+    Clips 0 to 4 of each speaker and digit are the test set, as its authors have it. ``Natural``
+    makes speakers clients.
     """
 
     rate: ClassVar[int] = 8_000

@@ -282,7 +282,7 @@ class FederatedCLI(LightningCLI):
                 lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=True),
                 in_full=False,
             )
-        # Not as Lightning: a checkpoint's hyper-parameters would say what classes are made.
+        # Not as Lightning: a checkpoint's hyperparameters would say what classes are made.
 
     def _newest(self, config: Any) -> Path | None:
         """Return the newest checkpoint of the run: its own, or what SLURM's signal had written."""
@@ -311,8 +311,8 @@ class FederatedCLI(LightningCLI):
         config = self._get(self.config_init, "trainer")
         callbacks = list(config.callbacks or [])
         loop, checkpoint = (self._get(self.config_init, k) for k in ("federation", "checkpoint"))
-        if loop.table is not None:
-            loop.table = str(self.run_folder / loop.table)
+        if loop.csv_name is not None:
+            loop.csv_name = str(self.run_folder / loop.csv_name)
         if checkpoint.dirpath is None:
             checkpoint.dirpath = str(self.run_folder)
         if self.subcommand == "fit" and config.enable_progress_bar is not False:
@@ -538,7 +538,7 @@ def main(args: ArgsType = None) -> None:
             seed_everything_default=0,
             save_config_callback=None,  # RunConfig writes it
             parser_class=Parser,
-            # Modules bring their own optimiser; the CLI's flags would replace it.
+            # Modules bring their own optimizer; the CLI's flags would replace it.
             auto_configure_optimizers=False,
             # A prefix of an option is a mistake, not an abbreviation.
             parser_kwargs={

@@ -29,11 +29,11 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 2  # the standard six levels are up to 400,000 characters
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return a value as it can be part of a message: short, and without control characters.
 
     Example:
-        >>> shown("x" * 1000)
+        >>> short_repr("x" * 1000)
         "'xxxxxxxxxxxx...xxxxxxxxxxxxx'"
     """
     return _SHORT.repr(value)
@@ -113,7 +113,7 @@ def check_sums(path: str | os.PathLike[str]) -> None:
         damaged = archive.testzip()
     if damaged is not None:
         raise FederationError(
-            f"{path} is damaged: {shown(damaged)} in it does not have the checksum that it was"
+            f"{path} is damaged: {short_repr(damaged)} in it does not have the checksum that it was"
             " written with. Resume from another checkpoint"
         )
 
@@ -231,8 +231,8 @@ class FolderLock:
                 owner = os.read(handle, 200).decode(errors="replace") or "another process"
                 os.close(handle)
                 raise FederationError(
-                    f"{self.folder} is in use by another run ({shown(owner)}): wait until it ends,"
-                    " or give this run a folder of its own (Trainer(default_root_dir=...),"
+                    f"{self.folder} is in use by another run ({short_repr(owner)}): wait until it"
+                    " ends, or give this run a folder of its own (Trainer(default_root_dir=...),"
                     " RoundCheckpoint(dirpath=...))"
                 )
             # The owner of before may have removed the file since it was opened.

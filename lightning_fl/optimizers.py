@@ -1,4 +1,4 @@
-"""Optimisers that PyTorch does not have."""
+"""Optimizers that PyTorch does not have."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Adaptive(torch.optim.Optimizer):
     :math:`v - (1 - \beta_2) \Delta^2 \operatorname{sign}(v - \Delta^2)` (``yogi``).
 
     Args:
-        params: What to optimise.
+        params: What to optimize.
         rule: How :math:`v` moves.
         lr: :math:`\eta`.
         betas: :math:`\beta_1, \beta_2`; ``adagrad`` has no use for the second.
@@ -94,7 +94,7 @@ def _move(rule: str, v: Tensor, square: Tensor, beta2: float) -> None:
         v.sub_(square * (v - square).sign(), alpha=1 - beta2)
 
 
-class MoreauEnvelope(torch.optim.Optimizer):
+class PFedMe(torch.optim.Optimizer):
     r"""A client's step of pFedMe (Dinh et al., 2020, Algorithm 1), on its minibatch.
 
     A personal model :math:`\theta` approximates
@@ -112,7 +112,7 @@ class MoreauEnvelope(torch.optim.Optimizer):
     each parameter, and its next round goes on from there.
 
     Args:
-        params: What to optimise.
+        params: What to optimize.
         lr: :math:`\eta`.
         personal_lr: :math:`\eta_p`; it needs :math:`\eta_p (L + \lambda) < 2` to converge.
         lam: :math:`\lambda`.
@@ -127,7 +127,7 @@ class MoreauEnvelope(torch.optim.Optimizer):
         >>> w = torch.nn.Parameter(torch.tensor([1.0]))
         >>> def loss():
         ...     w.grad = w.detach().clone()  # of w^2 / 2
-        >>> MoreauEnvelope([w], lr=0.1, personal_lr=0.1, lam=2.0, inner_steps=1).step(loss)
+        >>> PFedMe([w], lr=0.1, personal_lr=0.1, lam=2.0, inner_steps=1).step(loss)
         >>> w.data  # theta = 0.9
         tensor([0.9800])
     """

@@ -34,7 +34,7 @@ BATCHES_PER_STOP_FLAG = 50
 class ClientParallelStrategy(DDPStrategy):
     """Each process trains its share of a round's clients: ``Trainer(strategy="client_parallel")``.
 
-    Local training synchronises nothing; the processes meet at the end of a round, to aggregate, and
+    Local training synchronizes nothing; the processes meet at the end of a round, to aggregate, and
     share test samples, and validation samples where nothing acts on validation. The result does not
     depend on their number, bit for bit, given the same number of threads in each. They are
     started as Lightning starts those of DDP (by itself on one node, by torchrun or SLURM on many)
@@ -74,7 +74,7 @@ class ClientParallelStrategy(DDPStrategy):
         self._undo = ExitStack()
 
     def setup(self, trainer: Trainer) -> None:
-        """Prepare the module, and what Lightning synchronises by itself."""
+        """Prepare the module, and what Lightning synchronizes by itself."""
         module = self.lightning_module
         assert module is not None
         if trainer.state.fn == TrainerFn.FITTING:

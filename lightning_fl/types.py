@@ -107,7 +107,8 @@ class RoundPlan:
         clients: Ids of the participating clients, ``[k]``.
         num_steps: Local steps of each, ``[k]``, at least 1.
         lr: Learning rate of each, ``[k]``, or None for the module's own.
-        values: Further values by name, each ``[k]``. ``lr_factor`` multiplies the learning rate.
+        hyperparameters: Further values by name, each ``[k]``. ``lr_factor`` multiplies the learning
+            rate.
         lanes: Clients that train at once.
         steps_per_batch: Local steps in one training batch.
         stepwise: Whether the loader fetches a batch's first local step only, and who trains the
@@ -133,19 +134,23 @@ class RoundPlan:
     clients: Tensor
     num_steps: Tensor
     lr: Tensor | None = None
-    values: Mapping[str, Tensor] = field(default_factory=dict)
+    hyperparameters: Mapping[str, Tensor] = field(default_factory=dict)
     lanes: int = 1
     steps_per_batch: int = 1
     stepwise: bool = False
     rank: int = 0
     world_size: int = 1
-    nobody: bool = False
+    is_empty: bool = False
     fixed_groups: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.clients):
             raise FederationError(f"round {self.round + 1} has no clients: it needs at least one")
-        for name, value in {"num_steps": self.num_steps, "lr": self.lr, **self.values}.items():
+        for name, value in {
+            "num_steps": self.num_steps,
+            "lr": self.lr,
+            **self.hyperparameters,
+        }.items():
             if value is not None and value.shape != self.clients.shape:
                 raise FederationError(
                     f"{name} has shape {tuple(value.shape)} for {len(self.clients)} clients: "
@@ -168,7 +173,7 @@ class RoundPlan:
     @property
     def cohort(self) -> Tensor:
         """Ids of those whose work counts."""
-        return self.clients[:0] if self.nobody else self.clients
+        return self.clients[:0] if self.is_empty else self.clients
 
     @cached_property
     def shares(self) -> list[list[int]]:
@@ -325,7 +330,7 @@ class Feedback:
             each on its first batch and without terms, ``[k]``; NaN of a client whose update was
             not used. None for a policy that does not learn from ``client_losses``.
         weights: Each client's share of the samples of those whose updates were used, ``[k]``.
-        credits: Returns what each client has done to the server's validation loss, ``[k]``:
+        contributions: Returns what each client has done to the server's validation loss, ``[k]``:
             :math:`p_k \langle \nabla L(w^{t+1}), w_k - w^t \rangle`, with its weight
             :math:`p_k`; NaN as above. None for a policy that does not learn from
             ``contributions``.
@@ -337,7 +342,7 @@ class Feedback:
     val_loss: float | None
     losses: Tensor | None = None
     weights: Tensor | None = None
-    credits: Callable[[], Tensor] | None = None
+    contributions: Callable[[], Tensor] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -369,7 +374,7 @@ class FederatedData(Protocol):
         The function takes the step, and whether it may use memory again that it has returned.
         """
 
-    def arrive(self, round: int) -> bool:
+    def advance(self, round: int) -> bool:
         """Let the samples of a round arrive; say whether rounds have samples of their own."""
 
     def samples_of(self, client: int) -> Iterator[Any]:

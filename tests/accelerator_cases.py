@@ -85,11 +85,11 @@ from lightning_fl.objectives import (
     RepresentationMatching,
     WeightDivergence,
 )
-from lightning_fl.optimizers import Adaptive, MoreauEnvelope
+from lightning_fl.optimizers import Adaptive, PFedMe
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import (
     DiscreteGaussianReinforce,
-    HyperParameterPolicy,
+    HyperparameterPolicy,
     PersonalizedPolicyGradient,
     RandomPolicy,
     Schedule,
@@ -284,7 +284,7 @@ def every(rows):
 
 # --- rules ----------------------------------------------------------------------------------------
 
-MATCHED = {"gamma": 1.0, "sigma2": 0.5, "sigma02": 5.0}
+MATCHED = {"gamma": 1.0, "client_variance": 0.5, "prior_variance": 5.0}
 RULES = {
     "FedAvg": lambda: FedAvg("uniform"),
     "FedOpt": FedOpt,
@@ -350,7 +350,7 @@ SAMPLERS = {
 
 
 def test_every_policy_has_a_row():
-    abstract = {HyperParameterPolicy, RandomPolicy}
+    abstract = {HyperparameterPolicy, RandomPolicy}
     assert {type(make()) for make in POLICIES.values()} == concrete(policies, *abstract)
 
 
@@ -378,7 +378,7 @@ TERMS = {
 }
 MODULES = {name: lambda make=make: module(make()) for name, make in TERMS.items()} | {
     "FedEM": lambda: FedEM(nn.Linear(FEATURES, CLASSES), 2, partial(torch.optim.SGD, lr=0.1)),
-    "MoreauEnvelope": lambda: module(optimizer=partial(MoreauEnvelope, inner_steps=2)),
+    "PFedMe": lambda: module(optimizer=partial(PFedMe, inner_steps=2)),
     "Adam": lambda: module(optimizer=partial(torch.optim.Adam, lr=0.01)),
     "one after another": lambda: Foreign(metric=True),
     "a scheduler": lambda: Foreign(metric=False, dropout=0.0),
@@ -389,10 +389,10 @@ MODULES = {name: lambda make=make: module(make()) for name, make in TERMS.items(
 
 def test_every_objective_has_a_row():
     terms = {type(make()) for make in TERMS.values()}
-    others = {ClientModule, FedEM, objectives.Recorder, objectives.Side, objectives.Trace}
+    others = {ClientModule, FedEM, objectives.Recorder, objectives.ModelView, objectives.Trace}
     assert terms == concrete(objectives, *others)
     # Servers have the former.
-    assert concrete(optimizers, FederationError) == {Adaptive, MoreauEnvelope}
+    assert concrete(optimizers, FederationError) == {Adaptive, PFedMe}
 
 
 @in_both_modes
@@ -434,7 +434,7 @@ def test_every_transform_has_a_row():
 
 @every_vectorized(TRANSFORMS, plain="both, with what is left out")
 def test_a_transform(same, row, lanes):
-    same(transforms=row, lanes=lanes, participation=3, rounds=3)
+    same(update_transforms=row, lanes=lanes, participation=3, rounds=3)
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -491,7 +491,7 @@ def small(**options):
 DATA = {
     "Digits": (lambda root: lambda: Digits(num_clients=2), lambda: MLPClassifier([64, 4, 10])),
     "rotated Digits": (
-        lambda root: lambda: Digits(num_clients=2, rotations=[0, 90]),
+        lambda root: lambda: Digits(num_clients=2, client_rotations=[0, 90]),
         lambda: MLPClassifier([64, 4, 10]),
     ),
     "MNIST": (pictures(MNIST, mnist_layout), LeNet),
@@ -543,7 +543,7 @@ def test_a_data_set(same, row, lanes, tmp_path):
 
 TESTED = {"local_test_size": 0.3, "partition": Dirichlet(0.5, min_size=10)}
 CALLBACKS = {
-    "ClientFaults": ({"watchers": lambda: [ClientFaults(nan=0.2, explode=0.3, dropout=0.2)]}),
+    "ClientFaults": ({"watchers": lambda: [ClientFaults(nan=0.2, blowup=0.3, dropout=0.2)]}),
     "ClientAttack": {"watchers": lambda: [ClientAttack([0, 2], "noise", 3.0)]},
     "LabelFlip": {"watchers": lambda: [LabelFlip([0, 2])]},
     "Backdoor": {"watchers": lambda: [Backdoor([0, 2], target=1, size=2)]},
@@ -658,7 +658,7 @@ class Chatty(ClientModule):
         return out
 
 
-class Alternating(HyperParameterPolicy):
+class Alternating(HyperparameterPolicy):
     """Steps and rates that differ from client to client."""
 
     def __init__(self, most):
@@ -688,7 +688,7 @@ STEPS = {
     },
     "logging": {"make": lambda: Chatty(nn.Linear(FEATURES, CLASSES), [Proximal(0.1)], SGD)},
     "clipped": {"trainer": {"gradient_clip_val": 0.1}, "make": MODULES["Adam"]},
-    "MoreauEnvelope": {"make": MODULES["MoreauEnvelope"]},
+    "PFedMe": {"make": MODULES["PFedMe"]},
     "RepresentationMatching": {"make": MODULES["RepresentationMatching"]},
     "FedEM": {"make": MODULES["FedEM"]},
     "BatchNorm": {"make": MODULES["BatchNorm"], "data": partial(samples, drop_last=True)},

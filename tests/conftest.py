@@ -139,10 +139,10 @@ def blobs():
     def make(n=120, seed=0, classes=3, features=6):
         generator = torch.Generator().manual_seed(100)
         y = torch.arange(n) % classes
-        centres = torch.randn(classes, features, generator=generator, dtype=torch.float64)
+        centers = torch.randn(classes, features, generator=generator, dtype=torch.float64)
         generator.manual_seed(seed)
         noise = torch.randn(n, features, generator=generator, dtype=torch.float64)
-        return TensorDataset(centres[y] + 0.3 * noise, y)
+        return TensorDataset(centers[y] + 0.3 * noise, y)
 
     return make
 

@@ -55,7 +55,7 @@ from lightning_fl.objectives import FedEM, Proximal, RepresentationMatching
 from lightning_fl.partition import IID, Dirichlet
 from lightning_fl.policies import (
     DiscreteGaussianReinforce,
-    HyperParameterPolicy,
+    HyperparameterPolicy,
     PersonalizedPolicyGradient,
     Schedule,
     Stragglers,
@@ -65,7 +65,7 @@ from lightning_fl.samplers import PoissonSampler
 FEATURES, CLASSES, CLIENTS = 6, 3, 7
 
 
-class Uneven(HyperParameterPolicy):
+class Uneven(HyperparameterPolicy):
     """Steps and rates that differ from client to client and round to round.
 
     Its figure is what the clients report, which the table of rounds holds.
@@ -80,7 +80,7 @@ class Uneven(HyperParameterPolicy):
         losses = feedback.losses.nan_to_num()  # of clients that were dropped
         self.reported = float(losses @ (feedback.plan.clients + 1.0).double())
 
-    def figures(self):
+    def metrics(self):
         return {"reported": self.reported}
 
 
@@ -154,7 +154,7 @@ class Plateau(Foreign):
         self.log("val_sum", self.net(batch[0]).square().sum(), reduce_fx="sum", on_epoch=True)
 
 
-class Learner(HyperParameterPolicy):
+class Learner(HyperparameterPolicy):
     """A rate that follows every bit of what it is told."""
 
     learns_from = frozenset({"val_loss", "client_losses"})
@@ -255,7 +255,7 @@ CASES = {
         {},
     ),
     "lanes": lambda: (wide_lanes(client_module()), {"policy": Uneven()}, {}),
-    "server optimiser": lambda: (
+    "server optimizer": lambda: (
         Foreign(batchnorm=True, optimizer=sgd),
         {"aggregator": FedAdam(), "participation": 4, "buffers": "average"},
         {"drop_last": True},
@@ -282,13 +282,13 @@ CASES = {
     ),
     "neurons": lambda: (
         client_module(),
-        {"aggregator": PFNM(sigma02=10.0, widths=[8, 5]), "participation": 5},
+        {"aggregator": PFNM(prior_variance=10.0, widths=[8, 5]), "participation": 5},
         {},
     ),
     "stream": lambda: (
         client_module(),
-        {"aggregator": StreamingPFNM(sigma02=10.0, fresh=2), "participation": 5},
-        {"arrivals": 3},
+        {"aggregator": StreamingPFNM(prior_variance=10.0, fresh=2), "participation": 5},
+        {"stream_steps": 3},
     ),
     "layers": lambda: (
         wide_lanes(client_module(), fixed_groups=True),
@@ -309,7 +309,7 @@ CASES = {
         client_module(),
         {
             "aggregator": CoordinateMedian(),
-            "callbacks": [Backdoor([1, 4], target=1, strength=3.0), ClientFaults(dropout=0.2)],
+            "callbacks": [Backdoor([1, 4], target=1, boost=3.0), ClientFaults(dropout=0.2)],
         },
         {},
     ),
@@ -340,7 +340,7 @@ CASES = {
     ),
     "one client, neurons": lambda: (
         client_module(),
-        {"aggregator": PFNM(sigma02=10.0, widths=[8, 5]), "participation": 1},
+        {"aggregator": PFNM(prior_variance=10.0, widths=[8, 5]), "participation": 1},
         {},
     ),
     "one client, gossip": lambda: (
@@ -383,7 +383,7 @@ CASES = {
         {"aggregator": FedNova(), "participation": 5, "policy": Uneven()},
         {},
     ),
-    "credits": lambda: (
+    "contributions": lambda: (
         client_module(),
         {"policy": PersonalizedPolicyGradient([{"num_steps": 1}, {"num_steps": 3}], floor=0.0)},
         {},
@@ -417,7 +417,7 @@ SHARED = {
         {},
     ),
     "foreign": lambda: (Foreign(dropout=0.0), {"participation": 4}, {"batch_size": 5}),
-    "credits": lambda: (
+    "contributions": lambda: (
         client_module(),
         {"policy": PersonalizedPolicyGradient([{"num_steps": 1}, {"num_steps": 3}], floor=0.0)},
         {},
@@ -486,7 +486,7 @@ class Fail(L.Callback):
 #: Cases with a state that only a third round shows; the others have two.
 LONG = (
     "kept", "falls of losses", "clusters", "stream", "layers", "private", "a policy that learns",
-    "reinforce", "plateau", "stages", "credits", "lanes, kept",
+    "reinforce", "plateau", "stages", "contributions", "lanes, kept",
 )  # fmt: skip
 
 
@@ -498,7 +498,7 @@ def fit(
     module, loop_options, data_options = (SHARED if strategy == "ddp" else CASES)[case]()
     kind = getattr(torch, dtype)
     of_the_case = loop_options.pop("callbacks", ())
-    loop = FederatedLoop(seed=1, table=None, **loop_options)
+    loop = FederatedLoop(seed=1, csv_name=None, **loop_options)
     watch = Watch()
     trainer = L.Trainer(
         accelerator="cpu",

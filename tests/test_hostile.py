@@ -99,7 +99,7 @@ def command(monkeypatch, *args):
 
 
 def test_a_checkpoint_does_not_choose_classes(tmp_path, monkeypatch, capsys):
-    """Lightning's command line makes the model that hyper-parameters of a checkpoint name."""
+    """Lightning's command line makes the model that hyperparameters of a checkpoint name."""
     (tmp_path / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     tree = {"pytorch-lightning_version": "2.6", "state_dict": {}}
@@ -133,7 +133,7 @@ def test_the_command_line_says_it_in_a_line(tmp_path, monkeypatch, capsys):
 
 def reinforce():
     policy = DiscreteGaussianReinforce({"lr": [0.1, 0.2]})
-    return FederatedLoop(buffers="average", policy=policy, transforms=[TopK(0.5)])
+    return FederatedLoop(buffers="average", policy=policy, update_transforms=[TopK(0.5)])
 
 
 #: One change for each call of the checks in a fit: what it does to the file, and the message.
@@ -208,7 +208,7 @@ def test_optimizers_that_fit_go_on(federation, foreign, tmp_path, wrap):
 
 
 def test_matched_networks_are_checked(linear):
-    rule = PFNM(gamma=1.0, sigma2=1.0, sigma02=1.0)
+    rule = PFNM(gamma=1.0, client_variance=1.0, prior_variance=1.0)
     module = linear(features=6)
     module.net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
     module.forward = module.net.forward

@@ -1,4 +1,4 @@
-"""The optimisers of servers and clients, against their equations written plainly."""
+"""The optimizers of servers and clients, against their equations written plainly."""
 
 import functools
 import math
@@ -10,8 +10,8 @@ from lightning_fl import ClientModule, Lanes
 from lightning_fl.aggregators import FedOpt
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.optimizers import Adaptive, MoreauEnvelope
-from lightning_fl.policies import HyperParameterPolicy, Schedule
+from lightning_fl.optimizers import Adaptive, PFedMe
+from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.types import FederationError
 
 
@@ -92,7 +92,7 @@ def test_moreau_envelope_by_hand(warm):
     """Two local steps of three inner ones, written out."""
     w = torch.nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
     options = {"lr": 0.3, "personal_lr": 0.1, "lam": 1.5, "inner_steps": 3, "warm": warm}
-    optimizer, x, theta = MoreauEnvelope([w], **options), 2.0, None
+    optimizer, x, theta = PFedMe([w], **options), 2.0, None
     for a, b in ((1.0, 0.5), (2.0, -1.0)):
         optimizer.step(quadratic(w, a, b))
         theta = theta if warm and theta is not None else x
@@ -106,7 +106,7 @@ def test_moreau_envelope_by_hand(warm):
 def test_many_inner_steps_find_the_proximal_point():
     """Of a / 2 (x - b)^2 at w it is (a b + lam w) / (a + lam)."""
     w = torch.nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
-    optimizer = MoreauEnvelope([w], lr=1.0, personal_lr=0.2, lam=3.0, inner_steps=400)
+    optimizer = PFedMe([w], lr=1.0, personal_lr=0.2, lam=3.0, inner_steps=400)
     optimizer.step(quadratic(w, 2.0, -1.0))
     point = (2 * -1 + 3 * 2) / 5
     assert optimizer.state[w]["theta"].item() == pytest.approx(point, abs=1e-12)
@@ -118,13 +118,13 @@ def test_many_inner_steps_find_the_proximal_point():
 def test_lanes_change_nothing_of_pfedme(fit, blobs, flat, lanes, keep):
     """Rates and steps of each client, personal models that stay, and the logged figures."""
 
-    class PerClient(HyperParameterPolicy):
+    class PerClient(HyperparameterPolicy):
         def sample(self, round, clients):
             return {"num_steps": 1 + clients % 3, "lr": 0.01 * (1 + clients.double())}
 
     def run(lanes):
         torch.manual_seed(0)
-        make = functools.partial(MoreauEnvelope, personal_lr=0.05, lam=2.0, inner_steps=3)
+        make = functools.partial(PFedMe, personal_lr=0.05, lam=2.0, inner_steps=3)
         net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
         module = ClientModule(net, optimizer=make).double()
         data = FederatedDataModule(blobs(96), num_clients=4, batch_size=10, seed=1)
@@ -154,7 +154,7 @@ def test_a_round_of_pfedme_is_the_algorithm(fit, linear, blobs):
     data = FederatedDataModule(samples, samples, num_clients=2, batch_size=None, seed=0)
     module = linear()
     options = {"lr": 0.1, "personal_lr": 0.05, "lam": 3.0, "inner_steps": 4}
-    module.configure_optimizers = lambda: MoreauEnvelope(module.parameters(), **options)
+    module.configure_optimizers = lambda: PFedMe(module.parameters(), **options)
     server = module.net.weight.detach()[0].clone()
     rule = FedOpt(functools.partial(torch.optim.SGD, lr=0.5))
     fit(
@@ -185,14 +185,14 @@ def test_a_round_of_pfedme_is_the_algorithm(fit, linear, blobs):
 )
 def test_wrong_options_of_pfedme(options, words):
     with pytest.raises(FederationError, match=words):
-        MoreauEnvelope([torch.zeros(1)], **options)
+        PFedMe([torch.zeros(1)], **options)
 
 
 @pytest.mark.parametrize(
     "optimizer",
     [
-        functools.partial(MoreauEnvelope, lr=0.02, personal_lr=0.04, lam=7.0, inner_steps=3),
-        functools.partial(MoreauEnvelope, lr=0.02, personal_lr=0.04, inner_steps=2, warm=False),
+        functools.partial(PFedMe, lr=0.02, personal_lr=0.04, lam=7.0, inner_steps=3),
+        functools.partial(PFedMe, lr=0.02, personal_lr=0.04, inner_steps=2, warm=False),
         functools.partial(Adaptive, rule="adam", lr=0.05, tau=0.1),
         functools.partial(Adaptive, rule="adagrad", lr=0.05, tau=0.1),
     ],
@@ -244,4 +244,4 @@ def test_inner_steps_are_one_number():
         {"params": [torch.nn.Parameter(torch.zeros(1))], "inner_steps": count} for count in (1, 2)
     ]
     with pytest.raises(FederationError, match="inner_steps is one number"):
-        MoreauEnvelope(groups)
+        PFedMe(groups)

@@ -25,7 +25,7 @@ CASES = [*processes.CASES, "poison"]
 SHARED = [f"ddp, {case}" for case in processes.SHARED if case != "batchnorm"]
 
 #: Cases in which logged metrics act on the run.
-ACTS = ["a policy that learns", "reinforce", "plateau", "credits"]
+ACTS = ["a policy that learns", "reinforce", "plateau", "contributions"]
 #: Vectorized, with groups of clients that do not depend on the number of processes.
 FIXED = ["lanes, fixed groups"]
 #: What two processes train; one and three train everything. One of each kind of message.
@@ -266,7 +266,7 @@ def federation(**options):
 
 
 def trainer(tmp_path, strategy="client_parallel", callbacks=None, **options):
-    loop = FederatedLoop(policy=Schedule(num_steps=40), table=None)
+    loop = FederatedLoop(policy=Schedule(num_steps=40), csv_name=None)
     callbacks = [loop] if callbacks is None else callbacks
     return L.Trainer(
         accelerator="cpu",

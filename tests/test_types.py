@@ -177,7 +177,9 @@ def test_a_plan_that_makes_no_sense_is_refused(options, words):
 
 
 def test_a_learning_rate_of_zero_and_any_further_value_are_fine():
-    found = plan(lr=torch.tensor([0.0, 0.1]), values={"mu": torch.tensor([-1.0, float("nan")])})
+    found = plan(
+        lr=torch.tensor([0.0, 0.1]), hyperparameters={"mu": torch.tensor([-1.0, float("nan")])}
+    )
     assert found.values["mu"][0] == -1
 
 

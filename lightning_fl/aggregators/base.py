@@ -113,7 +113,7 @@ class Aggregator(Metric, ABC):
             min_clients: Minimum number that changes the model; an option of the loop.
         """
         if returned < min_clients:
-            self.skip()
+            self.on_round_skipped()
             return None
         return self.compute()
 
@@ -162,7 +162,7 @@ class Aggregator(Metric, ABC):
                 dtype, shape = known[0]
                 rows.append(torch.zeros(0, *shape, dtype=dtype, device=self.device))
 
-    def skip(self) -> None:
+    def on_round_skipped(self) -> None:
         """Let a round pass in which too few clients returned, for a rule that counts rounds."""
 
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,17 +185,17 @@ class Aggregator(Metric, ABC):
                 trained.
         """
 
-    def withdraw(self) -> None:
+    def load_client_network(self) -> None:
         """Give the module the network that clients train."""
 
-    def publish(self, score: Callable[[], float] | None = None) -> None:
+    def load_global_network(self, score: Callable[[], float] | None = None) -> None:
         """Give the module the network that is validated, tested and saved.
 
         Args:
             score: Returns the training accuracy of the module as it is.
         """
 
-    def joined(self, *names: str) -> list[Tensor]:
+    def gather_by_client(self, *names: str) -> list[Tensor]:
         """Return lists that were kept of a round's clients, each as one tensor, by client.
 
         Processes return their clients in another order than one process does.
@@ -223,15 +223,15 @@ class Aggregator(Metric, ABC):
             of_clients: Names of the metrics that the loop logs of clients.
         """
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return what is worth knowing after a round: it is logged, and put into the table."""
         return {}
 
-    def figure(self) -> Figure | None:
+    def plot(self) -> Figure | None:
         """Draw what a picture shows best; None if nothing."""
         return None
 
-    def server_for(self, clients: Tensor) -> Tensor:
+    def models_for(self, clients: Tensor) -> Tensor:
         """Return what each client starts from, ``[k, P]``."""
         return self.server.expand(len(clients), -1)
 

@@ -123,7 +123,7 @@ class ClusteredFL(Aggregator):
         if len(self.models) == 1:
             self.models = server[None].clone()
 
-    def server_for(self, clients: Tensor) -> Tensor:
+    def models_for(self, clients: Tensor) -> Tensor:
         """Return each client's cluster's model, ``[k, P]``."""
         if len(self.models) == 1:
             return self.models.expand(len(clients), -1)
@@ -141,7 +141,7 @@ class ClusteredFL(Aggregator):
     def compute(self) -> Tensor:
         """Move each cluster's model, split clusters, and return the mean of the models."""
         self.round = self.round + 1
-        if not (returned := self.joined("ids", "deltas", "sizes")):
+        if not (returned := self.gather_by_client("ids", "deltas", "sizes")):
             return self.server
         ids, deltas, sizes = returned
         weights = torch.ones_like(sizes) if self.weighting == "uniform" else sizes
@@ -155,7 +155,7 @@ class ClusteredFL(Aggregator):
         mean = weighted_mean(self.models.double(), members)
         return mean.to(self.server.dtype) if len(self.models) > 1 else self.models[0].clone()
 
-    def skip(self) -> None:
+    def on_round_skipped(self) -> None:
         """Let a round pass."""
         self.round = self.round + 1
 
@@ -197,11 +197,11 @@ class ClusteredFL(Aggregator):
         each = range(len(self.models))
         return [(self.cluster_of == cluster).nonzero()[:, 0].tolist() for cluster in each]
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the number of clusters, and the norms of the one that moves most."""
         return {"clusters": len(self.models), **self._norms}
 
-    def figure(self) -> Figure:
+    def plot(self) -> Figure:
         """Draw the tree of clusters over rounds, with the number of clients in each."""
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator

@@ -151,7 +151,7 @@ class FedControl(Aggregator):
         move = (share / weight) @ total
         return (self.server + move).to(self.server.dtype)
 
-    def skip(self) -> None:
+    def on_round_skipped(self) -> None:
         """Let a round pass: the integrals of all decay."""
         self.round = self.round + 1
 
@@ -277,6 +277,6 @@ class FedPIDAvg(FedControl):
         rows = torch.cat([losses, torch.ones_like(after)[:, None]], dim=1)
         return fall.clamp(min=0) if self.clamp else fall, losses.sum(1), rows
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the sum of the absolute values of the weights."""
         return {"weight_l1": self._weight_l1}

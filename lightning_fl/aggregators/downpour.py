@@ -1,4 +1,4 @@
-"""An optimiser of the server that takes clients' moves one after another."""
+"""An optimizer of the server that takes clients' moves one after another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_fl.types import ClientUpdate
 class Downpour(FedOpt):
     r"""Downpour SGD, its clients in turn (Dean et al., 2012, as Yurochkin et al., 2019, use it).
 
-    Each client's move is a gradient for the server's optimiser, one step a client, in the order of
+    Each client's move is a gradient for the server's optimizer, one step a client, in the order of
     their numbers:
 
     .. math:: w \leftarrow \operatorname{Opt}(w, -\Delta_k), \qquad k \in S_t
@@ -24,7 +24,7 @@ class Downpour(FedOpt):
     Floating buffers are averaged. Memory grows with the number of clients of a round.
 
     Args:
-        optimizer: Makes the optimiser from the parameters; None is Adam with learning rate 0.01.
+        optimizer: Makes the optimizer from the parameters; None is Adam with learning rate 0.01.
 
     Raises:
         FederationError: See :class:`FedOpt`.
@@ -58,5 +58,5 @@ class Downpour(FedOpt):
 
     def compute(self) -> Tensor:
         """Return the server's model after a step for each client."""
-        found = self.joined("ids", "deltas")
+        found = self.gather_by_client("ids", "deltas")
         return self._stepped(found[1]) if found else self.server

@@ -17,7 +17,7 @@ class FedAvg(Aggregator):
 
     .. math:: w^{t+1} = w^t + \sum_{k \in S_t} \frac{n_k}{\sum_{j \in S_t} n_j} (w_k - w^t)
 
-    The weights are normalised over the clients of the round, so the step does not shrink with
+    The weights are normalized over the clients of the round, so the step does not shrink with
     participation. The order of the clients and the number of processes do not change the result
     (:mod:`~lightning_fl.functional.summation`).
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from lightning_fl.aggregators.matching import NeuronMatching
-from lightning_fl.chain import Layers
 from lightning_fl.functional.networks import MatchedNetwork, MatchingOptions, match_upwards
+from lightning_fl.layer_stack import Layers
 
 
 class FedMA(NeuronMatching):
@@ -30,8 +30,8 @@ class FedMA(NeuronMatching):
 
     Args:
         gamma: See :class:`NeuronMatching`; None is searched.
-        sigma2: See :class:`NeuronMatching`; None is searched.
-        sigma02: See :class:`NeuronMatching`; None is searched.
+        client_variance: See :class:`NeuronMatching`; None is searched.
+        prior_variance: See :class:`NeuronMatching`; None is searched.
         std: See :class:`NeuronMatching`.
         options: Others of :class:`NeuronMatching`.
 
@@ -39,19 +39,25 @@ class FedMA(NeuronMatching):
         FederationError: See :class:`NeuronMatching`.
 
     Example:
-        >>> FedMA(sigma2=0.1).gamma
+        >>> FedMA(client_variance=0.1).gamma
         7.0
     """
 
     def __init__(
         self,
         gamma: float | None = 7.0,
-        sigma2: float | None = 1.0,
-        sigma02: float | None = 1.0,
+        client_variance: float | None = 1.0,
+        prior_variance: float | None = 1.0,
         std: float | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(gamma=gamma, sigma2=sigma2, sigma02=sigma02, std=std, **options)
+        super().__init__(
+            gamma=gamma,
+            client_variance=client_variance,
+            prior_variance=prior_variance,
+            std=std,
+            **options,
+        )
 
     @property
     def layer(self) -> int:

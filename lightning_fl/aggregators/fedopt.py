@@ -1,4 +1,4 @@
-"""Optimisers of the server."""
+"""Optimizers of the server."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from lightning_fl.types import FederationError
 
 
 class FedOpt(FedAvg):
-    r"""Let any optimiser step from the server's model to the clients' average (Reddi et al., 2021).
+    r"""Let any optimizer step from the server's model to the clients' average (Reddi et al., 2021).
 
     .. math:: w^{t+1} = \operatorname{Opt}(w^t, g^t), \qquad
         g^t = w^t - \sum_{k \in S_t} \frac{n_k}{\sum_{j \in S_t} n_j} w_k
 
     Floating buffers are averaged, as by :class:`FedAvg`: a variance with momentum may become
-    negative. SGD with learning rate 1 is :class:`FedAvg`. The optimiser's state outlives the round,
+    negative. SGD with learning rate 1 is :class:`FedAvg`. The optimizer's state outlives the round,
     and is in the checkpoint. It and the step are in float64.
 
     Args:
-        optimizer: Makes the optimiser from the parameters; None is SGD with learning rate 1.
+        optimizer: Makes the optimizer from the parameters; None is SGD with learning rate 1.
         weighting: See :class:`FedAvg`.
 
     Raises:
-        FederationError: If the weighting is unknown, or the optimiser refuses its options or wants
+        FederationError: If the weighting is unknown, or the optimizer refuses its options or wants
             to ask for a loss (LBFGS).
 
     Example:
@@ -49,11 +49,11 @@ class FedOpt(FedAvg):
     ) -> None:
         super().__init__(weighting)
         self.make_optimizer = optimizer or partial(torch.optim.SGD, lr=1.0)
-        #: What the optimiser is, in words: another one cannot go on from its state.
+        #: What the optimizer is, in words: another one cannot go on from its state.
         self.optimizer = _tried(self.make_optimizer)
 
     def allocate(self, server: Tensor) -> None:
-        """Make the optimiser; see :meth:`FedAvg.allocate`."""
+        """Make the optimizer; see :meth:`FedAvg.allocate`."""
         super().allocate(server)
         # Neither it nor its parameter is part of the state: the server's model is saved elsewhere.
         self._optimizer = self.make_optimizer(
@@ -75,25 +75,25 @@ class FedOpt(FedAvg):
         return torch.cat([param.detach(), (server + mean)[n:]]).to(self.server.dtype)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return the optimiser's state, for the checkpoint."""
+        """Return the optimizer's state, for the checkpoint."""
         made = getattr(self, "_optimizer", None)  # none before the first round
         if made is None:
             return {}
         return {"kind": type(made).__name__, "state": copy.deepcopy(made.state_dict()["state"])}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over the optimiser's state of a checkpoint; options are those that are given now."""
+        """Take over the optimizer's state of a checkpoint; options are those that are given now."""
         if not state:
             return
         if (was := state.get("kind")) != (now := type(self._optimizer).__name__):
             raise FederationError(
-                f"{type(self).__name__} cannot go on from the checkpoint: its optimiser was"
+                f"{type(self).__name__} cannot go on from the checkpoint: its optimizer was"
                 f" {was!s:.50}, now it is {now}. Go back to the former, or leave out ckpt_path"
             )
         own: dict[str, Any] = self._optimizer.state_dict()
         param: nn.Parameter = self._optimizer.param_groups[0]["params"][0]
         saved = state.get("state")
-        # A copy makes a step first: what is in the state only the optimiser knows.
+        # A copy makes a step first: what is in the state only the optimizer knows.
         tried = self.make_optimizer([nn.Parameter(param.detach().clone())])
         try:
             tried.load_state_dict({**own, "state": copy.deepcopy(saved)})
@@ -108,7 +108,7 @@ class FedOpt(FedAvg):
 
 
 def _tried(make: Any) -> str:
-    """Make an optimiser and a step with it, so that it complains now and not in round 1."""
+    """Make an optimizer and a step with it, so that it complains now and not in round 1."""
     param = nn.Parameter(torch.ones(1, dtype=torch.float64))
     param.grad = torch.ones_like(param)
     try:
@@ -117,7 +117,7 @@ def _tried(make: Any) -> str:
     except FederationError:
         raise
     except Exception as error:
-        raise FederationError(f"the server's optimiser cannot be used: {error}") from error
+        raise FederationError(f"the server's optimizer cannot be used: {error}") from error
     options = {k: v for k, v in made.param_groups[0].items() if k != "params" and v is not None}
     return f"{type(made).__name__}({', '.join(f'{k}={v}' for k, v in options.items())})"
 

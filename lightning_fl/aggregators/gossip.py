@@ -1,4 +1,4 @@
-"""Averaging among neighbours, without a server."""
+"""Averaging among neighbors, without a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.federation.context import Federation
 from lightning_fl.functional.mixing import Graph, adjacency, check_mixing, metropolis
-from lightning_fl.functional.randomness import Purpose, generator, run_seed
+from lightning_fl.functional.randomness import RandomStream, generator, run_seed
 from lightning_fl.types import ClientUpdate, FederationError
 
 #: Numbers of each client that are mixed at once, in float64.
@@ -19,7 +19,7 @@ PIECE = 2**14
 
 
 class Gossip(Aggregator):
-    r"""Let each client have a model of its own, and average it with its neighbours'.
+    r"""Let each client have a model of its own, and average it with its neighbors'.
 
     After local training, :math:`x_i \leftarrow \sum_j W_{ij} (x_j + \Delta_j)`; who was not in
     the round has :math:`\Delta_j = 0`. With :math:`W` symmetric and of row sums 1 the mean of all
@@ -28,7 +28,7 @@ class Gossip(Aggregator):
     in memory: as many as there are clients.
 
     Args:
-        graph: Who is a neighbour of whom, with Metropolis weights and self-loops: ``ring``,
+        graph: Who is a neighbor of whom, with Metropolis weights and self-loops: ``ring``,
             ``grid``, ``erdos_renyi`` or ``complete``.
         mixing_matrix: :math:`W`, instead of a graph: ``[clients, clients]``, symmetric, of row sums
             1, connected.
@@ -105,7 +105,7 @@ class Gossip(Aggregator):
             return self._given
         if n is None:
             raise FederationError("Gossip needs num_clients: use a FederatedLoop, or give it")
-        random = generator(run_seed(self.seed), Purpose.GRAPH)
+        random = generator(run_seed(self.seed), RandomStream.GRAPH)
         return metropolis(adjacency(self.graph, n, self.probability, random))
 
     def start(self, server: Tensor, trained: Tensor | None = None) -> None:
@@ -114,7 +114,7 @@ class Gossip(Aggregator):
         if not self.begun:
             self.models[:] = server
 
-    def server_for(self, clients: Tensor) -> Tensor:
+    def models_for(self, clients: Tensor) -> Tensor:
         """Return each client's own model, ``[k, P]``."""
         return self.models[clients.to(self.models.device)]
 
@@ -125,7 +125,7 @@ class Gossip(Aggregator):
 
     def compute(self) -> Tensor:
         """Mix the clients' models, and return their mean."""
-        if not (found := self.joined("ids", "deltas")):
+        if not (found := self.gather_by_client("ids", "deltas")):
             return self.server
         ids, deltas = found
         mixed = torch.empty_like(self.models)
@@ -135,7 +135,7 @@ class Gossip(Aggregator):
         self.models, self.begun = mixed, torch.ones_like(self.begun)
         return mixed.double().mean(0).to(self.server.dtype)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         r"""Return the distance to consensus.
 
         .. math:: \sqrt{\frac1n \sum_i \lVert x_i - \bar x \rVert^2}

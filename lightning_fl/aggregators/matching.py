@@ -20,11 +20,11 @@ from lightning_fl.aggregators.matching_assignments import (
 from lightning_fl.aggregators.matching_clients import ClientNetworks
 from lightning_fl.aggregators.matching_options import MatchingRuleOptions
 from lightning_fl.aggregators.matching_search import candidates, narrowest
-from lightning_fl.chain import Chain, Layers
 from lightning_fl.federation.context import Federation
 from lightning_fl.functional.networks import MatchedNetwork, MatchingOptions
-from lightning_fl.functional.randomness import Purpose, generator, run_seed
+from lightning_fl.functional.randomness import RandomStream, generator, run_seed
 from lightning_fl.functional.tables import PLACES, make_place, with_place
+from lightning_fl.layer_stack import Layers, LayerStack
 from lightning_fl.types import ClientUpdate, FederationError
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class NeuronMatching(Aggregator):
 
     Args:
         gamma: :math:`\gamma_0`: the larger, the wider.
-        sigma2: :math:`\sigma^2`, the variance of a client's weights around the atom's.
-        sigma02: :math:`\sigma_0^2`, the variance of atoms around the prior's mean.
+        client_variance: :math:`\sigma^2`, the variance of a client's weights around the atom's.
+        prior_variance: :math:`\sigma_0^2`, the variance of atoms around the prior's mean.
         widths: Hidden neurons of client ``i`` are ``widths[i % len(widths)]`` in each layer, at
             most as many as the module's; None is the module's.
         start: Where clients start from in their first round: ``own`` draws each client's network
@@ -93,8 +93,8 @@ class NeuronMatching(Aggregator):
     def __init__(
         self,
         gamma: float | None = None,
-        sigma2: float | None = None,
-        sigma02: float | None = None,
+        client_variance: float | None = None,
+        prior_variance: float | None = None,
         widths: Sequence[int] | None = None,
         start: Literal["own", "server"] = "own",
         std: float | None = 0.1,
@@ -110,8 +110,8 @@ class NeuronMatching(Aggregator):
         super().__init__()
         self.settings = MatchingRuleOptions(
             gamma=gamma,
-            sigma2=sigma2,
-            sigma02=sigma02,
+            client_variance=client_variance,
+            prior_variance=prior_variance,
             widths=widths,
             start=start,
             std=std,
@@ -126,7 +126,7 @@ class NeuronMatching(Aggregator):
         )
         # As attributes, too: tables, reports and checkpoints describe a rule by its arguments.
         vars(self).update((k, v) for k, v in vars(self.settings).items() if k != "start")
-        self.chain: Chain | None = None
+        self.chain: LayerStack | None = None
         self._in_training: ClientNetworks | None = None
         self._returned: tuple[Tensor, list[Layers]] | None = None
         self._merged: tuple[list[int], list[Layers]] = ([], [])
@@ -185,7 +185,7 @@ class NeuronMatching(Aggregator):
                 trained.
         """
         if self.chain is None or self.chain.module is not module:
-            self.chain = Chain(module)
+            self.chain = LayerStack(module)
             module.register_load_state_dict_pre_hook(self._fit_to)  # type: ignore[no-untyped-call]
         if example is None:
             return
@@ -227,7 +227,7 @@ class NeuronMatching(Aggregator):
         self.module_chain.fit_to(state_dict, prefix)
 
     @property
-    def module_chain(self) -> Chain:
+    def module_chain(self) -> LayerStack:
         """The layers of the module."""
         if self.chain is None:
             raise FederationError(
@@ -242,7 +242,7 @@ class NeuronMatching(Aggregator):
         assert self._in_training is not None, f"{type(chain.module).__name__} is not being trained"
         return self._in_training
 
-    def withdraw(self) -> None:
+    def load_client_network(self) -> None:
         """Give the module the shapes that clients train and the server's vector; fix layers."""
         chain, clients = self.module_chain, self._clients
         if chain.shapes != clients.shapes:
@@ -251,7 +251,7 @@ class NeuronMatching(Aggregator):
         if self.layer is not None:
             chain.freeze(self.layer)
 
-    def publish(self, score: Callable[[], float] | None = None) -> None:
+    def load_global_network(self, score: Callable[[], float] | None = None) -> None:
         """Merge what clients returned, and give the module the network.
 
         Args:
@@ -300,11 +300,11 @@ class NeuronMatching(Aggregator):
         self.register_buffer("shapes", torch.zeros(0, 2, dtype=torch.int64))
         #: The assignments of the last round, see :func:`assignment_table`.
         self.register_buffer("places", torch.zeros(0, 0, 0, dtype=torch.int64))
-        #: The last round's gamma, sigma2 and sigma02.
+        #: The last round's gamma, client_variance and prior_variance.
         self.register_buffer("chosen", torch.zeros(3, dtype=torch.float64))
         self.register_buffer("round", torch.zeros((), dtype=torch.int64))
 
-    def server_for(self, clients: Tensor) -> Tensor:
+    def models_for(self, clients: Tensor) -> Tensor:
         """Return what each client starts from, ``[k, P]``."""
         ids = clients.to(self.known.device)
         self.starts = with_place(self.starts, ids)
@@ -324,10 +324,10 @@ class NeuronMatching(Aggregator):
         self.deltas.append(clients.delta.clone())  # type: ignore[union-attr]
 
     def compute(self) -> Tensor:
-        """Take the clients' networks; they are merged by :meth:`publish`."""
-        if joined := self.joined("ids", "deltas"):
+        """Take the clients' networks; they are merged by :meth:`load_global_network`."""
+        if joined := self.gather_by_client("ids", "deltas"):
             ids, deltas = joined
-            ends = self.server_for(ids) + deltas
+            ends = self.models_for(ids) + deltas
             pairs = zip(ids.tolist(), ends, strict=True)
             self._returned = ids, [self._clients.network(end, client) for client, end in pairs]
         return self.server
@@ -351,7 +351,11 @@ class NeuronMatching(Aggregator):
         shapes = [list(weight.shape[:2]) for weight, _ in merged.layers]
         self.shapes = torch.tensor(shapes, device=self.shapes.device)
         self.places = assignment_table(ids, merged.matchings).to(self.starts.device)
-        point = {"gamma": options.gamma, "sigma2": options.sigma2, "sigma02": options.sigma02}
+        point = {
+            "gamma": options.gamma,
+            "client_variance": options.client_variance,
+            "prior_variance": options.prior_variance,
+        }
         self.chosen = self.chosen.new_tensor(list(point.values()))
         self._next(ids, nets, merged)
         self.round += 1
@@ -391,7 +395,7 @@ class NeuronMatching(Aggregator):
 
     def _orders(self) -> torch.Generator:
         """Return where the orders of the round's matching come from."""
-        return generator(run_seed(self.settings.seed), Purpose.NEURONS, 0, int(self.round))
+        return generator(run_seed(self.settings.seed), RandomStream.NEURONS, 0, int(self.round))
 
     def _counts(self, ids: Sequence[int]) -> Tensor | None:
         """Return samples of each client and class; of a class that nobody has, one each."""
@@ -404,11 +408,11 @@ class NeuronMatching(Aggregator):
         """Return the atoms of the last round's neurons, by client and hidden layer."""
         return read_table(self.places)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return widths, neurons that went into them, clients of an atom, objective, options."""
         return self._figures
 
-    def figure(self) -> Figure | None:
+    def plot(self) -> Figure | None:
         """Draw which atoms each client's neurons became, a panel a hidden layer."""
         if not (assignments := self.assignments()):
             return None

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.matching_options import MatchingRuleOptions
-from lightning_fl.chain import Chain, Layers
 from lightning_fl.functional.randomness import (
-    Purpose,
+    RandomStream,
     derive_seed,
     generator,
     run_seed,
     seeded_rng,
 )
+from lightning_fl.layer_stack import Layers, LayerStack
 from lightning_fl.types import FederationError
 
 Shapes = list[tuple[int, int]]
@@ -31,7 +31,7 @@ class ClientNetworks:
         options: Options of the rule.
     """
 
-    def __init__(self, chain: Chain, options: MatchingRuleOptions) -> None:
+    def __init__(self, chain: LayerStack, options: MatchingRuleOptions) -> None:
         self.chain, self.options = chain, options
         #: Shapes of the module's layers, and what it came with.
         self.shapes, self.initial = chain.shapes, chain.read()
@@ -65,7 +65,7 @@ class ClientNetworks:
         """
         if self.options.start == "server":
             return self.network(server.clone(), client)
-        key = (run_seed(self.options.seed), Purpose.NEURONS, client)
+        key = (run_seed(self.options.seed), RandomStream.NEURONS, client)
         if (std := self.options.std) is None:
             with seeded_rng(derive_seed(*key), server.device):
                 return self._narrowed(self.chain.drawn(), client)

@@ -20,8 +20,8 @@ class MatchingRuleOptions:
     """
 
     gamma: float | None
-    sigma2: float | None
-    sigma02: float | None
+    client_variance: float | None
+    prior_variance: float | None
     widths: Sequence[int] | None
     start: Literal["own", "server"]
     std: float | None
@@ -36,7 +36,11 @@ class MatchingRuleOptions:
 
     def __post_init__(self) -> None:
         widths = self.widths
-        searched = {"gamma": self.gamma, "sigma2": self.sigma2, "sigma02": self.sigma02}
+        searched = {
+            "gamma": self.gamma,
+            "client_variance": self.client_variance,
+            "prior_variance": self.prior_variance,
+        }
         for name, value in searched.items():
             is_number = isinstance(value, int | float)
             if value is not None and not (is_number and 0 < value < math.inf):
@@ -53,19 +57,19 @@ class MatchingRuleOptions:
         self.matching(1.0, 1.0, 1.0)  # checks the others
 
     def matching(
-        self, gamma: float, sigma2: float, sigma02: float, round: int = 0
+        self, gamma: float, client_variance: float, prior_variance: float, round: int = 0
     ) -> MatchingOptions:
         """Return the options of one matching.
 
         Args:
             gamma: Given, or one of those that are searched.
-            sigma2: See ``gamma``.
-            sigma02: See ``gamma``.
+            client_variance: See ``gamma``.
+            prior_variance: See ``gamma``.
             round: Number of the round; all but the first, 0, sweep three times at most.
         """
         return MatchingOptions(
-            sigma2,
-            sigma02,
+            client_variance,
+            prior_variance,
             gamma,
             bias_mean=self.bias_mean,
             popularity=self.popularity,

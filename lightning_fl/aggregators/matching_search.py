@@ -8,7 +8,8 @@ from itertools import product
 from lightning_fl.aggregators.matching_options import MatchingRuleOptions
 from lightning_fl.functional.networks import MatchingOptions
 
-#: Values of gamma, sigma2 and sigma02 that are tried where they are None (the authors' program).
+#: Values of gamma, client_variance and prior_variance that are tried where they are None (the
+#: authors' program).
 SEARCHED = ((1.0, 1e-3, 50.0), (1.0, 0.1, 0.5), (1.0, 10.0))
 
 
@@ -20,14 +21,15 @@ def candidates(
     Args:
         options: Options of the rule.
         round: Number of the round, from 0.
-        settled: Values of gamma, sigma2 and sigma02 that a search has found before.
+        settled: Values of gamma, client_variance and prior_variance that a search has found before.
     """
-    given = settled or (options.gamma, options.sigma2, options.sigma02)
+    given = settled or (options.gamma, options.client_variance, options.prior_variance)
     axes = [
         values if value is None else (value,) for value, values in zip(given, SEARCHED, strict=True)
     ]
     return [
-        options.matching(gamma, sigma2, sigma02, round) for gamma, sigma2, sigma02 in product(*axes)
+        options.matching(gamma, client_variance, prior_variance, round)
+        for gamma, client_variance, prior_variance in product(*axes)
     ]
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_fl.aggregators.matching import NeuronMatching
-from lightning_fl.chain import Layers
 from lightning_fl.functional.networks import MatchedNetwork, MatchingOptions, match_networks
+from lightning_fl.layer_stack import Layers
 from lightning_fl.types import FederationError
 
 
@@ -27,8 +27,8 @@ class PFNM(NeuronMatching):
 
     Args:
         gamma: See :class:`NeuronMatching`.
-        sigma2: See :class:`NeuronMatching`.
-        sigma02: See :class:`NeuronMatching`.
+        client_variance: See :class:`NeuronMatching`.
+        prior_variance: See :class:`NeuronMatching`.
         restart: What a client starts the next round from: ``matched`` neurons, or its ``own``
             network as it was: then nothing is ever sent to it. In a stream class counts are those
             of the round's samples, not of all that a network has seen.
@@ -40,8 +40,8 @@ class PFNM(NeuronMatching):
         FederationError: If an option is out of range, or see :class:`NeuronMatching`.
 
     Example:
-        >>> rule = PFNM(gamma=1.0, sigma2=1.0, sigma02=10.0)
-        >>> rule.figures()
+        >>> rule = PFNM(gamma=1.0, client_variance=1.0, prior_variance=10.0)
+        >>> rule.metrics()
         {}
     """
 
@@ -50,13 +50,15 @@ class PFNM(NeuronMatching):
     def __init__(
         self,
         gamma: float | None = None,
-        sigma2: float | None = None,
-        sigma02: float | None = None,
+        client_variance: float | None = None,
+        prior_variance: float | None = None,
         restart: Literal["matched", "own"] = "matched",
         matching_start: Literal["previous", "greedy"] = "previous",
         **options: Any,
     ) -> None:
-        super().__init__(gamma=gamma, sigma2=sigma2, sigma02=sigma02, **options)
+        super().__init__(
+            gamma=gamma, client_variance=client_variance, prior_variance=prior_variance, **options
+        )
         if restart not in ("matched", "own"):
             raise FederationError(f"restart must be matched or own, got {restart!r}")
         if matching_start not in ("previous", "greedy"):

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.aggregators.matching_clients import padded
-from lightning_fl.chain import Layers
 from lightning_fl.functional.matching import Posterior
 from lightning_fl.functional.networks import (
     MatchedNetwork,
@@ -20,8 +19,9 @@ from lightning_fl.functional.networks import (
     match_networks,
     part_of,
 )
-from lightning_fl.functional.randomness import Purpose, generator, run_seed
+from lightning_fl.functional.randomness import RandomStream, generator, run_seed
 from lightning_fl.functional.tables import make_place, with_place
+from lightning_fl.layer_stack import Layers
 from lightning_fl.types import FederationError
 
 
@@ -72,17 +72,17 @@ class LayerPosterior(nn.Module):
 class StreamingPFNM(NeuronMatching):
     r"""Neural matching of a stream (Yurochkin et al., 2019, section 3.3 and supplement 3).
 
-    A round is a step :math:`s` of a stream: data modules have ``arrivals``. The posterior of a step
-    is the prior of the next. Before step :math:`s + 1` client :math:`j` draws neurons of the global
-    network, each in proportion to :math:`m_{ji}`, the steps in which it had neuron :math:`i`
+    A round is a step :math:`s` of a stream: data modules have ``stream_steps``. The posterior of a
+    step is the prior of the next. Before step :math:`s + 1` client :math:`j` draws neurons of the
+    global network, each in proportion to :math:`m_{ji}`, the steps in which it had neuron :math:`i`
     (others only where these are too few), adds ``fresh`` ones at the prior's mean, and noise.
 
     What is searched is searched in the first step, and kept.
 
     Args:
         gamma: See :class:`NeuronMatching`.
-        sigma2: See :class:`NeuronMatching`.
-        sigma02: See :class:`NeuronMatching`.
+        client_variance: See :class:`NeuronMatching`.
+        prior_variance: See :class:`NeuronMatching`.
         fresh: Neurons of each hidden layer that a client begins a step with at the prior's mean:
             those that it may use for something new.
         noise: Standard deviation of what is added to all weights a client begins with.
@@ -92,7 +92,7 @@ class StreamingPFNM(NeuronMatching):
         FederationError: If an option is out of range, or see :class:`NeuronMatching`.
 
     Example:
-        >>> rule = StreamingPFNM(gamma=1.0, sigma2=1.0, sigma02=10.0, fresh=5)
+        >>> rule = StreamingPFNM(gamma=1.0, client_variance=1.0, prior_variance=10.0, fresh=5)
         >>> rule.fresh, rule.noise
         (5, 0.01)
     """
@@ -105,13 +105,15 @@ class StreamingPFNM(NeuronMatching):
     def __init__(
         self,
         gamma: float | None = None,
-        sigma2: float | None = None,
-        sigma02: float | None = None,
+        client_variance: float | None = None,
+        prior_variance: float | None = None,
         fresh: int = 0,
         noise: float = 0.01,
         **options: Any,
     ) -> None:
-        super().__init__(gamma=gamma, sigma2=sigma2, sigma02=sigma02, **options)
+        super().__init__(
+            gamma=gamma, client_variance=client_variance, prior_variance=prior_variance, **options
+        )
         if not isinstance(fresh, int):
             raise FederationError(f"fresh must be a whole number, got {fresh!r}")
         for name, value in (("fresh", fresh), ("noise", noise)):
@@ -161,7 +163,9 @@ class StreamingPFNM(NeuronMatching):
     def _first(self, client: int) -> Layers:
         if self.round == 0:
             return self._clients.first(client, self.base)
-        random = generator(run_seed(self.settings.seed), Purpose.POSTERIOR, client, int(self.round))
+        random = generator(
+            run_seed(self.settings.seed), RandomStream.POSTERIOR, client, int(self.round)
+        )
         chosen = [
             layer.drawn(client, width - self.fresh, random)
             for layer, width in zip(self._each_layer(), self._clients.widths(client), strict=True)

@@ -13,7 +13,7 @@ from lightning_fl.aggregators.fedopt import FedOpt
 from lightning_fl.aggregators.privacy_checks import check_monitors, check_run, noise_key
 from lightning_fl.federation.context import Federation
 from lightning_fl.functional.privacy import clipped_update, epsilon, next_clip, noise_beside_a_count
-from lightning_fl.functional.randomness import Purpose, generator
+from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.functional.summation import add_rows, sum_value
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
@@ -66,7 +66,7 @@ class DPFedAvg(FedOpt):
         >>> rule.start(torch.zeros(2))
         >>> rows = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
         >>> rule.update(ClientUpdate(torch.arange(2), rows, torch.tensor([1, 9])))
-        >>> rule.compute(), rule.figures()["epsilon"]
+        >>> rule.compute(), rule.metrics()["epsilon"]
         (tensor([0.3000, 0.4000]), inf)
     """
 
@@ -174,7 +174,7 @@ class DPFedAvg(FedOpt):
 
     @property
     def _norm(self) -> float:
-        """The norm of this round: an option that is given anew counts, what was learnt goes on."""
+        """The norm of this round: an option that is given anew counts, what was learned goes on."""
         return self.clip_norm if self.quantile is None else float(self.clip)
 
     def update(self, clients: ClientUpdate) -> None:
@@ -196,7 +196,7 @@ class DPFedAvg(FedOpt):
         """Return the server's model after a step for the noisy mean."""
         assert self.federation is not None  # as _drawn has checked
         size, noise, mask = self._drawn.size, self.noise_multiplier, self._mask()
-        key = (self.federation.seed, Purpose.NOISE, int(self.round), self._noise_key)
+        key = (self.federation.seed, RandomStream.NOISE, int(self.round), self._noise_key)
         random = generator(*key)
         if self.quantile is not None:
             noise = noise_beside_a_count(noise, self._count_noise)
@@ -230,7 +230,7 @@ class DPFedAvg(FedOpt):
         model: Tensor = self.compute()
         return model
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return what was spent so far, the norm, and the noise on each number of the mean."""
         return self._figures
 

@@ -24,9 +24,9 @@ from lightning_fl.types import ClientUpdate, FederationError, describe
 
 
 class RobustAggregator(Aggregator):
-    """Move the server to a centre of the clients' updates, of which some may be anything.
+    """Move the server to a center of the clients' updates, of which some may be anything.
 
-    All updates of a round are kept until it ends. A child class says which centre.
+    All updates of a round are kept until it ends. A child class says which center.
     """
 
     ids: list[Tensor] | Tensor
@@ -46,15 +46,15 @@ class RobustAggregator(Aggregator):
         self.weights.append(clients.num_samples.to(device))  # type: ignore[union-attr]
 
     def compute(self) -> Tensor:
-        """Return server plus centre; the server itself when nobody returned."""
-        if not (found := self.joined("ids", "deltas", "weights")):
+        """Return server plus center; the server itself when nobody returned."""
+        if not (found := self.gather_by_client("ids", "deltas", "weights")):
             return self.server
         _, deltas, weights = found
-        centre = self.centre(deltas.double(), weights.double())
-        return (self.server.double() + centre).to(self.server.dtype)
+        center = self.center(deltas.double(), weights.double())
+        return (self.server.double() + center).to(self.server.dtype)
 
     @abstractmethod
-    def centre(self, deltas: Tensor, weights: Tensor) -> Tensor:
+    def center(self, deltas: Tensor, weights: Tensor) -> Tensor:
         """Return what stands for all updates.
 
         Args:
@@ -80,7 +80,7 @@ class CoordinateMedian(RobustAggregator):
         tensor([2.])
     """
 
-    def centre(self, deltas: Tensor, weights: Tensor) -> Tensor:
+    def center(self, deltas: Tensor, weights: Tensor) -> Tensor:
         """Return the median; see :class:`RobustAggregator`."""
         return coordinate_median(deltas)
 
@@ -104,7 +104,7 @@ class TrimmedMean(RobustAggregator):
             raise FederationError(f"fraction must be in [0, 0.5), got {fraction}")
         self.fraction = fraction
 
-    def centre(self, deltas: Tensor, weights: Tensor) -> Tensor:
+    def center(self, deltas: Tensor, weights: Tensor) -> Tensor:
         """Return the trimmed mean; see :class:`RobustAggregator`."""
         # What 0.29 * 100 is in binary must not cost a client.
         return trimmed_mean(deltas, math.floor(self.fraction * len(deltas) + 1e-9))
@@ -158,7 +158,7 @@ class Krum(RobustAggregator):
         """Keep the model where too few clients returned; see :meth:`Aggregator.conclude`."""
         return super().conclude(returned, max(min_clients, self.min_updates))
 
-    def centre(self, deltas: Tensor, weights: Tensor) -> Tensor:
+    def center(self, deltas: Tensor, weights: Tensor) -> Tensor:
         """Return the mean of those with the best scores; see :class:`RobustAggregator`."""
         if len(deltas) < self.min_updates:
             return torch.zeros_like(deltas[0])
@@ -185,7 +185,7 @@ class GeometricMedian(RobustAggregator):
             raise FederationError(f"weighting must be samples or uniform, got {weighting!r}")
         self.weighting = weighting
 
-    def centre(self, deltas: Tensor, weights: Tensor) -> Tensor:
+    def center(self, deltas: Tensor, weights: Tensor) -> Tensor:
         """Return the geometric median; see :class:`RobustAggregator`."""
         uniform = self.weighting == "uniform"
         return geometric_median(deltas, torch.ones_like(weights) if uniform else weights)
@@ -210,7 +210,7 @@ class NormClipping(FedAvg):
         >>> rule.start(torch.zeros(2))
         >>> rows = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
         >>> rule.update(ClientUpdate(torch.arange(2), rows, torch.ones(2)))
-        >>> rule.compute(), rule.figures()
+        >>> rule.compute(), rule.metrics()
         (tensor([0.3000, 0.4000]), {'clipped': 0.5})
     """
 
@@ -249,6 +249,6 @@ class NormClipping(FedAvg):
         self._part = float(self.hits / self.count) if self.count else 0.0
         return super().compute()
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the part of the last round's updates that were clipped."""
         return {"clipped": self._part} if hasattr(self, "_part") else {}

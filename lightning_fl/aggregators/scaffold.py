@@ -97,10 +97,10 @@ class Scaffold(Aggregator):
             check_losses(self, federation.module)
         else:
             check_plain_sgd(f"{type(self).__name__}(option='II')", federation)
-        if self.weighting == "samples" and getattr(federation.data, "arrivals", 1) > 1:
+        if self.weighting == "samples" and getattr(federation.data, "stream_steps", 1) > 1:
             raise FederationError(
                 f"{type(self).__name__}(weighting='samples') needs clients of a constant size, and"
-                " the data module has arrivals: set weighting='uniform'"
+                " the data module has stream_steps: set weighting='uniform'"
             )
 
     def client_parts(self) -> Sequence[ClientPart]:
@@ -157,7 +157,7 @@ class Scaffold(Aggregator):
         assert self.federation.num_samples is not None
         return float(self.federation.num_samples.sum())
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the norm of the server's control variate, an estimate of the gradient's."""
         return {"control_norm": float(self.control.norm())} if self.server.numel() else {}
 

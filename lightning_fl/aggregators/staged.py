@@ -106,18 +106,18 @@ class Staged(Aggregator):
         self.round = self.round + 1
         return model
 
-    def server_for(self, clients: Tensor) -> Tensor:
+    def models_for(self, clients: Tensor) -> Tensor:
         """Return what each client starts from, ``[k, P]``."""
-        return self.active.server_for(clients)
+        return self.active.models_for(clients)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the figures of the rule whose round it was, and its stage."""
         stage = stage_of(self.rounds, max(int(self.round) - 1, 0))
-        return {"stage": stage + 1, **cast("Aggregator", self.rules[stage]).figures()}
+        return {"stage": stage + 1, **cast("Aggregator", self.rules[stage]).metrics()}
 
-    def figure(self) -> Figure | None:
+    def plot(self) -> Figure | None:
         """Draw what the rule of the last stage draws, of those that have a picture."""
-        drawn = (cast("Aggregator", rule).figure() for rule in reversed(list(self.rules)))
+        drawn = (cast("Aggregator", rule).plot() for rule in reversed(list(self.rules)))
         return next((figure for figure in drawn if figure is not None), None)
 
 

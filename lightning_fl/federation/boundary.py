@@ -19,7 +19,7 @@ from lightning_fl.hooks import replaced
 Store = Callable[[], list[dict[str, Any]]]
 #: What a checkpoint says of Lightning's own progress.
 PROGRESS = ("epoch", "global_step", "loops", "optimizer_states", "lr_schedulers")
-#: Hyper-parameters are constants; they may hold whole data sets, so they are not copied.
+#: Hyperparameters are constants; they may hold whole data sets, so they are not copied.
 _CONSTANT = (
     LightningModule.CHECKPOINT_HYPER_PARAMS_KEY,
     LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY,

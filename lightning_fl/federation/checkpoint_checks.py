@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 
-from lightning_fl.files import archive_size, check_sums, shown
+from lightning_fl.files import archive_size, check_sums, short_repr
 from lightning_fl.lanes.host import LaneHost
 from lightning_fl.lanes.optimizer_state import OPTIMIZER_ROWS
 from lightning_fl.lanes.optimizer_values import params_of
@@ -132,7 +132,7 @@ def _entries(saved: Any, like: Any, at: str) -> Iterator[tuple[Any, Any, str]]:
             yield from ((name, names, f"each name in {at or 'it'}") for name in saved)
             like = dict.fromkeys(saved, like[first])
         for name, example in like.items():
-            there = f"{at}[{shown(name)}]" if at else shown(name)
+            there = f"{at}[{short_repr(name)}]" if at else short_repr(name)
             if name not in saved:
                 raise FederationError(f"{there} is missing")
             yield saved[name], example, there
@@ -157,7 +157,7 @@ def _is_a(saved: Any, kind: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return f"a tensor of {_shape(value)}" if isinstance(value, Tensor) else shown(value)
+    return f"a tensor of {_shape(value)}" if isinstance(value, Tensor) else short_repr(value)
 
 
 def _shape(tensor: Tensor) -> str:
@@ -209,12 +209,12 @@ def check(value: Any, like: Any, what: str) -> None:
     Raises:
         FederationError: If the structure differs.
     """
-    with blamed(f"the checkpoint's state of {what} is damaged, or was changed"):
+    with error_context(f"the checkpoint's state of {what} is damaged, or was changed"):
         compare(value, like)
 
 
 @contextmanager
-def blamed(what: str, *kinds: type[Exception]) -> Iterator[None]:
+def error_context(what: str, *kinds: type[Exception]) -> Iterator[None]:
     """Raise errors again as errors of this library that begin with what they are about.
 
     Args:
@@ -253,7 +253,7 @@ def read_checkpoint(
             data, or would take more memory than it has bytes.
     """
     size = None
-    with blamed(f"{path} is damaged, or not a checkpoint", Exception):  # of many kinds
+    with error_context(f"{path} is damaged, or not a checkpoint", Exception):  # of many kinds
         if "://" not in os.fspath(path):
             size = archive_size(path)
         try:
@@ -329,7 +329,7 @@ def _check_plain(item: Any) -> None:
         if isinstance(item, dict):  # the versions in a state_dict
             compare(attributes.pop("_metadata", {}), {str: {str: int}}, "_metadata")
         if attributes:
-            name = shown(next(iter(attributes)))
+            name = short_repr(next(iter(attributes)))
             raise FederationError(f"{type(item).__name__} has an attribute {name}")
 
 
@@ -363,7 +363,7 @@ def check_states(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["callbacks"].get(callback.state_key)
         for kind, like in _CALLBACKS.items():
             if state is not None and isinstance(callback, kind):
-                with blamed(kind.__name__):
+                with error_context(kind.__name__):
                     compare(state, like)
                     if isinstance(callback, ModelCheckpoint):
                         _check_paths(callback, state)
@@ -375,7 +375,9 @@ def _check_paths(callback: ModelCheckpoint, state: Mapping[str, Any]) -> None:
         is_remote = "://" in path and not path.startswith(f"{callback.dirpath}/")
         is_other = not path.endswith(callback.FILE_EXTENSION) or ".." in PurePath(path).parts
         if is_other or is_remote:
-            raise FederationError(f"{shown(path)} is not where a checkpoint of this run may be")
+            raise FederationError(
+                f"{short_repr(path)} is not where a checkpoint of this run may be"
+            )
 
 
 def check_state(state: Any) -> None:
@@ -396,12 +398,12 @@ def check_state(state: Any) -> None:
     rounds = [row.get("round") for row in state["rows"]]
     if len(rounds) != state["round"] or rounds != list(range(1, len(rounds) + 1)):
         raise FederationError(
-            f"'rows' are of the rounds {shown(rounds)}, and 'round' is {state['round']}"
+            f"'rows' are of the rounds {short_repr(rounds)}, and 'round' is {state['round']}"
         )
     seen: dict[str, Counter[int]] = defaultdict(Counter)
     for entry in state["store"]:
         name, clients, rows = entry["name"], entry["clients"], entry["rows"]
-        with blamed(f"{shown(name)} in 'store'"):
+        with error_context(f"{short_repr(name)} in 'store'"):
             if not rows.ndim or clients.dtype != torch.int64:
                 raise FederationError("it must be a list of clients and a row for each")
             compare(clients, torch.empty(len(rows), dtype=torch.int64, device="meta"), "'clients'")
@@ -423,11 +425,11 @@ def check_round(fit_loop: Mapping[str, Any], round: int) -> None:
     # Lightning counts an epoch as completed after checkpoints are written.
     ended = {"completed": range(round - 1, round + 1)}
     begun = dict.fromkeys(("ready", "started", "processed"), range(round, round + 1))
-    with blamed(f"Lightning's epochs are not the {round} rounds"):
+    with error_context(f"Lightning's epochs are not the {round} rounds"):
         compare(fit_loop["epoch_progress"], dict.fromkeys(("total", "current"), begun | ended))
     for name in ("epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
         if len(set((count := fit_loop[name]["current"]).values())) > 1:
-            raise FederationError(f"it is in the middle of a batch: {shown(count)}")
+            raise FederationError(f"it is in the middle of a batch: {short_repr(count)}")
 
 
 def check_progress(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -448,7 +450,7 @@ def check_progress(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         states = accept(checkpoint.get(name), now, name, keep=True) if now else []
         for owner, state in zip(owners, states, strict=True):
             if shadow := next((k for k in state if callable(getattr(owner, str(k), None))), None):
-                raise FederationError(f"{name} has {shown(shadow)}, which is a method")
+                raise FederationError(f"{name} has {short_repr(shadow)}, which is a method")
         checkpoint[name] = states
     for state in checkpoint["optimizer_states"]:
         state["state"] = {}  # a round begins without; what clients keep is in the store
@@ -471,7 +473,7 @@ def check_buffers(
     """
     for name, saved in state.items():
         if name not in buffers:
-            raise FederationError(f"the module has no non-persistent buffer {shown(name)}")
+            raise FederationError(f"the module has no non-persistent buffer {short_repr(name)}")
         owner, key = buffers[name]
         compare(saved, Tensor if (now := owner._buffers[key]) is None else now, name)
 
@@ -525,23 +527,23 @@ def check_rows(
         if kind in checked:  # like those of a client before
             continue
         checked.add(kind)
-        with blamed(f"what client {client} keeps"):
+        with error_context(f"what client {client} keeps"):
             for name, row in rows.items():
                 if name in like:
                     compare(row, like[name], name)
                 elif (of := ".".join(name.split(".")[:2])) in params:
                     what = f"{name} is {_shape(row)}, its parameter is {_shape(params[of])}"
-                    with blamed(what, RuntimeError):
+                    with error_context(what, RuntimeError):
                         row.expand(params[of].shape)  # of its shape, or less of it
                 elif not name.startswith("transform."):
-                    raise FederationError(f"{shown(name)} is not known here")
+                    raise FederationError(f"{short_repr(name)} is not known here")
             if learned := {k: row for k, row in rows.items() if k.startswith(OPTIMIZER_ROWS)}:
-                with blamed(f"{type(lane.optimizer).__name__} cannot use it", Exception):
+                with error_context(f"{type(lane.optimizer).__name__} cannot use it", Exception):
                     _try_optimizer(learned, lane)
             for i, transform in enumerate(transforms):
                 at = f"transform.{i}."
                 if memory := {k.removeprefix(at): v for k, v in rows.items() if k.startswith(at)}:
-                    with blamed(f"{describe(transform)} cannot use it", Exception):
+                    with error_context(f"{describe(transform)} cannot use it", Exception):
                         _try_transform(transform, memory, lane)
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_fl.federation.processes import Processes
-from lightning_fl.functional.randomness import Purpose, derive_seed, seeded_rng
+from lightning_fl.functional.randomness import RandomStream, derive_seed, seeded_rng
 from lightning_fl.lanes.host import LaneHost, flat
 
 
@@ -70,7 +70,7 @@ class Measures:
         module: Any = host.module
         means = []
         for lane, client in enumerate(clients):
-            seed = derive_seed(self._seed, Purpose.CLIENT_LOSS, round, client)
+            seed = derive_seed(self._seed, RandomStream.CLIENT_LOSS, round, client)
             total, count = 0.0, 0
             with (
                 host.client(lane),
@@ -93,7 +93,7 @@ class Measures:
         All processes have to call it.
         """
         trainer, processes = self._trainer, self._processes
-        seed = derive_seed(self._seed, Purpose.CLIENT_LOSS, round)
+        seed = derive_seed(self._seed, RandomStream.CLIENT_LOSS, round)
         counts = torch.zeros(2, dtype=torch.float64, device=module.device)  # right ones, all
         with evaluating(module), torch.no_grad(), seeded_rng(seed, module.device):
             for client in clients[processes.rank :: processes.count]:
@@ -118,7 +118,7 @@ class Measures:
         """
         rows = []
         for lane, client in enumerate(clients):
-            seed = derive_seed(self._seed, Purpose.CLIENT_LOSS, round, client)
+            seed = derive_seed(self._seed, RandomStream.CLIENT_LOSS, round, client)
             with host.client(lane):
                 rows.append(self._gradient(host, self._data.samples_of(client), seed))
         return self._processes.same(torch.stack(rows))
@@ -133,7 +133,7 @@ class Measures:
         Returns:
             The gradient, ``[P]`` in float64; 0 for parameters that are frozen and for buffers.
         """
-        seed = derive_seed(self._seed, Purpose.VALIDATION, round)
+        seed = derive_seed(self._seed, RandomStream.VALIDATION, round)
         gradient = self._gradient(host, self._data.val_dataloader(), seed)
         buffers = gradient.new_zeros(sum(host.vector.sizes) - host.num_parameters)
         return torch.cat([gradient, buffers])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import ClientPart
-from lightning_fl.functional.randomness import Purpose, generator
+from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.store import ClientStore
 from lightning_fl.transforms import UpdateTransform
 from lightning_fl.types import ClientUpdate, FederationError
@@ -130,7 +130,7 @@ class ClientMemory:
                 for name, tensor in stored.items()
                 if name.startswith(prefix)
             }
-            random = generator(self._seed, Purpose.TRANSFORM, round, client, i)
+            random = generator(self._seed, RandomStream.TRANSFORM, round, client, i)
             if trained is None:
                 delta[:n] = transform(delta[:n], memory, random)
             else:

@@ -12,15 +12,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fl.federation.processes import Processes
-from lightning_fl.functional.randomness import Purpose, generator
+from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.lanes import Lanes
-from lightning_fl.policies import HyperParameterPolicy
+from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.policies.base import local_steps
 from lightning_fl.samplers import ClientSampler
 from lightning_fl.types import FederationError, RoundPlan, full
 
 #: Hyperparameters that the loop acts on.
-KNOWN_VALUES = {"lr", "lr_factor", "num_steps", "local_epochs", "takes_part"}
+KNOWN_VALUES = {"lr", "lr_factor", "num_steps", "local_epochs", "participates"}
 
 
 class Planner:
@@ -43,7 +43,7 @@ class Planner:
         self,
         trainer: Trainer,
         data: Any,
-        policy: HyperParameterPolicy,
+        policy: HyperparameterPolicy,
         sampler: ClientSampler,
         participation: int | float,
         lanes: Lanes | None,
@@ -79,7 +79,7 @@ class Planner:
 
     def advance(self, round: int) -> bool:
         """Let the samples of a round arrive; return whether they are others than before."""
-        if not self._data.arrive(round):
+        if not self._data.advance(round):
             return False
         self.num_samples = self._data.num_samples
         self.batches_per_epoch = self._data.batches_per_epoch
@@ -105,14 +105,14 @@ class Planner:
         if unknown := sorted(values.keys() - KNOWN_VALUES):
             rank_zero_warn(
                 f"{type(self._policy).__name__} sets {unknown[0]}, which the loop has no use for:"
-                f" it knows {sorted(KNOWN_VALUES)}. Others are in plan().values for code of your"
-                " own"
+                f" it knows {sorted(KNOWN_VALUES)}. Others are in plan().hyperparameters for code of"
+                " your own"
             )
-        if (takes_part := values.pop("takes_part", None)) is not None:
-            if not takes_part.any():
-                nobody, takes_part = True, torch.arange(len(clients)) == 0
-            clients = clients[takes_part]
-            values = {name: value[takes_part] for name, value in values.items()}
+        if (participates := values.pop("participates", None)) is not None:
+            if not participates.any():
+                nobody, participates = True, torch.arange(len(clients)) == 0
+            clients = clients[participates]
+            values = {name: value[participates] for name, value in values.items()}
         steps = local_steps(values, self.batches_per_epoch[clients])
         values.pop("num_steps" if "num_steps" in values else "local_epochs", None)
         if batches := self._trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -124,13 +124,13 @@ class Planner:
         if nobody:
             steps = torch.ones_like(clients)
         lr = values.pop("lr", None)
-        plan = RoundPlan(seed, round, clients, steps, lr, values, nobody=nobody)
+        plan = RoundPlan(seed, round, clients, steps, lr, values, is_empty=nobody)
         plan = self._processes.place(plan)
         return plan if self._lanes is None or batches else self._vectorized(plan, self._lanes)
 
     def _sample(self, seed: int, round: int) -> Tensor:
         """Return the clients that are drawn, in their order."""
-        n, random = self.num_clients, generator(seed, Purpose.COHORT, round)
+        n, random = self.num_clients, generator(seed, RandomStream.COHORT, round)
         drawn = self._sampler.sample(round, self.cohort_size, self.num_samples, random)
         clients = drawn.sort().values
         if len(clients.unique()) != len(clients) or not ((clients >= 0) & (clients < n)).all():
@@ -172,9 +172,9 @@ class Planner:
         if rounds not in self._total_steps:
             batches, total = self.batches_per_epoch, 0
             for each in range(rounds):
-                if data.arrive(each):
+                if data.advance(each):
                     batches = data.batches_per_epoch
                 total += self._policy.max_local_steps(each, batches)
-            data.arrive(round)
+            data.advance(round)
             self._total_steps[rounds] = total
         return self._total_steps[rounds]

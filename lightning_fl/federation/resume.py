@@ -15,7 +15,6 @@ from torch import nn
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.federation.boundary import frozen
 from lightning_fl.federation.checkpoint_checks import (
-    blamed,
     check_buffers,
     check_progress,
     check_round,
@@ -23,11 +22,12 @@ from lightning_fl.federation.checkpoint_checks import (
     check_rule,
     check_state,
     check_states,
+    error_context,
     one_line,
 )
 from lightning_fl.federation.round import Fit
 from lightning_fl.federation.table import RoundTable
-from lightning_fl.policies import HyperParameterPolicy
+from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.types import FederationError
 
 #: The loop's state in a checkpoint that is written before the fit has begun.
@@ -71,7 +71,7 @@ class Resume:
     """
 
     def __init__(
-        self, progress: Progress, aggregator: Aggregator, policy: HyperParameterPolicy
+        self, progress: Progress, aggregator: Aggregator, policy: HyperparameterPolicy
     ) -> None:
         self.progress = progress
         self._rules: dict[str, Any] = {"aggregator": aggregator, "policy": policy}
@@ -140,7 +140,7 @@ class Resume:
         """
         if state is None:
             raise not_of_a_federation(trainer)
-        with blamed(f"{trainer.ckpt_path} is damaged, or was changed"):
+        with error_context(f"{trainer.ckpt_path} is damaged, or was changed"):
             check_round(checkpoint["loops"]["fit_loop"], state["round"])
         for what, now in self.identity(module).items():
             if what == "seed" and not has_seed and "PL_GLOBAL_SEED" not in os.environ:
@@ -232,7 +232,7 @@ class Resume:
         )
         check_buffers(state["unsaved buffers"], unsaved_buffers(fit.runner.module))
         for name, rule in self._rules.items():
-            with blamed(f"{type(rule).__name__} cannot go on"):
+            with error_context(f"{type(rule).__name__} cannot go on"):
                 check_rule(rule, state[name])
 
 
@@ -244,7 +244,7 @@ def check_contents(trainer: Trainer, checkpoint: dict[str, Any], state: Any) -> 
         checkpoint: The checkpoint.
         state: The loop's state in it; None if it has none.
     """
-    with blamed(f"{trainer.ckpt_path} is damaged, or was changed"):
+    with error_context(f"{trainer.ckpt_path} is damaged, or was changed"):
         check_states(trainer, checkpoint)
         if state is not None and state != NOT_BEGUN:
             check_state(state)

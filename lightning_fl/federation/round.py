@@ -23,14 +23,14 @@ from lightning_fl.federation.processes import Processes
 from lightning_fl.federation.schedulers import Schedulers
 from lightning_fl.federation.traffic import Traffic
 from lightning_fl.functional.randomness import (
-    Purpose,
+    RandomStream,
     derive_seed,
     rng_state,
     seed_rng,
     set_rng_state,
 )
 from lightning_fl.lanes import LaneHost
-from lightning_fl.policies import HyperParameterPolicy
+from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.strategies import ClientLogs
 from lightning_fl.types import ClientUpdate, FederationError, Feedback, RoundPlan, ServerState, Step
 
@@ -65,7 +65,7 @@ class Fit:
     data: Any
     federation: Federation
     aggregator: Aggregator
-    policy: HyperParameterPolicy
+    policy: HyperparameterPolicy
     parts: Sequence[ClientPart]
     planner: Planner
     processes: Processes
@@ -84,7 +84,7 @@ class Fit:
     def lr(self, plan: RoundPlan, row: int) -> float:
         """Return the learning rate that the policy gives a client, without schedulers."""
         lr = self.runner.base_lr if plan.lr is None else float(plan.lr[row])
-        factor = plan.values.get("lr_factor")
+        factor = plan.hyperparameters.get("lr_factor")
         return lr if factor is None else lr * float(factor[row])
 
 
@@ -149,7 +149,7 @@ class Round:
         self.traffic = Traffic(fit.runner, fit.memory.transforms)
         # What is drawn besides the clients' own streams depends on the round alone, too.
         device = fit.module.device
-        seed_rng(derive_seed(plan.seed, Purpose.ROUND, plan.round), device)
+        seed_rng(derive_seed(plan.seed, RandomStream.ROUND, plan.round), device)
         #: State of the round's own random stream, which it goes back to after clients.
         self.rng: Mapping[str, Any] = rng_state(device)
 
@@ -174,7 +174,7 @@ class Round:
     def _seed_next_clients(self, step: Step) -> None:
         """Seed the clients to come, before their first batch: transforms on the device draw."""
         if step.rows:
-            key = (Purpose.CLIENT, self.plan.round, int(self.plan.clients[step.rows[0]]))
+            key = (RandomStream.CLIENT, self.plan.round, int(self.plan.clients[step.rows[0]]))
             seed_rng(derive_seed(self.plan.seed, *key), self.fit.module.device)
 
     # --- clients ----------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class Round:
         """Give the clients of a step the model that they start from, before their first batch."""
         fit, rows = self.fit, list(step.rows)
         clients = self.plan.clients[rows]
-        self.start = ServerState(fit.aggregator.server_for(clients), self.server.counters)
+        self.start = ServerState(fit.aggregator.models_for(clients), self.server.counters)
         # Before what a client keeps of its optimizer.
         fit.schedulers.write(self._schedule)
         kept = [fit.memory.of_runner(client) for client in clients.tolist()]
@@ -277,7 +277,7 @@ class Round:
             for row in rows
         ]
         self.results.rates |= dict(zip(clients.tolist(), rates, strict=True))
-        if self.plan.nobody:
+        if self.plan.is_empty:
             return
         fit.processes.same_model(fit.runner.module)
         delta, counters = fit.runner.collect(self.start)
@@ -348,7 +348,7 @@ class Round:
         self.traffic.note_moved(self.server.vector, server.vector)
         self._leave_clients(server, self.results.schedule)
         clients, round = self.plan.clients.tolist(), self.plan.round
-        fit.aggregator.publish(
+        fit.aggregator.load_global_network(
             lambda: fit.measures.training_accuracy(fit.runner.module, clients, round)
         )
         self.is_aggregated = True
@@ -392,9 +392,9 @@ class Round:
         if self.is_aggregating:  # the rule failed halfway
             rule.load_state_dict(rule_state())
         rule.reset()
-        rule.withdraw()
+        rule.load_client_network()
         self._leave_clients(self.before, self.schedule_before)
-        rule.publish()
+        rule.load_global_network()
         self.fit.memory.store.discard()
         self.is_abandoned = True
 
@@ -404,7 +404,7 @@ class Round:
         """Give validation a random stream of its own, whatever was drawn before."""
         device = self.fit.module.device
         self.rng = rng_state(device)
-        seed_rng(derive_seed(self.plan.seed, Purpose.VALIDATION, self.plan.round), device)
+        seed_rng(derive_seed(self.plan.seed, RandomStream.VALIDATION, self.plan.round), device)
 
     def end_validation(self) -> None:
         """Go back to the round's stream."""
@@ -444,7 +444,7 @@ class Round:
             metrics,
         )
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Return the loop's own columns of the round in the table of rounds."""
         plan, dropped = self.plan, self.results.dropped
         rates = [self.results.rates[client] for client in plan.clients.tolist()]
@@ -457,7 +457,7 @@ class Round:
             "dropped_clients": " ".join(map(str, dropped)),
             **count_causes(dropped),
             "num_samples": self.results.num_samples,
-            "num_steps": 0 if plan.nobody else int(plan.num_steps.sum()),
+            "num_steps": 0 if plan.is_empty else int(plan.num_steps.sum()),
             "lr": lr,
             "bytes_up": up * (len(plan.cohort) - len(dropped)),
             "bytes_down": down * len(plan.cohort),

@@ -11,7 +11,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_fl.federation.processes import Processes
-from lightning_fl.policies import HyperParameterPolicy
+from lightning_fl.policies import HyperparameterPolicy
 
 
 class Validation:
@@ -28,7 +28,7 @@ class Validation:
     """
 
     def __init__(
-        self, trainer: Trainer, data: Any, policy: HyperParameterPolicy, processes: Processes
+        self, trainer: Trainer, data: Any, policy: HyperparameterPolicy, processes: Processes
     ) -> None:
         acts = policy.learns or bool(policy.learns_from)
         acts |= any(isinstance(c, EarlyStopping) for c in trainer.callbacks)  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from torch import Tensor
 def weighted_mean(rows: Tensor, weights: Tensor) -> Tensor:
     r"""Average rows, :math:`\sum_k w_k x_k / \sum_k w_k` (McMahan et al., 2017, Algorithm 1).
 
-    The weights are normalised over the rows that are given, not over all clients: the average of
+    The weights are normalized over the rows that are given, not over all clients: the average of
     equal rows is that row, however few take part.
 
     Args:

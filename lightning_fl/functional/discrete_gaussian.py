@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 
-def normalised_axis(values: Sequence[float]) -> Tensor:
+def normalized_axis(values: Sequence[float]) -> Tensor:
     r"""Shift and scale values to :math:`[-\frac12, \frac12]`, their mid-range to 0.
 
     Example:
-        >>> normalised_axis([1, 2, 5])
+        >>> normalized_axis([1, 2, 5])
         tensor([-0.5000, -0.2500,  0.5000], dtype=torch.float64)
     """
     axis = torch.tensor(list(values), dtype=torch.float64)
@@ -125,8 +125,8 @@ def causal_weights(rewards: Tensor) -> Tensor:
     return rewards - rewards.mean()
 
 
-def centred_weights(rewards: Tensor) -> Tensor:
-    r"""Weights of the scores with a baseline that is centred on a round (Mostafa, 2019, eq. 6).
+def centerd_weights(rewards: Tensor) -> Tensor:
+    r"""Weights of the scores with a baseline that is centerd on a round (Mostafa, 2019, eq. 6).
 
     .. math:: \bar r_t = \gamma_Z \sum_{\tau \neq t} (Z + 1 - |\tau - t|) r_\tau
 
@@ -140,7 +140,7 @@ def centred_weights(rewards: Tensor) -> Tensor:
         ``[2 Z + 1]``.
 
     Example:
-        >>> centred_weights(torch.tensor([1.0, 5.0, 2.0]))
+        >>> centerd_weights(torch.tensor([1.0, 5.0, 2.0]))
         tensor([0.0000, 3.5000, 0.0000])
     """
     z = len(rewards) // 2

@@ -24,12 +24,12 @@ def entropy(logits: Tensor) -> Tensor:
     return -(log_p.exp() * log_p.nan_to_num(neginf=0)).sum(-1)
 
 
-def entropy_hinge(logits: Tensor, h_min: float, of_mean: bool = False) -> Tensor:
-    r"""Penalise entropies below a bound, :math:`\max(0, H_{min} - H)` (Mostafa, 2019, eq. 8).
+def entropy_hinge(logits: Tensor, min_entropy: float, of_mean: bool = False) -> Tensor:
+    r"""Penalize entropies below a bound, :math:`\max(0, H_{min} - H)` (Mostafa, 2019, eq. 8).
 
     Args:
         logits: ``[batch, classes]``.
-        h_min: The bound in nats.
+        min_entropy: The bound in nats.
         of_mean: Compare the mean entropy of the batch with the bound, not each sample's.
 
     Returns:
@@ -37,8 +37,8 @@ def entropy_hinge(logits: Tensor, h_min: float, of_mean: bool = False) -> Tensor
 
     Example:
         >>> import torch
-        >>> entropy_hinge(torch.tensor([[100.0, 0.0], [0.0, 0.0]]), h_min=0.5)
+        >>> entropy_hinge(torch.tensor([[100.0, 0.0], [0.0, 0.0]]), min_entropy=0.5)
         tensor(0.2500)
     """
     found = entropy(logits)
-    return (h_min - (found.mean() if of_mean else found)).clamp(min=0).mean()
+    return (min_entropy - (found.mean() if of_mean else found)).clamp(min=0).mean()

@@ -17,7 +17,7 @@ TRIES = 1000
 
 
 def adjacency(graph: Graph, count: int, probability: float, generator: torch.Generator) -> Tensor:
-    """Return who is a neighbour of whom, without self-loops.
+    """Return who is a neighbor of whom, without self-loops.
 
     Args:
         graph: ``ring``; ``grid``, the squarest of so many clients, without wrapping; ``complete``;
@@ -68,7 +68,7 @@ def metropolis(edges: Tensor) -> Tensor:
         W_{ii} = 1 - \sum_{j \ne i} W_{ij}
 
     Args:
-        edges: Who is a neighbour of whom, ``[n, n]``.
+        edges: Who is a neighbor of whom, ``[n, n]``.
 
     Returns:
         ``[n, n]``, in float64.

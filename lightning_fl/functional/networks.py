@@ -114,8 +114,8 @@ class MatchingOptions:
     r"""Options of :func:`match_networks` and :func:`match_upwards`.
 
     Args:
-        sigma2: :math:`\sigma^2`, the variance of a client's weights around the atom's.
-        sigma02: :math:`\sigma_0^2`, the variance of atoms around the prior's mean.
+        client_variance: :math:`\sigma^2`, the variance of a client's weights around the atom's.
+        prior_variance: :math:`\sigma_0^2`, the variance of atoms around the prior's mean.
         gamma: :math:`\gamma_0`: the larger, the wider the merged network.
         bias_mean: Mean of biases in the prior; that of weights is 0.
         popularity: See :class:`~lightning_fl.functional.matching.Process`.
@@ -129,12 +129,12 @@ class MatchingOptions:
         FederationError: If an option is out of range.
 
     Example:
-        >>> MatchingOptions(gamma=7.0).sigma2
+        >>> MatchingOptions(gamma=7.0).client_variance
         1.0
     """
 
-    sigma2: float = 1.0
-    sigma02: float = 1.0
+    client_variance: float = 1.0
+    prior_variance: float = 1.0
     gamma: float = 1.0
     bias_mean: float = 0.1
     popularity: float = 2.0
@@ -144,7 +144,11 @@ class MatchingOptions:
     accept: Literal["always", "improvement"] = "always"
 
     def __post_init__(self) -> None:
-        variances = {"sigma2": self.sigma2, "sigma02": self.sigma02, "gamma": self.gamma}
+        variances = {
+            "client_variance": self.client_variance,
+            "prior_variance": self.prior_variance,
+            "gamma": self.gamma,
+        }
         for name, value in variances.items():
             if not 0 < value < math.inf:
                 raise FederationError(f"{name} must be positive and finite, got {value}")
@@ -170,7 +174,7 @@ class MatchingOptions:
         """
         mean = torch.zeros(size, dtype=torch.float64)
         mean[0] = self.bias_mean
-        precision = torch.full_like(mean, 1 / self.sigma02)
+        precision = torch.full_like(mean, 1 / self.prior_variance)
         return Process(
             mean, precision, clients, self.gamma, self.popularity, self.cap, self.max_width
         )
@@ -234,7 +238,10 @@ def match_networks(
         values, trust = _outgoing(nets, layer, width, share, matchings)
         prior = options.prior(len(nets), values[0].shape[1])
         before = None if past is None else _before(past, layer, prior, end)
-        own, begun = [t / options.sigma2 for t in trust], None if start is None else start[layer]
+        own, begun = (
+            [t / options.client_variance for t in trust],
+            None if start is None else start[layer],
+        )
         sweeps, order = options.sweeps, each_orders[layer]
         found = match(prior, values, own, sweeps, order, begun, generator, before, options.accept)
         matchings.insert(0, found)
@@ -287,7 +294,7 @@ def match_upwards(
             for net, weight in zip(nets, incoming, strict=True)
         ]
         prior = options.prior(len(nets), values[0].shape[1])
-        own = [torch.full_like(prior.mean, 1 / options.sigma2)] * len(nets)
+        own = [torch.full_like(prior.mean, 1 / options.client_variance)] * len(nets)
         begun = known[layer] if layer < len(known) else None
         sweeps, order = 0 if begun else options.sweeps, each_orders[layer]
         found = match(prior, values, own, sweeps, order, begun, generator, accept=options.accept)
@@ -307,11 +314,15 @@ def _softmax_bias(
     past: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """Return sums and precisions of the softmax layer's bias, of which nothing is matched."""
-    begin = (options.bias_mean / options.sigma02, 1 / options.sigma02) if past is None else past
-    sums = begin[0] + sum(
-        n * net[-1][1] / options.sigma2 for n, net in zip(share, nets, strict=True)
+    begin = (
+        (options.bias_mean / options.prior_variance, 1 / options.prior_variance)
+        if past is None
+        else past
     )
-    return sums, begin[1] + share.sum(0) / options.sigma2
+    sums = begin[0] + sum(
+        n * net[-1][1] / options.client_variance for n, net in zip(share, nets, strict=True)
+    )
+    return sums, begin[1] + share.sum(0) / options.client_variance
 
 
 def _outgoing(

@@ -23,7 +23,7 @@ def epsilon(releases: Sequence[tuple[float, int]], delta: float, cohort: Cohort)
     Each release is a sum over a round's cohort of vectors no longer than :math:`C`, with normal
     noise of standard deviation :math:`z C` on each coordinate. The accountant is Google's
     ``dp_accounting`` (Renyi differential privacy: Mironov et al., 2019; Wang et al., 2019). What
-    two neighbouring federations are depends on how cohorts are drawn:
+    two neighboring federations are depends on how cohorts are drawn:
 
     - ``poisson``: one has one client more; releases are amplified by sampling;
     - ``fixed``, drawn without replacement: one client is another. A sum then differs by up to

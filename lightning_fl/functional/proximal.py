@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def proximal_penalty(params: Iterable[Tensor], anchor: Iterable[Tensor], mu: float) -> Tensor:
-    r"""Penalise drift, :math:`\frac{\mu}{2} \lVert w - w^t \rVert^2` (Li et al., 2020, eq. 2).
+    r"""Penalize drift, :math:`\frac{\mu}{2} \lVert w - w^t \rVert^2` (Li et al., 2020, eq. 2).
 
     Args:
         params: Local parameters :math:`w`.

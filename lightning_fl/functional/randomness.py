@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 
-class Purpose(IntEnum):
+class RandomStream(IntEnum):
     """What a stream is for: two purposes never share numbers. Values are part of every result."""
 
     HOLD_OUT = 0
@@ -52,7 +52,7 @@ def derive_seed(seed: int, *key: int) -> int:
         key: Non-negative numbers: a purpose, then usually round and client.
 
     Example:
-        >>> derive_seed(1, Purpose.BATCHES, 0, 7) == derive_seed(1, Purpose.BATCHES, 7, 0)
+        >>> derive_seed(1, RandomStream.BATCHES, 0, 7) == derive_seed(1, RandomStream.BATCHES, 7, 0)
         False
     """
     return int(np.random.SeedSequence((seed, *key)).generate_state(1, np.uint64)[0] >> 1)
@@ -62,8 +62,8 @@ def generator(seed: int, *key: int) -> torch.Generator:
     """Return a CPU generator seeded with :func:`derive_seed`.
 
     Example:
-        >>> torch.rand(1, generator=generator(1, Purpose.COHORT, 0)).item()  # doctest: +ELLIPSIS
-        0...
+        >>> torch.rand(1, generator=generator(1, RandomStream.COHORT, 0)).item()  # doctest:
+        +ELLIPSIS 0...
     """
     return torch.Generator().manual_seed(derive_seed(seed, *key))
 

@@ -1,4 +1,4 @@
-"""Centres of updates of which some may be anything: pure functions of rows, ``[k, P]``."""
+"""Centers of updates of which some may be anything: pure functions of rows, ``[k, P]``."""
 
 from __future__ import annotations
 
@@ -91,18 +91,18 @@ def geometric_median(
         tensor([1.], dtype=torch.float64)
     """
     p = weights.to(updates) / weights.sum()
-    centre = coordinate_median(updates)
-    distances = (updates - centre).norm(dim=1)
+    center = coordinate_median(updates)
+    distances = (updates - center).norm(dim=1)
     if not (apart := distances[distances > 0]).numel():
-        return centre
+        return center
     nu = smoothing * float(apart.median())
     for _ in range(iterations):
         beta = p / distances.clamp(min=nu)
-        before, centre = centre, beta @ updates / beta.sum()
-        distances = (updates - centre).norm(dim=1)
-        if (centre - before).norm() <= nu:
+        before, center = center, beta @ updates / beta.sum()
+        distances = (updates - center).norm(dim=1)
+        if (center - before).norm() <= nu:
             break
-    return centre
+    return center
 
 
 def clipped(updates: Tensor, max_norm: float) -> Tensor:

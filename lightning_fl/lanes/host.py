@@ -113,8 +113,8 @@ class LaneHost(ABC):
         buffers: What becomes of floating buffers after a client. ``average``: they are averaged
             like parameters, integer buffers keep their maximum. ``server``: the server keeps its
             own. ``local``: each client keeps its own, the server the average.
-        optimizer: The optimiser of local training.
-        keep_optimizer: Whether a client keeps its optimiser's state from round to round.
+        optimizer: The optimizer of local training.
+        keep_optimizer: Whether a client keeps its optimizer's state from round to round.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class LaneHost(ABC):
         self.vector = TensorList([*self.shared.values(), *floats], torch.float32)
         self.num_parameters = sum(flat(p).numel() for p in self.shared.values())
         self.counters = TensorList(self.named_counters.values(), torch.int64)
-        #: The optimiser's own learning rate, which a client's is a ratio to. With a scheduler it is
+        #: The optimizer's own learning rate, which a client's is a ratio to. With a scheduler it is
         #: the first value: the scheduler's factor stays in force.
         group = optimizer.param_groups[0]
         self.base_lr = float(group.get("initial_lr", group.get("lr", 0.0)))
@@ -199,7 +199,7 @@ class LaneHost(ABC):
             )
 
     def close(self) -> None:
-        """Let go of the optimiser."""
+        """Let go of the optimizer."""
         self._end_steps()
         self._restore_lr()  # an exception inside a step comes before the hook after it
         if self.wants_fixed:
@@ -244,7 +244,7 @@ class LaneHost(ABC):
             lr: Learning rates of the first parameter group; the others keep their ratio to it.
 
         Raises:
-            FederationError: If the optimiser has no learning rate to be a ratio to.
+            FederationError: If the optimizer has no learning rate to be a ratio to.
         """
 
     def begin_batch(  # noqa: B027  # one client has the samples that it has
@@ -336,8 +336,8 @@ class LaneHost(ABC):
         for rate in lr:
             if rate != self.base_lr and not self.base_lr:
                 raise FederationError(
-                    f"the policy sets lr={rate} as a ratio to the optimiser's own learning rate,"
-                    " which is 0 or missing: give the optimiser a positive lr"
+                    f"the policy sets lr={rate} as a ratio to the optimizer's own learning rate,"
+                    " which is 0 or missing: give the optimizer a positive lr"
                 )
         return [rate / self.base_lr if self.base_lr else 1.0 for rate in lr]
 

@@ -23,7 +23,7 @@ class Outcome(NamedTuple):
     """What a local step makes, of one client or stacked.
 
     Args:
-        loss: The loss to minimise.
+        loss: The loss to minimize.
         task_loss: What a client reports of it: ``task_loss`` of a step that returns a dictionary
             with it, else the loss.
         logs: What the module logged, by name, and the batch size that it gave with it, NaN if none.

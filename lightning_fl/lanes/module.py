@@ -175,12 +175,12 @@ class Lanes(LightningModule):
 
     @property
     def hparams(self) -> Any:
-        """The module's hyper-parameters."""
+        """The module's hyperparameters."""
         return self.module.hparams
 
     @property
     def hparams_initial(self) -> Any:
-        """The module's hyper-parameters as it was given them."""
+        """The module's hyperparameters as it was given them."""
         return self.module.hparams_initial
 
     @property

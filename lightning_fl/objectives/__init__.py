@@ -1,4 +1,4 @@
-"""What a client minimises."""
+"""What a client minimizes."""
 
 from lightning_fl.objectives.client_module import ClientModule
 from lightning_fl.objectives.entropy import EntropyRegularizer
@@ -6,17 +6,17 @@ from lightning_fl.objectives.fedem import FedEM
 from lightning_fl.objectives.proximal import Proximal
 from lightning_fl.objectives.recorder import Recorder, Trace
 from lightning_fl.objectives.representation_matching import RepresentationMatching
-from lightning_fl.objectives.terms import Side, Term
+from lightning_fl.objectives.terms import ModelView, Term
 from lightning_fl.objectives.weight_divergence import WeightDivergence
 
 __all__ = [
     "ClientModule",
     "EntropyRegularizer",
     "FedEM",
+    "ModelView",
     "Proximal",
     "Recorder",
     "RepresentationMatching",
-    "Side",
     "Term",
     "Trace",
     "WeightDivergence",

@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.functional.summation import add_rows, empty_sum, merged_sums, sum_value
 from lightning_fl.objectives.recorder import Recorder
-from lightning_fl.objectives.terms import Side, Term
+from lightning_fl.objectives.terms import ModelView, Term
 from lightning_fl.types import FederationError
 
 
@@ -64,7 +64,7 @@ class ClientModule(LightningModule):
     Args:
         net: The network, from inputs to logits, ``[batch, classes]``.
         terms: Further terms of the loss.
-        optimizer: Makes the optimiser from the parameters. Its learning rate is what the policy's
+        optimizer: Makes the optimizer from the parameters. Its learning rate is what the policy's
             is a ratio to; without a policy's it is used as it is.
 
     Example:
@@ -81,7 +81,7 @@ class ClientModule(LightningModule):
     ) -> None:
         super().__init__()
         self.net, self.terms = net, nn.ModuleList(terms)
-        # Not a hyper-parameter: a checkpoint with a callable in it cannot be loaded safely.
+        # Not a hyperparameter: a checkpoint with a callable in it cannot be loaded safely.
         self.make_optimizer = optimizer
         self.train_loss = WeightedMean()
         # Not scalars: over several processes Lightning would average those without their weights.
@@ -195,9 +195,9 @@ class ClientModule(LightningModule):
                 start = {n: p.detach().clone() for n, p in params.items()}
                 self.federated_global_parameters = start
             fixed = {n: start[n] for n in params}
-            own, anchor = Side(params, outputs, trace), Side(fixed)
+            own, anchor = ModelView(params, outputs, trace), ModelView(fixed)
             if self.recorder is not None:
-                anchor = Side(fixed, trace=self.recorder.fixed(fixed, batch[0]))
+                anchor = ModelView(fixed, trace=self.recorder.fixed(fixed, batch[0]))
             loss = loss + sum(term(own, anchor, batch) for term in self.terms)
         self.federated_record(loss, len(losses))
         return loss if start is None else {"loss": loss, "task_loss": task_loss.detach()}
@@ -251,5 +251,5 @@ class ClientModule(LightningModule):
         return cast("Tensor", self(batch[0]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimiser of all parameters, those of terms included."""
+        """Return the optimizer of all parameters, those of terms included."""
         return self.make_optimizer(self.parameters())

@@ -1,4 +1,4 @@
-"""Not too sure of oneself: entropy regularisation."""
+"""Not too sure of oneself: entropy regularization."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fl.functional.entropy import entropy_hinge
-from lightning_fl.objectives.terms import Side, Term, check_strength
+from lightning_fl.objectives.terms import ModelView, Term, check_strength
 from lightning_fl.types import FederationError
 
 
 class EntropyRegularizer(Term):
-    r"""Penalise confident predictions, :math:`c \max(0, H_{min} - H(\mathrm{softmax}(a_M)))`.
+    r"""Penalize confident predictions, :math:`c \max(0, H_{min} - H(\mathrm{softmax}(a_M)))`.
 
     Mostafa (2019), eq. 8: the penalty sets in where the entropy of a sample's prediction falls
     below :math:`H_{min}`. It matters where clients know few classes. The paper does not give its
@@ -21,7 +21,7 @@ class EntropyRegularizer(Term):
     compares the mean entropy of the batch (``of_mean``).
 
     Args:
-        h_min: The bound in nats, from 0 up; 0 is no penalty.
+        min_entropy: The bound in nats, from 0 up; 0 is no penalty.
         coefficient: Factor :math:`c`, from 0 up.
         of_mean: Compare the mean entropy of the batch with the bound, not each sample's.
 
@@ -31,22 +31,26 @@ class EntropyRegularizer(Term):
 
     Example:
         >>> import torch
-        >>> own = Side({}, outputs=torch.zeros(2, 10))
-        >>> EntropyRegularizer(h_min=2.0)(own, Side({}), None)
+        >>> own = ModelView({}, outputs=torch.zeros(2, 10))
+        >>> EntropyRegularizer(min_entropy=2.0)(own, ModelView({}), None)
         tensor(0.)
     """
 
-    def __init__(self, h_min: float = 2.0, coefficient: float = 1.0, of_mean: bool = False) -> None:
+    def __init__(
+        self, min_entropy: float = 2.0, coefficient: float = 1.0, of_mean: bool = False
+    ) -> None:
         super().__init__()
-        check_strength(h_min=h_min, coefficient=coefficient)
-        self.h_min, self.coefficient, self.of_mean = h_min, coefficient, of_mean
+        check_strength(min_entropy=min_entropy, coefficient=coefficient)
+        self.min_entropy, self.coefficient, self.of_mean = min_entropy, coefficient, of_mean
 
-    def forward(self, own: Side, fixed: Side, batch: Any) -> Tensor:
+    def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
         """Return the penalty of the client's predictions."""
-        assert own.outputs is not None
-        if self.h_min > math.log(classes := own.outputs.shape[-1]) + 1e-6:
+        assert client_model.outputs is not None
+        if self.min_entropy > math.log(classes := client_model.outputs.shape[-1]) + 1e-6:
             raise FederationError(
-                f"h_min is {self.h_min}, and predictions of {classes} classes have an entropy of at"
-                f" most ln {classes} = {math.log(classes):.4f}: lower it"
+                f"min_entropy is {self.min_entropy}, and predictions of {classes} classes have an"
+                f" entropy of at most ln {classes} = {math.log(classes):.4f}: lower it"
             )
-        return self.coefficient * entropy_hinge(own.outputs, self.h_min, self.of_mean)
+        return self.coefficient * entropy_hinge(
+            client_model.outputs, self.min_entropy, self.of_mean
+        )

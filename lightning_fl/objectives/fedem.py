@@ -46,7 +46,7 @@ class FedEM(ClientModule):
     Args:
         net: A component, from inputs to logits. The others are like it, each drawn anew.
         components: :math:`M`.
-        optimizer: Makes the optimiser from the parameters.
+        optimizer: Makes the optimizer from the parameters.
         floor: Smallest weight of a component, at least 0 and below :math:`1 / M`: smaller ones are
             raised to it when a round starts, and all divided by their sum. It lets components come
             back that a client has given up. 0 is the paper.

@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fl.functional.proximal import proximal_penalty
-from lightning_fl.objectives.terms import Side, Term, check_strength
+from lightning_fl.objectives.terms import ModelView, Term, check_strength
 
 
 class Proximal(Term):
-    r"""Penalise the distance to the server's model, :math:`\frac{\mu}{2} \lVert w - w^t \rVert^2`.
+    r"""Penalize the distance to the server's model, :math:`\frac{\mu}{2} \lVert w - w^t \rVert^2`.
 
     FedProx (Li et al., 2020, eq. 2). The gradient :math:`\mu (w - w^t)` enters before momentum and
     weight decay, as part of the loss. ``mu=0`` is FedAvg.
@@ -24,8 +24,8 @@ class Proximal(Term):
 
     Example:
         >>> import torch
-        >>> own = Side({"w": torch.tensor([1.0, 2.0])})
-        >>> Proximal(mu=0.1)(own, fixed=Side({"w": torch.zeros(2)}), batch=None)
+        >>> own = ModelView({"w": torch.tensor([1.0, 2.0])})
+        >>> Proximal(mu=0.1)(own, global_model=ModelView({"w": torch.zeros(2)}), batch=None)
         tensor(0.2500)
     """
 
@@ -36,6 +36,6 @@ class Proximal(Term):
         check_strength(mu=mu)
         self.mu = mu
 
-    def forward(self, own: Side, fixed: Side, batch: Any) -> Tensor:
+    def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
         """Return the penalty of the current parameters; the batch does not matter."""
-        return proximal_penalty(own.params.values(), fixed.params.values(), self.mu)
+        return proximal_penalty(client_model.params.values(), global_model.params.values(), self.mu)

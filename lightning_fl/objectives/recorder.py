@@ -238,7 +238,7 @@ def _nonlinearity(node: fx.Node, module: nn.Module | None) -> Callable[[Tensor],
     if len(node.all_input_nodes) > 1:
         raise FederationError(
             f"representation matching cannot repeat {_name(node)}, whose options are computed or"
-            " learnt: make it a module (nn.PReLU), or name points=[...] without it"
+            " learned: make it a module (nn.PReLU), or name points=[...] without it"
         )
     name, target = _name(node), node.target
     if isinstance(target, str):

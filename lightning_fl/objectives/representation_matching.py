@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_fl.functional.randomness import Purpose, derive_seed, seeded_rng
+from lightning_fl.functional.randomness import RandomStream, derive_seed, seeded_rng
 from lightning_fl.functional.representation import matching_error, pad_to, unpool
 from lightning_fl.objectives.recorder import Recorder, Trace
-from lightning_fl.objectives.terms import Side, Term, check_strength
+from lightning_fl.objectives.terms import ModelView, Term, check_strength
 from lightning_fl.types import FederationError
 
 CONVOLUTIONS: dict[int, Any] = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
@@ -32,7 +32,7 @@ class RepresentationMatching(Term):
     a convolution, else after it. :math:`\theta` belongs to its client: it is trained with the
     client's learning rate, kept from round to round, and never sent or averaged. It is not part of
     the module's state either. The fixed model runs as the model in training does: it draws dropout
-    masks of its own, and normalises by the batch where that does.
+    masks of its own, and normalizes by the batch where that does.
 
     The sum grows with the number of features: input scaling, ``coefficient`` and ``reduction``
     decide how much it weighs.
@@ -46,7 +46,7 @@ class RepresentationMatching(Term):
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the network cannot
-            be traced or two neighbouring points do not fit.
+            be traced or two neighboring points do not fit.
 
     Example:
         >>> from lightning_fl import ClientModule
@@ -95,7 +95,7 @@ class RepresentationMatching(Term):
                 )
         pairs = list(zip(trace.activations, trace.activations[1:], strict=False))
         layers = []
-        with seeded_rng(derive_seed(self.seed, Purpose.MATCHING)):
+        with seeded_rng(derive_seed(self.seed, RandomStream.MATCHING)):
             for j, (target, source) in enumerate(pairs):
                 if source.ndim == 2:
                     layer: nn.Module = nn.Linear(source.shape[1], target[0].numel())
@@ -127,22 +127,25 @@ class RepresentationMatching(Term):
                     " the pooling, points=[...]"
                 )
 
-    def forward(self, own: Side, fixed: Side, batch: Any) -> Tensor:
+    def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
         """Return the sum over layers."""
-        return self.coefficient * torch.stack(self.per_layer(own, fixed)).sum()
+        return self.coefficient * torch.stack(self.per_layer(client_model, global_model)).sum()
 
-    def per_layer(self, own: Side, fixed: Side) -> list[Tensor]:
+    def per_layer(self, client_model: ModelView, global_model: ModelView) -> list[Tensor]:
         """Return the error of each layer, from the input's up, without the coefficient."""
         assert self.recorder is not None
-        assert own.trace is not None
-        assert fixed.trace is not None
+        assert client_model.trace is not None
+        assert global_model.trace is not None
         errors = []
         for j, layer in enumerate(self.layers):
-            source, target = own.trace.activations[j + 1], fixed.trace.activations[j]
+            source, target = (
+                client_model.trace.activations[j + 1],
+                global_model.trace.activations[j],
+            )
             if source.ndim == 2:
                 guess = layer(source)
             else:
-                guess = self._spatial(layer, j, own.trace, target)
+                guess = self._spatial(layer, j, client_model.trace, target)
             if (nonlinearity := self.recorder.points[j].nonlinearity) is not None:
                 guess = nonlinearity(guess)
             errors.append(matching_error(guess.flatten(1), target.flatten(1), self.reduction))

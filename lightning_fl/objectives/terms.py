@@ -20,7 +20,7 @@ def check_strength(**values: float) -> None:
 
 
 @dataclass(frozen=True)
-class Side:
+class ModelView:
     """One of the two models that a term compares.
 
     Args:
@@ -56,11 +56,11 @@ class Term(nn.Module, ABC):
         """
 
     @abstractmethod
-    def forward(self, own: Side, fixed: Side, batch: Any) -> Tensor:
+    def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
         """Return the term of a batch, a scalar.
 
         Args:
-            own: The client's model in training.
-            fixed: The server's model that the client started from; constant.
+            client_model: The client's model in training.
+            global_model: The server's model that the client started from; constant.
             batch: The batch, ``(x, y)``.
         """

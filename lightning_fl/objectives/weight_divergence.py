@@ -7,7 +7,7 @@ from lightning_fl.objectives.terms import check_strength
 
 
 class WeightDivergence(Proximal):
-    r"""Penalise the distance to the server's model, :math:`c \lVert w^t - w \rVert_2^2`.
+    r"""Penalize the distance to the server's model, :math:`c \lVert w^t - w \rVert_2^2`.
 
     The baseline WD of Mostafa (2019), section 4, who prints :math:`c = 1`. It is
     :class:`Proximal` with :math:`\mu = 2 c`.
@@ -20,9 +20,9 @@ class WeightDivergence(Proximal):
 
     Example:
         >>> import torch
-        >>> from lightning_fl.objectives import Side
-        >>> own = Side({"w": torch.tensor([1.0, 2.0])})
-        >>> WeightDivergence()(own, fixed=Side({"w": torch.zeros(2)}), batch=None)
+        >>> from lightning_fl.objectives import ModelView
+        >>> own = ModelView({"w": torch.tensor([1.0, 2.0])})
+        >>> WeightDivergence()(own, global_model=ModelView({"w": torch.zeros(2)}), batch=None)
         tensor(5.)
     """
 

@@ -3,15 +3,15 @@
 from lightning_fl.partition.base import Partition
 from lightning_fl.partition.manifest import FromManifest, Manifest, checksum
 from lightning_fl.partition.picture import plot
-from lightning_fl.partition.rules import IID, ByKey, ByLabel, Dirichlet, QuantitySkew, Shards
+from lightning_fl.partition.rules import IID, ByLabel, Dirichlet, Natural, QuantitySkew, Shards
 
 __all__ = [
     "IID",
-    "ByKey",
     "ByLabel",
     "Dirichlet",
     "FromManifest",
     "Manifest",
+    "Natural",
     "Partition",
     "QuantitySkew",
     "Shards",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fl.files import read_text, shown, write_atomically
+from lightning_fl.files import read_text, short_repr, write_atomically
 from lightning_fl.partition.base import Partition, fault_of, fault_of_samples
 from lightning_fl.types import FederationError
 
@@ -113,12 +113,12 @@ class Manifest:
             raise refuse(f"is not JSON ({error})") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             got = data.get("format") if isinstance(data, dict) else data
-            raise refuse(f"format must be {FORMAT!r}, got {shown(got)}")
+            raise refuse(f"format must be {FORMAT!r}, got {short_repr(got)}")
         values = []
         for name, kind in _FIELDS.items():
             # `type is`, since for isinstance true is an int.
             if type(data.get(name)) is not kind:
-                got = shown(data.get(name))
+                got = short_repr(data.get(name))
                 raise refuse(f"{name!r} must be of type {kind.__name__}, got {got}")
             values.append(data[name])
         manifest = cls(*values)
@@ -130,7 +130,7 @@ class Manifest:
             ):
                 raise refuse(
                     f"client {client} must be a list of sample numbers from 0 to "
-                    f"{num_samples - 1}, got {shown(indices)}"
+                    f"{num_samples - 1}, got {short_repr(indices)}"
                 )
         if not manifest.clients:
             raise refuse("there are no clients")
@@ -142,7 +142,7 @@ class Manifest:
         if (found := _digest(samples, sizes)) != manifest.checksum:
             raise refuse(
                 f"the indices were edited: their checksum is {found}, the file says "
-                f"{shown(manifest.checksum)}"
+                f"{short_repr(manifest.checksum)}"
             )
         try:
             class_counts = [_counts(row) for row in manifest.class_counts]
@@ -172,7 +172,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the name {shown(name)} is there twice")
+        raise ValueError(f"the name {short_repr(name)} is there twice")
     return found
 
 
@@ -180,7 +180,7 @@ def _counts(row: dict[Any, Any]) -> dict[int, int]:
     found = {int(label): count for label, count in row.items()}
     for label, count in zip(row, found.values(), strict=True):
         if type(count) is not int or count < 0 or str(int(label)) != label:
-            raise ValueError(f"got {shown(label)}: {shown(count)}")
+            raise ValueError(f"got {short_repr(label)}: {short_repr(count)}")
     return found
 
 
@@ -272,8 +272,8 @@ class FromManifest(Partition):
         for client, (written, found) in enumerate(counts):
             if written and found and written != found:
                 raise FederationError(
-                    f"{self.path} gives client {client} the classes {shown(written)}, the "
-                    f"data {shown(found)}: they differ or are in another order; load the "
+                    f"{self.path} gives client {client} the classes {short_repr(written)}, the "
+                    f"data {short_repr(found)}: they differ or are in another order; load the "
                     "data that the manifest was written for"
                 )
         return parts

@@ -21,7 +21,7 @@ def plot(
     """Draw which client holds how many samples of which class, and the clients' sizes above.
 
     Up to 50 clients are columns of dots whose area is the count, more are columns of a heat map
-    whose colour follows the root of the count, as a dot's diameter does.
+    whose color follows the root of the count, as a dot's diameter does.
 
     Args:
         parts: Sample numbers of each client.

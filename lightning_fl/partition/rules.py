@@ -198,7 +198,7 @@ class QuantitySkew(Partition):
         return _dirichlet(one_class, num_clients, self.alpha, self.min_size, generator)
 
 
-class ByKey(Partition):
+class Natural(Partition):
     """Natural clients, one a key (speaker, writer, device), in ascending order of the keys.
 
     With fewer clients than keys whole keys are dealt, the largest first, to the client that has
@@ -208,7 +208,7 @@ class ByKey(Partition):
         FederationError: If there are more clients than keys.
 
     Example:
-        >>> ByKey()(torch.tensor([31, 8, 8, 31, 5]), 3, torch.Generator())
+        >>> Natural()(torch.tensor([31, 8, 8, 31, 5]), 3, torch.Generator())
         [tensor([4]), tensor([1, 2]), tensor([0, 3])]
     """
 

@@ -1,6 +1,6 @@
-"""Hyper-parameter policies, one a file."""
+"""Hyperparameter policies, one a file."""
 
-from lightning_fl.policies.base import HyperParameterPolicy, RandomPolicy
+from lightning_fl.policies.base import HyperparameterPolicy, RandomPolicy
 from lightning_fl.policies.discrete_gaussian import DiscreteGaussianReinforce
 from lightning_fl.policies.personalized import PersonalizedPolicyGradient
 from lightning_fl.policies.schedule import Schedule
@@ -9,7 +9,7 @@ from lightning_fl.policies.stragglers import Stragglers
 
 __all__ = [
     "DiscreteGaussianReinforce",
-    "HyperParameterPolicy",
+    "HyperparameterPolicy",
     "PersonalizedPolicyGradient",
     "RandomPolicy",
     "Schedule",

@@ -1,4 +1,4 @@
-"""What every hyper-parameter policy is."""
+"""What every hyperparameter policy is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fl.federation.context import Federation
-from lightning_fl.functional.randomness import Purpose, generator, run_seed
+from lightning_fl.functional.randomness import RandomStream, generator, run_seed
 from lightning_fl.types import FederationError, Feedback, full
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ def local_steps(values: Mapping[str, Tensor], batches_per_epoch: Tensor) -> Tens
 Signal = Literal["val_loss", "client_losses", "contributions"]
 
 
-class HyperParameterPolicy(nn.Module, ABC):
-    """Chooses the hyper-parameters of each round and client; may learn from the outcome.
+class HyperparameterPolicy(nn.Module, ABC):
+    """Chooses the hyperparameters of each round and client; may learn from the outcome.
 
     What it learns lives in buffers, which the checkpoint keeps.
     """
@@ -62,12 +62,12 @@ class HyperParameterPolicy(nn.Module, ABC):
 
     @abstractmethod
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
-        """Return hyper-parameters by name, each one value for all clients or one for each, ``[k]``.
+        """Return hyperparameters by name, each one value for all clients or one for each, ``[k]``.
 
         ``lr`` is the learning rate (absent: the module's own), ``lr_factor`` multiplies it. The
         work is ``num_steps`` local steps or ``local_epochs`` passes over the client's data.
-        ``takes_part`` is False for clients that the round goes on without. Any other name is handed
-        on in the plan. The answer must depend on the arguments and on saved
+        ``participates`` is False for clients that the round goes on without. Any other name is
+        handed on in the plan. The answer must depend on the arguments and on saved
         state only: it may be asked for twice.
         """
 
@@ -101,18 +101,18 @@ class HyperParameterPolicy(nn.Module, ABC):
     @property
     def learns(self) -> bool:
         """Whether the policy overrides :meth:`update`."""
-        return type(self).update is not HyperParameterPolicy.update
+        return type(self).update is not HyperparameterPolicy.update
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return what is worth knowing after a round: it is logged, and put into the table."""
         return {}
 
-    def figure(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
+    def plot(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
         """Draw what a picture shows best, of the table of rounds; None if nothing."""
         return None
 
 
-class RandomPolicy(HyperParameterPolicy):
+class RandomPolicy(HyperparameterPolicy):
     """A policy that draws: what it draws in a round is a function of its seed and the round.
 
     Args:
@@ -140,7 +140,7 @@ class RandomPolicy(HyperParameterPolicy):
         super().setup(federation)
         self.run_seed = federation.seed
 
-    def random(self, purpose: Purpose, round: int) -> torch.Generator:
+    def random(self, purpose: RandomStream, round: int) -> torch.Generator:
         """Return the stream of a round."""
         if self.drawn_from < 0:
             own = self.run_seed if self.seed is None else self.seed

@@ -1,4 +1,4 @@
-"""Hyper-parameters that learn from round to round (Mostafa, 2019)."""
+"""Hyperparameters that learn from round to round (Mostafa, 2019)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.optim.adam import adam
 
 from lightning_fl.functional.discrete_gaussian import (
     causal_weights,
-    centred_weights,
+    centerd_weights,
     log_probabilities,
-    normalised_axis,
+    normalized_axis,
     relative_reduction,
     score,
 )
-from lightning_fl.functional.randomness import Purpose
+from lightning_fl.functional.randomness import RandomStream
 from lightning_fl.functional.tables import with_rows_of
 from lightning_fl.policies.base import RandomPolicy, local_steps
 from lightning_fl.types import FederationError, Feedback
@@ -35,7 +35,7 @@ BOUND = 10.0
 
 
 class DiscreteGaussianReinforce(RandomPolicy):
-    r"""Draw each round's hyper-parameters from a discrete Gaussian and raise its expected reward.
+    r"""Draw each round's hyperparameters from a discrete Gaussian and raise its expected reward.
 
     Mostafa (2019), section 3.2. In round :math:`t` all clients get a point :math:`h_t` of the grid,
     drawn from :math:`P(h \mid \psi_t) \propto e^{-\frac12 (h - \mu)^T A (h - \mu)}`,
@@ -58,13 +58,13 @@ class DiscreteGaussianReinforce(RandomPolicy):
         grid: Allowed values by name: ``lr``, ``num_steps``, ``local_epochs``, or any that a module
             looks up in the plan; None is ten learning rates from 0.02 to 0.2 and nine numbers of
             steps from 4 to 12.
-        hyper_lr: :math:`\eta_H`.
+        policy_lr: :math:`\eta_H`.
         window: :math:`Z`, rounds before this one that count.
         mean: Where :math:`\mu` starts, by name, as values of the grid's range; others start at its
             middle.
         precision: :math:`A` at the start: a number for :math:`a I`, or a positive definite matrix.
         learn_precision: Whether :math:`A` learns, too.
-        centred: Use eq. 6, whose baseline is centred on a round and known ``window`` rounds later.
+        centerd: Use eq. 6, whose baseline is centerd on a round and known ``window`` rounds later.
         optimizer: ``sgd`` is the equation, ``adam`` scales its step (betas 0.7, as descendants of
             the paper's code have it).
         seed: Of the draws; None is the run's.
@@ -94,12 +94,12 @@ class DiscreteGaussianReinforce(RandomPolicy):
     def __init__(
         self,
         grid: Mapping[str, Sequence[float]] | None = None,
-        hyper_lr: float = 0.1,
+        policy_lr: float = 0.1,
         window: int = 5,
         mean: Mapping[str, float] | None = None,
         precision: float | Sequence[Sequence[float]] = 5.0,
         learn_precision: bool = False,
-        centred: bool = False,
+        centerd: bool = False,
         optimizer: Literal["sgd", "adam"] = "sgd",
         seed: int | None = None,
         loss: Literal["validation", "clients"] = "validation",
@@ -107,10 +107,10 @@ class DiscreteGaussianReinforce(RandomPolicy):
         super().__init__(seed)
         self.grid = {k: list(v) for k, v in (GRID if grid is None else grid).items()}
         _check_grid(self.grid)
-        if not 0 <= hyper_lr < math.inf:
-            raise FederationError(f"hyper_lr must be finite and at least 0, got {hyper_lr}")
-        if not centred <= window < math.inf or int(window) != window:
-            least = int(centred)
+        if not 0 <= policy_lr < math.inf:
+            raise FederationError(f"policy_lr must be finite and at least 0, got {policy_lr}")
+        if not centerd <= window < math.inf or int(window) != window:
+            least = int(centerd)
             raise FederationError(f"window must be a whole number from {least} up, got {window}")
         if optimizer not in ("sgd", "adam"):
             raise FederationError(f"optimizer must be sgd or adam, got {optimizer!r}")
@@ -118,9 +118,9 @@ class DiscreteGaussianReinforce(RandomPolicy):
             raise FederationError(f"loss must be validation or clients, got {loss!r}")
         self.loss = loss
         self.learns_from = frozenset(["val_loss" if loss == "validation" else "client_losses"])
-        self.hyper_lr, self.window = hyper_lr, int(window)
-        self.learn_precision, self.centred, self.optimizer = learn_precision, centred, optimizer
-        axes = [normalised_axis(values) for values in self.grid.values()]
+        self.policy_lr, self.window = policy_lr, int(window)
+        self.learn_precision, self.centerd, self.optimizer = learn_precision, centerd, optimizer
+        axes = [normalized_axis(values) for values in self.grid.values()]
         #: Points of the grid, ``[n, D]``, every axis from -0.5 to 0.5.
         self.points = torch.cartesian_prod(*axes).view(-1, len(axes))
         self.register_buffer("mean", self._start(mean or {}))
@@ -159,7 +159,7 @@ class DiscreteGaussianReinforce(RandomPolicy):
         return log_probabilities(self.points, self.mean, self.precision).exp()
 
     def _draw(self, round: int) -> int:
-        random = self.random(Purpose.POLICY, round)
+        random = self.random(RandomStream.POLICY, round)
         return int(torch.multinomial(self.probabilities(), 1, generator=random))
 
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
@@ -204,14 +204,14 @@ class DiscreteGaussianReinforce(RandomPolicy):
     def _learn(self, now: Tensor, before: float, after: float) -> None:
         """Move by the reward of a round with this score, and by those before it."""
         reward = relative_reduction(before, after, BOUND)
-        most = 2 * self.window + 1 if self.centred else self.window + 1
+        most = 2 * self.window + 1 if self.centerd else self.window + 1
         self.scores = torch.cat([self.scores, now])[-most:]
         self.rewards = torch.cat([self.rewards, self.rewards.new_tensor([reward])])[-most:]
-        if self.centred and len(self.rewards) < most:
+        if self.centerd and len(self.rewards) < most:
             return
-        weights = (centred_weights if self.centred else causal_weights)(self.rewards)
+        weights = (centerd_weights if self.centerd else causal_weights)(self.rewards)
         move = weights @ self.scores
-        move = self._adam(move) if self.optimizer == "adam" else self.hyper_lr * move
+        move = self._adam(move) if self.optimizer == "adam" else self.policy_lr * move
         self.mean.add_(move[: len(self.mean)]).clamp_(-0.5, 0.5)
         if self.learn_precision:
             self.root.add_(move[len(self.mean) :].view_as(self.root))
@@ -228,7 +228,7 @@ class DiscreteGaussianReinforce(RandomPolicy):
             [self.steps],
             amsgrad=False,
             maximize=True,
-            lr=self.hyper_lr,
+            lr=self.policy_lr,
             beta1=0.7,
             beta2=0.7,
             weight_decay=0.0,
@@ -236,7 +236,7 @@ class DiscreteGaussianReinforce(RandomPolicy):
         )
         return move
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the last reward, the mean in the units of the grid, and the precision."""
         found = {"reward": float(self.rewards[-1])} if len(self.rewards) else {}
         names = list(self.grid)
@@ -256,11 +256,11 @@ class DiscreteGaussianReinforce(RandomPolicy):
         """Make place for as many rounds as a checkpoint has."""
         names = [prefix + name for name in ("scores", "rewards", "mean", "root")]
         if all(name in state_dict for name in names):
-            scores, rewards, *learnt = (state_dict[name] for name in names)
-            if len(scores) != len(rewards) or not all(each.isfinite().all() for each in learnt):
+            scores, rewards, *learned = (state_dict[name] for name in names)
+            if len(scores) != len(rewards) or not all(each.isfinite().all() for each in learned):
                 raise FederationError(
                     f"the checkpoint's policy has {len(scores)} scores of {len(rewards)} rewards,"
-                    f" and the mean {learnt[0].tolist()}: no policy learns that"
+                    f" and the mean {learned[0].tolist()}: no policy learns that"
                 )
             self.scores = with_rows_of(self.scores, scores)
             self.rewards = with_rows_of(self.rewards, rewards)

@@ -1,4 +1,4 @@
-"""Hyper-parameters of each client, by policy gradient."""
+"""Hyperparameters of each client, by policy gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import check_losses
-from lightning_fl.functional.randomness import Purpose, derive_seed
+from lightning_fl.functional.randomness import RandomStream, derive_seed
 from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
 from lightning_fl.policies.base import RandomPolicy, local_steps
 from lightning_fl.types import FederationError, Feedback
@@ -30,8 +30,8 @@ class PersonalizedPolicyGradient(RandomPolicy):
 
     Client :math:`i` has logits :math:`\alpha_i` over the candidates, and draws :math:`Z_i` from
     :math:`p = (1 - \varepsilon) \operatorname{softmax}(\alpha_i) + \varepsilon / H`. With
-    ``credit``, one backward pass at the aggregate says what each client has done to the validation
-    loss,
+    ``contribution``, one backward pass at the aggregate says what each client has done to the
+    validation loss,
 
     .. math:: g_i = \frac{\partial L}{\partial 1_i}
         = \frac{n_i}{\sum_j n_j} \langle \nabla L(w^{t+1}), w_i - w^t \rangle, \qquad
@@ -43,7 +43,7 @@ class PersonalizedPolicyGradient(RandomPolicy):
     :math:`\alpha_i \leftarrow \alpha_i + \eta\, (R - \bar R) \nabla \log p(Z_i)`.
 
     A client whose update is dropped, since it is not finite, counts as the worst of its round, and
-    with ``normalise`` as three times the usual.
+    with ``normalize`` as three times the usual.
 
     The method is that of the notes "Policy Gradient based Approach", which this class departs from
     in several points:
@@ -57,17 +57,17 @@ class PersonalizedPolicyGradient(RandomPolicy):
       :math:`\nabla \log p = \text{onehot}(Z_i) - \operatorname{softmax}(\alpha_i)`, times the
       share of the softmax in :math:`p(Z_i)` where ``floor`` is above 0.
     - Their updates have no step size, baseline, normalization or floor. ``step=1, baseline=False,
-      normalise=False, floor=0`` leaves only the difference :math:`w_i - w^t` explained above.
+      normalize=False, floor=0`` leaves only the difference :math:`w_i - w^t` explained above.
     - They sum over all clients, here over those of the round whose updates were used.
 
     Args:
         candidates: Settings to choose from, each of the same names: ``lr``, ``num_steps``...
-        method: ``credit``, or ``reward``, which is plain REINFORCE.
+        method: ``contribution``, or ``reward``, which is plain REINFORCE.
         step: :math:`\eta`.
         floor: :math:`\varepsilon`, in [0, 1): no candidate is less likely than a share of it.
-        baseline: Subtract running means: of a client's own credits, or of the rewards.
-        normalise: Divide credits by the client's weight, and credits and rewards by their running
-            root mean square, so that ``step`` does not depend on their scale.
+        baseline: Subtract running means: of a client's own contributions, or of the rewards.
+        normalize: Divide contributions by the client's weight, and contributions and rewards by
+            their running root mean square, so that ``step`` does not depend on their scale.
         monitor: What is the reward, of the figures that validation logs.
         seed: Of the draws; None is the run's.
 
@@ -87,31 +87,31 @@ class PersonalizedPolicyGradient(RandomPolicy):
     def __init__(
         self,
         candidates: Sequence[Mapping[str, float]],
-        method: Literal["credit", "reward"] = "credit",
+        method: Literal["contribution", "reward"] = "contribution",
         step: float = 0.1,
         floor: float = 0.05,
         baseline: bool = True,
-        normalise: bool = True,
+        normalize: bool = True,
         monitor: str = "val_acc",
         seed: int | None = None,
     ) -> None:
         super().__init__(seed)
         self.candidates = [dict(each) for each in candidates]
         _check(self.candidates)
-        if method not in ("credit", "reward"):
-            raise FederationError(f"method must be credit or reward, got {method!r}")
+        if method not in ("contribution", "reward"):
+            raise FederationError(f"method must be contribution or reward, got {method!r}")
         if not 0 <= step < math.inf:
             raise FederationError(f"step must be finite and at least 0, got {step}")
         if not 0 <= floor < 1:
             raise FederationError(f"floor must be in [0, 1), got {floor}")
         self.method, self.step, self.floor, self.monitor = method, step, floor, monitor
-        self.baseline, self.normalise = baseline, normalise
-        self.learns_from = frozenset(["contributions"] if method == "credit" else [])
+        self.baseline, self.normalize = baseline, normalize
+        self.learns_from = frozenset(["contributions"] if method == "contribution" else [])
         size = (PLACES, len(self.candidates))
         #: Of each client, ``[places, H]``.
         self.register_buffer("logits", torch.zeros(size, dtype=torch.float64))
-        #: Running means of each client's credits, and whether there was one, ``[places, 2]``; those
-        #: of rewards are in the first row.
+        #: Running means of each client's contributions, and whether there was one, ``[places, 2]``;
+        #: those of rewards are in the first row.
         self.register_buffer("means", torch.zeros(PLACES, 2, dtype=torch.float64))
         #: Running mean square, and whether there was one.
         self.register_buffer("square", torch.zeros(2, dtype=torch.float64))
@@ -136,7 +136,7 @@ class PersonalizedPolicyGradient(RandomPolicy):
 
     def _draw(self, round: int, clients: Tensor) -> Tensor:
         """Return which candidate each client has, ``[k]``: a function of round and client."""
-        seed = self.random(Purpose.POLICY, round).initial_seed()
+        seed = self.random(RandomStream.POLICY, round).initial_seed()
         uniform = [
             torch.rand((), generator=torch.Generator().manual_seed(derive_seed(seed, client)))
             for client in clients.tolist()
@@ -170,7 +170,7 @@ class PersonalizedPolicyGradient(RandomPolicy):
         if (dropped := self._dropped(feedback)).any():
             # An update that is not finite: as bad as can be said, or the policy would choose it.
             worst = signal.abs().max()
-            signal = signal.where(~dropped, worst.clamp(min=DROPPED) if self.normalise else worst)
+            signal = signal.where(~dropped, worst.clamp(min=DROPPED) if self.normalize else worst)
         took, chosen = self.logits[rows].softmax(1), self._draw(feedback.plan.round, clients)
         onehot = torch.nn.functional.one_hot(chosen, len(self.candidates)).double()
         at, p = torch.arange(len(rows)), self.probabilities(clients)
@@ -198,15 +198,18 @@ class PersonalizedPolicyGradient(RandomPolicy):
                 return None
             raw = torch.tensor([-reward], dtype=torch.float64)
             return self._scaled(raw, torch.zeros(1, dtype=torch.int64)).expand(len(rows))
-        assert feedback.credits is not None
+        assert feedback.contributions is not None
         assert feedback.weights is not None
-        credits, weights = feedback.credits().double().cpu(), feedback.weights.double().cpu()
-        known = credits.isfinite() & (weights > 0)
-        if self.normalise:
-            credits = credits / weights
-        signal = torch.zeros_like(credits)
+        contributions, weights = (
+            feedback.contributions().double().cpu(),
+            feedback.weights.double().cpu(),
+        )
+        known = contributions.isfinite() & (weights > 0)
+        if self.normalize:
+            contributions = contributions / weights
+        signal = torch.zeros_like(contributions)
         if known.any():
-            signal[known] = self._scaled(credits[known], rows[known])
+            signal[known] = self._scaled(contributions[known], rows[known])
         return signal
 
     def _scaled(self, raw: Tensor, rows: Tensor) -> Tensor:
@@ -217,7 +220,7 @@ class PersonalizedPolicyGradient(RandomPolicy):
             self.means[rows, 0] = KEPT * mean + (1 - KEPT) * raw
             self.means[rows, 1] = 1
             raw = raw - mean
-        if self.normalise:
+        if self.normalize:
             now = raw.square().mean()
             if now > 0:  # the first of a client is its own baseline
                 past = self.square[0] if self.square[1] else now
@@ -231,16 +234,16 @@ class PersonalizedPolicyGradient(RandomPolicy):
         self.logits, self.means = (with_place(t, clients) for t in (self.logits, self.means))
         return clients
 
-    def figures(self) -> dict[str, float]:
-        """Return the mean probability of each candidate over clients that have learnt something."""
-        learnt = (self.logits != 0).any(1).nonzero()[:, 0]
-        if not len(learnt):
+    def metrics(self) -> dict[str, float]:
+        """Return the mean probability of each candidate over the clients that have learned."""
+        learned = (self.logits != 0).any(1).nonzero()[:, 0]
+        if not len(learned):
             return {}
-        p = self.probabilities(learnt)
+        p = self.probabilities(learned)
         found = {f"p_{i}": float(mean) for i, mean in enumerate(p.mean(0))}
         return found | {"policy_entropy": float(-(p * p.clamp(min=1e-300).log()).sum(1).mean())}
 
-    def figure(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
+    def plot(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
         """Draw mean probabilities over rounds, and those of each client now."""
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
@@ -255,11 +258,11 @@ class PersonalizedPolicyGradient(RandomPolicy):
             left.plot([r["round"] for r in shown], [r[f"p_{i}"] for r in shown], label=label)
         left.set(xlabel="round", ylabel="mean probability", ylim=(0, 1))
         left.legend(frameon=False, fontsize=8)
-        learnt = (self.logits != 0).any(1).nonzero()[:, 0]
-        image = right.imshow(self.probabilities(learnt).numpy(), aspect="auto", vmin=0, vmax=1)
+        learned = (self.logits != 0).any(1).nonzero()[:, 0]
+        image = right.imshow(self.probabilities(learned).numpy(), aspect="auto", vmin=0, vmax=1)
         right.set(xlabel="candidate", ylabel="client", xticks=range(len(self.candidates)))
-        some = range(0, len(learnt), max(1, len(learnt) // 20))
-        right.set(yticks=list(some), yticklabels=[int(learnt[row]) for row in some])
+        some = range(0, len(learned), max(1, len(learned) // 20))
+        right.set(yticks=list(some), yticklabels=[int(learned[row]) for row in some])
         left.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.colorbar(image, ax=right, label="probability")
         return figure

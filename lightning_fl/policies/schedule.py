@@ -1,15 +1,15 @@
-"""Hyper-parameters fixed in advance."""
+"""Hyperparameters fixed in advance."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from lightning_fl.policies.base import HyperParameterPolicy
+from lightning_fl.policies.base import HyperparameterPolicy
 from lightning_fl.types import FederationError
 
 
-class Schedule(HyperParameterPolicy):
+class Schedule(HyperparameterPolicy):
     r"""The same for all clients: :math:`\eta_t = \eta_0 \cdot \text{decay}^t`, and work likewise.
 
     Args:

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from lightning_fl.federation.context import Federation
 from lightning_fl.functional.stages import check_stages, stage_of
-from lightning_fl.policies.base import HyperParameterPolicy
+from lightning_fl.policies.base import HyperparameterPolicy
 from lightning_fl.types import Feedback
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class StagedPolicy(HyperParameterPolicy):
+class StagedPolicy(HyperparameterPolicy):
     """Let one policy take over from another after some rounds; see ``aggregators.Staged``.
 
     Args:
@@ -36,7 +36,7 @@ class StagedPolicy(HyperParameterPolicy):
         [50, 50, 5]
     """
 
-    def __init__(self, rounds: Sequence[int], policies: Sequence[HyperParameterPolicy]) -> None:
+    def __init__(self, rounds: Sequence[int], policies: Sequence[HyperparameterPolicy]) -> None:
         super().__init__()
         check_stages(rounds, policies, "policies")
         self.rounds = list(rounds)
@@ -47,12 +47,12 @@ class StagedPolicy(HyperParameterPolicy):
     def setup(self, federation: Federation) -> None:
         """Let every policy refuse what does not fit it."""
         for policy in self.policies:
-            cast("HyperParameterPolicy", policy).setup(federation)
+            cast("HyperparameterPolicy", policy).setup(federation)
 
-    def _at(self, round: int) -> tuple[HyperParameterPolicy, int]:
+    def _at(self, round: int) -> tuple[HyperparameterPolicy, int]:
         """Return the policy of a round, and the round's number in its stage."""
         stage = stage_of(self.rounds, round)
-        return cast("HyperParameterPolicy", self.policies[stage]), round - sum(self.rounds[:stage])
+        return cast("HyperparameterPolicy", self.policies[stage]), round - sum(self.rounds[:stage])
 
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
         """Return what the stage's policy says."""
@@ -68,12 +68,12 @@ class StagedPolicy(HyperParameterPolicy):
         """Let the stage's policy learn."""
         policy, own = self._at(feedback.plan.round)
         policy.update(replace(feedback, plan=replace(feedback.plan, round=own)))
-        self._figures = policy.figures()
+        self._figures = policy.metrics()
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the figures of the policy whose round it was."""
         return self._figures
 
-    def figure(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
+    def plot(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
         """Draw what the last stage's policy draws."""
-        return cast("HyperParameterPolicy", self.policies[-1]).figure(rows)
+        return cast("HyperparameterPolicy", self.policies[-1]).plot(rows)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_fl.federation.context import Federation
-from lightning_fl.functional.randomness import Purpose
-from lightning_fl.policies.base import HyperParameterPolicy, RandomPolicy
+from lightning_fl.functional.randomness import RandomStream
+from lightning_fl.policies.base import HyperparameterPolicy, RandomPolicy
 from lightning_fl.policies.schedule import Schedule
 from lightning_fl.types import FederationError, Feedback
 
@@ -30,7 +30,7 @@ class Stragglers(RandomPolicy):
 
     Args:
         fraction: :math:`f`, in [0, 1].
-        policy: Hyper-parameters of a client with all its time; None is :class:`Schedule`.
+        policy: Hyperparameters of a client with all its time; None is :class:`Schedule`.
         drop: Leave stragglers out of the round, all but one where everyone is one.
         seed: Of the draws; None is the run's.
 
@@ -46,7 +46,7 @@ class Stragglers(RandomPolicy):
     def __init__(
         self,
         fraction: float,
-        policy: HyperParameterPolicy | None = None,
+        policy: HyperparameterPolicy | None = None,
         drop: bool = False,
         seed: int | None = None,
     ) -> None:
@@ -58,7 +58,7 @@ class Stragglers(RandomPolicy):
         self.learns_from = self.policy.learns_from
 
     def setup(self, federation: Federation) -> None:
-        """Take the seed of the run; see :meth:`HyperParameterPolicy.setup`."""
+        """Take the seed of the run; see :meth:`HyperparameterPolicy.setup`."""
         super().setup(federation)
         self.policy.setup(federation)
 
@@ -69,12 +69,12 @@ class Stragglers(RandomPolicy):
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
         """Return the policy's values, with less work for stragglers."""
         values = dict(self.policy.sample(round, clients))
-        random, k = self.random(Purpose.STRAGGLERS, round), len(clients)
+        random, k = self.random(RandomStream.STRAGGLERS, round), len(clients)
         slow = torch.zeros(k, dtype=torch.bool)
         slow[torch.randperm(k, generator=random)[: self.count(k)]] = True
         part = torch.rand(k, generator=random, dtype=torch.float64)
         if self.drop:
-            values["takes_part"] = ~slow
+            values["participates"] = ~slow
             return values
         if "num_steps" in values:
             steps = values["num_steps"].expand(k)
@@ -94,10 +94,10 @@ class Stragglers(RandomPolicy):
         """Let the policy learn."""
         self.policy.update(feedback)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the policy's figures."""
-        return self.policy.figures()
+        return self.policy.metrics()
 
-    def figure(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
+    def plot(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
         """Draw what the policy draws."""
-        return self.policy.figure(rows)
+        return self.policy.plot(rows)

@@ -22,7 +22,7 @@ Counts = dict[str, dict[int, int]]
 MEANINGS = {
     "server": "the server's model as it is",
     "personal": "after some local steps",
-    "kept": "the personal model that the optimiser keeps",
+    "kept": "the personal model that the optimizer keeps",
     "local": "training alone",
 }
 #: More clients than these are not drawn one by one.
@@ -83,7 +83,7 @@ def participation(run: Run) -> Section:
         caption = "In which rounds it happened, and how often each client was sampled."
     if faults:
         caption += (
-            " An update with dropout, crash, nan or late is dropped; explode sends one that is far"
+            " An update with dropout, crash, nan or late is dropped; blowup sends one that is far"
             " too large."
         )
     picture = Picture.of("participation", stacked(by_panel, across), caption)

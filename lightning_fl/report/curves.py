@@ -144,4 +144,4 @@ def hyper_parameters(groups: Sequence[Group]) -> Section | None:
     if panels:
         figure = lines(panels, order=group_names(groups))
         pictures = [Picture.of("hyperparameters", figure, caption)]
-    return Section("Hyper-parameters and other figures", text, pictures)
+    return Section("Hyperparameters and other figures", text, pictures)

@@ -1,4 +1,4 @@
-"""The pictures of a report: one look, colours that everyone can tell apart."""
+"""The pictures of a report: one look, colors that everyone can tell apart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 #: Okabe and Ito (2008).
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-#: For more lines than colours.
+#: For more lines than colors.
 DASHES = ("-", "--", ":", "-.")
 #: Lines of a panel, panels of a figure: more cannot be read.
 MOST_LINES, MOST_PANELS = 12, 12
@@ -79,7 +79,7 @@ def lines(
     Args:
         panels: The lines of each panel, by what is on its vertical axis.
         xlabel: What is on the horizontal axis: of all, or of each panel.
-        order: Labels that have the same colour in all panels.
+        order: Labels that have the same color in all panels.
 
     Example:
         >>> figure = lines({"accuracy": [Line("val_acc", [1, 2], [0.5, 0.75])]})

@@ -89,7 +89,7 @@ def setting(run: Run) -> Iterable[str]:
     if rule:
         policy = _class(environment.get("policy")) or identity(run).get("federation.policy")
         yield f"{rule} makes the server's model of their updates" + (
-            f"; hyper-parameters are those of {policy}." if policy else "."
+            f"; hyperparameters are those of {policy}." if policy else "."
         )
     if callbacks := list(_callbacks(config)):
         yield f"With {', '.join(callbacks)}."

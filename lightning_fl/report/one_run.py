@@ -20,7 +20,7 @@ DRAWN_BY_RULES = {
         " neurons of the clients became one.",
     ),
     "policy.png": (
-        "What the policy learnt",
+        "What the policy learned",
         "Drawn by the policy: the probability of each candidate over rounds, and of each client.",
     ),
 }

@@ -53,7 +53,7 @@ def _mapping(run: Run, name: str) -> dict[str, Any]:
 def _parts(run: Run) -> dict[str, Any]:
     """Return the module and the rules of a run."""
     parts = {}
-    for name in ("module", "aggregator", "policy", "sampler", "transforms"):
+    for name in ("module", "aggregator", "policy", "sampler", "update_transforms"):
         value = run.environment.get(name)
         parts[name] = ", ".join(map(str, value)) if isinstance(value, list) else value
     return parts

@@ -12,7 +12,7 @@ from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.layout import VectorLayout
 from lightning_fl.functional.similarity import cosine_similarity
-from lightning_fl.partition import ByKey
+from lightning_fl.partition import Natural
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
 #: Four groups in a plane: two that point apart, each of two that are apart a little.
@@ -24,7 +24,7 @@ DIRECTIONS = torch.tensor(
 def moved(rule, ids=range(8), targets=DIRECTIONS, rate=0.5, weights=None):
     """A round in which each client goes half of the way to its target; where they started."""
     ids = torch.tensor(list(ids))
-    starts = rule.server_for(ids)
+    starts = rule.models_for(ids)
     weights = torch.ones(len(ids)) if weights is None else weights
     rule.update(ClientUpdate(ids, rate * (targets[ids] - starts), weights))
     return starts
@@ -51,12 +51,12 @@ def test_clusters_split_and_split_again_with_the_clients_own_numbers():
     rule = ClusteredFL(eps1=0.3, eps2=0.2, warmup=1)
     server = run(rule, 16)
     assert sorted(map(sorted, rule.clusters())) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    starts = rule.server_for(torch.arange(8))
+    starts = rule.models_for(torch.arange(8))
     torch.testing.assert_close(starts, DIRECTIONS, atol=0.01, rtol=0)
     torch.testing.assert_close(server, torch.zeros(2, dtype=torch.float64), atol=0.01, rtol=0)
     assert rule.tree[0].tolist() == [-1, -1]
     assert rule.tree[1].tolist() == [0, 2]
-    assert rule.figures()["clusters"] == 4
+    assert rule.metrics()["clusters"] == 4
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_split_by_hand(options, models):
     assert rule.clusters() == [[0, 2], [1, 3]]
     assert rule.models.tolist() == models
     assert server.tolist() == [sum(column) / 2 for column in zip(*models, strict=True)]
-    assert rule.server_for(torch.tensor([3, 0])).tolist() == models[::-1]
+    assert rule.models_for(torch.tensor([3, 0])).tolist() == models[::-1]
 
 
 def transcribed(rounds, targets, rates, eps1, eps2, warmup):
@@ -146,10 +146,10 @@ def test_rounds_are_the_authors_program():
     expected = list(transcribed(10, targets.tolist(), rates.tolist(), 0.25, 0.3, 2))
     for models, clusters in expected:
         rule.start(server)
-        starts = rule.server_for(ids)
+        starts = rule.models_for(ids)
         rule.update(ClientUpdate(ids, rates[:, None] * (targets - starts), torch.ones(12)))
         server = rule.compute()
-        found, wanted = rule.server_for(ids), torch.tensor(models, dtype=torch.float64)
+        found, wanted = rule.models_for(ids), torch.tensor(models, dtype=torch.float64)
         torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
         assert sorted(rule.clusters()) == clusters
         torch.testing.assert_close(server, wanted.mean(0), atol=1e-12, rtol=0)
@@ -169,7 +169,7 @@ def test_norms_and_cosines_are_over_parameters_and_not_over_statistics():
         rule.update(ClientUpdate(torch.arange(4), deltas, torch.ones(4)))
         rule.compute()
         assert rule.clusters() == [[0, 1], [2, 3]]
-    assert rules[0].figures() == rules[1].figures()
+    assert rules[0].metrics() == rules[1].metrics()
     assert torch.equal(rules[0].models, rules[1].models[:, :2])
     assert rules[1].models[:, 2].tolist() == [1.0, 9.0]  # each part has its own
 
@@ -260,7 +260,7 @@ def federation(fit, tmp_path):
         samples = torch.utils.data.TensorDataset(x, y)
         keys = torch.arange(120).div(20, rounding_mode="floor").tolist()
         data = FederatedDataModule(
-            samples, samples, num_clients=None, partition=ByKey(), keys=keys, seed=1
+            samples, samples, num_clients=None, partition=Natural(), keys=keys, seed=1
         )
         torch.manual_seed(0)
         net = torch.nn.Linear(2, 2)
@@ -335,4 +335,4 @@ def test_a_split_has_two_parts_also_where_distances_tie(linkage):
         rule.compute()
         assert all(rule.clusters())
     assert sorted(client for each in rule.clusters() for client in each) == [0, 1, 2]
-    assert rule.figure() is not None
+    assert rule.plot() is not None

@@ -221,8 +221,8 @@ def test_every_client_starts_from_a_model_of_the_servers_size(make):
     server, _ = problem()
     rule = make()
     rule.start(server)
-    assert rule.server_for(torch.tensor([4, 0, 2])).shape == (3, 7)
-    assert torch.equal(rule.server_for(torch.tensor([1]))[0], server)
+    assert rule.models_for(torch.tensor([4, 0, 2])).shape == (3, 7)
+    assert torch.equal(rule.models_for(torch.tensor([1]))[0], server)
 
 
 @every_rule

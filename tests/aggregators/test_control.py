@@ -7,7 +7,7 @@ from lightning_fl import ClientModule, Lanes
 from lightning_fl.aggregators import FedAvg, FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.partition import ByKey, QuantitySkew
+from lightning_fl.partition import Natural, QuantitySkew
 from lightning_fl.types import ClientUpdate, FederationError
 
 COHORTS = [[0, 1, 2], [1, 3], [0, 2, 200], [0, 1, 2, 3]]
@@ -125,7 +125,7 @@ def test_a_client_whose_loss_rises_counts_negatively():
     """d = -1, 3: shares of -1/2 and 3/2 instead of 0 and 1."""
     rule = FedPIDAvg(0.0, 1.0)
     assert one_round(rule, [1.0, 5.0], [2.0, 2.0]) == pytest.approx(-1.5)
-    assert rule.figures()["weight_l1"] == pytest.approx(2.0)
+    assert rule.metrics()["weight_l1"] == pytest.approx(2.0)
     assert one_round(FedPIDAvg(0.0, 1.0, clamp=True), [1.0, 5.0], [2.0, 2.0]) == 0
 
 
@@ -140,7 +140,7 @@ def test_a_client_whose_loss_rises_counts_negatively():
 def test_where_falls_cancel_size_decides(after):
     rule = FedPIDAvg(0.0, 1.0)
     assert one_round(rule, [1.0, 1.0], after) == pytest.approx(1.0)
-    assert rule.figures()["weight_l1"] == pytest.approx(1.0)
+    assert rule.metrics()["weight_l1"] == pytest.approx(1.0)
 
 
 def test_the_limit_of_cancellation_is_an_option():
@@ -302,7 +302,7 @@ def test_a_client_whose_loss_is_not_finite_is_dropped(fit, data):
     module = Loud(torch.nn.Linear(6, 3)).double()
     loop = FederatedLoop(aggregator=FedControl())
     keys = [0] * 28 + [1] * 30 + [2] * 31 + [3] * 31
-    sizes = data(partition=ByKey(), keys=keys)
+    sizes = data(partition=Natural(), keys=keys)
     with pytest.warns(UserWarning, match="dropped 1 of 4 client updates"):
         fit(module, loop, sizes, rounds=3)
     assert [row["dropped_clients"] for row in loop.rows] == ["0", "", ""]

@@ -1,4 +1,4 @@
-"""Downpour SGD: each client's move is a gradient of its own for the server's optimiser."""
+"""Downpour SGD: each client's move is a gradient of its own for the server's optimizer."""
 
 from functools import partial
 

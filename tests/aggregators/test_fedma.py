@@ -7,10 +7,10 @@ from torch import nn
 from lightning_fl import ClientModule, Lanes
 from lightning_fl.aggregators import PFNM, FedMA
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
-from lightning_fl.chain import Chain
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.networks import MatchingOptions, match_upwards
-from lightning_fl.functional.randomness import Purpose, generator
+from lightning_fl.functional.randomness import RandomStream, generator
+from lightning_fl.layer_stack import LayerStack
 from lightning_fl.models import LeNet
 from lightning_fl.policies import Schedule
 from lightning_fl.samplers import ClientSampler
@@ -53,8 +53,8 @@ class Watch(FedMA):
         self.seen = []
 
     def compute(self):
-        found = self.joined("ids", "deltas")
-        starts = self.server_for(found[0]).clone()
+        found = self.gather_by_client("ids", "deltas")
+        starts = self.models_for(found[0]).clone()
         super().compute()
         self.seen.append((starts, found[1].clone(), self._returned[1]))
         return self.server
@@ -71,7 +71,7 @@ def run(fit, images, rule, rounds=3, wrap=lambda m: m, made=None, **options):
 def test_layers_are_matched_from_below_and_stay(fit, images, lanes):
     rule = Watch(seed=4)
     made, loop = run(fit, images, rule, wrap=lambda m: m if lanes is None else Lanes(m, lanes))
-    chain, own = Chain(made), [(4, 1), (6, 4), (3, 6)]
+    chain, own = LayerStack(made), [(4, 1), (6, 4), (3, 6)]
     assert [row["layer"] for row in loop.rows] == [1, 2, 3]
     for round, (_, deltas, _) in enumerate(rule.seen):
         for delta in deltas:
@@ -99,7 +99,7 @@ def test_layers_are_matched_from_below_and_stay(fit, images, lanes):
 
 
 def rule_orders(seed, round):
-    return generator(seed, Purpose.NEURONS, 0, round)
+    return generator(seed, RandomStream.NEURONS, 0, round)
 
 
 def test_lanes_train_as_one(fit, images):
@@ -159,12 +159,12 @@ def test_who_was_not_there_from_below_waits_for_the_next_pass(fit, images):
 
 
 def test_one_round_of_filters_from_the_top(fit, images):
-    rule = PFNM(gamma=1.0, sigma2=0.5, sigma02=5.0, std=None, widths=[4, 3])
+    rule = PFNM(gamma=1.0, client_variance=0.5, prior_variance=5.0, std=None, widths=[4, 3])
     made, loop = run(fit, images, rule, rounds=2)
-    chain = Chain(made)
+    chain = LayerStack(made)
     assert chain.shapes[1][1] == chain.shapes[0][0] == int(loop.rows[-1]["width_1"]) >= 4
     assert tuple(made.net[4].weight.shape) == (chain.shapes[1][0], 9 * chain.shapes[0][0])
-    rule.withdraw()
+    rule.load_client_network()
     narrow = rule.module_chain.unpack(rule.starts[1], [(4, 1), (6, 4), (3, 6)])
     assert not narrow[0][0][3:].any()
     assert not narrow[1][0][:, 3:].any()
@@ -199,9 +199,9 @@ def test_what_the_user_froze_stays_frozen(fit, images):
 
 def test_it_is_described_by_all_of_its_options():
     """Tables, reports and the warning of a resumed run with other options rely on it."""
-    assert describe(FedMA(sigma2=0.1, widths=[3])) == (
-        "FedMA(gamma=7.0, sigma2=0.1, sigma02=1.0, std=None, widths=[3], bias_mean=0.1, sweeps=5,"
-        " popularity=2.0, cap=None, max_width=None, tolerance=0.005, seed=None, accept='always')"
+    assert describe(FedMA(client_variance=0.1, widths=[3])) == (
+        "FedMA(gamma=7.0, client_variance=0.1, prior_variance=1.0, std=None, widths=[3], bias_mean=0.1,"
+        " sweeps=5, popularity=2.0, cap=None, max_width=None, tolerance=0.005, seed=None, accept='always')"
     )
 
 
@@ -241,12 +241,12 @@ def test_networks_that_cannot_be_matched(fit, images, network, message):
 
 def test_channels_that_are_not_those_of_the_layer_before():
     with pytest.raises(FederationError, match="layers follow each other"):
-        Chain(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 9 + 1, 3)))
+        LayerStack(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 9 + 1, 3)))
 
 
 def test_a_chain_reads_and_writes_other_widths():
     made = LeNet(width=4, hidden=7)
-    chain, x = Chain(made), torch.rand(2, 1, 28, 28)
+    chain, x = LayerStack(made), torch.rand(2, 1, 28, 28)
     before, layers = made(x), chain.read()
     assert [tuple(w.shape) for w, _ in layers] == [
         (4, 1, 5, 5),
@@ -270,6 +270,6 @@ def test_a_chain_reads_and_writes_other_widths():
         state = {name: value.clone() for name, value in made.state_dict().items()}
     assert torch.equal(made(x), before)
     other = LeNet(width=4, hidden=7)
-    Chain(other).fit_to(state)
+    LayerStack(other).fit_to(state)
     other.load_state_dict(state)
     torch.testing.assert_close(other(x), before)

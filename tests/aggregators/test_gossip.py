@@ -20,7 +20,7 @@ def test_rounds_are_matrix_products_also_with_a_part_of_the_clients():
         delta = torch.randn(len(ids), 4, generator=random, dtype=torch.float64)
         rule.start(server)
         ids = torch.tensor(ids)
-        torch.testing.assert_close(rule.server_for(ids), x[ids], atol=1e-15, rtol=0)
+        torch.testing.assert_close(rule.models_for(ids), x[ids], atol=1e-15, rtol=0)
         rule.update(ClientUpdate(ids, delta, torch.ones(len(ids))))
         server = rule.compute()
         step = torch.zeros_like(x)
@@ -29,7 +29,7 @@ def test_rounds_are_matrix_products_also_with_a_part_of_the_clients():
         torch.testing.assert_close(rule.models, x, atol=1e-14, rtol=0)
         torch.testing.assert_close(server, x.mean(0), atol=1e-14, rtol=0)
     expected = ((x - x.mean(0)) ** 2).sum(1).mean().sqrt()
-    assert rule.figures()["consensus_distance"] == pytest.approx(expected.item())
+    assert rule.metrics()["consensus_distance"] == pytest.approx(expected.item())
 
 
 @pytest.mark.parametrize("graph", ["ring", "grid", "erdos_renyi", "complete"])
@@ -42,13 +42,13 @@ def test_the_mean_moves_as_the_mean_of_updates_and_models_meet(graph):
         each.start(server)
         each.update(update)
     torch.testing.assert_close(rule.compute(), average.compute(), atol=1e-14, rtol=0)
-    before = rule.figures()["consensus_distance"]
+    before = rule.metrics()["consensus_distance"]
     still = ClientUpdate(torch.arange(6), torch.zeros_like(delta), torch.ones(6))
     for _ in range(200):
         rule.start(server)
         rule.update(still)
         rule.compute()
-    assert rule.figures()["consensus_distance"] < 1e-6 * max(before, 1)
+    assert rule.metrics()["consensus_distance"] < 1e-6 * max(before, 1)
 
 
 def test_everyone_with_everyone_is_fedavg(fit, foreign, flat):

@@ -13,13 +13,13 @@ from torch import nn
 from lightning_fl import ClientModule, Lanes
 from lightning_fl.aggregators import PFNM, FedAvg, Staged
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
-from lightning_fl.chain import Chain
 from lightning_fl.federation.context import Federation
 from lightning_fl.functional.networks import MatchingOptions, match_networks
+from lightning_fl.layer_stack import LayerStack
 from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
-ALL = {"gamma": 1.0, "sigma2": 0.5, "sigma02": 5.0}
+ALL = {"gamma": 1.0, "client_variance": 0.5, "prior_variance": 5.0}
 
 
 def net(*sizes, activation=nn.ReLU):
@@ -54,7 +54,7 @@ def test_a_round_merges_what_clients_have_become(sizes):
     counts = torch.tensor([[3, 0, 2], [1, 4, 4], [9, 9, 9], [0, 1, 1]])
     rule.setup(Federation(4, Cohort(4, 4), data=SimpleNamespace(class_counts=counts)))
     ids = torch.tensor([0, 3, 1])
-    starts = rule.server_for(ids)
+    starts = rule.models_for(ids)
     assert not torch.equal(starts[0], starts[1])
     deltas = torch.randn(3, starts.shape[1], dtype=torch.float64)
     rule.update(ClientUpdate(ids[:2], deltas[:2], torch.tensor([5, 2])))
@@ -70,25 +70,25 @@ def test_a_round_merges_what_clients_have_become(sizes):
     seeds = rule._matched([0, 1, 3], nets, MatchingOptions(**ALL))  # the same orders
     begin = [matching.assignments for matching in seeds.matchings]
     expected = match_networks(nets, counts, MatchingOptions(**ALL, sweeps=0), start=begin)
-    rule.publish()
-    for (w, b), layer in zip(expected.layers, Chain(made).layers.values(), strict=True):
+    rule.load_global_network()
+    for (w, b), layer in zip(expected.layers, LayerStack(made).layers.values(), strict=True):
         torch.testing.assert_close(layer.weight, w)
         torch.testing.assert_close(layer.bias, b)
         assert (layer.out_features, layer.in_features) == tuple(w.shape)
-    figures = rule.figures()
+    figures = rule.metrics()
     assert figures["width_1"] == expected.widths[0]
     assert figures["neurons"] == 3 * sum(sizes[1:-1])
     # The next round starts from the neurons that a client's own became.
-    rule.withdraw()
+    rule.load_client_network()
     assert [tuple(p.shape) for p in made.parameters()] == [
         tuple(p.shape) for p in module(sizes).parameters()
     ]
-    again = rule.server_for(torch.tensor([3]))[0]
+    again = rule.models_for(torch.tensor([3]))[0]
     own = torch.cat([t.reshape(-1) for pair in expected.of_client(2) for t in pair])
     torch.testing.assert_close(again, own)
     assert sorted(rule.assignments()) == [0, 1, 3]
     assert rule.assignments()[3][0] == expected.matchings[0].assignments[2].tolist()
-    assert rule.figure() is not None
+    assert rule.plot() is not None
 
 
 def two_rounds(rule, made, rounds=2):
@@ -96,14 +96,14 @@ def two_rounds(rule, made, rounds=2):
     begun(rule, made)
     random = torch.Generator().manual_seed(5)
     for round, ids in enumerate((torch.arange(3), torch.tensor([0, 2, 3]))):
-        starts = rule.server_for(ids)
+        starts = rule.models_for(ids)
         deltas = 0.4 * torch.randn(starts.shape, generator=random, dtype=torch.float64)
         if round < rounds:
             rule.start(vector(made))
             rule.update(ClientUpdate(ids, deltas, torch.ones(3)))
             rule.compute()
-            rule.publish()
-            rule.withdraw()
+            rule.load_global_network()
+            rule.load_client_network()
     return rule, starts + deltas
 
 
@@ -113,7 +113,7 @@ def two_rounds(rule, made, rounds=2):
 )
 def test_a_second_round_goes_on_from_the_assignment_of_the_first(sizes, how):
     """Client 3 was not in the first round, and client 1 is not in the second."""
-    options = {"gamma": 1.0, "sigma2": 0.3, "sigma02": 5.0, "seed": 3, **how}
+    options = {"gamma": 1.0, "client_variance": 0.3, "prior_variance": 5.0, "seed": 3, **how}
     once, ends = two_rounds(PFNM(**options), module(sizes), rounds=1)
     first = once.assignments()
     start = [
@@ -147,9 +147,9 @@ def test_narrower_clients_stay_narrow(fit, data):
     rule = PFNM(**ALL, widths=[8, 3])
     fit(made, FederatedLoop(aggregator=rule, policy=Schedule(num_steps=7)), data())
     assert [len(rule.assignments()[client][0]) for client in range(4)] == [8, 3, 8, 3]
-    assert 8 <= Chain(made).shapes[0][0] <= 22
-    rule.withdraw()
-    first = Chain(made).unpack(rule.starts[1], [(8, 6), (3, 8)])
+    assert 8 <= LayerStack(made).shapes[0][0] <= 22
+    rule.load_client_network()
+    first = LayerStack(made).unpack(rule.starts[1], [(8, 6), (3, 8)])
     assert not first[0][0][3:].any()
     assert not first[0][1][3:].any()
     assert not first[1][0][:, 3:].any()
@@ -159,7 +159,7 @@ def test_narrower_clients_stay_narrow(fit, data):
 def test_clients_can_start_from_the_modules_own_network():
     made = module()
     rule = begun(PFNM(**ALL, start="server", widths=[8, 3]), made)
-    starts = rule.server_for(torch.tensor([0, 2, 1]))
+    starts = rule.models_for(torch.tensor([0, 2, 1]))
     assert torch.equal(starts[0], vector(made))
     assert torch.equal(starts[1], vector(made))
     weight, *_, out, bias = (p.detach() for p in made.parameters())
@@ -170,16 +170,16 @@ def test_clients_can_start_from_the_modules_own_network():
 
 def test_the_search_takes_the_narrowest_of_the_good(fit, data):
     made = module()
-    rule = PFNM(sigma2=1.0, tolerance=1.0)
+    rule = PFNM(client_variance=1.0, tolerance=1.0)
     loop = fit(made, FederatedLoop(aggregator=rule), data(), rounds=1)
     narrow = loop.rows[0]["width_1"]
     loop = fit(
         made := module(),
-        FederatedLoop(aggregator=PFNM(sigma2=1.0, tolerance=0.0)),
+        FederatedLoop(aggregator=PFNM(client_variance=1.0, tolerance=0.0)),
         data(),
         rounds=1,
     )
-    assert narrow <= loop.rows[0]["width_1"] == Chain(made).shapes[0][0]
+    assert narrow <= loop.rows[0]["width_1"] == LayerStack(made).shapes[0][0]
     assert loop.rows[0]["gamma"] in (1.0, 1e-3, 50.0)
     x, y = data().train.tensors
     with torch.no_grad():
@@ -189,7 +189,7 @@ def test_the_search_takes_the_narrowest_of_the_good(fit, data):
 
 def test_it_resumes_bit_equal_and_loads_elsewhere(fit, data, trainer, tmp_path):
     def rule():
-        return PFNM(gamma=1.0, sigma2=0.01, sigma02=1.0, seed=5)
+        return PFNM(gamma=1.0, client_variance=0.01, prior_variance=1.0, seed=5)
 
     def run(folder, rounds, wrap=lambda m: m, **options):
         made = module()
@@ -213,7 +213,7 @@ def test_it_resumes_bit_equal_and_loads_elsewhere(fit, data, trainer, tmp_path):
         parts, two = run(tmp_path / "parts", 5, wrap, ckpt_path=last)
         assert one.rows == two.rows
         assert one.aggregator.assignments() == two.aggregator.assignments()
-        assert Chain(whole).shapes[0][0] > 8
+        assert LayerStack(whole).shapes[0][0] > 8
         assert all(
             torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True)
         )
@@ -228,7 +228,7 @@ def test_it_resumes_bit_equal_and_loads_elsewhere(fit, data, trainer, tmp_path):
         torch.equal(a, b) for a, b in zip(whole.parameters(), fresh.parameters(), strict=True)
     )
     plain, state = module(seed=9), torch.load(saved, weights_only=True)["state_dict"]
-    Chain(plain).fit_to(state)
+    LayerStack(plain).fit_to(state)
     plain.load_state_dict(state)
     assert torch.equal(plain(torch.ones(1, 6).double()), whole(torch.ones(1, 6).double()))
 
@@ -250,7 +250,7 @@ def test_a_round_that_fails_leaves_the_network_of_before(fit, data):
             callbacks=[Fail()],
             enable_checkpointing=True,
         )
-    for (w, b), layer in zip(rule.network(), Chain(made).layers.values(), strict=True):
+    for (w, b), layer in zip(rule.network(), LayerStack(made).layers.values(), strict=True):
         assert torch.equal(layer.weight, w)
         assert torch.equal(layer.bias, b)
 
@@ -260,7 +260,7 @@ def test_a_stop_in_a_round_leaves_the_network_of_before(fit, data, trainer):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             trainer.should_stop = trainer.current_epoch == 2 and batch_idx == 1
 
-    made, rule = module(), PFNM(gamma=50.0, sigma2=0.1, sigma02=1.0)
+    made, rule = module(), PFNM(gamma=50.0, client_variance=0.1, prior_variance=1.0)
     loop = fit(
         made,
         FederatedLoop(aggregator=rule, policy=Schedule(num_steps=4)),
@@ -269,8 +269,8 @@ def test_a_stop_in_a_round_leaves_the_network_of_before(fit, data, trainer):
         callbacks=[Stop()],
     )
     assert loop.round == 2
-    assert Chain(made).shapes[0][0] == int(loop.rows[-1]["width_1"]) > 8
-    for (w, b), layer in zip(rule.network(), Chain(made).layers.values(), strict=True):
+    assert LayerStack(made).shapes[0][0] == int(loop.rows[-1]["width_1"]) > 8
+    for (w, b), layer in zip(rule.network(), LayerStack(made).layers.values(), strict=True):
         assert torch.equal(layer.weight, w)
         assert torch.equal(layer.bias, b)
 
@@ -291,7 +291,7 @@ def test_checkpoints_of_all_moments(fit, data, tmp_path, wrap):
 
     def run(callbacks=(), **options):
         made = module()
-        rule = PFNM(gamma=50.0, sigma2=0.1, sigma02=1.0, seed=5)
+        rule = PFNM(gamma=50.0, client_variance=0.1, prior_variance=1.0, seed=5)
         loop = FederatedLoop(aggregator=rule, policy=Schedule(num_steps=9), seed=2)
         with warnings.catch_warnings():  # of callbacks that a checkpoint had
             warnings.simplefilter("ignore")
@@ -309,9 +309,9 @@ def test_checkpoints_of_all_moments(fit, data, tmp_path, wrap):
         rows = saved["callbacks"]["FederatedLoop"]["rows"]
         assert len(rows) == 2
         fresh = module(seed=9)
-        Chain(fresh).fit_to(saved["state_dict"])
+        LayerStack(fresh).fit_to(saved["state_dict"])
         fresh.load_state_dict(saved["state_dict"])
-        assert Chain(fresh).shapes[0][0] == int(rows[-1]["width_1"]) > 8
+        assert LayerStack(fresh).shapes[0][0] == int(rows[-1]["width_1"]) > 8
         assert fresh(x).isfinite().all()
         again, two = run(ckpt_path=str(tmp_path / f"{name}.ckpt"))
         assert one.rows == two.rows
@@ -419,8 +419,8 @@ def test_what_does_not_go_together(fit, data):
     ("options", "message"),
     [
         ({"gamma": 0.0}, "gamma must be positive and finite"),
-        ({"sigma2": float("nan")}, "sigma2 must be positive"),
-        ({"sigma02": -1.0}, "sigma02 must be positive"),
+        ({"client_variance": float("nan")}, "client_variance must be positive"),
+        ({"prior_variance": -1.0}, "prior_variance must be positive"),
         ({"accept": "never"}, "accept must be always or improvement, got 'never'"),
         ({"matching_start": "old"}, "matching_start must be previous or greedy, got 'old'"),
         ({"start": "mine"}, "start must be own or server"),
@@ -447,13 +447,13 @@ def test_it_needs_a_loop_and_a_score():
     rule = PFNM()
     rule.start(torch.zeros(3))
     with pytest.raises(FederationError, match="FederatedLoop"):
-        rule.server_for(torch.tensor([0]))
+        rule.models_for(torch.tensor([0]))
     made = module()
     rule = begun(PFNM(), made)
     rule.update(ClientUpdate(torch.tensor([0]), 0 * vector(made)[None], torch.tensor([1])))
     rule.compute()
     with pytest.raises(FederationError, match="give them all"):
-        rule.publish()
+        rule.load_global_network()
 
 
 def test_a_module_of_any_kind(fit, data):
@@ -511,9 +511,9 @@ def test_the_search_leaves_out_what_is_much_worse():
     def chosen(score):
         rule.update(ClientUpdate(ids, moves.double(), torch.ones(3)))
         rule.compute()
-        rule.publish(score)
-        width = Chain(made).shapes[0][0]
-        rule.withdraw()
+        rule.load_global_network(score)
+        width = LayerStack(made).shapes[0][0]
+        rule.load_client_network()
         rule.reset()
         rule.round.zero_()
         rule.starts.zero_()
@@ -521,10 +521,10 @@ def test_the_search_leaves_out_what_is_much_worse():
         return width
 
     def seen():
-        widths.append(Chain(made).shapes[0][0])
+        widths.append(LayerStack(made).shapes[0][0])
         return 0.9
 
     narrowest = chosen(seen)
     assert narrowest == min(widths) < max(widths)
-    better = chosen(lambda: 0.9 - 0.1 * (Chain(made).shapes[0][0] == narrowest))
+    better = chosen(lambda: 0.9 - 0.1 * (LayerStack(made).shapes[0][0] == narrowest))
     assert better == min(width for width in widths if width > narrowest)

@@ -10,11 +10,11 @@ from lightning_fl import ClientModule, Lanes
 from lightning_fl.aggregators import PFNM, FedAvg, StreamingPFNM
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.functional.networks import MatchingOptions, NetworkPosterior, match_networks
-from lightning_fl.functional.randomness import Purpose, generator
+from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 
-ALL = {"gamma": 1.0, "sigma2": 0.5, "sigma02": 5.0}
+ALL = {"gamma": 1.0, "client_variance": 0.5, "prior_variance": 5.0}
 
 
 def module(sizes=(6, 8, 3), seed=0):
@@ -41,15 +41,15 @@ class Watch(StreamingPFNM):
 @pytest.mark.parametrize("sizes", [(6, 8, 3), (6, 8, 5, 3)])
 def test_each_round_goes_on_from_the_posterior_of_the_last(fit, data, sizes):
     rule = Watch(**ALL, seed=3)
-    made, samples = module(sizes), data(arrivals=3)
+    made, samples = module(sizes), data(stream_steps=3)
     fit(made, FederatedLoop(aggregator=rule, policy=Schedule(num_steps=5)), samples)
     past = NetworkPosterior()
     for round, (ids, nets, counts) in enumerate(rule.seen):
-        samples.arrive(round)
+        samples.advance(round)
         assert torch.equal(counts, samples.class_counts)
         assert counts.sum() == len(samples.train) // 3
         options = MatchingOptions(**ALL, sweeps=5 if round == 0 else 3)
-        random = generator(3, Purpose.NEURONS, 0, round)
+        random = generator(3, RandomStream.NEURONS, 0, round)
         found = match_networks(nets, counts[ids], options, generator=random, past=past)
         past = found.posterior
     for i, (kept, layer) in enumerate(zip(rule.layers, past.layers, strict=True)):
@@ -64,10 +64,10 @@ def test_each_round_goes_on_from_the_posterior_of_the_last(fit, data, sizes):
 
 def test_clients_start_from_neurons_they_have_used(fit, data):
     rule = StreamingPFNM(**ALL, fresh=2, noise=0.0, seed=1)
-    fit(module(), FederatedLoop(0.5, rule, Schedule(num_steps=5)), data(arrivals=3), rounds=2)
+    fit(module(), FederatedLoop(0.5, rule, Schedule(num_steps=5)), data(stream_steps=3), rounds=2)
     (w, b), (v, _) = rule.network()
-    rule.withdraw()
-    starts = rule.server_for(torch.arange(4))
+    rule.load_client_network()
+    starts = rule.models_for(torch.arange(4))
     assert not torch.equal(starts[0], starts[1])
     for client in range(4):
         weight, bias = starts[client, :48].view(8, 6), starts[client, 48:56]
@@ -91,7 +91,7 @@ def test_clients_start_from_neurons_they_have_used(fit, data):
 def test_popular_neurons_are_drawn_more_often(fit, data):
     rule = StreamingPFNM(**ALL, fresh=6, seed=1, noise=0.0)
     fit(module(), FederatedLoop(1, rule, Schedule(num_steps=5)), data(), rounds=1)
-    rule.withdraw()
+    rule.load_client_network()
     rule.layers[0].uses[:] = 0
     rule.layers[0].uses[0, :4] = torch.tensor([1.0, 6.0, 0.0, 3.0])
     (w, _), _ = rule.network()
@@ -112,33 +112,33 @@ def test_popular_neurons_are_drawn_more_often(fit, data):
 def test_all_neurons_may_be_fresh(fit, data):
     rule = StreamingPFNM(**ALL, fresh=3, widths=[8, 3], noise=0.0)
     fit(module(), FederatedLoop(aggregator=rule, policy=Schedule(num_steps=5)), data(), rounds=2)
-    rule.withdraw()
-    assert not rule.server_for(torch.tensor([1]))[0, :48].any()
+    rule.load_client_network()
+    assert not rule.models_for(torch.tensor([1]))[0, :48].any()
 
 
 def test_noise_and_narrow_clients(fit, data):
     rule = StreamingPFNM(**ALL, noise=0.05, widths=[8, 3], seed=1)
     fit(module(), FederatedLoop(aggregator=rule, policy=Schedule(num_steps=5)), data(), rounds=2)
-    rule.withdraw()
-    starts = rule.server_for(torch.arange(2))
+    rule.load_client_network()
+    starts = rule.models_for(torch.arange(2))
     narrow = starts[1, :48].view(8, 6)
     assert not narrow[3:].any()
     rule.noise, rule.known[:] = 0.0, False
-    still = rule.server_for(torch.arange(2))
+    still = rule.models_for(torch.arange(2))
     moved = (starts - still)[0]
     assert 0.02 < float(moved.std()) < 0.1
     assert not (starts - still)[1, :48].view(8, 6)[3:].any()
 
 
 def test_the_search_is_made_once(fit, data):
-    rule = StreamingPFNM(sigma02=5.0)
-    loop = fit(module(), FederatedLoop(aggregator=rule), data(arrivals=3))
+    rule = StreamingPFNM(prior_variance=5.0)
+    loop = fit(module(), FederatedLoop(aggregator=rule), data(stream_steps=3))
     first = loop.rows[0]
     assert "train_accuracy" in first
     for row in loop.rows[1:]:
         assert "train_accuracy" not in row
-        assert [row[n] for n in ("gamma", "sigma2", "sigma02")] == [
-            first[n] for n in ("gamma", "sigma2", "sigma02")
+        assert [row[n] for n in ("gamma", "client_variance", "prior_variance")] == [
+            first[n] for n in ("gamma", "client_variance", "prior_variance")
         ]
 
 
@@ -146,11 +146,11 @@ def test_the_search_is_made_once(fit, data):
 def test_it_resumes_bit_equal(fit, data, tmp_path, wrap):
     def run(folder, rounds, **options):
         made = module((6, 8, 5, 3))
-        rule = StreamingPFNM(gamma=1.0, sigma2=0.01, fresh=2, seed=5)
+        rule = StreamingPFNM(gamma=1.0, client_variance=0.01, fresh=2, seed=5)
         loop = FederatedLoop(0.5, rule, Schedule(num_steps=5), seed=2)
         callbacks = [RoundCheckpoint(str(folder))]
         options |= {"callbacks": callbacks, "enable_checkpointing": True}
-        fit(wrap(made), loop, data(arrivals=4), rounds=rounds, **options)
+        fit(wrap(made), loop, data(stream_steps=4), rounds=rounds, **options)
         return made, loop
 
     whole, one = run(tmp_path / "whole", 5)
@@ -171,7 +171,7 @@ def test_networks_that_go_on_alone(fit, data):
             self.ends = nets
 
     rule = Own(**ALL, restart="own")
-    fit(module(), FederatedLoop(aggregator=rule), data(arrivals=3))
+    fit(module(), FederatedLoop(aggregator=rule), data(stream_steps=3))
     for client, net in enumerate(rule.ends):
         assert torch.equal(rule.module_chain.pack(net), rule.starts[client])
     with pytest.raises(FederationError, match="restart must be matched or own, got 'new'"):
@@ -193,8 +193,8 @@ def test_bad_options(options, message):
 
 def test_a_stream_without_matching(fit, data):
     """Arrivals belong to the data: any rule sees the round's samples alone."""
-    samples = data(arrivals=3)
+    samples = data(stream_steps=3)
     loop = fit(module(), FederatedLoop(aggregator=FedAvg()), samples, rounds=4)
-    each = [sum(map(len, parts)) for parts in samples.split.arrivals]
+    each = [sum(map(len, parts)) for parts in samples.split.stream_steps]
     assert [row["num_samples"] for row in loop.rows] == [*each, each[0]]
     assert sum(each) == len(samples.train)

@@ -46,7 +46,7 @@ def test_without_noise_by_hand():
     rule.update(update([3.0, 4.0], [0.0, 0.5], samples=[1, 1000]))
     assert rule.compute().tolist() == pytest.approx([1 + 0.6 / 4, 1 + 1.3 / 4])
     figures = {"clip_norm": 1.0, "noise": 0.0, "epsilon": math.inf, "delta": 40**-1.1}
-    assert rule.figures() == figures
+    assert rule.metrics() == figures
 
 
 def test_noise_has_the_variance_that_it_says():
@@ -56,7 +56,7 @@ def test_noise_has_the_variance_that_it_says():
     rule.update(ClientUpdate(torch.tensor([0]), torch.zeros(1, size).double(), torch.ones(1)))
     noise = rule.compute()
     deviation = 1.5 * 0.2 / 4
-    assert rule.figures()["noise"] == pytest.approx(deviation)
+    assert rule.metrics()["noise"] == pytest.approx(deviation)
     assert stats.kstest(noise.numpy() / deviation, "norm").pvalue > 0.001
     assert float(noise.std()) == pytest.approx(deviation, rel=0.01)
     # Another round and another seed have noise of their own, the same round the same.
@@ -84,7 +84,7 @@ def test_the_norm_follows_the_quantile_by_hand():
         rule.start(torch.zeros(1, dtype=torch.float64))
         rule.update(update(*rows))
         rule.compute()
-        assert rule.figures()["clip_norm"] == pytest.approx(clip)
+        assert rule.metrics()["clip_norm"] == pytest.approx(clip)
         part = sum(abs(row[0]) <= clip for row in rows) / 2
         clip *= math.exp(-0.5 * (part - 0.75))
     assert float(rule.clip) == pytest.approx(clip)
@@ -102,11 +102,11 @@ def test_the_count_is_noisy_and_updates_pay_for_it(monkeypatch):
         rule.compute()
         parts.append(0.5 - math.log(float(rule.clip)))
         noise = (2.0**-2 - 6.0**-2) ** -0.5 / 10
-        assert rule.figures()["noise"] == pytest.approx(noise)
+        assert rule.metrics()["noise"] == pytest.approx(noise)
     parts = torch.tensor(parts)
     assert float(parts.mean()) == pytest.approx(0.6, abs=4 * 0.3 / 20)
     assert float(parts.std()) == pytest.approx(0.3, rel=0.15)
-    assert rule.figures()["epsilon"] == [(2.0, 1)]
+    assert rule.metrics()["epsilon"] == [(2.0, 1)]
 
 
 def test_without_noise_and_clipping_it_is_fedavg(simulate):

@@ -47,7 +47,7 @@ def multi_krum(delta, f, m):
 
 
 @pytest.mark.parametrize(
-    ("rule", "centre"),
+    ("rule", "center"),
     [
         (CoordinateMedian(), lambda d, n: coordinate_median(d)),
         (TrimmedMean(0.3), lambda d, n: trimmed_mean(d, 2)),
@@ -60,9 +60,9 @@ def multi_krum(delta, f, m):
         (NormClipping(1.5, "uniform"), lambda d, n: clipped(d, 1.5).mean(0)),
     ],
 )
-def test_the_server_moves_by_the_centre(rule, centre):
+def test_the_server_moves_by_the_centre(rule, center):
     server, update = problem()
-    expected = server + centre(update.delta, update.num_samples)
+    expected = server + center(update.delta, update.num_samples)
     torch.testing.assert_close(after(rule, server, update), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -81,7 +81,7 @@ def test_clipping_says_how_many_and_leaves_buffers():
         torch.arange(2), torch.tensor([[4.0, 50.0], [0.5, 10.0]]), torch.tensor([1, 1])
     )
     assert after(rule, torch.zeros(2), update).tolist() == [0.75, 30.0]
-    assert rule.figures() == {"clipped": 0.5}
+    assert rule.metrics() == {"clipped": 0.5}
 
 
 def test_krum_does_not_look_at_buffers():
@@ -121,7 +121,7 @@ def test_sign_flipping_attackers(fit, data, rule, stands):
     torch.manual_seed(0)
     made = ClientModule(nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
     loop = FederatedLoop(
-        aggregator=attack(rule, {1, 4, 8}), policy=Schedule(num_steps=10), table=None
+        aggregator=attack(rule, {1, 4, 8}), policy=Schedule(num_steps=10), csv_name=None
     )
     fit(made, loop, data(num_clients=10), rounds=6)
     assert (loop.rows[-1]["val_acc"] > 0.9) == stands

@@ -153,7 +153,7 @@ class Uneven(Schedule):
 def test_a_run_resumes_bit_for_bit(fit, tmp_path, lanes):
     def run(rounds, **options):
         made, rule = module(), Scaffold()
-        loop = FederatedLoop(3, rule, Uneven(), seed=1, transforms=[TopK(0.5)])
+        loop = FederatedLoop(3, rule, Uneven(), seed=1, update_transforms=[TopK(0.5)])
         keep = RoundCheckpoint(str(tmp_path))
         user = made if lanes is None else Lanes(made, lanes, compile=False)
         fit(

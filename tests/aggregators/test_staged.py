@@ -35,7 +35,7 @@ def test_stages_are_the_rules_one_after_another():
     expected = rounds(FedAdam(), deltas[3:5], expected)
     expected = rounds(FedAvg("uniform"), deltas[5:], expected)
     torch.testing.assert_close(rounds(rule, deltas, start), expected, atol=1e-14, rtol=0)
-    assert rule.figures()["stage"] == 3
+    assert rule.metrics()["stage"] == 3
 
 
 def test_models_of_clients_begin_with_what_the_stage_before_has_left():
@@ -44,7 +44,7 @@ def test_models_of_clients_begin_with_what_the_stage_before_has_left():
     rule = Staged([2], [FedAvg(), Gossip("ring", num_clients=4)])
     server = rounds(rule, deltas[:2], torch.zeros(3, dtype=torch.float64))
     rule.start(server)
-    assert torch.equal(rule.server_for(torch.arange(4)), server.expand(4, -1))
+    assert torch.equal(rule.models_for(torch.arange(4)), server.expand(4, -1))
 
 
 @pytest.mark.parametrize("half", [1, 2, 3])
@@ -89,7 +89,7 @@ def test_rules_and_policies_stay_in_step_where_too_few_return(fit, linear, data)
     fit(linear(features=6), loop, data(), rounds=4, callbacks=[Poison()])
     assert [row["num_steps"] for row in loop.rows] == [12, 12, 4, 4]
     assert [row["stage"] for row in loop.rows] == [1, 1, 2, 2]
-    assert rule.figure() is not None
+    assert rule.plot() is not None
 
 
 @pytest.mark.parametrize(

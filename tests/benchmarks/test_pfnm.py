@@ -49,7 +49,7 @@ def test_arms(pfnm, commands, tmp_path):
 
 def test_sensitivity_and_cost(pfnm, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        pfnm, "GRID", {"sigma2": (0.5,), "sigma02": (1.0, 9.0), "gamma": (1.0, 5.0)}
+        pfnm, "GRID", {"client_variance": (0.5,), "prior_variance": (1.0, 9.0), "gamma": (1.0, 5.0)}
     )
     place = pfnm.point(tmp_path, "clients", "mnist", "homogeneous", 25, 1)["pfnm"].place
     run = place / "version_0"

@@ -17,7 +17,7 @@ def commands(rules, command_line):
     """Stand in for the command line: two rounds, of which the second has all figures."""
 
     def leave(line, run):
-        (run / "config.yaml").write_text("rotations:\n  - 0\n  - 180\nnum_clients: 4\n")
+        (run / "config.yaml").write_text("client_rotations:\n  - 0\n  - 180\nnum_clients: 4\n")
         rule = {"cluster_of": torch.tensor([0, 1, 0, 0, -1])}
         state = {"FederatedLoop": {"aggregator": rule, "num_clients": 4}}
         torch.save({"callbacks": state}, run / "last.ckpt")

@@ -37,7 +37,7 @@ def test_attacks_by_hand(simulate, kind):
     seen = {}
     simulate(rounds=1, aggregator=Look())
     honest, seen = dict(seen), {}
-    attack = ClientAttack([1, 3], kind, strength=2.5)
+    attack = ClientAttack([1, 3], kind, boost=2.5)
     simulate(attack, rounds=1, aggregator=Look())
     for client in range(4):
         if client in (0, 2):
@@ -56,9 +56,9 @@ def test_a_fraction_attacks_for_good(simulate):
     who = attack.attackers(seed=5, count=100)
     assert len(who) == 29
     assert who == attack.attackers(seed=5, count=100) != attack.attackers(seed=6, count=100)
-    _, loop = simulate(ClientAttack(0.4, "sign_flip", strength=20.0), rounds=6, clients=10)
+    _, loop = simulate(ClientAttack(0.4, "sign_flip", boost=20.0), rounds=6, clients=10)
     assert loop.rows[-1]["val_acc"] < 0.9
-    attack = ClientAttack(0.4, "sign_flip", strength=20.0)
+    attack = ClientAttack(0.4, "sign_flip", boost=20.0)
     _, loop = simulate(attack, rounds=6, clients=10, aggregator=CoordinateMedian())
     assert loop.rows[-1]["val_acc"] > 0.9
 
@@ -103,7 +103,7 @@ def test_samples_are_changed_as_their_data_set_returns_them():
 
 def test_attacked_data_give_the_same_run_in_memory_or_not_and_in_lanes(simulate, data, blobs):
     x, y = blobs().tensors
-    attack = (LabelFlip([0]), Backdoor([2], target=1, size=2, value=5.0, strength=2.0))
+    attack = (LabelFlip([0]), Backdoor([2], target=1, size=2, trigger_value=5.0, boost=2.0))
     made = [
         simulate(*attack)[0],
         simulate(*attack, datamodule=data(train=Samples(x, y)))[0],
@@ -140,7 +140,7 @@ def test_a_backdoor_by_hand(simulate, data):
     samples = data()
     samples.setup("fit")
     x, y = (tensor.clone() for tensor in samples.train.tensors)
-    attack = Look([1], target=2, poisoned=0.3, size=1)
+    attack = Look([1], target=2, poison_fraction=0.3, size=1)
     made, loop = simulate(attack, datamodule=samples, rounds=2)
     part = samples.parts[1]
     marked = (seen["train"][0] != x).any(1).nonzero()[:, 0]
@@ -164,14 +164,16 @@ def test_a_backdoor_by_hand(simulate, data):
 
 
 def test_a_picture_is_marked_in_its_corner():
-    x, y = Backdoor(size=2, value=7.0, target=4).change(torch.zeros(3, 1, 5, 5), torch.arange(3))
+    x, y = Backdoor(size=2, trigger_value=7.0, target=4).change(
+        torch.zeros(3, 1, 5, 5), torch.arange(3)
+    )
     assert (x[:, :, 3:, 3:] == 7).all()
     assert x.sum() == 3 * 4 * 7
     assert y.tolist() == [4, 4, 4]
 
 
 def test_a_scaled_backdoor_takes_over_the_average_and_clipping_stops_it(simulate):
-    attack = {"target": 0, "size": 2, "value": 8.0, "strength": 8.0}
+    attack = {"target": 0, "size": 2, "value": 8.0, "boost": 8.0}
     _, plain = simulate(Backdoor([0], **attack), rounds=4, clients=8)
     rule = NormClipping(0.1)
     _, clipped = simulate(Backdoor([0], **attack), rounds=4, clients=8, aggregator=rule)
@@ -221,7 +223,7 @@ def test_another_seed_than_the_checkpoints_is_refused(simulate, trainer, data, t
         )
 
 
-@pytest.mark.parametrize("make", [lambda: LabelFlip(0.5), lambda: Backdoor(0.5, value=3.0)])
+@pytest.mark.parametrize("make", [lambda: LabelFlip(0.5), lambda: Backdoor(0.5, trigger_value=3.0)])
 def test_attacks_on_data_resume_with_the_checkpoints_seed(simulate, tmp_path, make):
     def kept(name):
         return RoundCheckpoint(str(tmp_path / name))
@@ -244,16 +246,16 @@ def test_attacks_on_data_resume_with_the_checkpoints_seed(simulate, tmp_path, ma
     [
         (lambda: ClientAttack(1.5), "clients must be a fraction from 0 to below 1"),
         (lambda: ClientAttack(0.1, "label"), "kind must be sign_flip, noise or scale"),
-        (lambda: ClientAttack(0.1, strength=-1.0), "strength must be at least 0"),
+        (lambda: ClientAttack(0.1, boost=-1.0), "boost must be at least 0"),
         (lambda: LabelFlip(1), "clients must be a fraction from 0 to below 1, .* got 1"),
         (lambda: LabelFlip([1.7]), "or a list of clients' numbers, got"),
         (lambda: LabelFlip([-1]), "or a list of clients' numbers, got"),
         (lambda: LabelFlip("abc"), "clients must be a fraction"),
         (lambda: LabelFlip(True), "clients must be a fraction"),
-        (lambda: Backdoor(value=float("nan")), "value must be finite, got nan"),
+        (lambda: Backdoor(trigger_value=float("nan")), "value must be finite, got nan"),
         (lambda: LabelFlip(-0.1), "clients must be a fraction from 0 to below 1"),
-        (lambda: Backdoor(poisoned=0.0), r"poisoned must be in \(0, 1\], got 0.0"),
-        (lambda: Backdoor(strength=float("inf")), "strength must be at least 0"),
+        (lambda: Backdoor(poison_fraction=0.0), r"poisoned must be in \(0, 1\], got 0.0"),
+        (lambda: Backdoor(boost=float("inf")), "boost must be at least 0"),
         (lambda: Backdoor(target=-1), "target must be a whole number from 0"),
         (lambda: Backdoor(size=0), "size must be a whole number from 1"),
     ],
@@ -286,7 +288,7 @@ def test_what_does_not_go_together(simulate, trainer, data, blobs, linear, forei
         num_clients=2,
     )
     with pytest.raises(FederationError, match=r"value must be from 0 to 255, .* got 300"):
-        trainer(callbacks=[Backdoor(value=300)]).fit(foreign(), pictures)
+        trainer(callbacks=[Backdoor(trigger_value=300)]).fit(foreign(), pictures)
     numbers = FederatedDataModule(InMemory(x, x[:, 0]), InMemory(x, x[:, 0]), num_clients=2)
     with pytest.raises(FederationError, match="numbers of classes, one a sample"):
         trainer(callbacks=[LabelFlip()]).fit(linear(features=6), numbers)

@@ -11,12 +11,12 @@ from torch import nn
 from lightning_fl import ClientModule, Lanes
 from lightning_fl.aggregators import PFNM, FedAvg, FedMA
 from lightning_fl.callbacks import FederatedLoop, MatchingBaselines, RoundCheckpoint
-from lightning_fl.chain import Chain
+from lightning_fl.layer_stack import LayerStack
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 
-ALL = {"gamma": 1.0, "sigma2": 0.5, "sigma02": 5.0}
+ALL = {"gamma": 1.0, "client_variance": 0.5, "prior_variance": 5.0}
 
 
 def module(seed=0):
@@ -85,7 +85,7 @@ def test_by_hand(run, skewed, wrap):
     assert row["ensemble/local"] == pytest.approx(float(alone), abs=1e-6)
     assert "ensemble/distilled" not in row
     # The module still has the merged network, in tensors that can be trained.
-    assert Chain(made).shapes[0][0] == row["width_1"]
+    assert LayerStack(made).shapes[0][0] == row["width_1"]
     assert not any(p.is_inference() for p in made.parameters())
 
 

@@ -17,7 +17,7 @@ from lightning_fl.types import FederationError
 
 def test_half_of_all_clients_fail_in_every_way(simulate):
     """200 rounds: nothing hangs, nothing is NaN, every loss is counted."""
-    faults = ClientFaults(0.125, 0.125, 0.125, 0.125, straggler=0.1, deadline=0.1, spread=0.3)
+    faults = ClientFaults(0.125, 0.125, 0.125, 0.125, straggler=0.1, deadline=0.1, speed_sigma=0.3)
     made, loop = simulate(
         faults, rounds=200, clients=6, aggregator=CoordinateMedian(), min_clients=2
     )
@@ -26,21 +26,21 @@ def test_half_of_all_clients_fail_in_every_way(simulate):
     lost = {}
     for round, client, fault in faults.happened:
         assert loop.rows[round - 1]["clients"] == 6
-        if fault != "explode":
+        if fault != "blowup":
             lost.setdefault(round, set()).add(client)
     for row in loop.rows:
         named = {int(c) for c in row["dropped_clients"].split()}
         assert named == lost.get(row["round"], set())
         assert row["dropped"] == len(named)
     kinds = [fault for _, _, fault in faults.happened]
-    for fault in ("dropout", "crash", "nan", "explode"):
+    for fault in ("dropout", "crash", "nan", "blowup"):
         assert 100 < kinds.count(fault) < 200  # 150 of 1200 are expected
     assert kinds.count("late") > 20
     assert sum(row["val_acc"] > 0.9 for row in loop.rows) > 100
 
 
 def test_a_trace_is_replayed(simulate, tmp_path):
-    first = ClientFaults(dropout=0.3, explode=0.2)
+    first = ClientFaults(dropout=0.3, blowup=0.2)
     one, loop = simulate(first, rounds=5)
     path = loop.table_path(loop._trainer).with_name("faults.csv")
     replayed = ClientFaults(trace=path)
@@ -63,7 +63,7 @@ def test_what_a_trace_says_happens(simulate, tmp_path):
 @pytest.mark.parametrize("wrap", [lambda module: module, lambda module: Lanes(module, lanes=3)])
 def test_each_cause_has_a_column_and_is_named_in_the_first_warning(simulate, tmp_path, wrap):
     path = tmp_path / "trace.csv"
-    path.write_text("round,client,fault\n1,2,dropout\n1,0,nan\n2,3,crash\n2,0,explode\n3,1,late\n")
+    path.write_text("round,client,fault\n1,2,dropout\n1,0,nan\n2,3,crash\n2,0,blowup\n3,1,late\n")
     logged, messages = [], []
 
     class Read(Callback):
@@ -121,7 +121,7 @@ def test_a_cause_that_cannot_be_a_column_is_refused(simulate, client, cause, mes
 
 def test_faults_do_not_depend_on_lanes_and_resume(simulate, tmp_path):
     def made():
-        return ClientFaults(dropout=0.2, nan=0.2, straggler=0.5, spread=0.4, deadline=1.0)
+        return ClientFaults(dropout=0.2, nan=0.2, straggler=0.5, speed_sigma=0.4, deadline=1.0)
 
     def kept(name):
         return RoundCheckpoint(str(tmp_path / name))
@@ -143,7 +143,7 @@ def test_faults_do_not_depend_on_lanes_and_resume(simulate, tmp_path):
 
 
 def test_the_virtual_clock_by_hand(simulate):
-    faults = ClientFaults(step_seconds=0.5, bandwidth=100.0, spread=0.7)
+    faults = ClientFaults(step_seconds=0.5, bandwidth=100.0, speed_sigma=0.7)
     _, loop = simulate(faults, rounds=2)
     both = 2 * 21 * 8 / 100
     factors = []
@@ -174,7 +174,7 @@ def test_the_server_waits_for_a_deadline_only_if_somebody_is_missing(simulate, t
 
 
 def test_stragglers_are_slow_as_often_as_said(simulate):
-    faults = ClientFaults(straggler=0.25, slowness=4.0, step_seconds=1.0, bandwidth=1e15)
+    faults = ClientFaults(straggler=0.25, straggler_factor=4.0, step_seconds=1.0, bandwidth=1e15)
     simulate(faults, rounds=1)
     each = [faults.seconds_of(3, round, 0, 1) for round in range(2000)]
     assert {round(value, 6) for value in each} == {1.0, 4.0}
@@ -192,7 +192,7 @@ def test_a_fault_ends_a_run_that_asks_for_it(simulate):
         ("", "must begin with the line 'round,client,fault'"),
         ("client,round,fault\n", "must begin with the line"),
         ("round,client,fault\n1,2\n", "line 2 of the trace .* is '1,2': it must be"),
-        ("round,client,fault\n1,2,sleep\n", "one of dropout, crash, nan, late, explode"),
+        ("round,client,fault\n1,2,sleep\n", "one of dropout, crash, nan, late, blowup"),
         ("round,client,fault\n1,-2,nan\n", "line 2"),
         ("round,client,fault\n1,2,nan\n1.5,2,nan\n", "line 3"),
         ("round,client,fault\n0,2,nan\n", "rounds are counted from 1"),
@@ -220,7 +220,7 @@ def test_no_trace_and_no_text(tmp_path):
     [
         (lambda: ClientFaults(dropout=1.2), "dropout must be a probability from 0 to 1, got 1.2"),
         (lambda: ClientFaults(dropout=0.6, nan=0.6), "add up to 1.2"),
-        (lambda: ClientFaults(slowness=0.5), "slowness must be at least 1"),
+        (lambda: ClientFaults(straggler_factor=0.5), "straggler_factor must be at least 1"),
         (lambda: ClientFaults(bandwidth=0.0), "bandwidth must be positive"),
         (lambda: ClientFaults(deadline=-1.0), "deadline must be positive"),
     ],

@@ -19,10 +19,10 @@ from lightning_fl.aggregators import FedAvg
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.federation.plan import Planner
-from lightning_fl.functional import Purpose, generator
+from lightning_fl.functional import RandomStream, generator
 from lightning_fl.objectives import RepresentationMatching
 from lightning_fl.partition import IID, QuantitySkew
-from lightning_fl.policies import DiscreteGaussianReinforce, HyperParameterPolicy, Schedule
+from lightning_fl.policies import DiscreteGaussianReinforce, HyperparameterPolicy, Schedule
 from lightning_fl.samplers import RoundRobinSampler
 from lightning_fl.types import FederationError
 
@@ -33,7 +33,7 @@ def regression(n=60, features=3):
     return TensorDataset(x, x.sum(1) + torch.randn(n, generator=random, dtype=torch.float64))
 
 
-class PerClient(HyperParameterPolicy):
+class PerClient(HyperparameterPolicy):
     """Another amount of work and another learning rate for each client."""
 
     def sample(self, round, clients):
@@ -70,7 +70,7 @@ def test_full_batch_steps_are_fedavg_by_hand(fit, linear, participation, partiti
     fit(module, loop, data, rounds=4)
     x, y = train.tensors
     for t in range(4):
-        order = torch.randperm(6, generator=generator(3, Purpose.COHORT, t))
+        order = torch.randperm(6, generator=generator(3, RandomStream.COHORT, t))
         cohort = order[: round(participation * 6)]
         n = data.num_samples[cohort].double()
         local = []
@@ -124,7 +124,7 @@ def test_one_client_is_plain_training(fit, foreign, data, trainer, blobs, optimi
     federated, plain = foreign(**options), foreign(**options)
     kept = FederatedLoop(optimizer_state="keep", buffers="average", seed=0)
     fit(federated, kept, data(num_clients=1), rounds=3)
-    # The same data module without a loop: the centralised baseline.
+    # The same data module without a loop: the centralized baseline.
     trainer(False, 3, reload_dataloaders_every_n_epochs=1).fit(
         plain, datamodule=data(num_clients=1)
     )
@@ -373,7 +373,7 @@ def test_without_an_lr_the_decay_works_on_the_modules_own(fit, linear):
 
 def test_an_optimiser_without_lr_refuses_a_policy_with_one(fit, linear):
     data = FederatedDataModule(regression(), regression(9), num_clients=2)
-    with pytest.raises(FederationError, match="give the optimiser a positive lr"):
+    with pytest.raises(FederationError, match="give the optimizer a positive lr"):
         fit(linear(lr=0.0), FederatedLoop(policy=Schedule(lr=0.1)), data)
 
 
@@ -388,7 +388,7 @@ def test_local_epochs_give_each_client_the_steps_of_its_data(fit, foreign, data)
 
 
 def test_a_policy_may_return_one_value_for_all(fit, foreign):
-    class Scalar(HyperParameterPolicy):
+    class Scalar(HyperparameterPolicy):
         def sample(self, round, clients):
             return {"num_steps": torch.tensor(2 + round), "lr": torch.tensor(0.01)}
 
@@ -406,7 +406,7 @@ def test_a_policy_may_return_one_value_for_all(fit, foreign):
     ],
 )
 def test_a_policy_that_makes_no_sense_is_refused(fit, foreign, values, message):
-    class Odd(HyperParameterPolicy):
+    class Odd(HyperparameterPolicy):
         def sample(self, round, clients):
             return values
 
@@ -444,7 +444,7 @@ def test_fast_dev_run_is_one_tiny_round(fit, foreign, trainer, data):
 def poisoned(clients, num_clients=4, n=40):
     """Samples by client, with a NaN in those of the given clients."""
     data = regression(n)
-    rule = IID()(torch.zeros(n), num_clients, generator(0, Purpose.PARTITION))
+    rule = IID()(torch.zeros(n), num_clients, generator(0, RandomStream.PARTITION))
     for client in clients:
         data.tensors[0][rule[client][0]] = float("nan")
     return FederatedDataModule(data, regression(9), num_clients=num_clients, batch_size=None)
@@ -512,7 +512,7 @@ def test_a_round_in_which_everyone_fails_keeps_the_model_and_goes_on(fit, linear
     assert len(loop.rows) == 3
 
 
-# --- buffers and optimiser state ------------------------------------------------------------------
+# --- buffers and optimizer state ------------------------------------------------------------------
 
 
 class Counting(L.LightningModule):
@@ -967,11 +967,11 @@ def test_the_table_has_what_the_module_logs_at_the_end_of_its_epoch(fit, foreign
 
 
 def test_no_table_is_written_where_none_is_wanted(fit, foreign, tmp_path):
-    fit(foreign(), FederatedLoop(table=None, buffers="average"))
+    fit(foreign(), FederatedLoop(csv_name=None, buffers="average"))
     assert not list(tmp_path.iterdir())
 
 
-class Learner(HyperParameterPolicy):
+class Learner(HyperparameterPolicy):
     learns_from = frozenset({"val_loss"})
 
     def __init__(self):
@@ -1066,7 +1066,7 @@ def test_hooks_of_the_module_are_called_once_a_client(fit, foreign):
         ({"min_clients": 0}, "min_clients must be a whole number from 1 up, got 0"),
         ({"min_clients": 1.5}, r"min_clients must be a whole number from 1 up, got 1\.5"),
         ({"aggregator": FedAvg}, r"aggregator must be a Aggregator, got .*: write FedAvg\(\)"),
-        ({"policy": {"lr": 0.1}}, "policy must be a HyperParameterPolicy, got {'lr'"),
+        ({"policy": {"lr": 0.1}}, "policy must be a HyperparameterPolicy, got {'lr'"),
         ({"sampler": "uniform"}, "sampler must be a ClientSampler, got 'uniform'"),
         ({"buffers": "mean"}, "buffers must be one of"),
         ({"optimizer_state": "drop"}, "optimizer_state must be one of"),
@@ -1108,7 +1108,7 @@ def test_weight_averaging_is_refused(fit, foreign, name):
 def test_manual_optimisation_is_refused(fit, foreign):
     module = foreign()
     module.automatic_optimization = False
-    with pytest.raises(FederationError, match="Foreign optimises by hand"):
+    with pytest.raises(FederationError, match="Foreign optimizes by hand"):
         fit(module)
 
 
@@ -1151,7 +1151,7 @@ def test_a_loop_that_has_run_is_refused_by_another_trainer(fit, foreign):
 
 
 def test_a_second_fit_of_the_same_trainer_goes_on(foreign, data, trainer):
-    # Lightning sets optimisers and schedulers up anew for a second fit: only SGD goes on.
+    # Lightning sets optimizers and schedulers up anew for a second fit: only SGD goes on.
     whole, parts = foreign(optimizer="sgd"), foreign(optimizer="sgd")
     trainer(rounds=4).fit(whole, datamodule=data())
     first = trainer(rounds=2)
@@ -1223,7 +1223,7 @@ def test_after_a_failed_fit_the_data_and_the_optimiser_are_free_again(fit, linea
     assert runner.optimizers[0].param_groups[0]["lr"] == 0.1
 
 
-def test_a_resumed_run_takes_the_policys_rate_whatever_the_optimisers(fit, linear, tmp_path):
+def test_a_resumed_run_takes_the_policys_rate_whatever_the_optimizers(fit, linear, tmp_path):
     data = FederatedDataModule(regression(), regression(9), num_clients=2, batch_size=None)
     keep = {"callbacks": [RoundCheckpoint(str(tmp_path / "c"))], "enable_checkpointing": True}
     policy = {"policy": Schedule(lr=0.1)}
@@ -1267,7 +1267,7 @@ def test_a_sampler_that_makes_no_sense_is_refused(fit, linear, answer):
 def test_a_policy_learns_and_its_figures_are_in_the_table(fit, linear, tmp_path):
     def run(rounds, folder, **options):
         policy = DiscreteGaussianReinforce(
-            {"lr": [0.001, 0.01, 0.05], "num_steps": [1, 2, 3]}, hyper_lr=0.5, seed=4
+            {"lr": [0.001, 0.01, 0.05], "num_steps": [1, 2, 3]}, policy_lr=0.5, seed=4
         )
         data = FederatedDataModule(regression(), regression(9), num_clients=3, batch_size=8)
         loop = FederatedLoop(policy=policy, seed=3)
@@ -1295,7 +1295,7 @@ def test_clients_report_the_loss_of_what_they_start_from(fit, data, linear):
     """By hand: the server's model on each client's first batch, in every round."""
     heard, started, batches = [], [], {}
 
-    class Listening(HyperParameterPolicy):
+    class Listening(HyperparameterPolicy):
         learns_from = frozenset({"client_losses"})
 
         def sample(self, round, clients):
@@ -1337,7 +1337,7 @@ def resumed(fit, foreign, tmp_path, policy):
     """Two rounds, then one more with another policy."""
     for rounds, given, path in ((2, GRIDS[0], None), (3, policy, tmp_path / "last.ckpt")):
         loop = FederatedLoop(
-            policy=DiscreteGaussianReinforce(given), buffers="average", table=None, seed=1
+            policy=DiscreteGaussianReinforce(given), buffers="average", csv_name=None, seed=1
         )
         options = {"callbacks": [RoundCheckpoint(tmp_path)], "enable_checkpointing": True}
         fit(foreign(), loop, rounds=rounds, ckpt_path=path, **options)
@@ -1363,7 +1363,7 @@ def test_a_term_that_is_gone_is_refused_on_resuming(fit, blobs, tmp_path):
         module = ClientModule(net, terms=terms).double()
         federation = FederatedDataModule(blobs(), num_clients=3)
         options = {"callbacks": [RoundCheckpoint(tmp_path)], "enable_checkpointing": True}
-        loop = FederatedLoop(seed=1, table=None)
+        loop = FederatedLoop(seed=1, csv_name=None)
         if path is None:
             fit(module, loop, federation, rounds=rounds, **options)
             continue
@@ -1378,7 +1378,7 @@ def test_a_term_that_is_gone_is_refused_on_resuming(fit, blobs, tmp_path):
 def test_a_step_may_return_what_its_clients_report(fit, data, linear, lanes, task_loss):
     heard = []
 
-    class Listening(HyperParameterPolicy):
+    class Listening(HyperparameterPolicy):
         learns_from = frozenset({"client_losses"})
 
         def sample(self, round, clients):

@@ -25,7 +25,7 @@ from lightning_fl.lanes import Lanes
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import (
     DiscreteGaussianReinforce,
-    HyperParameterPolicy,
+    HyperparameterPolicy,
     PersonalizedPolicyGradient,
     Schedule,
     StagedPolicy,
@@ -370,7 +370,7 @@ def uneven(data, **options):
     return data(num_clients=4, **options)
 
 
-class Growing(HyperParameterPolicy):
+class Growing(HyperparameterPolicy):
     def sample(self, round, clients):
         return {"num_steps": 1 + round + clients % 2}
 
@@ -442,12 +442,14 @@ def test_the_stepping_batches_of_a_stream_and_of_a_trial_run(fit, foreign, data,
         module.configure_optimizers = lambda: (
             found.append(module.trainer.estimated_stepping_batches) or configure()
         )
-        federated = uneven(data, train=blobs(100), arrivals=2, partition=Dirichlet(1, min_size=9))
+        federated = uneven(
+            data, train=blobs(100), stream_steps=2, partition=Dirichlet(1, min_size=9)
+        )
         loop = FederatedLoop(0.5, sampler=PoissonSampler(), seed=2)
         fit(module, loop, federated, rounds=rounds, **options)
         most = []
         for step in range(2):
-            federated.arrive(step)
+            federated.advance(step)
             most.append(int(federated.batches_per_epoch.max()))
         return most
 
@@ -572,7 +574,7 @@ def test_the_table_shows_the_mean_rate_of_the_clients_steps(fit, foreign, data, 
 
     module.configure_optimizers = configure
 
-    class Work(HyperParameterPolicy):
+    class Work(HyperparameterPolicy):
         def sample(self, round, clients):
             return {"num_steps": 1 + clients % 2, "lr": 0.2 - 0.1 * (clients == 3).double()}
 
@@ -625,8 +627,8 @@ class Failing(PFNM):
         super()._note(ids, found)
         self._fails("publish")
 
-    def withdraw(self):
-        super().withdraw()
+    def load_client_network(self):
+        super().load_client_network()
         if self.server.numel():
             self._fails("withdraw")
 
@@ -636,7 +638,7 @@ def test_the_exception_of_a_rule_is_the_one_that_is_seen(fit, data, at):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
-    rule, before = Failing(gamma=50.0, sigma2=0.1, sigma02=1.0, seed=5), {}
+    rule, before = Failing(gamma=50.0, client_variance=0.1, prior_variance=1.0, seed=5), {}
     rule.at = at
     keep = L.pytorch.callbacks.LambdaCallback(
         on_validation_end=lambda trainer, module: before.update(
@@ -662,7 +664,7 @@ class Stubborn(FedAvg):
         self.has_failed = True
         raise KeyError("the rule failed")
 
-    def publish(self, score=None):
+    def load_global_network(self, score=None):
         if self.has_failed:
             raise ValueError("cannot put back")
 
@@ -781,10 +783,10 @@ HEAD, BACKBONE = 8 * 153, 8 * 300
 
 @pytest.fixture
 def tuned(fit, data):
-    def run(transforms=(), wrap=lambda m: m, **options):
+    def run(update_transforms=(), wrap=lambda m: m, **options):
         torch.manual_seed(0)
         module = Tuned(**options)
-        loop = FederatedLoop(0.5, transforms=transforms, seed=1)
+        loop = FederatedLoop(0.5, update_transforms=update_transforms, seed=1)
         fit(wrap(module), loop, data(val_size=0), rounds=3)
         return module, [(row["bytes_up"], row["bytes_down"]) for row in loop.rows]
 

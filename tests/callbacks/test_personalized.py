@@ -16,7 +16,7 @@ from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundC
 from lightning_fl.callbacks.personalized import summary
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import Proximal, RepresentationMatching
-from lightning_fl.optimizers import MoreauEnvelope
+from lightning_fl.optimizers import PFedMe
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
@@ -144,7 +144,7 @@ def test_clients_start_from_their_own_models(train):
 
 def test_the_personal_models_of_pfedme_are_measured(train):
     callback = PersonalizedEvaluation(steps=0)
-    make = functools.partial(MoreauEnvelope, lr=0.05, personal_lr=0.05, lam=1.0, inner_steps=20)
+    make = functools.partial(PFedMe, lr=0.05, personal_lr=0.05, lam=1.0, inner_steps=20)
     torch.manual_seed(0)
     module = ClientModule(nn.Linear(6, 3), optimizer=make).double()
     loop = FederatedLoop(policy=Schedule(num_steps=2), optimizer_state="keep", seed=0)
@@ -204,7 +204,7 @@ def test_wrong_options(options, words):
 def test_of_pfedme_the_personal_model_is_measured(train):
     """After local steps theta is scored, not the local model that follows it."""
     callback = PersonalizedEvaluation(steps=4)
-    make = functools.partial(MoreauEnvelope, lr=1e-9, personal_lr=0.1, lam=0.1, inner_steps=5)
+    make = functools.partial(PFedMe, lr=1e-9, personal_lr=0.1, lam=0.1, inner_steps=5)
     module = ClientModule(nn.Linear(6, 3), optimizer=make).double()
     train(callback, module=module)
     assert all(row["personal"] > row["server"] for row in callback.rows)

@@ -138,7 +138,7 @@ def test_a_run_that_breaks_before_its_first_round_ended_has_no_rounds_to_draw(ru
 @pytest.mark.parametrize("why", ["table", "fast_dev_run"])
 def test_where_no_table_is_written_there_is_no_report(run, tmp_path, why):
     if why == "table":
-        run(loop=FederatedLoop(table=None))
+        run(loop=FederatedLoop(csv_name=None))
     else:
         run(fast_dev_run=True)
     assert names(tmp_path) == []
@@ -315,7 +315,7 @@ def test_each_client_is_measured_with_the_model_that_it_would_start_from(
     random = torch.Generator().manual_seed(0)
     x, y = torch.randn(120, 6, generator=random), torch.randint(3, (120,), generator=random)
     made = measured(fit, data, module, loop, train=TensorDataset(x.double(), y))
-    models = rule.server_for(torch.arange(4))
+    models = rule.models_for(torch.arange(4))
     found = [float(row["train_acc"]) for row in clients(tmp_path)]
     assert found == [right(models[client], made, client) for client in range(4)]
     assert found != [right(flat(module), made, client) for client in range(4)]

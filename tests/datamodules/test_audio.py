@@ -14,7 +14,7 @@ from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import Augment, LogMel, SpeechCommands, SpokenDigits
 from lightning_fl.datamodules.audio import read_wav
 from lightning_fl.models import KeywordCNN
-from lightning_fl.partition import ByKey, ByLabel
+from lightning_fl.partition import ByLabel, Natural
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 
@@ -86,7 +86,7 @@ def test_odd_rates_take_no_more_memory(tmp_path, rate):
 
 
 def test_a_tone_is_a_line_at_its_height():
-    features = LogMel(8000, 8000, normalise="none")
+    features = LogMel(8000, 8000, normalize="none")
     low, high = (
         features(torch.from_numpy(tone(hertz=hertz)).float()[None])[0, 0] for hertz in (300, 2500)
     )
@@ -95,7 +95,7 @@ def test_a_tone_is_a_line_at_its_height():
     assert low[:, 16].argmax() < high[:, 16].argmax()
 
 
-def test_each_clip_is_standardised():
+def test_each_clip_is_standardized():
     clips = torch.from_numpy(np.stack([tone(), 0.01 * tone(hertz=900)])).float()
     clips = clips + 0.001 * torch.randn_like(clips)
     x = LogMel(8000, 8000)(clips)
@@ -156,7 +156,7 @@ def commands(tmp_path):
 
 
 def test_spoken_digits_are_split_as_their_authors_have_it(digits):
-    data = SpokenDigits(str(digits), partition=ByKey(), num_clients=None, val_size=0)
+    data = SpokenDigits(str(digits), partition=Natural(), num_clients=None, val_size=0)
     data.setup()
     assert (len(data.train), len(data.test)) == (60, 20)
     assert data.num_samples.tolist() == [30, 30]
@@ -167,7 +167,7 @@ def test_spoken_digits_are_split_as_their_authors_have_it(digits):
 
 def test_speech_commands_are_split_by_their_lists(commands):
     data = SpeechCommands(
-        str(commands), keywords=["yes", "no"], partition=ByKey(), num_clients=None
+        str(commands), keywords=["yes", "no"], partition=Natural(), num_clients=None
     )
     data.setup()
     assert [len(part) for part in (data.train, data.val, data.test)] == [4, 2, 2]
@@ -235,7 +235,7 @@ def test_what_is_missing_is_named_with_the_remedy(tmp_path, digits, commands):
     [
         ({"seconds": 0}, "seconds"),
         ({"image_size": 0}, "image_size"),
-        ({"normalise": "all"}, "normalise"),
+        ({"normalize": "all"}, "normalize"),
         ({"cache_features": True, "augment": Augment()}, "cache_features"),
     ],
 )
@@ -266,7 +266,7 @@ def test_the_ten_keywords(tmp_path):
 
 
 def test_the_spoken_digits():
-    data = SpokenDigits(real("free-spoken-digit-dataset"), partition=ByKey(), num_clients=None)
+    data = SpokenDigits(real("free-spoken-digit-dataset"), partition=Natural(), num_clients=None)
     data.setup()
     assert data.num_clients == 6
     assert len(data.train) == 2700

@@ -11,7 +11,7 @@ from lightning_fl.datamodules.batches import (
     RoundBatches,
     client_batches,
 )
-from lightning_fl.partition import ByKey, QuantitySkew
+from lightning_fl.partition import Natural, QuantitySkew
 from lightning_fl.types import FederationError, RoundPlan
 from numbered import batches, federated, joined, numbered, numbers, plan, rng
 
@@ -72,7 +72,7 @@ def test_the_sizes_of_batches_are_those_that_come(
     keys = [client for client, size in enumerate(n) for _ in range(size)]
     data = federated(
         numbered(sum(n)),
-        partition=ByKey(),
+        partition=Natural(),
         keys=keys,
         num_clients=None,
         batch_size=batch_size,

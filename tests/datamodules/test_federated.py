@@ -84,11 +84,11 @@ def test_a_round_trains_on_what_has_arrived(fit, blobs, linear):
 
     seen = {}
     x = torch.arange(36.0, dtype=torch.float64)[:, None].expand(-1, 3) / 36
-    data = Seen(TensorDataset(x, x[:, 0]), num_clients=3, val_size=0, arrivals=3, batch_size=4)
+    data = Seen(TensorDataset(x, x[:, 0]), num_clients=3, val_size=0, stream_steps=3, batch_size=4)
     fit(linear(), FederatedLoop(0.5, seed=1), data, rounds=4, limit_val_batches=0)
     each = [torch.cat(seen[round])[:, 0].mul(36).round().long() for round in range(4)]
     for round in range(4):
-        data.arrive(round)
+        data.advance(round)
         assert set(each[round].tolist()) <= set(torch.cat(data.present).tolist())
         assert len(each[round]) == 8  # two of three clients, four samples each
     assert not set(each[0].tolist()) & set(each[1].tolist())
@@ -96,7 +96,7 @@ def test_a_round_trains_on_what_has_arrived(fit, blobs, linear):
 
 def test_a_data_module_begins_anew_after_a_stream(fit, linear):
     x = torch.rand(36, 3).double()
-    data = FederatedDataModule(TensorDataset(x, x[:, 0]), num_clients=3, val_size=0, arrivals=3)
+    data = FederatedDataModule(TensorDataset(x, x[:, 0]), num_clients=3, val_size=0, stream_steps=3)
     fit(linear(), FederatedLoop(), data, rounds=1, limit_val_batches=0)
     assert data.num_samples.tolist() == [4] * 3
     data.setup("fit")

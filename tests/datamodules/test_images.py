@@ -33,8 +33,8 @@ def loaded(kind, *args, **options):
     return data
 
 
-def normalised(data, chunk=10_000):
-    """Mean and standard deviation of each channel of the training images, after normalisation."""
+def normalized(data, chunk=10_000):
+    """Mean and standard deviation of each channel of the training images, after normalization."""
     images = data.load(train=True).tensors[0]
     total, squares = 0.0, 0.0
     for part in images.split(chunk):
@@ -89,11 +89,11 @@ def test_options_of_images_are_those_of_any_data():
         Digits(val_size=-1)
 
 
-# --- normalisation --------------------------------------------------------------------------------
+# --- normalization --------------------------------------------------------------------------------
 
 
 def test_digits_have_mean_0_and_standard_deviation_1():
-    mean, std = normalised(Digits())
+    mean, std = normalized(Digits())
     assert mean.item() == pytest.approx(0, abs=0.01)
     assert std.item() == pytest.approx(1, abs=0.01)
 
@@ -289,18 +289,18 @@ def test_real_data_have_their_numbers_shapes_and_statistics(data_root, kind):
         assert labels.bincount().tolist() == histogram
     assert data.num_samples.sum() + len(data.val) == len(data.train)
     assert len(data.val) == len(data.train) // 10
-    mean, std = normalised(data)
+    mean, std = normalized(data)
     assert mean.tolist() == pytest.approx([0] * len(mean), abs=0.002)
     # The pixels of a CIFAR-10 that went through JPEG spread 1 % less.
     assert std.tolist() == pytest.approx([1] * len(std), abs=0.01 if kind is CIFAR10 else 0.001)
 
 
-# --- rotations ------------------------------------------------------------------------------------
+# --- client_rotations -----------------------------------------------------------------------------
 
 
 def test_rotations_turn_each_clients_images_and_evaluation_images_in_turn():
     options = {"num_clients": 5, "local_test_size": 0.2, "seed": 3}
-    plain, turned = loaded(Digits, **options), Digits(**options, rotations=[0, 90, 180])
+    plain, turned = loaded(Digits, **options), Digits(**options, client_rotations=[0, 90, 180])
     for stage in ("fit", "test", "fit"):
         turned.setup(stage)
     a, b = plain.train.tensors[0], turned.train.tensors[0]
@@ -319,9 +319,9 @@ def test_rotations_turn_each_clients_images_and_evaluation_images_in_turn():
 
 def test_rotations_are_multiples_of_90_degrees():
     with pytest.raises(FederationError, match="multiples of 90 degrees, got 45"):
-        Digits(rotations=[0, 45])
+        Digits(client_rotations=[0, 45])
     with pytest.raises(FederationError, match="got 'a'"):
-        Digits(rotations=["a"])
+        Digits(client_rotations=["a"])
 
 
 @pytest.mark.parametrize("kind", [MNIST, FashionMNIST, CIFAR10, SpeechCommands, SpokenDigits])

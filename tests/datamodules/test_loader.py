@@ -11,7 +11,7 @@ from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.datamodules import loader as loader_module
 from lightning_fl.datamodules.batches import Batch
 from lightning_fl.datamodules.loader import Batches, round_loader
-from lightning_fl.functional import Purpose, derive_seed
+from lightning_fl.functional import RandomStream, derive_seed
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.partition import QuantitySkew
 from lightning_fl.types import ClientBatches, RoundPlan
@@ -213,7 +213,7 @@ def test_random_transforms_differ_between_samples_rounds_and_batches_but_not_in_
 def test_a_batchs_key_is_its_stream():
     data = Batches(Noisy(), default_collate, seed=4)
     batch = data.__getitems__([8, 9])
-    with seeded_rng(derive_seed(4, Purpose.EVALUATION_SAMPLES, 8)):
+    with seeded_rng(derive_seed(4, RandomStream.EVALUATION_SAMPLES, 8)):
         assert batch[0].tolist() == [8 + torch.rand(()).item(), 9 + torch.rand(()).item()]
     assert len(data) == 60
 

@@ -11,11 +11,11 @@ from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.datamodules.splits import hold_out, labels_of
 from lightning_fl.partition import (
     IID,
-    ByKey,
     ByLabel,
     Dirichlet,
     FromManifest,
     Manifest,
+    Natural,
     QuantitySkew,
 )
 from lightning_fl.types import FederationError
@@ -183,16 +183,16 @@ def test_labels_that_do_not_fit_are_refused(labels, got, partition):
 
 def test_keys_are_an_argument_or_an_attribute():
     keys = [31, 8, 8, 31, 5, 8]
-    by_argument = federated(having(), partition=ByKey(), num_clients=3, keys=keys)
-    by_attribute = federated(having(keys=torch.tensor(keys)), partition=ByKey(), num_clients=3)
-    both = federated(having(keys=[0] * 6), partition=ByKey(), num_clients=3, keys=keys)
+    by_argument = federated(having(), partition=Natural(), num_clients=3, keys=keys)
+    by_attribute = federated(having(keys=torch.tensor(keys)), partition=Natural(), num_clients=3)
+    both = federated(having(keys=[0] * 6), partition=Natural(), num_clients=3, keys=keys)
     for data in (by_argument, by_attribute, both):
         assert lists(data.parts) == [[4], [1, 2, 5], [0, 3]]
 
 
 def test_natural_clients_hold_what_validation_leaves_of_their_samples():
     keys = torch.arange(60) // 15
-    data = federated(partition=ByKey(), keys=keys, val_size=0.25)
+    data = federated(partition=Natural(), keys=keys, val_size=0.25)
     for client, part in enumerate(data.parts):
         assert set(keys[part].tolist()) == {client}
     assert sorted([*torch.cat(data.parts).tolist(), *held(data)]) == list(range(60))
@@ -201,27 +201,27 @@ def test_natural_clients_hold_what_validation_leaves_of_their_samples():
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (None, r"ByKey needs a key for each training sample: pass keys="),
-        ([1, 2, 3], r"ByKey needs one key for each of the 60 training samples, got \(3,\)"),
+        (None, r"Natural needs a key for each training sample: pass keys="),
+        ([1, 2, 3], r"Natural needs one key for each of the 60 training samples, got \(3,\)"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(keys, words):
     with pytest.raises(FederationError, match=words):
-        federated(partition=ByKey(), num_clients=1, keys=keys)
+        federated(partition=Natural(), num_clients=1, keys=keys)
 
 
 def test_keys_may_be_names():
-    data = federated(partition=ByKey(), num_clients=None, keys=["bob", "ann"] * 30, val_size=0)
+    data = federated(partition=Natural(), num_clients=None, keys=["bob", "ann"] * 30, val_size=0)
     assert [part.tolist() for part in data.parts] == [[*range(1, 60, 2)], [*range(0, 60, 2)]]
 
 
 def test_a_method_called_keys_is_no_key():
-    with pytest.raises(FederationError, match="ByKey needs a key"):
-        federated(having(keys=lambda: []), partition=ByKey(), num_clients=1)
+    with pytest.raises(FederationError, match="Natural needs a key"):
+        federated(having(keys=lambda: []), partition=Natural(), num_clients=1)
 
 
 def test_only_rules_that_know_their_clients_can_do_without_a_number(tmp_path):
-    by_key = federated(partition=ByKey(), num_clients=None, keys=torch.arange(60) // 10)
+    by_key = federated(partition=Natural(), num_clients=None, keys=torch.arange(60) // 10)
     assert by_key.num_clients == len(by_key.parts) == 6
     by_key.manifest().write(tmp_path / "split.json")
     again = federated(partition=FromManifest(tmp_path / "split.json"), num_clients=None)
@@ -306,12 +306,12 @@ def test_samples_arrive_in_steps(blobs):
         data.setup("fit")
         return data
 
-    whole, data = made(), made(arrivals=4)
+    whole, data = made(), made(stream_steps=4)
     assert data.num_samples.tolist() == whole.num_samples.tolist() == [30] * 4
     assert torch.equal(data.class_counts, whole.class_counts)
     steps = []
     for round in range(4):
-        data.arrive(round)
+        data.advance(round)
         assert data.num_samples.tolist() == [len(part) for part in data.present]
         assert data.batches_per_epoch.tolist() == [2] * 4
         assert int(data.class_counts.sum()) == int(data.num_samples.sum())
@@ -323,20 +323,20 @@ def test_samples_arrive_in_steps(blobs):
     first = zip(whole.parts, steps[0], strict=True)
     places = {tuple(torch.searchsorted(part, step).tolist()) for part, step in first}
     assert len(places) == 4  # every client has an order of its own
-    data.arrive(4)  # the first step again
+    data.advance(4)  # the first step again
     assert all(torch.equal(a, b) for a, b in zip(data.present, steps[0], strict=True))
     assert data.smallest_batch.tolist() == [3] * 4  # of 7 samples in batches of 4
-    again = made(arrivals=4)
-    again.arrive(2)
+    again = made(stream_steps=4)
+    again.advance(2)
     assert all(torch.equal(a, b) for a, b in zip(again.present, steps[2], strict=True))
-    checks = {made(arrivals=a, seed=s).checksum for a, s in ((1, 3), (4, 3), (4, 4), (3, 3))}
+    checks = {made(stream_steps=a, seed=s).checksum for a, s in ((1, 3), (4, 3), (4, 4), (3, 3))}
     assert len(checks) == 4
-    assert str(made(arrivals=4).manifest()) == str(whole.manifest())
+    assert str(made(stream_steps=4).manifest()) == str(whole.manifest())
 
 
 def test_a_stream_needs_a_sample_a_step(blobs):
-    data = FederatedDataModule(blobs(), num_clients=10, val_size=0, arrivals=13)
-    with pytest.raises(FederationError, match="arrivals=13, but client 0 has 12 samples"):
+    data = FederatedDataModule(blobs(), num_clients=10, val_size=0, stream_steps=13)
+    with pytest.raises(FederationError, match="stream_steps=13, but client 0 has 12 samples"):
         data.setup("fit")
-    with pytest.raises(FederationError, match="arrivals must be an integer of at least 1"):
-        FederatedDataModule(blobs(), arrivals=0)
+    with pytest.raises(FederationError, match="stream_steps must be an integer of at least 1"):
+        FederatedDataModule(blobs(), stream_steps=0)

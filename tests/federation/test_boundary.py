@@ -17,7 +17,7 @@ from torch import nn
 from lightning_fl import Lanes
 from lightning_fl.aggregators import FedAdam
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.policies import HyperParameterPolicy
+from lightning_fl.policies import HyperparameterPolicy
 
 #: Those that are themselves part of writing or reading a checkpoint.
 OF_CHECKPOINTS = {"on_save_checkpoint", "on_load_checkpoint", "state_dict", "load_state_dict"}
@@ -68,7 +68,7 @@ class Module(L.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class Learning(HyperParameterPolicy):
+class Learning(HyperparameterPolicy):
     """One local step more where the last round was worse, and a memory of all losses."""
 
     learns_from = frozenset({"val_loss"})
@@ -129,7 +129,7 @@ class Run:
             optimizer_state="keep",
             buffers="local",
             seed=0,
-            client_memory=0,  # rows are in a file, which is written to in place
+            client_state_memory_gb=0,  # rows are in a file, which is written to in place
         )
         self.diary, self.stop = Diary(), EarlyStopping("val_loss", patience=9)
         self.trainer = L.Trainer(

@@ -254,7 +254,7 @@ def test_each_layer_can_have_orders_of_its_own(how):
     """What a layer is matched to depends on its own orders, and on those of the layer before."""
     nets = [network(4, 5, 5, 3, seed=50 * s) for s in range(4)]
     one, other = [[0, 1, 2, 3]] * 3, [[3, 1, 2, 0], [2, 3, 0, 1], [1, 0, 3, 2]]
-    options = MatchingOptions(sigma2=0.5, gamma=3.0, sweeps=2)
+    options = MatchingOptions(client_variance=0.5, gamma=3.0, sweeps=2)
     first = -1 if how is match_networks else 0
 
     def matched(orders, layer):
@@ -273,8 +273,8 @@ def test_each_layer_can_have_orders_of_its_own(how):
 @pytest.mark.parametrize(
     "option",
     [
-        {"sigma2": 0.1},
-        {"sigma02": 5.0},
+        {"client_variance": 0.1},
+        {"prior_variance": 5.0},
         {"gamma": 0.1},
         {"bias_mean": 0.9},
         {"popularity": 1.0},
@@ -288,7 +288,7 @@ def test_each_layer_can_have_orders_of_its_own(how):
 def test_every_option_reaches_the_matching(how, option):
     def merged(seed, **options):
         nets = [network(4, 5, 5, 3, seed=seed + 50 * s) for s in range(4)]
-        settings = MatchingOptions(**{"sigma2": 0.5, "gamma": 3.0, "sweeps": 3, **options})
+        settings = MatchingOptions(**{"client_variance": 0.5, "gamma": 3.0, "sweeps": 3, **options})
         found = how(nets, None, settings, orders=[[0, 1, 2, 3]] * 4)
         return [t.tolist() for layer in found.layers for t in layer]
 
@@ -730,8 +730,8 @@ def test_clients_of_different_widths_and_a_start():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sigma2": 0.0}, "sigma2 must be positive and finite, got 0.0"),
-        ({"sigma02": -1.0}, "sigma02 must be positive"),
+        ({"client_variance": 0.0}, "client_variance must be positive and finite, got 0.0"),
+        ({"prior_variance": -1.0}, "prior_variance must be positive"),
         ({"gamma": float("nan")}, "gamma must be positive"),
         ({"bias_mean": float("inf")}, "bias_mean must be finite, got inf"),
         ({"popularity": float("inf")}, "popularity must be at least 0, got inf"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_fl.functional.randomness import (
-    Purpose,
+    RandomStream,
     derive_seed,
     generator,
     rng_state,
@@ -28,8 +28,8 @@ def draw(device="cpu"):
 def test_a_seed_is_numpys_seed_sequence_on_every_machine():
     # Results in papers hang on these numbers.
     assert derive_seed(0) == 7896617691693857887
-    assert derive_seed(1, Purpose.BATCHES, 0, 7) == 7163219226752646882
-    assert {purpose.name: purpose.value for purpose in Purpose} == {
+    assert derive_seed(1, RandomStream.BATCHES, 0, 7) == 7163219226752646882
+    assert {purpose.name: purpose.value for purpose in RandomStream} == {
         "HOLD_OUT": 0,
         "PARTITION": 1,
         "COHORT": 2,
@@ -60,7 +60,7 @@ def test_a_seed_is_numpys_seed_sequence_on_every_machine():
 
 
 def test_every_key_has_a_seed_of_its_own():
-    keys = list(product(range(3), Purpose, range(6), range(6)))
+    keys = list(product(range(3), RandomStream, range(6), range(6)))
     seeds = {derive_seed(*key) for key in keys}
     assert len(seeds) == len(keys)
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -68,7 +68,7 @@ def test_every_key_has_a_seed_of_its_own():
 
 def test_close_keys_have_streams_that_know_nothing_of_each_other():
     draws = torch.stack(
-        [torch.randn(400, generator=generator(0, Purpose.CLIENT, 0, c)) for c in range(30)]
+        [torch.randn(400, generator=generator(0, RandomStream.CLIENT, 0, c)) for c in range(30)]
     )
     off_diagonal = torch.corrcoef(draws) - torch.eye(30)
     assert off_diagonal.abs().max() < 5 / 400**0.5

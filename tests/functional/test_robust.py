@@ -1,4 +1,4 @@
-"""Centres of updates: against loops, brute force and limit cases."""
+"""Centers of updates: against loops, brute force and limit cases."""
 
 from itertools import combinations
 
@@ -112,9 +112,9 @@ def test_a_minority_cannot_move_the_centre_far(k, seed, data):
     evil = data.draw(st.sampled_from([1e6, -1e9, 1e12])) * torch.ones(f, 3, dtype=torch.float64)
     updates = torch.cat([honest, evil])
     low, high = honest.min(0).values, honest.max(0).values
-    for centre in (coordinate_median(updates), trimmed_mean(updates, f)):
-        assert (centre >= low - 1e-9).all()
-        assert (centre <= high + 1e-9).all()
+    for center in (coordinate_median(updates), trimmed_mean(updates, f)):
+        assert (center >= low - 1e-9).all()
+        assert (center <= high + 1e-9).all()
     if k >= 2 * f + 3:
         assert int(krum_scores(updates, f).argmin()) < k - f
     if f:

@@ -11,10 +11,10 @@ from torch import nn
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.lanes import Lanes
 from lightning_fl.partition import Dirichlet
-from lightning_fl.policies import HyperParameterPolicy
+from lightning_fl.policies import HyperparameterPolicy
 
 
-class PerClient(HyperParameterPolicy):
+class PerClient(HyperparameterPolicy):
     """Another amount of work for each client and round, and another learning rate.
 
     Its figures are what the clients report, which the table of rounds holds.
@@ -35,7 +35,7 @@ class PerClient(HyperParameterPolicy):
             zip(feedback.plan.clients.tolist(), feedback.losses.tolist(), strict=True)
         )
 
-    def figures(self):
+    def metrics(self):
         return {f"loss_{client}": self.losses.get(client, -1.0) for client in range(7)}
 
 
@@ -44,7 +44,7 @@ def two_layers():
 
 
 class Tiny(L.LightningModule):
-    """A small net, an optimiser that is given, and a loss that is logged in every way."""
+    """A small net, an optimizer that is given, and a loss that is logged in every way."""
 
     def __init__(self, optimizer=None, net=None):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Compiled local steps: what they compute is what the module and its optimiser do."""
+"""Compiled local steps: what they compute is what the module and its optimizer do."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ SGD = {
 
 @pytest.fixture
 def ready(tiny):
-    """A module's step, stacked parameters, and an optimiser that has made a step."""
+    """A module's step, stacked parameters, and an optimizer that has made a step."""
 
     def make(k=3, **options):
         torch.manual_seed(0)
@@ -45,7 +45,7 @@ HOW = {"fixed_is_shared": True, "at_once": True}
 
 
 @pytest.mark.parametrize("options", SGD.values(), ids=SGD)
-def test_a_step_with_its_update_is_that_of_the_optimiser(ready, monkeypatch, options):
+def test_a_step_with_its_update_is_that_of_the_optimizer(ready, monkeypatch, options):
     """Not compiled: what the graph computes."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     local, params, optimizer, batch = ready(**options)
@@ -198,11 +198,11 @@ def test_on_a_gpu_it_is_the_same(ready, name):
     expected_local, expected, expected_optimizer, _ = ready(**SGD[name])
     move = lambda t: t.cuda()  # noqa: E731
     local.module.cuda(), expected_local.module.cuda()
-    for each, optimiser in ((params, optimizer), (expected, expected_optimizer)):
+    for each, trained in ((params, optimizer), (expected, expected_optimizer)):
         for param in each.values():
             param.data, param.grad = move(param.data), None
-            for key, value in optimiser.state[param].items():
-                optimiser.state[param][key] = move(value) if value is not None else None
+            for key, value in trained.state[param].items():
+                trained.state[param][key] = move(value) if value is not None else None
     graphs, samples = Graphs(local, optimizer), tuple(map(move, batch))
     for _ in range(4):
         with torch.no_grad():

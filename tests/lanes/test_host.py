@@ -25,7 +25,7 @@ class Mixed(LightningModule):
 
 @pytest.fixture(params=["plain", "lanes"])
 def host(request):
-    """A module's host, plain or in lanes; ``lr`` and others are the optimiser's."""
+    """A module's host, plain or in lanes; ``lr`` and others are the optimizer's."""
 
     def make(module=None, buffers="average", keep=False, **options):
         user = Mixed(**options) if module is None else module
@@ -255,7 +255,7 @@ def test_a_scheduler_stays_in_force(host):
 def test_no_learning_rate_can_have_no_ratio(host):
     made = host(lr=0.0)
     load(made, lr=0.0)
-    with pytest.raises(FederationError, match=r"sets lr=0.5 .* give the optimiser a positive lr"):
+    with pytest.raises(FederationError, match=r"sets lr=0.5 .* give the optimizer a positive lr"):
         load(made, lr=0.5)
 
 

@@ -18,7 +18,7 @@ from lightning_fl.aggregators import FedAvg
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import Proximal, Term
-from lightning_fl.policies import HyperParameterPolicy, Schedule
+from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.types import FederationError
 
 adam, adamw = (functools.partial(kind, lr=0.01) for kind in (torch.optim.Adam, torch.optim.AdamW))
@@ -41,7 +41,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimisers(agree, tiny, optimizer):
+def test_optimizers(agree, tiny, optimizer):
     lanes = (1, 3, 7) if optimizer == "momentum" else (3,)  # some, one and all of the clients
     agree(lambda: tiny(optimizer=OPTIMIZERS[optimizer]), lanes)
 
@@ -358,7 +358,7 @@ def client():
 class OwnStarts(FedAvg):
     """Every client starts somewhere else."""
 
-    def server_for(self, clients):
+    def models_for(self, clients):
         return self.server + 0.1 * (1 + clients[:, None])
 
 
@@ -484,7 +484,7 @@ def test_a_sample_that_only_fills_a_lane_up_touches_nothing(agree, tiny, client,
                 made.train.tensors[0][part[0]] = torch.inf
         return made
 
-    class FewSteps(HyperParameterPolicy):
+    class FewSteps(HyperparameterPolicy):
         def sample(self, round, clients):
             return {"num_steps": torch.where(first_broken().num_samples > 30, 1, 3)}
 
@@ -638,7 +638,7 @@ def test_a_stop_in_mid_round_leaves_the_server_model(train, tiny, flat):
 
 
 class Saved(L.LightningModule):
-    """It keeps its hyper-parameters."""
+    """It keeps its hyperparameters."""
 
     def __init__(self, width=4, lr=0.1):
         super().__init__()
@@ -760,7 +760,7 @@ def test_state_that_lanes_share_cannot_be_kept(train, tiny, optimizer, what):
 def test_manual_optimisation_is_refused(train, tiny):
     module = tiny()
     module.automatic_optimization = False
-    with pytest.raises(FederationError, match="Tiny optimises by hand"):
+    with pytest.raises(FederationError, match="Tiny optimizes by hand"):
         train(module, 3)
 
 
@@ -787,7 +787,7 @@ def trained(fit):
     """Fit a module; returns the parameters of the one that is given as the user's."""
 
     def run(module, user, data):
-        loop = FederatedLoop(policy=Schedule(num_steps=3), table=None, seed=1)
+        loop = FederatedLoop(policy=Schedule(num_steps=3), csv_name=None, seed=1)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*is trained one client after another")
             fit(module, loop, data, rounds=2)

@@ -7,7 +7,7 @@ from lightning_fl.lanes.fresh import check_fresh
 from lightning_fl.lanes.optimizer_state import OptimizerState
 from lightning_fl.lanes.optimizer_values import restack
 from lightning_fl.lanes.separable import PROPORTIONAL, check_by_trial, check_separable
-from lightning_fl.optimizers import MoreauEnvelope
+from lightning_fl.optimizers import PFedMe
 from lightning_fl.types import FederationError
 
 
@@ -38,7 +38,7 @@ optim = torch.optim
         (optim.Adadelta, True),
         (lambda p: optim.Adamax(p, weight_decay=0.1), True),
         (optim.ASGD, False),
-        (MoreauEnvelope, True),
+        (PFedMe, True),
         (hidden.Counting, True),
         (hidden.Attribute, True),
         (hidden.Lookahead, False),

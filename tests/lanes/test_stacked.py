@@ -254,7 +254,7 @@ def test_clients_find_again_what_they_kept_whatever_the_lane():
         assert all(torch.equal(now[name], then[name]) for name in then)
 
 
-# --- optimisers that lanes can use ----------------------------------------------------------------
+# --- optimizers that lanes can use ----------------------------------------------------------------
 
 
 def of(kind, **options):

@@ -55,12 +55,12 @@ def test_a_hook_for_each_step_is_a_reason_to_train_in_the_module(train, tiny, fl
 
 @pytest.mark.filterwarnings("ignore:You have overridden `on_after_batch_transfer`")
 def test_what_a_module_does_to_a_batch_is_done_to_a_clients_own(agree, tiny):
-    class Centres(tiny.kind):
+    class Centers(tiny.kind):
         def on_after_batch_transfer(self, batch, dataloader_idx):
             return batch[0] - batch[0].mean(0), batch[1]
 
     with pytest.warns(match="not trained in lanes: .* on_after_batch_transfer"):
-        agree(lambda: tiny(Centres), (3,))
+        agree(lambda: tiny(Centers), (3,))
 
 
 def test_parameters_with_hooks_are_trained_by_themselves(tiny):

@@ -67,7 +67,7 @@ def trained(fit):
     """Fit a module; returns the parameters of the one that is given as the user's."""
 
     def run(module, user, data):
-        loop = FederatedLoop(policy=Schedule(num_steps=3), table=None, seed=1)
+        loop = FederatedLoop(policy=Schedule(num_steps=3), csv_name=None, seed=1)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*is trained one client after another")
             fit(module, loop, data, rounds=2)
@@ -82,7 +82,7 @@ def trained(fit):
 def test_a_graph_has_the_clients_rate_in_every_step(
     agree, tiny, data, monkeypatch, steps_per_batch, lr, options
 ):
-    """Also in the last one, which is made inside the optimiser's own; not compiled, for speed."""
+    """Also in the last one, which is made inside the optimizer's own; not compiled, for speed."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     agree(
         lambda: tiny(tiny.kind, lambda params: torch.optim.SGD(params, lr=0.1, **options)),
@@ -239,7 +239,7 @@ def test_frozen_parameters_that_a_step_writes_to_are_kept_in_ragged_batches(
     agree(lambda: tiny(kind), lanes=(lanes,))
 
 
-class Centred(nn.Module):
+class Centerd(nn.Module):
     """Takes the mean over the samples of a batch, and is no BatchNorm."""
 
     def forward(self, x):
@@ -249,7 +249,7 @@ class Centred(nn.Module):
 def test_a_net_that_mixes_samples_is_not_filled_up(agree):
     def make():
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(6, 5), Centred(), nn.Linear(5, 3))
+        net = nn.Sequential(nn.Linear(6, 5), Centerd(), nn.Linear(5, 3))
         return ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
 
     agree(make, lanes=(3, 7))

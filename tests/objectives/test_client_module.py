@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.objectives import Proximal, Side, Term
+from lightning_fl.objectives import ModelView, Proximal, Term
 from lightning_fl.partition import QuantitySkew
 from lightning_fl.policies import Schedule
 
@@ -187,7 +187,7 @@ class Learns(Term):
         self.scale = nn.Parameter(torch.tensor(1.0))
         self.given = []
 
-    def forward(self, own: Side, fixed: Side, batch):
+    def forward(self, own: ModelView, fixed: ModelView, batch):
         self.given.append((own, fixed, batch))
         return self.scale.square()
 

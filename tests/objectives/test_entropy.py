@@ -1,4 +1,4 @@
-"""Entropy regularisation and weight divergence, by hand."""
+"""Entropy regularization and weight divergence, by hand."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_fl.functional import entropy, entropy_hinge
-from lightning_fl.objectives import EntropyRegularizer, Proximal, Side, WeightDivergence
+from lightning_fl.objectives import EntropyRegularizer, ModelView, Proximal, WeightDivergence
 from lightning_fl.types import FederationError
 
 
@@ -27,9 +27,11 @@ def test_the_penalty_is_of_each_sample_or_of_their_mean():
 def test_gradients_are_those_of_differences():
     torch.manual_seed(0)
     logits = (3 * torch.randn(5, 4, dtype=torch.float64)).requires_grad_()
-    term = EntropyRegularizer(h_min=1.0, coefficient=0.7)
+    term = EntropyRegularizer(min_entropy=1.0, coefficient=0.7)
     assert 0 < (entropy(logits) < 1.0).sum() < 5
-    assert torch.autograd.gradcheck(lambda x: term(Side({}, outputs=x), Side({}), None), logits)
+    assert torch.autograd.gradcheck(
+        lambda x: term(ModelView({}, outputs=x), ModelView({}), None), logits
+    )
 
 
 def test_a_certain_class_has_finite_gradients():
@@ -40,11 +42,14 @@ def test_a_certain_class_has_finite_gradients():
 
 def test_nothing_is_penalised_at_zero():
     logits = torch.randn(3, 4)
-    assert EntropyRegularizer(h_min=0.0)(Side({}, logits), Side({}), None) == 0
+    assert EntropyRegularizer(min_entropy=0.0)(ModelView({}, logits), ModelView({}), None) == 0
 
 
 def test_weight_divergence_is_twice_the_proximal_term():
-    own, fixed = Side({"w": torch.tensor([1.0, 2.0])}), Side({"w": torch.tensor([0.0, 4.0])})
+    own, fixed = (
+        ModelView({"w": torch.tensor([1.0, 2.0])}),
+        ModelView({"w": torch.tensor([0.0, 4.0])}),
+    )
     assert WeightDivergence()(own, fixed, None) == 5
     assert WeightDivergence(0.3)(own, fixed, None) == Proximal(0.6)(own, fixed, None)
 
@@ -58,6 +63,9 @@ def test_values_out_of_range_are_refused(value):
 
 def test_a_bound_that_no_prediction_reaches_is_refused():
     logits = torch.zeros(4, 3)
-    assert EntropyRegularizer(h_min=math.log(3))(Side({}, logits), Side({}), None) < 1e-6
+    assert (
+        EntropyRegularizer(min_entropy=math.log(3))(ModelView({}, logits), ModelView({}), None)
+        < 1e-6
+    )
     with pytest.raises(FederationError, match="at most ln 3 ="):
-        EntropyRegularizer(h_min=1.2)(Side({}, logits), Side({}), None)
+        EntropyRegularizer(min_entropy=1.2)(ModelView({}, logits), ModelView({}), None)

@@ -21,7 +21,7 @@ from lightning_fl.functional.mixture import (
     responsibilities,
 )
 from lightning_fl.objectives import FedEM
-from lightning_fl.partition import ByKey, Dirichlet
+from lightning_fl.partition import Dirichlet, Natural
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 
@@ -116,9 +116,9 @@ def test_rounds_are_the_algorithm(federation, floor):
 def _clients(data, round):
     """The cohort of a round, drawn as the loop does."""
     loop = FederatedLoop(0.75, seed=2)
-    from lightning_fl.functional import Purpose, generator
+    from lightning_fl.functional import RandomStream, generator
 
-    random = generator(2, Purpose.COHORT, round)
+    random = generator(2, RandomStream.COHORT, round)
     return loop.sampler.sample(round, 3, data.num_samples, random).sort().values.tolist()
 
 
@@ -239,7 +239,7 @@ def groups():
         y = (x[:, 0] > 0).long()
         y[300:] = 1 - y[300:]
         keys = torch.arange(600).div(100, rounding_mode="floor").tolist()
-        options = {"num_clients": None, "partition": ByKey(), "keys": keys, "batch_size": 20}
+        options = {"num_clients": None, "partition": Natural(), "keys": keys, "batch_size": 20}
         return FederatedDataModule(
             TensorDataset(x, y), local_test_size=0.2, seed=1, val_size=0.1, **options
         )

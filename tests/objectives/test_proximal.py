@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from lightning_fl.objectives import Proximal, Side
+from lightning_fl.objectives import ModelView, Proximal
 from lightning_fl.types import FederationError
 
 
 def sides(own, fixed):
     return (
-        Side({name: torch.tensor(value, requires_grad=True) for name, value in own.items()}),
-        Side({name: torch.tensor(value) for name, value in fixed.items()}),
+        ModelView({name: torch.tensor(value, requires_grad=True) for name, value in own.items()}),
+        ModelView({name: torch.tensor(value) for name, value in fixed.items()}),
     )
 
 

@@ -12,10 +12,10 @@ from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.representation import matching_error, pad_to, unpool
 from lightning_fl.objectives import (
     EntropyRegularizer,
+    ModelView,
     Proximal,
     Recorder,
     RepresentationMatching,
-    Side,
 )
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
@@ -75,8 +75,8 @@ def found(module, fixed, x):
     """The term of a batch, and its gradients by the network's and its own parameters."""
     term = module.terms[0]
     loss = term(
-        Side({}, trace=module.recorder(x)[1]),
-        Side({}, trace=module.recorder.fixed(fixed, x)),
+        ModelView({}, trace=module.recorder(x)[1]),
+        ModelView({}, trace=module.recorder.fixed(fixed, x)),
         (x, None),
     )
     params = [*module.net.parameters(), *term.parameters()]
@@ -336,7 +336,7 @@ def federation(fit, blobs):
         participation=1.0,
         terms=(),
         compile=False,
-        client_memory=1.0,
+        client_state_memory_gb=1.0,
         **options,
     ):
         torch.manual_seed(0)
@@ -349,7 +349,11 @@ def federation(fit, blobs):
         datamodule = FederatedDataModule(samples, num_clients=4, batch_size=10, seed=1)
         policy = Schedule(lr=0.05, num_steps=3)
         loop = FederatedLoop(
-            participation, policy=policy, buffers="average", seed=3, client_memory=client_memory
+            participation,
+            policy=policy,
+            buffers="average",
+            seed=3,
+            client_state_memory_gb=client_state_memory_gb,
         )
         user = module if lanes is None else Lanes(module, lanes, compile=compile)
         fit(user, loop, datamodule, rounds=rounds, **options)
@@ -406,15 +410,19 @@ def test_a_client_finds_its_theta_again(federation):
 
 
 @pytest.mark.parametrize("lanes", [None, 2])
-@pytest.mark.parametrize("client_memory", [1.0, 0.0])
-def test_a_resumed_run_is_bit_equal(federation, flat, tmp_path, lanes, client_memory):
-    def run(rounds, folder, client_memory=client_memory, **options):
+@pytest.mark.parametrize("client_state_memory_gb", [1.0, 0.0])
+def test_a_resumed_run_is_bit_equal(federation, flat, tmp_path, lanes, client_state_memory_gb):
+    def run(rounds, folder, client_state_memory_gb=client_state_memory_gb, **options):
         checkpoint = RoundCheckpoint(dirpath=tmp_path / folder)
         options |= {"callbacks": [checkpoint], "enable_checkpointing": True}
-        options |= {"lanes": lanes, "participation": 2, "client_memory": client_memory}
+        options |= {
+            "lanes": lanes,
+            "participation": 2,
+            "client_state_memory_gb": client_state_memory_gb,
+        }
         return federation(rounds=rounds, **options)
 
-    whole, expected = run(4, "whole", client_memory=1.0)
+    whole, expected = run(4, "whole", client_state_memory_gb=1.0)
     run(2, "half")
     resumed, loop = run(4, "half", ckpt_path=tmp_path / "half" / "last.ckpt")
     assert torch.equal(flat(resumed), flat(whole))

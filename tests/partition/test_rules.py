@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from lightning_fl.partition import (
     IID,
-    ByKey,
     ByLabel,
     Dirichlet,
     FromManifest,
     Manifest,
+    Natural,
     Partition,
     QuantitySkew,
     Shards,
@@ -33,7 +33,7 @@ RANDOM = [
     QuantitySkew(),
     QuantitySkew(alpha=1e-3, min_size=2),
 ]
-RULES = [*RANDOM, ByLabel(1), Shards(1), ByKey(), FromManifest("split.json")]
+RULES = [*RANDOM, ByLabel(1), Shards(1), Natural(), FromManifest("split.json")]
 ALWAYS = (IID, Dirichlet, QuantitySkew, FromManifest)  # need nothing but enough samples
 
 every_rule = pytest.mark.parametrize("rule", RULES, ids=repr)
@@ -153,7 +153,7 @@ def test_randomness_comes_as_a_torch_generator(bad):
         IID()(torch.zeros(5), 1, bad)
 
 
-@pytest.mark.parametrize("rule", [ByLabel(), Shards(), Dirichlet(), ByKey(), IID(True)], ids=repr)
+@pytest.mark.parametrize("rule", [ByLabel(), Shards(), Dirichlet(), Natural(), IID(True)], ids=repr)
 def test_rules_that_group_samples_refuse_real_numbers(rule):
     with pytest.raises(FederationError, match=r"torch.float32.*use IID or QuantitySkew"):
         rule(torch.rand(5), 1, rng())
@@ -205,7 +205,7 @@ def test_a_rule_reads_like_its_constructor():
 
 def test_rules_say_what_they_split_by():
     said = {type(rule).__name__: rule.splits_by for rule in RULES if rule is not RANDOM[1]}
-    assert said.pop("ByKey") == "keys"
+    assert said.pop("Natural") == "keys"
     assert IID(stratified=True).splits_by == "labels"
     samples = {name for name, by in said.items() if by == "samples"}
     assert samples == {"IID", "QuantitySkew", "FromManifest"}
@@ -214,7 +214,7 @@ def test_rules_say_what_they_split_by():
 
 def test_only_natural_clients_and_manifests_know_how_many_clients_there_are():
     keys = torch.tensor([4, 4, 9])
-    assert ByKey().count_clients(keys) == 2
+    assert Natural().count_clients(keys) == 2
     with pytest.raises(FederationError, match="set num_clients"):
         IID().count_clients(keys)
 
@@ -442,22 +442,22 @@ def test_sizes_have_the_moments_of_a_dirichlet():
     assert shares.var(0).mean().item() == pytest.approx(0.1875 / 5, rel=0.15)
 
 
-# --- ByKey ---------------------------------------------------------------------------------------
+# --- Natural --------------------------------------------------------------------------------------
 
 
 def test_each_key_is_a_client_in_ascending_order():
     keys = torch.tensor([30, 10, 20, 30])
-    assert lists(ByKey()(keys, 3, rng())) == [[1], [2], [0, 3]]
+    assert lists(Natural()(keys, 3, rng())) == [[1], [2], [0, 3]]
 
 
 def test_whole_keys_go_to_the_client_with_fewest_samples():
     keys = torch.tensor([1] * 5 + [2] * 4 + [3] * 3 + [4] * 3)
     # 5 to client 0, 4 to client 1, 3 to client 1 (4 < 5), 3 to client 0 (5 < 7).
-    first, second = ByKey()(keys, 2, rng())
+    first, second = Natural()(keys, 2, rng())
     assert keys[first].unique().tolist() == [1, 4]
     assert keys[second].unique().tolist() == [2, 3]
 
 
 def test_more_clients_than_keys_is_an_error():
     with pytest.raises(FederationError, match=r"5 clients need as many keys, the data have 2"):
-        ByKey()(torch.tensor([1, 1, 1, 2, 2]), 5, rng())
+        Natural()(torch.tensor([1, 1, 1, 2, 2]), 5, rng())

@@ -1,4 +1,4 @@
-"""What every hyper-parameter policy keeps to; a new one earns these tests with one row."""
+"""What every hyperparameter policy keeps to; a new one earns these tests with one row."""
 
 import copy
 

@@ -8,9 +8,9 @@ import torch
 
 from lightning_fl.functional.discrete_gaussian import (
     causal_weights,
-    centred_weights,
+    centerd_weights,
     log_probabilities,
-    normalised_axis,
+    normalized_axis,
     relative_reduction,
     score,
 )
@@ -61,14 +61,14 @@ def test_scores_in_closed_form():
 
 
 def test_an_axis_is_scaled_to_its_middle():
-    assert normalised_axis([3]).tolist() == [0]
-    assert normalised_axis([10, 20, 60]).tolist() == pytest.approx([-0.5, -0.3, 0.5])
+    assert normalized_axis([3]).tolist() == [0]
+    assert normalized_axis([10, 20, 60]).tolist() == pytest.approx([-0.5, -0.3, 0.5])
 
 
 def test_baselines():
     assert causal_weights(torch.tensor([1.0, 2.0, 6.0])).tolist() == [-2, -1, 3]
-    # Weights 1, 2, 2, 1 of the neighbours, at distances 2, 1, 1, 2.
-    found = centred_weights(torch.tensor([1.0, 2.0, 9.0, 4.0, 5.0]))
+    # Weights 1, 2, 2, 1 of the neighbors, at distances 2, 1, 1, 2.
+    found = centerd_weights(torch.tensor([1.0, 2.0, 9.0, 4.0, 5.0]))
     assert found.tolist() == pytest.approx([0, 0, 9 - (1 + 4 + 8 + 5) / 6, 0, 0])
 
 
@@ -127,7 +127,7 @@ def test_draws_follow_the_probabilities():
 
 def test_updates_are_equation_7():
     """A round's score belongs to the psi it was drawn from; the baseline is the window's mean."""
-    policy = DiscreteGaussianReinforce(GRID, hyper_lr=0.3, window=2, learn_precision=True, seed=1)
+    policy = DiscreteGaussianReinforce(GRID, policy_lr=0.3, window=2, learn_precision=True, seed=1)
     mean, root = policy.mean.clone(), policy.root.clone()
     losses, rewards, scores = [4.0, 3.0, 3.3, 1.0, 0.9], [], []
     for t in range(4):
@@ -144,7 +144,7 @@ def test_updates_are_equation_7():
     torch.testing.assert_close(policy.mean, mean, atol=1e-12, rtol=0)
     torch.testing.assert_close(policy.root, root, atol=1e-12, rtol=0)
     assert not torch.equal(policy.root, DiscreteGaussianReinforce(GRID).root)
-    assert policy.figures()["reward"] == pytest.approx(0.1)
+    assert policy.metrics()["reward"] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("loss", ["validation", "clients"])
@@ -152,7 +152,7 @@ def test_a_negative_loss_moves_the_policy_as_a_positive_one_that_falls_alike(los
     """Rewards of 0.25, -0.5 and 0.5: the policy must not be driven to what raises the loss."""
     means = []
     for losses in ([4.0, 3.0, 4.5, 2.25], [-4.0, -5.0, -2.5, -3.75]):
-        policy = DiscreteGaussianReinforce(GRID, hyper_lr=0.3, window=2, seed=1, loss=loss)
+        policy = DiscreteGaussianReinforce(GRID, policy_lr=0.3, window=2, seed=1, loss=loss)
         for t in range(3):
             if loss == "validation":
                 policy.update(feedback(t, losses[t], losses[t + 1]))
@@ -167,7 +167,7 @@ def test_a_negative_loss_moves_the_policy_as_a_positive_one_that_falls_alike(los
 
 
 def test_updates_are_equation_6_where_that_is_asked_for():
-    policy = DiscreteGaussianReinforce(GRID, hyper_lr=0.3, window=1, centred=True, seed=1)
+    policy = DiscreteGaussianReinforce(GRID, policy_lr=0.3, window=1, centerd=True, seed=1)
     losses = [4.0, 3.0, 3.3, 1.0]
     expected = score(policy.points, policy._draw(1), policy.mean, policy.root)[0] * 0.3
     for t in range(2):
@@ -181,7 +181,7 @@ def test_updates_are_equation_6_where_that_is_asked_for():
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_the_mean_stays_inside_and_the_precision_positive(optimizer):
     policy = DiscreteGaussianReinforce(
-        GRID, hyper_lr=5.0, learn_precision=True, optimizer=optimizer, seed=0
+        GRID, policy_lr=5.0, learn_precision=True, optimizer=optimizer, seed=0
     )
     loss = 1.0
     for t in range(50):
@@ -194,8 +194,8 @@ def test_the_mean_stays_inside_and_the_precision_positive(optimizer):
 
 def bandit(seed, sign=1.0, rounds=600, **options):
     """The probability, in the end, of the best of five settings, whose rewards are noisy."""
-    policy = DiscreteGaussianReinforce({"lr": [1, 2, 3, 4, 5]}, hyper_lr=0.5, seed=seed, **options)
-    policy.hyper_lr *= sign
+    policy = DiscreteGaussianReinforce({"lr": [1, 2, 3, 4, 5]}, policy_lr=0.5, seed=seed, **options)
+    policy.policy_lr *= sign
     noise = torch.Generator().manual_seed(seed)
     for t in range(rounds):
         lr = float(policy.sample(t, torch.tensor([0]))["lr"][0])
@@ -206,7 +206,7 @@ def bandit(seed, sign=1.0, rounds=600, **options):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_adam_is_that_of_torch(optimizer):
-    policy = DiscreteGaussianReinforce(GRID, hyper_lr=0.01, optimizer=optimizer, seed=2)
+    policy = DiscreteGaussianReinforce(GRID, policy_lr=0.01, optimizer=optimizer, seed=2)
     mean = torch.nn.Parameter(policy.mean.clone())
     kind, options = torch.optim.SGD, {}
     if optimizer == "adam":
@@ -220,9 +220,9 @@ def test_adam_is_that_of_torch(optimizer):
         torch.testing.assert_close(policy.mean, mean.detach(), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"centred": True}, {"window": 0}])
+@pytest.mark.parametrize("options", [{}, {"centerd": True}, {"window": 0}])
 def test_it_finds_the_best_arm(options):
-    """In each of eight runs; without a baseline's window nothing is learnt."""
+    """In each of eight runs; without a baseline's window nothing is learned."""
     means = [bandit(seed, **options) for seed in range(8)]
     if options.get("window") == 0:
         assert means == [0] * 8
@@ -237,7 +237,7 @@ def test_the_printed_sign_finds_the_worst():
 def test_a_resumed_policy_goes_on_as_if_nothing_had_been():
     def made():
         return DiscreteGaussianReinforce(
-            GRID, hyper_lr=0.2, window=3, learn_precision=True, optimizer="adam", seed=None
+            GRID, policy_lr=0.2, window=3, learn_precision=True, optimizer="adam", seed=None
         )
 
     def run(policy, rounds):
@@ -263,9 +263,9 @@ def test_a_resumed_policy_goes_on_as_if_nothing_had_been():
         ({"grid": {"lr": [-0.1, 0.1]}}, "lr"),
         ({"grid": {"num_steps": [0, 1]}}, "num_steps"),
         ({"grid": {"num_steps": [1.5]}}, "whole"),
-        ({"hyper_lr": -1.0}, "hyper_lr"),
+        ({"policy_lr": -1.0}, "policy_lr"),
         ({"window": -1}, "window"),
-        ({"window": 0, "centred": True}, "window"),
+        ({"window": 0, "centerd": True}, "window"),
         ({"precision": 0.0}, "precision"),
         ({"precision": [[1.0]]}, "2x2"),
         ({"precision": [[1.0, 2.0], [2.0, 1.0]]}, "positive definite"),
@@ -304,8 +304,8 @@ def test_clients_know_the_reward_of_a_round_one_round_later():
         clients.update(reported(round, mean - 1, mean + 1, math.nan))
         if round:
             server.update(feedback(round - 1, losses[round - 1], losses[round]))
-            assert clients.figures()["reward"] == server.figures()["reward"]
-            if round < 2:  # later the server's has drawn from a mean that learnt one round earlier
+            assert clients.metrics()["reward"] == server.metrics()["reward"]
+            if round < 2:  # later the server's has drawn from a mean that learned one round earlier
                 assert torch.equal(clients.mean, server.mean)
     assert not torch.equal(clients.mean, torch.zeros(2, dtype=torch.float64))
 
@@ -314,9 +314,9 @@ def test_a_round_in_which_no_client_reports_waits_for_the_next():
     policy = DiscreteGaussianReinforce(GRID, seed=5, loss="clients")
     policy.update(reported(0, 2.0))
     policy.update(reported(1, math.nan))
-    assert "reward" not in policy.figures()
+    assert "reward" not in policy.metrics()
     policy.update(reported(2, 1.0))
-    assert policy.figures()["reward"] == 0.5
+    assert policy.metrics()["reward"] == 0.5
 
 
 def test_an_unknown_loss():
@@ -331,7 +331,7 @@ def test_one_bad_round_does_not_decide_all_later_ones(bad):
     rewards = []
     for round, (before, after) in enumerate(itertools.pairwise(losses)):
         policy.update(feedback(round, before, after))
-        rewards.append(policy.figures()["reward"])
+        rewards.append(policy.metrics()["reward"])
     assert rewards[1] == -10
     assert rewards[3] > 0  # it came back
     assert policy.probabilities().max() < 0.9

@@ -1,4 +1,4 @@
-"""Personalised policies: draws, updates by hand, credits by brute force, and that they learn."""
+"""Personalized policies: draws, updates by hand, contributions by brute force, learning."""
 
 import math
 
@@ -16,14 +16,14 @@ from lightning_fl.policies import PersonalizedPolicyGradient
 from lightning_fl.types import FederationError, Feedback, RoundPlan
 
 TWO = [{"lr": 0.1, "num_steps": 2}, {"lr": 0.3, "num_steps": 5}]
-RAW = {"floor": 0.0, "baseline": False, "normalise": False}
+RAW = {"floor": 0.0, "baseline": False, "normalize": False}
 
 
-def feedback(round, clients, credits=None, weights=None, **metrics):
+def feedback(round, clients, contributions=None, weights=None, **metrics):
     clients = torch.tensor(clients)
     plan = RoundPlan(0, round, clients, torch.ones_like(clients))
     weights = torch.full((len(clients),), 1 / len(clients)) if weights is None else weights
-    given = None if credits is None else torch.tensor(credits, dtype=torch.float64)
+    given = None if contributions is None else torch.tensor(contributions, dtype=torch.float64)
     return Feedback(plan, None, None, None, weights, lambda: given, metrics)
 
 
@@ -76,22 +76,22 @@ def test_reward_by_hand_with_a_running_baseline():
     assert policy.means[0, 0] == pytest.approx(-(0.9 * 0.5 + 0.1 * 0.8))
 
 
-@pytest.mark.parametrize("normalise", [True, False])
-def test_who_was_not_used_counts_as_the_worst(normalise):
+@pytest.mark.parametrize("normalize", [True, False])
+def test_who_was_not_used_counts_as_the_worst(normalize):
     policy = PersonalizedPolicyGradient(
-        TWO, step=0.5, seed=1, floor=0.0, baseline=False, normalise=normalise
+        TWO, step=0.5, seed=1, floor=0.0, baseline=False, normalize=normalize
     )
     clients = torch.arange(3)
     chosen = (policy.sample(0, clients)["lr"] == 0.3).long()
     weights = torch.tensor([0.6, 0.0, 0.4])
     policy.update(feedback(0, [0, 1, 2], [0.1, math.nan, -0.3], weights))
-    worst = 3.0 if normalise else 0.3
+    worst = 3.0 if normalize else 0.3
     expected = -0.5 * worst * (F.one_hot(chosen[1], 2) - 0.5).double()
     torch.testing.assert_close(policy.logits[1], expected, atol=1e-7, rtol=0)
     assert not policy.means.any()
 
 
-@pytest.mark.parametrize("method", ["credit", "reward"])
+@pytest.mark.parametrize("method", ["contribution", "reward"])
 def test_a_setting_that_diverges_is_unlearnt(fit, data, method):
     policy = PersonalizedPolicyGradient(
         [{"lr": 0.1, "num_steps": 5}, {"lr": 1e306, "num_steps": 5}], method, step=0.5, seed=0
@@ -110,7 +110,7 @@ def test_the_first_signal_is_not_scaled_by_a_round_that_had_none():
     assert policy.square[0] == pytest.approx(0.1**2)
 
 
-@pytest.mark.parametrize("method", ["credit", "reward"])
+@pytest.mark.parametrize("method", ["contribution", "reward"])
 def test_it_finds_what_is_best_for_each_client(method):
     """Even clients are better with the first setting, odd ones with the second."""
     policy = PersonalizedPolicyGradient(TWO, method, step=0.3, seed=3)
@@ -119,12 +119,14 @@ def test_it_finds_what_is_best_for_each_client(method):
     for t in range(600):
         second = policy.sample(t, torch.tensor(clients))["lr"] == 0.3
         right = second == torch.tensor([c % 2 == 1 for c in clients])
-        credits = 0.2 - 0.1 * right.double() + 0.02 * torch.randn(6, generator=noise).double()
-        policy.update(feedback(t, clients, (credits / 6).tolist(), val_acc=-float(credits.sum())))
+        contributions = 0.2 - 0.1 * right.double() + 0.02 * torch.randn(6, generator=noise).double()
+        policy.update(
+            feedback(t, clients, (contributions / 6).tolist(), val_acc=-float(contributions.sum()))
+        )
     best = policy.probabilities(torch.tensor(clients)).argmax(1)
     assert best.tolist() == [0, 1, 0, 1, 0, 1]
     assert policy.probabilities(torch.tensor(clients)).min() >= 0.025
-    assert policy.figures()["policy_entropy"] < math.log(2)
+    assert policy.metrics()["policy_entropy"] < math.log(2)
 
 
 # --- in a federation ------------------------------------------------------------------------------
@@ -132,7 +134,7 @@ def test_it_finds_what_is_best_for_each_client(method):
 
 @pytest.fixture
 def federation(fit, blobs):
-    def train(rounds=1, lanes=None, method="credit", module=None, **options):
+    def train(rounds=1, lanes=None, method="contribution", module=None, **options):
         torch.manual_seed(0)
         net = nn.Linear(6, 3)
         made = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
@@ -154,7 +156,7 @@ def test_credits_are_derivatives_by_dummies(federation, monkeypatch, lanes):
     seen = {}
 
     def update(self, found):
-        seen["credits"], seen["weights"] = found.credits(), found.weights
+        seen["contributions"], seen["weights"] = found.contributions(), found.weights
         seen["plan"] = found.plan
 
     monkeypatch.setattr(PersonalizedPolicyGradient, "update", update)
@@ -177,11 +179,11 @@ def test_credits_are_derivatives_by_dummies(federation, monkeypatch, lanes):
     x, y = data.val.tensors
     loss = F.cross_entropy(x @ w[:18].view(3, 6).T + w[18:], y)
     loss.backward()
-    torch.testing.assert_close(seen["credits"], ones.grad, atol=1e-12, rtol=0)
+    torch.testing.assert_close(seen["contributions"], ones.grad, atol=1e-12, rtol=0)
     assert module.training
 
 
-@pytest.mark.parametrize("method", ["credit", "reward"])
+@pytest.mark.parametrize("method", ["contribution", "reward"])
 def test_lanes_change_nothing_and_pictures_are_drawn(federation, tmp_path, method):
     options = {"method": method, "callbacks": [RunReport()]}
     plain, loop, _, _ = federation(4, **options)
@@ -192,7 +194,7 @@ def test_lanes_change_nothing_and_pictures_are_drawn(federation, tmp_path, metho
     assert (tmp_path / "policy.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("method", ["credit", "reward"])
+@pytest.mark.parametrize("method", ["contribution", "reward"])
 def test_a_resumed_run_is_bit_equal(federation, tmp_path, method):
     def run(rounds, folder, **options):
         checkpoint = RoundCheckpoint(tmp_path / folder)
@@ -231,7 +233,7 @@ def test_without_validation_or_losses_it_is_refused(fit, foreign, blobs):
             {"candidates": [{"num_steps": 1, "local_epochs": 2}] * 2},
             "both say how much work",
         ),
-        ({"method": "plain"}, "method must be credit or reward, got 'plain'"),
+        ({"method": "plain"}, "method must be contribution or reward, got 'plain'"),
         ({"step": -1.0}, "step must be finite and at least 0"),
         ({"floor": 1.0}, r"floor must be in \[0, 1\), got 1.0"),
     ],

@@ -1,4 +1,4 @@
-"""Hyper-parameters fixed in advance."""
+"""Hyperparameters fixed in advance."""
 
 import pytest
 import torch

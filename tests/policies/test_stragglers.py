@@ -42,7 +42,7 @@ def test_who_they_are_does_not_depend_on_the_method():
     other = Stragglers(0.5, Schedule(num_steps=50), seed=3)
     for round in range(5):
         slow = kept.sample(round, CLIENTS)["num_steps"] < 50
-        assert torch.equal(~slow, dropped.sample(round, CLIENTS)["takes_part"])
+        assert torch.equal(~slow, dropped.sample(round, CLIENTS)["participates"])
     differ = [not torch.equal(other.sample(t, CLIENTS)["num_steps"] < 50, slow) for t in range(9)]
     assert any(differ)
 

@@ -85,7 +85,7 @@ def test_a_page_says_what_was_run_and_how_it_went(folder, picture):
         "2 clients hold 5 samples, split by ByLabel(classes_per_client=1).",
         "In each of 4 rounds all 2 were sampled, each with 10 local steps on batches of 32.",
         "The model is MLPClassifier with 7,510 parameters.",
-        "FedAvg makes the server's model of their updates; hyper-parameters are those of Schedule.",
+        "FedAvg makes the server's model of their updates; hyperparameters are those of Schedule.",
         "val_acc was 0.5 in the last round, best in round 3 (0.75).",
         "7.0 MB went up, 8.0 MB down.",
         "1 of 8 client updates were dropped (1 non-finite values).",

@@ -57,7 +57,7 @@ def test_nothing_is_lost_but_later():
     ],
 )
 def test_bytes_are_counted(fit, data, transforms, expected):
-    loop = FederatedLoop(0.5, transforms=transforms)
+    loop = FederatedLoop(0.5, update_transforms=transforms)
     fit(module(), loop, data(), rounds=2)
     for row in loop.rows:
         assert row["bytes_up"] == 2 * expected
@@ -65,7 +65,7 @@ def test_bytes_are_counted(fit, data, transforms, expected):
 
 
 def test_buffers_go_as_they_are(fit, data, foreign):
-    loop = FederatedLoop(buffers="average", transforms=[Quantize(1)])
+    loop = FederatedLoop(buffers="average", update_transforms=[Quantize(1)])
     fit(foreign(), loop, data(), rounds=1)
     numbers = sum(p.numel() for p in foreign().parameters())
     # Of BatchNorm: mean and variance of eight features, and a counter of 64 bits.
@@ -84,10 +84,15 @@ def test_the_server_gets_what_was_sent(fit, data, flat):
     start = flat(module())
     plain, half = module(), module()
     fit(plain, FederatedLoop(), data(), rounds=1)
-    loop = FederatedLoop(transforms=[Half()])
+    loop = FederatedLoop(update_transforms=[Half()])
     fit(half, loop, data(), rounds=1)
     torch.testing.assert_close(flat(half) - start, (flat(plain) - start) / 2)
-    fit(module(), loop := FederatedLoop(0.5, transforms=[Half(), Half()], seed=3), data(), rounds=3)
+    fit(
+        module(),
+        loop := FederatedLoop(0.5, update_transforms=[Half(), Half()], seed=3),
+        data(),
+        rounds=3,
+    )
     for client in range(4):
         calls = loop.store.get(client)
         assert float(calls.get("transform.0.calls", 0)) == float(calls.get("transform.1.calls", 0))
@@ -99,7 +104,7 @@ def test_lanes_resume_and_convergence(fit, data, tmp_path, transform):
     def run(folder, rounds, wrap=lambda m: m, **options):
         made = module()
         loop = FederatedLoop(
-            0.5, transforms=[transform()], policy=Schedule(num_steps=6), seed=2,
+            0.5, update_transforms=[transform()], policy=Schedule(num_steps=6), seed=2,
             optimizer_state="keep",
         )  # fmt: skip
         options |= {
@@ -122,7 +127,7 @@ def test_lanes_resume_and_convergence(fit, data, tmp_path, transform):
 
 
 def test_a_client_whose_update_is_dropped_remembers_nothing_of_it(fit, data):
-    loop = FederatedLoop(transforms=[TopK(0.2)])
+    loop = FederatedLoop(update_transforms=[TopK(0.2)])
     errors = []
 
     class Look(RoundCheckpoint):
@@ -151,7 +156,7 @@ def poison(made, loop):
 
 
 def test_personal_evaluation_is_not_disturbed(fit, data):
-    loop = FederatedLoop(transforms=[TopK(0.2)], optimizer_state="keep")
+    loop = FederatedLoop(update_transforms=[TopK(0.2)], optimizer_state="keep")
     callbacks = [PersonalizedEvaluation(steps=2)]
     fit(module(), loop, data(local_test_size=0.3), rounds=2, callbacks=callbacks)
     assert "personal/mean" in loop.rows[-1]
@@ -163,7 +168,10 @@ def test_personal_evaluation_is_not_disturbed(fit, data):
         (lambda: TopK(0.0), r"fraction must be in \(0, 1\], got 0.0"),
         (lambda: Quantize(0), "bits must be a whole number from 1 to 16"),
         (lambda: Quantize(2.5), "bits must be a whole number"),
-        (lambda: FederatedLoop(transforms=[TopK]), "transforms must be UpdateTransforms"),
+        (
+            lambda: FederatedLoop(update_transforms=[TopK]),
+            "update_transforms must be UpdateTransforms",
+        ),
     ],
 )
 def test_bad_options(make, message):

@@ -15,7 +15,7 @@ from lightning_fl.types import FederationError
 Layers = list[tuple[Tensor, Tensor]]
 
 
-class Chain:
+class LayerStack:
     """A module that is convolutions and linear layers, with the same function on each neuron.
 
     Neurons are the filters of convolutions and the units of linear layers. Weights are read as
@@ -32,7 +32,7 @@ class Chain:
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
-        >>> chain = Chain(net)
+        >>> chain = LayerStack(net)
         >>> chain.shapes, [tuple(weight.shape) for weight, _ in chain.read()]
         ([(4, 1), (2, 4)], [(4, 1, 3, 3), (2, 4, 9)])
     """
@@ -192,7 +192,7 @@ class Chain:
                 before = self.module(x)
             for i in range(count - 1):
                 (w, b), (v, c) = wide[i : i + 2]
-                # Not merely turned round: what looks at neighbours would not see that.
+                # Not merely turned round: what looks at neighbors would not see that.
                 order = torch.cat([torch.arange(1, len(b), 2), torch.arange(0, len(b), 2)])
                 moved = [*wide[:i], (w[order], b[order]), (v[:, order], c), *wide[i + 2 :]]
                 with self.holding(moved):
