@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.datamodules.batches import Batching, RoundBatches, client_batches
@@ -334,7 +334,7 @@ def library(
     processes: int = 1,
     matching: bool = False,
     plain: bool = False,
-    **lanes: Any,
+    **vectorized: Any,
 ) -> Run:
     """Train with the library.
 
@@ -344,7 +344,7 @@ def library(
         processes: How many share the clients.
         matching: Whether the loss has a term of representation matching.
         plain: Whether the module is an ordinary LightningModule.
-        lanes: Options of ``Lanes``; without, clients train one after another.
+        vectorized: Options of ``VectorizedClients``; without, clients train one after another.
     """
     net = copy.deepcopy(problem.net)
     terms = [RepresentationMatching(0.1, reduction="mean")] if matching else ()
@@ -360,7 +360,10 @@ def library(
             accelerator=problem.device.type,
             devices=processes,
             strategy="auto" if processes == 1 else "client_parallel",
-        ).fit(Lanes(module, **lanes) if lanes else module, datamodule=problem.federated())
+        ).fit(
+            VectorizedClients(module, **vectorized) if vectorized else module,
+            datamodule=problem.federated(),
+        )
     return clock.run(net)
 
 

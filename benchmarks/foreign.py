@@ -45,7 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_fl import Lanes
+from lightning_fl import VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 
@@ -533,19 +533,19 @@ def vectorized(case: Case) -> str:
     """Compare vectorized with sequential training."""
     expected = federate(case)
 
-    def lanes(**options: Any) -> str:
-        wrap = partial(Lanes, lanes=CLIENTS, compile=False, **options)
+    def group_size(**options: Any) -> str:
+        wrap = partial(VectorizedClients, group_size=CLIENTS, compile=False, **options)
         return compared(expected, federate(case, wrap=wrap))
 
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        how = lanes()
+        how = group_size()
     kinds = "one client after", "not trained in lanes"
     messages = [str(w.message) for w in seen if any(kind in str(w.message) for kind in kinds)]
     if not messages:
         return how
     if how != "equal":  # convolutions of another memory layout round differently
-        how += f"; {lanes(channels_last=False)} with channels_last=False"
+        how += f"; {group_size(channels_last=False)} with channels_last=False"
     return f"{how}; trains sequentially: {messages[0].partition(': ')[2]}"
 
 

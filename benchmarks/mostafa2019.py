@@ -88,7 +88,7 @@ class Cell(NamedTuple):
         return [
             *(option for name in files for option in ("--config", str(CONFIGS / f"{name}.yaml"))),
             f"--seed_everything={self.seed}",
-            f"--federation.participation={self.participation}",
+            f"--federation.client_fraction={self.participation}",
             *[f"--model.init_args.terms.coefficient={MATCHING[self.task]}"] * ("rm" in self.method),
         ]
 

@@ -196,7 +196,7 @@ def point(out: Path, figure: str, data: str, split: str, value: int, seed: int) 
         *options,
         *SPLITS[split],
         f"--data.init_args.num_clients={clients}",
-        f"--lanes={min(clients, 10)}",
+        f"--vectorize={min(clients, 10)}",
         f"--model.init_args.net.init_args.sizes={sizes}",
     ]
     lr = 0.01 if data == "mnist" else 0.001

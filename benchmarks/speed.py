@@ -95,19 +95,21 @@ CONTESTANTS: dict[str, Contestant] = {
     "bare loop, 2 threads": Contestant(2, bare),
     "Trainer.fit per client": Contestant(2, fit_per_client),
     "library, one client at a time": _library(),
-    "1 lane": _library(lanes=1),
-    "10 lanes": _library(lanes=10, compile=False, fast_matmul=False),
-    "10 lanes, compiled": _library(lanes=10, compile=True, fast_matmul=False),
-    "10 lanes, compiled, fast matmul": _library(lanes=10, compile=True),
-    "the same, 1 thread": _library(threads=1, lanes=10, compile=True),
-    "100 lanes, compiled, fast matmul": _library(lanes=100, compile=True),
+    "1 lane": _library(group_size=1),
+    "10 lanes": _library(group_size=10, compile=False, fast_matmul=False),
+    "10 lanes, compiled": _library(group_size=10, compile=True, fast_matmul=False),
+    "10 lanes, compiled, fast matmul": _library(group_size=10, compile=True),
+    "the same, 1 thread": _library(threads=1, group_size=10, compile=True),
+    "100 lanes, compiled, fast matmul": _library(group_size=100, compile=True),
     "2 processes, one client at a time": _library(processes=2),
-    "2 processes, 1 lane": _library(processes=2, lanes=1),
-    "2 processes, 10 lanes, compiled, fast matmul": _library(processes=2, lanes=10, compile=True),
-    "auto": _library(lanes="auto"),
+    "2 processes, 1 lane": _library(processes=2, group_size=1),
+    "2 processes, 10 lanes, compiled, fast matmul": _library(
+        processes=2, group_size=10, compile=True
+    ),
+    "auto": _library(group_size="auto"),
     "library, one client at a time, with matching": _library(matching=True),
     "10 lanes, compiled, fast matmul, with matching": _library(
-        matching=True, lanes=10, compile=True
+        matching=True, group_size=10, compile=True
     ),
 }
 #: What there is for a GPU beside.
@@ -117,10 +119,10 @@ ON_A_GPU: dict[str, Contestant] = {
         name: CONTESTANTS[name]
         for name in ("Trainer.fit per client", "library, one client at a time", "1 lane")
     },
-    "10 lanes": _library(lanes=10, compile=False),
-    "10 lanes, compiled": _library(lanes=10, compile=True),
-    "100 lanes, compiled": _library(lanes=100, compile=True),
-    "1,000 lanes, compiled": _library(lanes=1000, compile=True),
+    "10 lanes": _library(group_size=10, compile=False),
+    "10 lanes, compiled": _library(group_size=10, compile=True),
+    "100 lanes, compiled": _library(group_size=100, compile=True),
+    "1,000 lanes, compiled": _library(group_size=1000, compile=True),
     "auto": CONTESTANTS["auto"],
 }
 
@@ -197,7 +199,7 @@ def grown(clients: int, rounds: int = GROWTH.rounds) -> dict[str, float]:
     """
     cohort = min(clients, GROWTH.cohort)
     problem = Federation(GROWTH._replace(clients=clients, cohort=cohort))
-    found = library(problem, rounds, lanes=10, compile=False).seconds
+    found = library(problem, rounds, group_size=10, compile=False).seconds
     return {"seconds": median(found[1:]), "MiB": peak() - problem.data.bytes / 2**20}
 
 

@@ -347,8 +347,8 @@ class Backdoor(DataAttack):
             limits = torch.iinfo(x.dtype)
             if not limits.min <= self.trigger_value <= limits.max:
                 raise FederationError(
-                    f"trigger_value must be from {limits.min} to {limits.max}, as samples are stored,"
-                    f" got {self.trigger_value}"
+                    f"trigger_value must be from {limits.min} to {limits.max}, as samples are"
+                    f" stored, got {self.trigger_value}"
                 )
 
     def chosen(self, part: Tensor, random: torch.Generator) -> Tensor:

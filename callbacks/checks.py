@@ -153,7 +153,7 @@ def check_trainer(trainer: Trainer, vectorized: bool = False) -> None:
             raise FederationError(
                 f"{type(callback).__name__} gives the optimizer parameters of the module itself,"
                 " which vectorized training does not step: train the module itself instead of"
-                " Lanes(module)"
+                " VectorizedClients(module)"
             )
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return

@@ -54,8 +54,8 @@ from lightning_fl.federation.validation import Validation
 from lightning_fl.files import FolderLock
 from lightning_fl.functional.randomness import rng_state, run_seed, seeded_rng, set_rng_state
 from lightning_fl.hooks import replaced
-from lightning_fl.lanes import BufferPolicy, Lanes, lane_host
 from lightning_fl.policies import HyperparameterPolicy, Schedule
+from lightning_fl.runners import BufferPolicy, VectorizedClients, client_runner
 from lightning_fl.samplers import ClientSampler, UniformSampler, how_drawn
 from lightning_fl.store import ClientStore
 from lightning_fl.transforms import UpdateTransform
@@ -79,12 +79,13 @@ class FederatedLoop(Callback):
     a :class:`~lightning_fl.datamodules.FederatedDataModule`.
 
     Args:
-        participation: Who takes part in a round: a fraction in (0, 1] or a whole number of clients.
-            ``1.0`` is everyone, ``1`` is one client.
         aggregator: The server's rule; None is :class:`~lightning_fl.aggregators.FedAvg`.
         policy: Hyperparameters of rounds and clients; None is one local epoch at the module's own
             learning rate.
         sampler: Draws the cohort; None is uniform.
+        clients_per_round: Number of clients that are sampled for a round.
+        client_fraction: The same as a fraction of all clients, in (0, 1]. Without either all
+            clients train in every round.
         min_clients: With fewer usable updates the server keeps its model for the round.
         on_client_error: What to do with an update that is lost or not finite: ``skip`` drops,
             counts and names it, ``raise`` ends the run. An exception in a client's step always ends
@@ -109,18 +110,19 @@ class FederatedLoop(Callback):
             module, the data or the checkpoint do not fit a federation.
 
     Example:
-        >>> loop = FederatedLoop(participation=0.1, policy=Schedule(lr=0.1, local_epochs=5))
+        >>> loop = FederatedLoop(client_fraction=0.1, policy=Schedule(lr=0.1, local_epochs=5))
         >>> loop.round, loop.rows
         (0, [])
     """
 
     def __init__(
         self,
-        participation: int | float = 1.0,
         aggregator: Aggregator | None = None,
         policy: HyperparameterPolicy | None = None,
         sampler: ClientSampler | None = None,
         *,
+        clients_per_round: int | None = None,
+        client_fraction: float | None = None,
         min_clients: int = 1,
         on_client_error: Literal["skip", "raise"] = "skip",
         optimizer_state: Literal["reset", "keep"] = "reset",
@@ -132,8 +134,7 @@ class FederatedLoop(Callback):
         client_state_memory_gb: float = 1.0,
     ) -> None:
         check_options({k: v for k, v in locals().items() if k not in ("self", "__class__")})
-        is_count = not isinstance(participation, float | np.floating)
-        self.participation: int | float = int(participation) if is_count else float(participation)
+        self.clients_per_round, self.client_fraction = clients_per_round, client_fraction
         self.min_clients = int(min_clients)
         self.aggregator, self.policy = aggregator or FedAvg(), policy or Schedule()
         self.sampler = sampler or UniformSampler()
@@ -175,18 +176,26 @@ class FederatedLoop(Callback):
         if stage != "fit":
             self.aggregator.prepare(user)
             return
-        lanes = pl_module if isinstance(pl_module, Lanes) and pl_module.reason is None else None
-        data = check_fit(trainer, user, lanes is not None)
+        vectorized = pl_module if isinstance(pl_module, VectorizedClients) else None
+        if vectorized is not None and vectorized.reason is not None:  # it trains sequentially
+            vectorized = None
+        data = check_fit(trainer, user, vectorized is not None)
         self._trainer, self._data = trainer, data
         self._processes = processes_of(trainer)
-        if self._processes.share_samples and lanes is not None:
+        if self._processes.share_samples and vectorized is not None:
             raise FederationError(
                 f"{type(trainer.strategy).__name__} shares the samples of a client over processes,"
-                " and Lanes trains many clients in each: choose strategy='client_parallel', or"
-                " leave Lanes out"
+                " and VectorizedClients trains many clients in each: choose"
+                " strategy='client_parallel', or leave VectorizedClients out"
             )
         self._planner = Planner(
-            trainer, data, self.policy, self.sampler, self.participation, lanes, self._processes
+            trainer,
+            data,
+            self.policy,
+            self.sampler,
+            self._cohort_size(data),
+            vectorized,
+            self._processes,
         )
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by the connector
         #: Callbacks that see updates on their way to the server.
@@ -212,7 +221,7 @@ class FederatedLoop(Callback):
         n = planner.num_clients
         loader = [getattr(data, name, None) for name in ("batch_size", "replacement", "drop_last")]
         rules = [self.aggregator, self.policy, self.sampler, self.update_transforms, self._watchers]
-        choices = [self.participation, self.buffers or "average", self.optimizer_state]
+        choices = [planner.cohort_size, self.buffers or "average", self.optimizer_state]
         return Federation(
             n,
             Cohort(planner.cohort_size, n, how_drawn(self.sampler)),
@@ -231,13 +240,25 @@ class FederatedLoop(Callback):
             configuration=(rules, choices, data.checksum, n, loader),
         )
 
+    def _cohort_size(self, data: Any) -> int:
+        """Return the number of clients that are sampled for a round."""
+        n = len(data.num_samples)
+        if self.clients_per_round is None:
+            return max(1, round((self.client_fraction or 1.0) * n))
+        if self.clients_per_round > n:
+            raise FederationError(
+                f"clients_per_round={self.clients_per_round}, and the federation has {n} clients:"
+                " lower it"
+            )
+        return int(self.clients_per_round)
+
     def _check_cohort(self) -> None:
         """Refuse rounds that could never have enough clients."""
         sampled = self._planner.cohort_size
         if sampled < self.min_clients and not self._trainer.fast_dev_run:  # type: ignore[attr-defined]
             raise FederationError(
-                f"min_clients={self.min_clients}, but only {sampled} clients take part"
-                f" in a round (participation={self.participation}): lower one or raise the other"
+                f"min_clients={self.min_clients}, but only {sampled} clients are sampled in a"
+                " round: lower min_clients, or raise clients_per_round or client_fraction"
             )
 
     def _describe_to_resume(self) -> None:
@@ -252,7 +273,7 @@ class FederatedLoop(Callback):
             "optimizer_state": self.optimizer_state,
         }
         options = {
-            "participation": self.participation,
+            "clients in a round": self._planner.cohort_size,
             "min_clients": self.min_clients,
             "on_client_error": self.on_client_error,
             "sampler": describe(self.sampler),
@@ -306,7 +327,9 @@ class FederatedLoop(Callback):
                 self._hold(trainer, callback.dirpath)
         self.aggregator.load_client_network()
         keeps = self.optimizer_state == "keep"
-        self.runner = lane_host(pl_module, self.buffers or "average", trainer.optimizers[0], keeps)
+        self.runner = client_runner(
+            pl_module, self.buffers or "average", trainer.optimizers[0], keeps
+        )
         self.undo.callback(self.runner.close)
         self._fit = fit = self._start_fit(pl_module)
         self._validation = Validation(trainer, self._data, self.policy, self._processes)
@@ -318,7 +341,7 @@ class FederatedLoop(Callback):
             with error_context(f"{trainer.ckpt_path} cannot be resumed"):
                 self._resume.restore(fit)
         boundary = self._noted
-        boundary.chosen = lambda: {"lanes": c} if (c := self.runner.choices()) else {}
+        boundary.chosen = lambda: {"runner": c} if (c := self.runner.choices()) else {}
         boundary.call_before_checkpoints(self._note_close)
         if is_new:
             self._note_boundary(is_begun=False)
@@ -380,7 +403,8 @@ class FederatedLoop(Callback):
     def loop_options(self) -> dict[str, Any]:
         """Return the loop's own options for loggers, as flat values."""
         return {
-            "participation": self.participation,
+            "clients_per_round": self.clients_per_round,
+            "client_fraction": self.client_fraction,
             **named("sampler", self.sampler),
             "update_transforms": ", ".join(map(describe, self.update_transforms)),
             "min_clients": self.min_clients,
@@ -711,7 +735,7 @@ def loop_of(trainer: Trainer) -> FederatedLoop | None:
 
 def user_module(module: LightningModule) -> LightningModule:
     """Return the user's module, without the lanes that train it."""
-    return module.module if isinstance(module, Lanes) else module
+    return module.module if isinstance(module, VectorizedClients) else module
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -732,13 +756,23 @@ def check_options(options: Mapping[str, Any]) -> None:
         if rule is not None and not isinstance(rule, kind):
             hint = f": write {rule.__name__}()" if isinstance(rule, type) else ""
             raise FederationError(f"{name} must be a {kind.__name__}, got {rule!r}{hint}")
-    participation = options["participation"]
-    is_count = isinstance(participation, int | np.integer) and participation >= 1
-    is_fraction = isinstance(participation, float | np.floating) and 0 < participation <= 1
-    if isinstance(participation, bool) or not (is_count or is_fraction):
+    count, fraction = options["clients_per_round"], options["client_fraction"]
+    if count is not None and fraction is not None:
         raise FederationError(
-            "participation must be a fraction in (0, 1] or a whole number of clients from 1 up,"
-            f" got {participation!r}"
+            f"clients_per_round={count!r} and client_fraction={fraction!r} both say how many"
+            " clients a round samples: give one of them"
+        )
+    is_count = isinstance(count, int | np.integer) and not isinstance(count, bool) and count >= 1
+    if count is not None and not is_count:
+        raise FederationError(
+            f"clients_per_round must be a whole number from 1 up, got {count!r}: for a part of all"
+            " clients set client_fraction"
+        )
+    is_fraction = isinstance(fraction, float | int | np.floating) and 0 < fraction <= 1
+    if fraction is not None and (isinstance(fraction, bool) or not is_fraction):
+        raise FederationError(
+            f"client_fraction must be in (0, 1], got {fraction!r}: for a number of clients set"
+            " clients_per_round"
         )
     min_clients = options["min_clients"]
     if not isinstance(min_clients, int | np.integer) or min_clients < 1:

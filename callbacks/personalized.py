@@ -25,7 +25,7 @@ from lightning_fl.federation.measures import accuracy, evaluating, on_device
 from lightning_fl.federation.memory import runner_rows
 from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
-from lightning_fl.lanes import ModuleLane, optimizers_in
+from lightning_fl.runners import SequentialRunner, optimizers_in
 from lightning_fl.strategies import gathered
 from lightning_fl.types import FederationError, ServerState
 
@@ -170,7 +170,7 @@ class PersonalizedEvaluation(Callback):
         return sorted((row for each in every for row in each), key=lambda row: row["client"])
 
     @contextmanager
-    def _studio(self, trainer: Trainer) -> Iterator[tuple[ModuleLane, Any]]:
+    def _studio(self, trainer: Trainer) -> Iterator[tuple[SequentialRunner, Any]]:
         """A copy of the module in which clients may train: the run's own is left alone."""
         loop, user = self._federation, self._federation.runner.module
         module = _copied(user)
@@ -182,7 +182,7 @@ class PersonalizedEvaluation(Callback):
                 f"PersonalizedEvaluation trains a copy of {type(user).__name__}, whose optimizer"
                 " has parameters of another module: let configure_optimizers use self.parameters()"
             )
-        host = ModuleLane(module, loop.buffers or "average", made, loop.runner.keep_optimizer)
+        host = SequentialRunner(module, loop.buffers or "average", made, loop.runner.keep_optimizer)
         host.base_lr = float(made.param_groups[0].get("lr", 0.0))
         state = loop.runner.read()
         loop.aggregator.start(state.vector)  # the next round's: what clients would start from
@@ -192,7 +192,7 @@ class PersonalizedEvaluation(Callback):
             host.close()
 
     def _row(
-        self, trainer: Trainer, host: ModuleLane, server: ServerState, client: int, round: int
+        self, trainer: Trainer, host: SequentialRunner, server: ServerState, client: int, round: int
     ) -> dict[str, float]:
         loop, data = self._federation, trainer.datamodule  # type: ignore[attr-defined]
         rows = runner_rows(loop.store, client)
@@ -228,7 +228,7 @@ class PersonalizedEvaluation(Callback):
             row["local"] = self._trained_score(trainer, host, client)
         return row
 
-    def _trained_score(self, trainer: Trainer, host: ModuleLane, client: int) -> float:
+    def _trained_score(self, trainer: Trainer, host: SequentialRunner, client: int) -> float:
         """Score a client's model after its training: what it has found of its own counts, too."""
         _to_personal(host)
         _call_start(host)  # a mixture takes over the weights that its samples have led to
@@ -241,13 +241,13 @@ class PersonalizedEvaluation(Callback):
         return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 
     def _load(
-        self, host: ModuleLane, state: ServerState, rows: Mapping[str, Tensor], lr: float
+        self, host: SequentialRunner, state: ServerState, rows: Mapping[str, Tensor], lr: float
     ) -> None:
         """Let the module be what a client has at the start of a round."""
         host.load(state, [rows], [lr])
         _call_start(host)
 
-    def _rate(self, host: ModuleLane, client: int) -> float:
+    def _rate(self, host: SequentialRunner, client: int) -> float:
         """Return the learning rate that a client would have in the next round."""
         if self.lr is not None:
             return self.lr
@@ -256,7 +256,7 @@ class PersonalizedEvaluation(Callback):
         lr = float(values["lr"]) if "lr" in values else host.base_lr
         return lr * float(values.get("lr_factor", 1.0))
 
-    def _score(self, trainer: Trainer, host: ModuleLane, client: int) -> float:
+    def _score(self, trainer: Trainer, host: SequentialRunner, client: int) -> float:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         seed = derive_seed(0, RandomStream.PERSONAL, client)
         found = []
@@ -274,7 +274,7 @@ class PersonalizedEvaluation(Callback):
             yield derive_seed(seed, step), batch
 
     def _train(
-        self, trainer: Trainer, host: ModuleLane, batches: Iterable[tuple[int, Any]]
+        self, trainer: Trainer, host: SequentialRunner, batches: Iterable[tuple[int, Any]]
     ) -> None:
         """Make local steps, as in a round."""
         module: Any = host.module
@@ -285,7 +285,7 @@ class PersonalizedEvaluation(Callback):
                     moved = on_device(trainer, batch)
                     host.optimizer.step(partial(self._loss, trainer, host, moved, step))
 
-    def _loss(self, trainer: Trainer, host: ModuleLane, batch: Any, step: int) -> float:
+    def _loss(self, trainer: Trainer, host: SequentialRunner, batch: Any, step: int) -> float:
         """Go forward and back."""
         host.optimizer.zero_grad()
         with trainer.precision_plugin.train_step_context():
@@ -322,7 +322,7 @@ class PersonalizedEvaluation(Callback):
         self._first = state_dict.get("first")
 
 
-def _to_personal(host: ModuleLane) -> bool:
+def _to_personal(host: SequentialRunner) -> bool:
     """Put the personal model of an optimizer that has one into the module; say whether it has."""
     found = {p: s["theta"] for p, s in host.optimizer.state.items() if "theta" in s}
     for param, theta in found.items():
@@ -330,7 +330,7 @@ def _to_personal(host: ModuleLane) -> bool:
     return bool(found)
 
 
-def _call_start(host: ModuleLane) -> None:
+def _call_start(host: SequentialRunner) -> None:
     if callable(hook := getattr(host.module, "on_client_start", None)):
         hook()
 

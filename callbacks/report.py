@@ -27,8 +27,8 @@ from lightning_fl.federation.measures import evaluating, on_device
 from lightning_fl.federation.memory import runner_rows
 from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import seeded_rng
-from lightning_fl.lanes import LaneHost
 from lightning_fl.partition import plot
+from lightning_fl.runners import ClientRunner
 from lightning_fl.strategies import gathered
 from lightning_fl.types import FederationError, ServerState, describe
 
@@ -186,7 +186,8 @@ class RunReport(Callback):
             "module": type(module).__name__,
             "network": type(module.net).__name__ if hasattr(module, "net") else None,
             "parameters": sum(parameter.numel() for parameter in module.parameters()),
-            "participation": loop.participation,
+            "clients_per_round": loop.clients_per_round,
+            "client_fraction": loop.client_fraction,
             **{name: describe(getattr(loop, name)) for name in ("aggregator", "policy", "sampler")},
             "update_transforms": [describe(transform) for transform in loop.update_transforms],
             "no train_acc": self._reason,
@@ -280,7 +281,7 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
 
 
 @contextmanager
-def _kept(lane: LaneHost) -> Iterator[ServerState]:
+def _kept(lane: ClientRunner) -> Iterator[ServerState]:
     """Put the module, and what its optimizer learned, back to what they were."""
     state = lane.read()
     private = {name: lane.named_parameters[name].detach().clone() for name in lane.private}

@@ -331,7 +331,7 @@ class FederatedDataModule(LightningDataModule):
     def _round(self, plan: RoundPlan) -> RoundBatches:
         # Processes share the clients, or else the samples of each batch.
         processes = self._processes() if plan.world_size == 1 else (0, 1)
-        is_alone = plan.lanes == plan.steps_per_batch == 1
+        is_alone = plan.group_size == plan.steps_per_batch == 1
         apart = not is_alone and not self.has_samples_in_front
         return RoundBatches(plan, self.present, self._batching, *processes, apart)
 

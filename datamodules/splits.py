@@ -240,7 +240,8 @@ def _in_steps(parts: list[Tensor], stream_steps: int, seed: int) -> list[list[Te
         if len(part) < stream_steps:
             raise FederationError(
                 f"stream_steps={stream_steps}, but client {client} has {len(part)} samples, less"
-                " than one for each step: lower it, or give every client more (min_size of a partition)"
+                " than one for each step: lower it, or give every client more (min_size of a"
+                " partition)"
             )
         random = generator(seed, RandomStream.ARRIVALS, client)
         order = part[torch.randperm(len(part), generator=random)]

@@ -4,8 +4,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from lightning_fl.lanes import Lanes
 from lightning_fl.objectives import ClientModule
+from lightning_fl.runners import VectorizedClients
 from lightning_fl.strategies import ClientParallelStrategy  # the Trainer knows it by name
 from lightning_fl.types import FederationError
 
@@ -26,11 +26,11 @@ __all__ = [
     "FederatedDataModule",
     "FederatedLoop",
     "FederationError",
-    "Lanes",
     "PersonalizedEvaluation",
     "RoundCheckpoint",
     "RoundProgress",
     "RunReport",
+    "VectorizedClients",
     "__version__",
 ]
 

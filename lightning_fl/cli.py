@@ -43,9 +43,9 @@ from lightning_fl.callbacks.config import RunConfig
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.federation.checkpoint_checks import read_checkpoint
 from lightning_fl.files import read_text, write_atomically
-from lightning_fl.lanes import Lanes
 from lightning_fl.report import report
 from lightning_fl.report.run import TEST_FORMAT, differing_options, values_of
+from lightning_fl.runners import VectorizedClients
 from lightning_fl.types import FederationError
 
 
@@ -186,11 +186,12 @@ class FederatedCLI(LightningCLI):
         parser.add_lightning_class_args(RoundCheckpoint, "checkpoint")
         parser.set_defaults({"trainer.default_root_dir": "runs"})
         parser.add_argument(
-            "--lanes",
+            "--vectorize",
             type=PositiveInt | Literal["auto"] | dict[str, int | bool | Literal["auto"]] | None,
             default=None,
-            help="Clients that train at once, in Lanes(model, lanes); null is one after another."
-            " Further options of Lanes as --lanes.compile=true, or {lanes: 10, compile: true}.",
+            help="Clients that train at once, or auto; null trains them one after another."
+            " Further options of VectorizedClients: --vectorize.compile=true, or"
+            " {group_size: 10, compile: true}.",
         )
         parser.add_argument(
             "--threads",
@@ -201,14 +202,15 @@ class FederatedCLI(LightningCLI):
         )
 
     def instantiate_classes(self) -> None:
-        """Put the model into lanes, where they are wanted."""
+        """Let several clients of the model train at once, where that is asked for."""
         super().instantiate_classes()
-        if self.subcommand == "fit" and (lanes := self.config_init.fit.lanes) is not None:
-            options = lanes if isinstance(lanes, dict) else {"lanes": lanes}
-            known = [name for name in inspect.signature(Lanes).parameters if name != "module"]
+        if self.subcommand == "fit" and (given := self.config_init.fit.vectorize) is not None:
+            options = given if isinstance(given, dict) else {"group_size": given}
+            parameters = inspect.signature(VectorizedClients).parameters
+            known = [name for name in parameters if name != "module"]
             if unknown := sorted(set(options) - set(known)):
-                raise FederationError(f"lanes has no option {unknown[0]!r}, it has {known}")
-            self.model = Lanes(self.model, **options)
+                raise FederationError(f"vectorize has no option {unknown[0]!r}, it has {known}")
+            self.model = VectorizedClients(self.model, **options)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and refuse seeds that numpy would refuse later."""

@@ -126,7 +126,7 @@ class WeightedSampler(ClientSampler):
         if (positive := int((weights > 0).sum())) < count:
             raise FederationError(
                 f"a round takes {count} clients, only {positive} have a positive weight: lower"
-                " participation or raise weights"
+                " clients_per_round or client_fraction, or raise weights"
             )
         return weights
 

@@ -135,7 +135,7 @@ class RoundPlan:
     num_steps: Tensor
     lr: Tensor | None = None
     hyperparameters: Mapping[str, Tensor] = field(default_factory=dict)
-    lanes: int = 1
+    group_size: int = 1
     steps_per_batch: int = 1
     stepwise: bool = False
     rank: int = 0
@@ -203,9 +203,9 @@ class RoundPlan:
     def _cut(self, rows: list[int]) -> list[tuple[int, ...]]:
         """Return clients in groups that differ by one in size at most, of similar work."""
         steps = self.num_steps.tolist()
-        if self.lanes > 1:
+        if self.group_size > 1:
             rows = sorted(rows, key=lambda row: -steps[row])
-        count = -(-len(rows) // self.lanes)
+        count = -(-len(rows) // self.group_size)
         sizes = [len(rows) // count + (i < len(rows) % count) for i in range(count)]
         ends = list(accumulate(sizes))
         return [tuple(rows[end - size : end]) for size, end in zip(sizes, ends, strict=True)]

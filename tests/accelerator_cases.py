@@ -20,7 +20,7 @@ import pretend
 from layouts import cifar_layout, mnist_layout, speech_commands_layout, spoken_digits_layout
 from lightning_fl import (
     ClientModule,
-    Lanes,
+    VectorizedClients,
     aggregators,
     callbacks,
     datamodules,
@@ -146,7 +146,7 @@ def fit(
     place,
     folder,
     make=module,
-    lanes=None,
+    group_size=None,
     data=samples,
     rounds=2,
     watchers=list,
@@ -163,7 +163,7 @@ def fit(
     torch.manual_seed(0)
     options = {name: value() if callable(value) else value for name, value in options.items()}
     loop = FederatedLoop(
-        **{"policy": Schedule(num_steps=2 if lanes else 1), "buffers": "average", "seed": 3}
+        **{"policy": Schedule(num_steps=2 if group_size else 1), "buffers": "average", "seed": 3}
         | options
     )
     user = make().to(dtype)
@@ -179,7 +179,7 @@ def fit(
         num_sanity_val_steps=0,
         **QUIET | where | (trainer or {}),
     )
-    trained = user if lanes is None else Lanes(user, compile=False, **lanes)
+    trained = user if group_size is None else VectorizedClients(user, compile=False, **group_size)
     trained = trained if wrap is None else wrap(user)
     with warnings.catch_warnings():  # what a case warns of is tested elsewhere
         warnings.simplefilter("ignore")
@@ -243,11 +243,13 @@ def same(device, tmp_path):
     return check
 
 
-VECTORIZED = {"lanes": 2, "steps_per_batch": 2}
+VECTORIZED = {"group_size": 2, "steps_per_batch": 2}
 
 
 def in_both_modes(test):
-    return pytest.mark.parametrize("lanes", [None, VECTORIZED], ids=["plain", "vectorized"])(test)
+    return pytest.mark.parametrize("group_size", [None, VECTORIZED], ids=["plain", "vectorized"])(
+        test
+    )
 
 
 def every_vectorized(rows, plain):
@@ -257,11 +259,11 @@ def every_vectorized(rows, plain):
     are those that do something with each client, or get more than its update.
     """
     cases = [
-        pytest.param(row, lanes, id=f"{name}-{'vectorized' if lanes else 'plain'}")
+        pytest.param(row, group_size, id=f"{name}-{'vectorized' if group_size else 'plain'}")
         for name, row in rows.items()
-        for lanes in ([None, VECTORIZED] if name in plain.split(", ") else [VECTORIZED])
+        for group_size in ([None, VECTORIZED] if name in plain.split(", ") else [VECTORIZED])
     ]
-    return pytest.mark.parametrize(("row", "lanes"), cases)
+    return pytest.mark.parametrize(("row", "group_size"), cases)
 
 
 def concrete(package, *others):
@@ -316,13 +318,13 @@ def test_every_rule_has_a_row():
 
 
 @every_vectorized(RULES, plain="FedAvg, FedControl, Gossip, PFNM, DPFedAvg")
-def test_a_rule(same, row, lanes):
-    same(aggregator=row, lanes=lanes)
+def test_a_rule(same, row, group_size):
+    same(aggregator=row, group_size=group_size)
 
 
 @every({name: RULES[name] for name in ("FedControl", "ClusteredFL", "CoordinateMedian")})
 def test_a_rule_with_a_round_of_few_clients(same, row):
-    same(aggregator=row, min_clients=3, sampler=PoissonSampler, participation=3, rounds=3)
+    same(aggregator=row, min_clients=3, sampler=PoissonSampler, clients_per_round=3, rounds=3)
 
 
 # --- policies and samplers ------------------------------------------------------------------------
@@ -359,13 +361,13 @@ def test_every_sampler_has_a_row():
 
 
 @every_vectorized(POLICIES, plain="PersonalizedPolicyGradient(reward)")
-def test_a_policy(same, row, lanes):
-    same(policy=row, lanes=lanes, rounds=3)
+def test_a_policy(same, row, group_size):
+    same(policy=row, group_size=group_size, rounds=3)
 
 
 @every(SAMPLERS)
 def test_a_sampler(same, row):
-    same(sampler=row, participation=3)
+    same(sampler=row, clients_per_round=3)
 
 
 # --- objectives, optimizers, transforms -----------------------------------------------------------
@@ -397,26 +399,26 @@ def test_every_objective_has_a_row():
 
 @in_both_modes
 @every(MODULES)
-def test_an_objective_or_an_optimizer(same, row, lanes):
-    same(make=row, lanes=lanes, data=partial(samples, drop_last=True))
+def test_an_objective_or_an_optimizer(same, row, group_size):
+    same(make=row, group_size=group_size, data=partial(samples, drop_last=True))
 
 
 @every({"SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "Adam": torch.optim.Adam})
-@pytest.mark.parametrize("lanes", [None, {"lanes": 3}], ids=["plain", "vectorized"])
-def test_optimizer_states_that_are_kept(same, row, lanes):
-    if lanes and row is torch.optim.Adam:
+@pytest.mark.parametrize("group_size", [None, {"group_size": 3}], ids=["plain", "vectorized"])
+def test_optimizer_states_that_are_kept(same, row, group_size):
+    if group_size and row is torch.optim.Adam:
         pytest.skip("lanes refuse to keep the state of Adam")
-    options = {"optimizer_state": "keep", "participation": 3, "rounds": 3}
-    same(make=lambda: module(optimizer=row), lanes=lanes, **options)
+    options = {"optimizer_state": "keep", "clients_per_round": 3, "rounds": 3}
+    same(make=lambda: module(optimizer=row), group_size=group_size, **options)
 
 
 @in_both_modes
 @pytest.mark.parametrize("buffers", ["average", "server", "local"])
-def test_buffers(same, buffers, lanes):
+def test_buffers(same, buffers, group_size):
     def make():
         return Foreign(batchnorm=True, metric=False, dropout=0.0, optimizer=SLOW)
 
-    same(make=make, buffers=buffers, lanes=lanes, data=partial(samples, drop_last=True))
+    same(make=make, buffers=buffers, group_size=group_size, data=partial(samples, drop_last=True))
 
 
 SLOW = partial(torch.optim.SGD, momentum=0.9)
@@ -433,8 +435,8 @@ def test_every_transform_has_a_row():
 
 
 @every_vectorized(TRANSFORMS, plain="both, with what is left out")
-def test_a_transform(same, row, lanes):
-    same(update_transforms=row, lanes=lanes, participation=3, rounds=3)
+def test_a_transform(same, row, group_size):
+    same(update_transforms=row, group_size=group_size, clients_per_round=3, rounds=3)
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -457,12 +459,12 @@ TRAINING = {
 @pytest.mark.parametrize("is_vectorized", [False, True], ids=["plain", "vectorized"])
 @every(TRAINING)
 def test_training(same, row, is_vectorized):
-    options = {"lanes": {"lanes": 3, "steps_per_batch": 2}} | row
-    same(**options | ({} if is_vectorized else {"lanes": None}))
+    options = {"group_size": {"group_size": 3, "steps_per_batch": 2}} | row
+    same(**options | ({} if is_vectorized else {"group_size": None}))
 
 
 def test_a_local_step_in_each_batch(same):
-    same(lanes={"lanes": 3, "steps_per_batch": 1})
+    same(group_size={"group_size": 3, "steps_per_batch": 1})
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -533,10 +535,15 @@ def test_every_data_set_has_a_row():
 
 
 @every_vectorized(DATA, plain="rotated Digits, MNIST, SpokenDigits(augment)")
-def test_a_data_set(same, row, lanes, tmp_path):
+def test_a_data_set(same, row, group_size, tmp_path):
     data, net = row
     options = {"dtype": torch.float64, "rounds": 1, "policy": lambda: Schedule(num_steps=1)}
-    same(make=lambda: ClientModule(net()), data=data(tmp_path / "data"), lanes=lanes, **options)
+    same(
+        make=lambda: ClientModule(net()),
+        data=data(tmp_path / "data"),
+        group_size=group_size,
+        **options,
+    )
 
 
 # --- callbacks ------------------------------------------------------------------------------------
@@ -575,8 +582,8 @@ def test_every_callback_has_a_row():
 
 
 @every_vectorized(CALLBACKS, plain="ClientFaults, ClientAttack, PersonalizedEvaluation")
-def test_a_callback(same, row, lanes):
-    same(**row, lanes=lanes)
+def test_a_callback(same, row, group_size):
+    same(**row, group_size=group_size)
 
 
 RESUMED = {
@@ -594,7 +601,7 @@ RESUMED = {
 
 
 @every_vectorized(RESUMED, plain="clients")
-def test_a_run_resumes(device, tmp_path, row, lanes):
+def test_a_run_resumes(device, tmp_path, row, group_size):
     def run(folder, rounds, **options):
         keep = {"watchers": lambda: [RoundCheckpoint(str(tmp_path / folder))]}
         checkpoints = {"trainer": {"enable_checkpointing": True}}
@@ -602,7 +609,7 @@ def test_a_run_resumes(device, tmp_path, row, lanes):
             device.type,
             tmp_path,
             rounds=rounds,
-            lanes=lanes,
+            group_size=group_size,
             **row,
             **keep,
             **checkpoints,
@@ -619,8 +626,8 @@ def test_a_run_resumes(device, tmp_path, row, lanes):
 FEW, MANY = 2, 4
 
 
-class Watched(Lanes):
-    """Lanes that note the waits within local steps, batch by batch."""
+class Watched(VectorizedClients):
+    """VectorizedClients that note the waits within local steps, batch by batch."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -108,7 +108,7 @@ def _environment_as_outside(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _matmul_as_before():
-    """Lanes that a test never closes would leave their setting to the tests after it."""
+    """Vectorized clients that a test never closes would leave their setting to later tests."""
     before = torch.backends.mkldnn.matmul.fp32_precision
     yield
     torch.backends.mkldnn.matmul.fp32_precision = before
@@ -211,7 +211,14 @@ def simulate(fit, data):
         torch.manual_seed(0)
         net = torch.nn.Linear(6, 3)
         made = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
-        names = ("participation", "min_clients", "on_client_error", "sampler", "policy")
+        names = (
+            "clients_per_round",
+            "client_fraction",
+            "min_clients",
+            "on_client_error",
+            "sampler",
+            "policy",
+        )
         given = {name: options.pop(name) for name in names if name in options}
         given = {"policy": Schedule(num_steps=2), "seed": 3, **given}
         loop = FederatedLoop(aggregator=aggregator, **given)

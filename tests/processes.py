@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_fl import ClientModule, ClientParallelStrategy, Lanes
+from lightning_fl import ClientModule, ClientParallelStrategy, VectorizedClients
 from lightning_fl.aggregators import (
     PFNM,
     ClusteredFL,
@@ -223,7 +223,9 @@ def data(dtype, clients=CLIENTS, **options):
 
 
 def wide_lanes(module, **options):
-    return Lanes(module, **({"lanes": 2, "compile": False, "fast_matmul": False} | options))
+    return VectorizedClients(
+        module, **({"group_size": 2, "compile": False, "fast_matmul": False} | options)
+    )
 
 
 def sgd(params, lr):
@@ -233,9 +235,9 @@ def sgd(params, lr):
 #: Name: the module, options of the loop, options of the data.
 CASES = {
     "client module": lambda: (client_module(), {}, {}),
-    "participation": lambda: (client_module(), {"participation": 3}, {}),
+    "few clients": lambda: (client_module(), {"clients_per_round": 3}, {}),
     "uneven": lambda: (client_module(terms=[Proximal(0.1)]), {"policy": Uneven()}, {}),
-    "fewer clients than processes": lambda: (Foreign(metric=False), {"participation": 1}, {}),
+    "fewer clients than processes": lambda: (Foreign(metric=False), {"clients_per_round": 1}, {}),
     "foreign": lambda: (Foreign(), {"policy": Uneven()}, {}),
     "batchnorm": lambda: (
         Foreign(batchnorm=True, optimizer=sgd),
@@ -244,30 +246,30 @@ CASES = {
     ),
     "kept": lambda: (
         Foreign(batchnorm=True, optimizer=sgd),
-        {"buffers": "local", "optimizer_state": "keep", "participation": 4},
+        {"buffers": "local", "optimizer_state": "keep", "clients_per_round": 4},
         {"drop_last": True},
     ),
     "uniform": lambda: (client_module(), {"aggregator": FedAvg("uniform")}, {}),
     "matching": lambda: (client_module(terms=[RepresentationMatching(0.1)]), {}, {}),
     "lanes, matching": lambda: (
         wide_lanes(client_module(terms=[RepresentationMatching(0.1)])),
-        {"participation": 5},
+        {"clients_per_round": 5},
         {},
     ),
-    "lanes": lambda: (wide_lanes(client_module()), {"policy": Uneven()}, {}),
+    "group_size": lambda: (wide_lanes(client_module()), {"policy": Uneven()}, {}),
     "server optimizer": lambda: (
         Foreign(batchnorm=True, optimizer=sgd),
-        {"aggregator": FedAdam(), "participation": 4, "buffers": "average"},
+        {"aggregator": FedAdam(), "clients_per_round": 4, "buffers": "average"},
         {"drop_last": True},
     ),
     "losses": lambda: (
         client_module(),
-        {"aggregator": FedControl(), "participation": 5, "policy": Stragglers(0.5)},
+        {"aggregator": FedControl(), "clients_per_round": 5, "policy": Stragglers(0.5)},
         {},
     ),
     "falls of losses": lambda: (
         wide_lanes(client_module(), fixed_groups=True),
-        {"aggregator": FedPIDAvg(window=2, cancellation=0.0), "participation": 5},
+        {"aggregator": FedPIDAvg(window=2, cancellation=0.0), "clients_per_round": 5},
         {},
     ),
     "clusters": lambda: (
@@ -282,12 +284,12 @@ CASES = {
     ),
     "neurons": lambda: (
         client_module(),
-        {"aggregator": PFNM(prior_variance=10.0, widths=[8, 5]), "participation": 5},
+        {"aggregator": PFNM(prior_variance=10.0, widths=[8, 5]), "clients_per_round": 5},
         {},
     ),
     "stream": lambda: (
         client_module(),
-        {"aggregator": StreamingPFNM(prior_variance=10.0, fresh=2), "participation": 5},
+        {"aggregator": StreamingPFNM(prior_variance=10.0, fresh=2), "clients_per_round": 5},
         {"stream_steps": 3},
     ),
     "layers": lambda: (
@@ -295,13 +297,13 @@ CASES = {
         {"aggregator": FedMA(widths=[8, 5])},
         {},
     ),
-    "downpour": lambda: (client_module(), {"aggregator": Downpour(), "participation": 5}, {}),
+    "downpour": lambda: (client_module(), {"aggregator": Downpour(), "clients_per_round": 5}, {}),
     "private": lambda: (
         client_module(),
         {
             "aggregator": DPFedAvg(quantile=0.5, count_noise=2.0),
             "sampler": PoissonSampler(),
-            "participation": 2,
+            "clients_per_round": 2,
         },
         {},
     ),
@@ -325,7 +327,7 @@ CASES = {
     ),
     "reinforce": lambda: (
         client_module(),
-        {"policy": DiscreteGaussianReinforce(), "participation": 5},
+        {"policy": DiscreteGaussianReinforce(), "clients_per_round": 5},
         {},
     ),
     "plateau": lambda: (
@@ -335,22 +337,22 @@ CASES = {
     ),
     "one client, median": lambda: (
         client_module(),
-        {"aggregator": CoordinateMedian(), "participation": 1},
+        {"aggregator": CoordinateMedian(), "clients_per_round": 1},
         {},
     ),
     "one client, neurons": lambda: (
         client_module(),
-        {"aggregator": PFNM(prior_variance=10.0, widths=[8, 5]), "participation": 1},
+        {"aggregator": PFNM(prior_variance=10.0, widths=[8, 5]), "clients_per_round": 1},
         {},
     ),
     "one client, gossip": lambda: (
         client_module(),
-        {"aggregator": Gossip("ring"), "participation": 1},
+        {"aggregator": Gossip("ring"), "clients_per_round": 1},
         {},
     ),
     "one client, losses": lambda: (
         client_module(),
-        {"aggregator": FedControl(), "participation": 1},
+        {"aggregator": FedControl(), "clients_per_round": 1},
         {},
     ),
     "lost clients": lambda: (
@@ -365,22 +367,22 @@ CASES = {
     ),
     "stages": lambda: (
         client_module(),
-        {"aggregator": Staged([2], [FedAvgM(), FedAdam()]), "participation": 3},
+        {"aggregator": Staged([2], [FedAvgM(), FedAdam()]), "clients_per_round": 3},
         {},
     ),
     "control variates": lambda: (
         client_module(),
-        {"aggregator": Scaffold("II"), "participation": 5, "policy": Uneven()},
+        {"aggregator": Scaffold("II"), "clients_per_round": 5, "policy": Uneven()},
         {},
     ),
     "lanes, gradients of clients": lambda: (
         wide_lanes(client_module(), fixed_groups=True),
-        {"aggregator": Scaffold("I"), "participation": 5},
+        {"aggregator": Scaffold("I"), "clients_per_round": 5},
         {},
     ),
     "normalized": lambda: (
         client_module(),
-        {"aggregator": FedNova(), "participation": 5, "policy": Uneven()},
+        {"aggregator": FedNova(), "clients_per_round": 5, "policy": Uneven()},
         {},
     ),
     "contributions": lambda: (
@@ -390,18 +392,18 @@ CASES = {
     ),
     "mixture": lambda: (
         FedEM(nn.Linear(FEATURES, CLASSES), 2, lambda p: torch.optim.SGD(p, lr=0.1)),
-        {"participation": 5},
+        {"clients_per_round": 5},
         {},
     ),
-    "schedule": lambda: (Scheduled(), {"participation": 5}, {}),
+    "schedule": lambda: (Scheduled(), {"clients_per_round": 5}, {}),
     "lanes, schedule": lambda: (
         wide_lanes(LightlyScheduled(), steps_per_batch=2),
-        {"participation": 5},
+        {"clients_per_round": 5},
         {},
     ),
     "lanes, kept": lambda: (
         wide_lanes(Foreign(dropout=0.0, optimizer=sgd, metric=False), steps_per_batch=2),
-        {"optimizer_state": "keep", "participation": 5, "policy": Schedule(num_steps=3)},
+        {"optimizer_state": "keep", "clients_per_round": 5, "policy": Schedule(num_steps=3)},
         {},
     ),
 }
@@ -410,13 +412,13 @@ SHARED = {
     "client module": CASES["client module"],
     "uneven": CASES["uneven"],
     "matching": CASES["matching"],
-    "gossip": lambda: (client_module(), {"aggregator": Gossip("ring"), "participation": 5}, {}),
+    "gossip": lambda: (client_module(), {"aggregator": Gossip("ring"), "clients_per_round": 5}, {}),
     "clusters": lambda: (
         client_module(),
         {"aggregator": Staged([1], [FedAvg(), ClusteredFL(eps1=9.0, eps2=0.0, warmup=1)])},
         {},
     ),
-    "foreign": lambda: (Foreign(dropout=0.0), {"participation": 4}, {"batch_size": 5}),
+    "foreign": lambda: (Foreign(dropout=0.0), {"clients_per_round": 4}, {"batch_size": 5}),
     "contributions": lambda: (
         client_module(),
         {"policy": PersonalizedPolicyGradient([{"num_steps": 1}, {"num_steps": 3}], floor=0.0)},
@@ -425,19 +427,24 @@ SHARED = {
     "losses": CASES["losses"],
     "control variates": lambda: (
         client_module(),
-        {"aggregator": Staged([2], [Scaffold("I"), Scaffold("II")]), "participation": 5},
+        {"aggregator": Staged([2], [Scaffold("I"), Scaffold("II")]), "clients_per_round": 5},
         {},
     ),
     "batchnorm": lambda: (
         Measured(batchnorm=True, dropout=0.0, optimizer=sgd),
-        {"aggregator": FedControl(), "policy": Learner(), "buffers": "local", "participation": 4},
+        {
+            "aggregator": FedControl(),
+            "policy": Learner(),
+            "buffers": "local",
+            "clients_per_round": 4,
+        },
         # Two samples of every batch for each of three processes: BatchNorm cannot train on one.
         {"drop_last": True, "partition": IID()},
     ),
-    "schedule": lambda: (Scheduled(), {"participation": 4}, {"batch_size": 5}),
+    "schedule": lambda: (Scheduled(), {"clients_per_round": 4}, {"batch_size": 5}),
     "kept": lambda: (
         Foreign(dropout=0.0, optimizer=sgd),
-        {"optimizer_state": "keep", "participation": 4},
+        {"optimizer_state": "keep", "clients_per_round": 4},
         {"batch_size": None},
     ),
 }
@@ -515,7 +522,7 @@ def fit(
     federation = data(kind, **data_options)
     trainer.fit(module.to(kind), datamodule=federation, ckpt_path=ckpt_path)
     # Before a test, for which DDP sends what process 0 has to all.
-    user = module.module if isinstance(module, Lanes) else module
+    user = module.module if isinstance(module, VectorizedClients) else module
     state = {name: t.clone() for name, t in user.state_dict().items()}
     tested = trainer.test(module, datamodule=federation, verbose=False) if not callbacks else []
     return {
@@ -580,7 +587,7 @@ def fail(how, devices, out):
 def miss_a_metric(devices, out):
     """Log a metric of which only one process knows."""
     quiet()
-    CASES["one client"] = lambda: (Foreign(), {"participation": 1}, {})
+    CASES["one client"] = lambda: (Foreign(), {"clients_per_round": 1}, {})
     fit("one client", devices, out)
 
 

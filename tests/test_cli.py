@@ -18,7 +18,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from forks import Started
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.cli import FederatedCLI, main
 from lightning_fl.types import FederationError
 
@@ -123,7 +123,7 @@ def test_a_report_is_made_of_runs(cli, tmp_path):
     assert cli("report", "runs", "--title=Both", "--output=both.html") == "Written to both.html\n"
     text = (tmp_path / "both.html").read_text()
     assert "<title>Both</title>" in text
-    assert "participation=0.5" in text
+    assert "client_fraction=0.5" in text
 
 
 def test_a_report_of_what_is_no_run_is_an_error(cli, tmp_path):
@@ -254,8 +254,8 @@ def test_a_resumed_fit_leaves_the_config_of_the_first_alone(cli, tmp_path):
 
 
 def test_loggers_get_the_hyperparameters_and_one_row_per_round(cli, tmp_path):
-    cli(*FIT, "--federation.participation=0.5")
-    cli(*FIT, "--federation.participation=0.5", "--trainer.max_epochs=3", "--ckpt_path=last")
+    cli(*FIT, "--federation.client_fraction=0.5")
+    cli(*FIT, "--federation.client_fraction=0.5", "--trainer.max_epochs=3", "--ckpt_path=last")
     run = tmp_path / "runs" / "digits" / "version_0"
     first, second = (run / "csv" / f"version_{i}" for i in (0, 1))
     for folder, count in ((first, 2), (second, 3), (run, 2)):
@@ -322,42 +322,47 @@ def test_the_number_of_lines_and_files_does_not_depend_on_the_number_of_clients(
 
 def test_lanes_are_an_option_and_change_rounding_only(cli, tmp_path):
     cli(*SHIPPED)
-    cli(*SHIPPED, "--lanes=4")
-    plain, lanes = (rounds(tmp_path / "runs" / "digits" / f"version_{i}") for i in (0, 1))
-    for one, other in zip(plain, lanes, strict=True):
+    cli(*SHIPPED, "--vectorize=4")
+    plain, group_size = (rounds(tmp_path / "runs" / "digits" / f"version_{i}") for i in (0, 1))
+    for one, other in zip(plain, group_size, strict=True):
         assert float(one["val_loss"]) == pytest.approx(float(other["val_loss"]), rel=1e-5)
     again = cli("test", "--config", DIGITS)
     assert "test_acc" in again
     for wrong in ("0", "many"):
-        assert "lanes" in cli(*FIT, f"--lanes={wrong}", expect=2)
+        assert "group_size" in cli(*FIT, f"--vectorize={wrong}", expect=2)
 
 
 def test_lanes_have_options(cli, tmp_path, monkeypatch):
-    seen, init = [], Lanes.__init__
+    seen, init = [], VectorizedClients.__init__
 
     @wraps(init)
     def noted(self, module, **options):
         seen.append(options)
         init(self, module, **options)
 
-    monkeypatch.setattr(Lanes, "__init__", noted)
+    monkeypatch.setattr(VectorizedClients, "__init__", noted)
     tiny = (*FIT, "--trainer.fast_dev_run=true")
-    cli(*tiny, "--lanes.lanes=3", "--lanes.compile=false", "--lanes.fast_matmul=auto")
+    cli(
+        *tiny,
+        "--vectorize.group_size=3",
+        "--vectorize.compile=false",
+        "--vectorize.fast_matmul=auto",
+    )
     config = tmp_path / "lanes.yaml"
     config.write_text("lanes: {lanes: auto, channels_last: false}")
     cli(*tiny, "--config", str(config))
     assert seen == [
-        {"lanes": 3, "compile": False, "fast_matmul": "auto"},
-        {"lanes": "auto", "channels_last": False},
+        {"group_size": 3, "compile": False, "fast_matmul": "auto"},
+        {"group_size": "auto", "channels_last": False},
     ]
 
 
 @pytest.mark.parametrize(
     ("option", "named"),
-    [("lanes=0", "lanes"), ("width=3", "compile"), ("compile=maybe", "compile")],
+    [("lanes=0", "group_size"), ("width=3", "compile"), ("compile=maybe", "compile")],
 )
 def test_a_wrong_option_of_lanes_is_named(cli, option, named):
-    assert named in cli(*FIT, f"--lanes.{option}", expect=2)
+    assert named in cli(*FIT, f"--vectorize.{option}", expect=2)
 
 
 @pytest.mark.parametrize("config", ["--config=digits.yaml", "--config=configs/digits.yaml"])
@@ -411,8 +416,8 @@ def test_every_config_opens_with_its_command_and_its_result(config):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--federation.participation=0"], "participation must be"),
-        (["--federation.participation=1.5"], "got 1.5"),
+        (["--federation.clients_per_round=0"], "participation must be"),
+        (["--federation.client_fraction=1.5"], "got 1.5"),
         (["--federation.aggregator=FedAvgg"], "FedAvgg"),
         (["--federation.policy.init_args.lr=-1"], "lr must be positive and finite, got -1"),
         (["--federation.aggregator=FedAvgM", "--federation.aggregator.lr=-1"], "cannot be used"),
@@ -442,7 +447,7 @@ def test_a_users_mistake_ends_with_a_message_and_leaves_nothing(cli, tmp_path, a
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--federation.participation=7.5"], "participation must be"),
+        (["--federation.client_fraction=7.5"], "participation must be"),
         (["--federation.policy.init_args.lr=-1"], "lr must be"),
         (["--model.init_args.net.init_args.sizes=[64]"], "sizes must be"),
         (
@@ -683,7 +688,7 @@ MERGED = [
 def test_task_split_and_method_merge(cli, task, split, method):
     files = [MOSTAFA / f"{name}.yaml" for name in (task, split, method)]
     options = [option for file in files for option in ("--config", file)]
-    out = cli("fit", *options, "--federation.participation=0.5", "--print_config")
+    out = cli("fit", *options, "--federation.client_fraction=0.5", "--print_config")
     config = yaml.safe_load(out)
     terms = [term["class_path"].split(".")[-1] for term in config["model"]["init_args"]["terms"]]
     further, policy = METHODS[method]

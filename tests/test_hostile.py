@@ -20,10 +20,10 @@ from lightning_fl.callbacks import AtomicCheckpointIO, FederatedLoop, RoundCheck
 from lightning_fl.callbacks.faults import FAULTS, read_trace
 from lightning_fl.cli import main
 from lightning_fl.federation.checkpoint_checks import STATE
-from lightning_fl.lanes import Lanes
 from lightning_fl.partition import IID
 from lightning_fl.partition.manifest import Manifest
 from lightning_fl.policies import DiscreteGaussianReinforce
+from lightning_fl.runners import VectorizedClients
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
 
@@ -192,7 +192,9 @@ def test_a_test_of_a_model_refuses_it_too(federation, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("wrap", [lambda module: module, lambda module: Lanes(module, lanes=2)])
+@pytest.mark.parametrize(
+    "wrap", [lambda module: module, lambda module: VectorizedClients(module, group_size=2)]
+)
 def test_optimizers_that_fit_go_on(federation, foreign, tmp_path, wrap):
     def make(**options):
         module = foreign(**options)

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedOpt
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
@@ -114,26 +114,28 @@ def test_many_inner_steps_find_the_proximal_point():
 
 
 @pytest.mark.parametrize("keep", ["reset", "keep"])
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_lanes_change_nothing_of_pfedme(fit, blobs, flat, lanes, keep):
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_lanes_change_nothing_of_pfedme(fit, blobs, flat, group_size, keep):
     """Rates and steps of each client, personal models that stay, and the logged figures."""
 
     class PerClient(HyperparameterPolicy):
         def sample(self, round, clients):
             return {"num_steps": 1 + clients % 3, "lr": 0.01 * (1 + clients.double())}
 
-    def run(lanes):
+    def run(group_size):
         torch.manual_seed(0)
         make = functools.partial(PFedMe, personal_lr=0.05, lam=2.0, inner_steps=3)
         net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
         module = ClientModule(net, optimizer=make).double()
         data = FederatedDataModule(blobs(96), num_clients=4, batch_size=10, seed=1)
         loop = FederatedLoop(policy=PerClient(), seed=0, optimizer_state=keep)
-        user = module if lanes is None else Lanes(module, lanes, compile=False)
+        user = (
+            module if group_size is None else VectorizedClients(module, group_size, compile=False)
+        )
         fit(user, loop, data, rounds=3)
         return flat(module), loop
 
-    (plain, expected), (found, loop) = run(None), run(lanes)
+    (plain, expected), (found, loop) = run(None), run(group_size)
     torch.testing.assert_close(found, plain, atol=1e-12, rtol=0)
     for row, wanted in zip(loop.rows, expected.rows, strict=True):
         assert row["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-6)
@@ -199,11 +201,15 @@ def test_wrong_options_of_pfedme(options, words):
 )
 def test_in_lanes_new_clients_beside_known_ones_begin_as_alone(fit, data, flat, optimizer):
     found = []
-    for lanes in (None, 2, 3):
+    for group_size in (None, 2, 3):
         torch.manual_seed(0)
         module = ClientModule(torch.nn.Linear(6, 3), optimizer=optimizer).double()
-        loop = FederatedLoop(3, optimizer_state="keep", policy=Schedule(num_steps=3), seed=4)
-        user = module if lanes is None else Lanes(module, lanes, compile=False)
+        loop = FederatedLoop(
+            optimizer_state="keep", policy=Schedule(num_steps=3), seed=4, clients_per_round=3
+        )
+        user = (
+            module if group_size is None else VectorizedClients(module, group_size, compile=False)
+        )
         fit(user, loop, data(num_clients=6), rounds=5)
         kept = loop.store.rows
         found.append((flat(module), kept))
@@ -232,7 +238,7 @@ def test_a_state_that_does_not_begin_at_0_is_not_kept_in_lanes(fit, data):
     def run(keep):
         module = ClientModule(torch.nn.Linear(6, 3), optimizer=functools.partial(Offset, lr=0.1))
         loop = FederatedLoop(optimizer_state=keep)
-        fit(Lanes(module.double(), 2, compile=False), loop, data(), rounds=1)
+        fit(VectorizedClients(module.double(), 2, compile=False), loop, data(), rounds=1)
 
     run("reset")
     with pytest.raises(FederationError, match="state does not begin at 0"):

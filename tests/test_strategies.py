@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import processes
 from forks import Started
-from lightning_fl import ClientModule, ClientParallelStrategy, Lanes
+from lightning_fl import ClientModule, ClientParallelStrategy, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.policies import Schedule
@@ -29,7 +29,7 @@ ACTS = ["a policy that learns", "reinforce", "plateau", "contributions"]
 #: Vectorized, with groups of clients that do not depend on the number of processes.
 FIXED = ["lanes, fixed groups"]
 #: What two processes train; one and three train everything. One of each kind of message.
-OF_TWO = ["client module", "batchnorm", "kept", "lanes", "losses", "gossip", *ACTS[:1], *FIXED]
+OF_TWO = ["client module", "batchnorm", "kept", "group_size", "losses", "gossip", *ACTS[:1], *FIXED]
 SHARED_OF_TWO = ["client module", "losses", "batchnorm", "kept"]
 
 
@@ -137,7 +137,7 @@ def test_processes_that_share_samples_have_one_model(found, case, count):
             assert difference(rows, other["store"][client]) == 0
 
 
-@on_two_and_three([c for c in CASES if not c.startswith("lanes")] + FIXED)
+@on_two_and_three([c for c in CASES if not c.startswith("group_size")] + FIXED)
 def test_the_number_of_processes_does_not_change_a_bit(found, case, count):
     alone = found[1][0][case]
     for each in found[count]:
@@ -337,7 +337,7 @@ def test_lanes_with_ddp_are_refused(tmp_path, monkeypatch):
     fit = trainer(tmp_path, "ddp")
     monkeypatch.setattr(L.Trainer, "world_size", 2)
     with pytest.raises(FederationError, match="choose strategy='client_parallel'"):
-        fit.fit(Lanes(client_module()), datamodule=federation())
+        fit.fit(VectorizedClients(client_module()), datamodule=federation())
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0])

@@ -23,11 +23,14 @@ from lightning_fl.types import (
 @given(
     steps=st.lists(st.integers(1, 9), min_size=1, max_size=12),
     world_size=st.integers(1, 5),
-    lanes=st.integers(1, 4),
+    group_size=st.integers(1, 4),
     steps_per_batch=st.integers(1, 3),
 )
-def test_processes_share_the_clients(steps, world_size, lanes, steps_per_batch):
-    clients, options = tuple(range(10, 10 + len(steps))), {"lanes": lanes, "world_size": world_size}
+def test_processes_share_the_clients(steps, world_size, group_size, steps_per_batch):
+    clients, options = (
+        tuple(range(10, 10 + len(steps))),
+        {"group_size": group_size, "world_size": world_size},
+    )
     plans = [
         plan(clients, steps, rank=rank, steps_per_batch=steps_per_batch, **options)
         for rank in range(world_size)
@@ -73,7 +76,7 @@ def test_a_schedule_goes_client_after_client():
 
 
 def test_lanes_hold_clients_of_like_work_and_batches_several_steps():
-    found = plan((4, 7, 9, 11, 12), (1, 5, 2, 4, 5), lanes=3, steps_per_batch=2)
+    found = plan((4, 7, 9, 11, 12), (1, 5, 2, 4, 5), group_size=3, steps_per_batch=2)
     assert found.schedule == [
         Step((1, 4, 3), start=0, steps=2, last=False),
         Step((1, 4, 3), start=2, steps=2, last=False),
@@ -99,20 +102,24 @@ def test_every_client_begins_once_ends_once_and_makes_its_steps(num_steps):
 @settings(max_examples=200, deadline=None)
 @given(
     num_steps=st.lists(st.integers(1, 9), min_size=1, max_size=12),
-    lanes=st.integers(1, 14),
+    group_size=st.integers(1, 14),
     steps_per_batch=st.integers(1, 10),
 )
-def test_in_lanes_every_local_step_of_every_client_comes_once(num_steps, lanes, steps_per_batch):
-    found = plan(range(len(num_steps)), num_steps, lanes=lanes, steps_per_batch=steps_per_batch)
+def test_in_lanes_every_local_step_of_every_client_comes_once(
+    num_steps, group_size, steps_per_batch
+):
+    found = plan(
+        range(len(num_steps)), num_steps, group_size=group_size, steps_per_batch=steps_per_batch
+    )
     schedule = found.schedule
     groups = [step.rows for step in schedule if step.first]
     # Everyone is in one group; groups are full but for one, and none waits for another's work.
     assert sorted(row for rows in groups for row in rows) == list(range(len(num_steps)))
     sizes = [len(rows) for rows in groups]
-    assert max(sizes) <= lanes
+    assert max(sizes) <= group_size
     assert max(sizes) - min(sizes) <= 1
-    assert len(groups) == -(-len(num_steps) // lanes)
-    if lanes > 1:
+    assert len(groups) == -(-len(num_steps) // group_size)
+    if group_size > 1:
         work = [num_steps[row] for rows in groups for row in rows]
         assert work == sorted(work, reverse=True)
     else:
@@ -138,7 +145,7 @@ def test_in_lanes_every_local_step_of_every_client_comes_once(num_steps, lanes, 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_with_fixed_groups_the_same_clients_train_at_once_on_any_number_of_processes(world_size):
     def groups(world_size, fixed_groups=True):
-        options = {"lanes": 3, "world_size": world_size, "fixed_groups": fixed_groups}
+        options = {"group_size": 3, "world_size": world_size, "fixed_groups": fixed_groups}
         given = plan(range(11), [1 + row % 4 for row in range(11)], **options)
         shares = [replace(given, rank=rank).schedule for rank in range(world_size)]
         return {step.rows for schedule in shares for step in schedule if step.rows}

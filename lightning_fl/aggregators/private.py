@@ -257,7 +257,7 @@ class DPFedAvg(FedOpt):
             raise FederationError(
                 f"the checkpoint's cohorts were {was[0]!s:.20}, of {was[1]!s:.20} clients, now they"
                 f" are {now[0]}, of {now[1]}: what both spent cannot be added up. Go back to the"
-                " former sampler and participation"
+                " former sampler and number of clients per round"
             )
 
 

@@ -19,10 +19,10 @@ from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 
 from lightning_fl.files import archive_size, check_sums, short_repr
-from lightning_fl.lanes.host import LaneHost
-from lightning_fl.lanes.optimizer_state import OPTIMIZER_ROWS
-from lightning_fl.lanes.optimizer_values import params_of
-from lightning_fl.lanes.plain import ModuleLane
+from lightning_fl.runners.base import ClientRunner
+from lightning_fl.runners.optimizer_state import OPTIMIZER_ROWS
+from lightning_fl.runners.optimizer_values import params_of
+from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.transforms import UpdateTransform
 from lightning_fl.types import FederationError, describe
 
@@ -69,7 +69,7 @@ STATE: dict[str, Any] = {
     "val_loss": float | None,
     "monitored": {str: float},
     "base_lr": float,
-    "lanes": {str: bool},
+    "runner": {str: bool},
     "trained": [bool, ...],
     "options": {str: int | float | str | list},
     "store": [{"name": str, "clients": Tensor, "rows": Tensor}, ...],
@@ -499,7 +499,7 @@ def check_rule(rule: nn.Module, state: Mapping[str, Any]) -> None:
 def check_rows(
     store: Mapping[int, Mapping[str, Tensor]],
     num_clients: int,
-    lane: LaneHost,
+    lane: ClientRunner,
     transforms: Sequence[UpdateTransform],
     of_parts: Mapping[str, Tensor],
 ) -> None:
@@ -547,11 +547,11 @@ def check_rows(
                         _try_transform(transform, memory, lane)
 
 
-def _try_optimizer(rows: Mapping[str, Tensor], lane: LaneHost) -> None:
+def _try_optimizer(rows: Mapping[str, Tensor], lane: ClientRunner) -> None:
     """Let a copy of the optimizer make a step from what a client keeps of it."""
 
     def one(param: Tensor) -> Tensor:
-        return (param if isinstance(lane, ModuleLane) else param[0]).clone()
+        return (param if isinstance(lane, SequentialRunner) else param[0]).clone()
 
     trial, state = lane.optimizer_state.replica(one, every=True)
     state.load(rows)
@@ -561,7 +561,7 @@ def _try_optimizer(rows: Mapping[str, Tensor], lane: LaneHost) -> None:
 
 
 def _try_transform(
-    transform: UpdateTransform, memory: Mapping[str, Tensor], lane: LaneHost
+    transform: UpdateTransform, memory: Mapping[str, Tensor], lane: ClientRunner
 ) -> None:
     """Let a transform use a copy of what it keeps of a client."""
     update = torch.zeros(lane.num_parameters, dtype=lane.vector.dtype, device=lane.vector.device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.federation.context import Federation
-from lightning_fl.lanes.host import GradientTerm, LaneHost
+from lightning_fl.runners.base import ClientRunner, GradientTerm
 from lightning_fl.types import FederationError
 
 #: Measures something of each client in training on all its training samples.
@@ -41,7 +41,7 @@ class ClientContext:
         clients: Tensor,
         num_samples: Tensor,
         num_steps: Tensor,
-        runner: LaneHost,
+        runner: ClientRunner,
         losses: Measure,
         gradients: Measure,
         trained: Tensor | None = None,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fl.federation.processes import Processes
 from lightning_fl.functional.randomness import RandomStream, derive_seed, seeded_rng
-from lightning_fl.lanes.host import LaneHost, flat
+from lightning_fl.runners.base import ClientRunner, flat
 
 
 @contextmanager
@@ -56,7 +56,7 @@ class Measures:
         self._trainer, self._data, self._seed = trainer, data, seed
         self._processes = processes
 
-    def client_losses(self, host: LaneHost, clients: Sequence[int], round: int) -> Tensor:
+    def client_losses(self, host: ClientRunner, clients: Sequence[int], round: int) -> Tensor:
         """Return the mean loss of each client's model over all its training samples.
 
         Args:
@@ -104,7 +104,7 @@ class Measures:
         counts = processes.sum(counts)
         return float(counts[0] / counts[1])
 
-    def client_gradients(self, host: LaneHost, clients: Sequence[int], round: int) -> Tensor:
+    def client_gradients(self, host: ClientRunner, clients: Sequence[int], round: int) -> Tensor:
         """Return the gradient of each client's mean loss over all its training samples.
 
         Args:
@@ -123,7 +123,7 @@ class Measures:
                 rows.append(self._gradient(host, self._data.samples_of(client), seed))
         return self._processes.same(torch.stack(rows))
 
-    def val_gradient(self, host: LaneHost, round: int) -> Tensor:
+    def val_gradient(self, host: ClientRunner, round: int) -> Tensor:
         """Return the gradient of the mean validation loss with respect to the server's vector.
 
         Args:
@@ -138,7 +138,7 @@ class Measures:
         buffers = gradient.new_zeros(sum(host.vector.sizes) - host.num_parameters)
         return torch.cat([gradient, buffers])
 
-    def _gradient(self, host: LaneHost, batches: Iterable[Any], seed: int) -> Tensor:
+    def _gradient(self, host: ClientRunner, batches: Iterable[Any], seed: int) -> Tensor:
         """Return the gradient of the mean loss at the module's values, ``[num_parameters]``."""
         module: Any = host.module
         params = list(host.shared.values())
@@ -161,7 +161,7 @@ class Measures:
         return total / count.clamp(min=1)
 
     def contributions(
-        self, host: LaneHost, moves: Mapping[int, Tensor], clients: Tensor, round: int
+        self, host: ClientRunner, moves: Mapping[int, Tensor], clients: Tensor, round: int
     ) -> Tensor:
         r"""Return how far each client has moved along the gradient of the validation loss.
 

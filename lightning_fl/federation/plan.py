@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lightning_fl.federation.processes import Processes
 from lightning_fl.functional.randomness import RandomStream, generator
-from lightning_fl.lanes import Lanes
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.policies.base import local_steps
+from lightning_fl.runners import VectorizedClients
 from lightning_fl.samplers import ClientSampler
 from lightning_fl.types import FederationError, RoundPlan, full
 
@@ -34,8 +34,8 @@ class Planner:
         data: The data module of the federation.
         policy: Chooses the hyperparameters.
         sampler: Draws the clients.
-        participation: Fraction or number of the clients in a round.
-        lanes: Where clients train at once; None if they train one after another.
+        cohort_size: Number of clients that are sampled for a round.
+        vectorized: Where several clients train at once; None if they train sequentially.
         processes: The processes of the fit.
     """
 
@@ -45,14 +45,15 @@ class Planner:
         data: Any,
         policy: HyperparameterPolicy,
         sampler: ClientSampler,
-        participation: int | float,
-        lanes: Lanes | None,
+        cohort_size: int,
+        vectorized: VectorizedClients | None,
         processes: Processes,
     ) -> None:
         self._trainer, self._data = trainer, data
         self._policy, self._sampler = policy, sampler
-        self._participation = participation
-        self._lanes, self._processes = lanes, processes
+        #: Number of clients that are sampled for a round.
+        self.cohort_size = cohort_size
+        self._vectorizer, self._processes = vectorized, processes
         #: Samples of each client, and its batches in a local epoch.
         self.num_samples: Tensor = data.num_samples
         self.batches_per_epoch: Tensor = data.batches_per_epoch
@@ -62,20 +63,6 @@ class Planner:
     def num_clients(self) -> int:
         """Number of clients in the federation."""
         return len(self.num_samples)
-
-    @property
-    def cohort_size(self) -> int:
-        """Number of clients that are drawn for a round.
-
-        Raises:
-            FederationError: If there are fewer clients.
-        """
-        n = self.num_clients
-        if isinstance(self._participation, float):
-            return max(1, round(self._participation * n))
-        if self._participation > n:
-            raise FederationError(f"participation={self._participation} clients, there are {n}")
-        return self._participation
 
     def advance(self, round: int) -> bool:
         """Let the samples of a round arrive; return whether they are others than before."""
@@ -105,8 +92,8 @@ class Planner:
         if unknown := sorted(values.keys() - KNOWN_VALUES):
             rank_zero_warn(
                 f"{type(self._policy).__name__} sets {unknown[0]}, which the loop has no use for:"
-                f" it knows {sorted(KNOWN_VALUES)}. Others are in plan().hyperparameters for code of"
-                " your own"
+                f" it knows {sorted(KNOWN_VALUES)}. Others are in plan().hyperparameters for code"
+                " of your own"
             )
         if (participates := values.pop("participates", None)) is not None:
             if not participates.any():
@@ -126,7 +113,9 @@ class Planner:
         lr = values.pop("lr", None)
         plan = RoundPlan(seed, round, clients, steps, lr, values, is_empty=nobody)
         plan = self._processes.place(plan)
-        return plan if self._lanes is None or batches else self._vectorized(plan, self._lanes)
+        if self._vectorizer is None or batches:
+            return plan
+        return self._vectorized(plan, self._vectorizer)
 
     def _sample(self, seed: int, round: int) -> Tensor:
         """Return the clients that are drawn, in their order."""
@@ -140,16 +129,16 @@ class Planner:
             )
         return clients
 
-    def _vectorized(self, plan: RoundPlan, lanes: Lanes) -> RoundPlan:
+    def _vectorized(self, plan: RoundPlan, vectorizer: VectorizedClients) -> RoundPlan:
         """Return the plan with clients that train at once."""
         clients, data = plan.clients, self._data
         samples = int(data.batch_sizes(clients, 0, 1).max())
-        fixed = lanes.fixed_groups
+        fixed = vectorizer.fixed_groups
         each = len(clients) if fixed else -(-len(clients) // plan.world_size)
         stepwise = data.can_fetch_steps
-        count, steps = lanes.layout(each, samples * data.sample_bytes, stepwise)
+        count, steps = vectorizer.layout(each, samples * data.sample_bytes, stepwise)
         return replace(
-            plan, lanes=count, steps_per_batch=steps, stepwise=stepwise, fixed_groups=fixed
+            plan, group_size=count, steps_per_batch=steps, stepwise=stepwise, fixed_groups=fixed
         )
 
     def stepping_batches(self, seed: int, round: int) -> int | float:

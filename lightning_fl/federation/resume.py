@@ -110,7 +110,7 @@ class Resume:
             "val_loss": progress.val_loss,
             "monitored": progress.monitored,
             "base_lr": fit.runner.base_lr,
-            "lanes": fit.runner.choices(),
+            "runner": fit.runner.choices(),
             "trained": [bool(getattr(part, name)) for part, name in _flags(module)],
             "options": self._options,
             **{name: frozen(rule.state_dict()) for name, rule in self._rules.items()},
@@ -210,7 +210,7 @@ class Resume:
                 ) from error
         _train_only(module, state["trained"])
         runner.base_lr = state["base_lr"]
-        runner.choose(state["lanes"])
+        runner.choose(state["runner"])
 
     def _check_restored(
         self, fit: Fit, state: Mapping[str, Any], checkpoint: dict[str, Any]

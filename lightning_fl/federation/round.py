@@ -29,8 +29,8 @@ from lightning_fl.functional.randomness import (
     seed_rng,
     set_rng_state,
 )
-from lightning_fl.lanes import LaneHost
 from lightning_fl.policies import HyperparameterPolicy
+from lightning_fl.runners import ClientRunner
 from lightning_fl.strategies import ClientLogs
 from lightning_fl.types import ClientUpdate, FederationError, Feedback, RoundPlan, ServerState, Step
 
@@ -69,7 +69,7 @@ class Fit:
     parts: Sequence[ClientPart]
     planner: Planner
     processes: Processes
-    runner: LaneHost
+    runner: ClientRunner
     schedulers: Schedulers
     measures: Measures
     memory: ClientMemory

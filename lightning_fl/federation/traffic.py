@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_fl.lanes import LaneHost
+from lightning_fl.runners import ClientRunner
 from lightning_fl.transforms import Message, UpdateTransform
 
 
@@ -22,7 +22,7 @@ class Traffic:
         transforms: What happens to updates on their way to the server.
     """
 
-    def __init__(self, runner: LaneHost, transforms: Sequence[UpdateTransform]) -> None:
+    def __init__(self, runner: ClientRunner, transforms: Sequence[UpdateTransform]) -> None:
         self._layout, self._counters = runner.layout, sum(runner.counters.sizes)
         self._bytes = torch.empty(0, dtype=runner.vector.dtype).element_size()
         self._transforms = transforms

@@ -201,7 +201,7 @@ def _accountants(cohort: Cohort) -> tuple[Any, list[tuple[Any, Any]]]:
         return dp, [(another, drawn), (another, lambda z: dp.GaussianDpEvent(z / 2))]
     raise FederationError(
         f"{m} of {n} clients are drawn in a way of which no accountant knows what it hides: use"
-        " PoissonSampler, UniformSampler, or participation=1.0"
+        " PoissonSampler, UniformSampler, or client_fraction=1.0"
     )
 
 

@@ -91,7 +91,7 @@ class ClientModule(LightningModule):
         #: them where it is not None. Constant, so neither a buffer nor saved.
         self.federated_global_parameters: dict[str, Tensor] | None = {} if len(self.terms) else None
         #: Weight of each sample in the mean, ``[batch]``, summing to 1; None is equal weights.
-        #: Lanes with fewer samples than others are filled up with samples of weight 0.
+        #: VectorizedClients with fewer samples than others are filled up with samples of weight 0.
         self.federated_sample_weight: Tensor | None = None
         #: Whether the step heeds them: not that of a child, nor a term of the samples.
         has_own_step = type(self).training_step is not ClientModule.training_step

@@ -27,7 +27,7 @@ TEST_FORMAT = "lightning_fl test 1"
 #: Options that do not change what a test measures: places, what is shown, how a fit is run.
 NOT_OF_A_TEST = {
     "ckpt_path",
-    "lanes",
+    "vectorize",
     "threads",
     "verbose",
     "weights_only",

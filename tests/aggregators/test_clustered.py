@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import ClusteredFL, FedAvg
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RunReport
 from lightning_fl.datamodules import FederatedDataModule
@@ -252,7 +252,7 @@ def test_saved_after_a_split_it_goes_on_as_if_nothing_had_been(tmp_path):
 def federation(fit, tmp_path):
     """Clients whose labels are turned: 0, 1, 2 learn y = x, and 3, 4, 5 learn y = -x."""
 
-    def train(rounds, lanes=None, folder="run", **options):
+    def train(rounds, group_size=None, folder="run", **options):
         random = torch.Generator().manual_seed(0)
         x = torch.randn(120, 2, generator=random, dtype=torch.float64)
         y = (x[:, 0] > 0).long()
@@ -267,7 +267,9 @@ def federation(fit, tmp_path):
         module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.2)).double()
         rule = ClusteredFL(eps1=0.15, eps2=0.1, warmup=3, min_size=4)
         loop = FederatedLoop(aggregator=rule, seed=0)
-        user = module if lanes is None else Lanes(module, lanes, compile=False)
+        user = (
+            module if group_size is None else VectorizedClients(module, group_size, compile=False)
+        )
         options.setdefault("callbacks", [RunReport()])
         fit(user, loop, data, rounds=rounds, **options)
         return rule, loop
@@ -276,7 +278,7 @@ def federation(fit, tmp_path):
 
 
 def test_a_federation_finds_its_groups_also_vectorized(federation, tmp_path):
-    runs = [federation(10, lanes) for lanes in (None, 4)]
+    runs = [federation(10, group_size) for group_size in (None, 4)]
     for rule, loop in runs:
         assert rule.clusters() == [[0, 1, 2], [3, 4, 5]]
         assert [row["clusters"] for row in loop.rows][-1] == 2
@@ -286,12 +288,12 @@ def test_a_federation_finds_its_groups_also_vectorized(federation, tmp_path):
     assert (tmp_path / "aggregator.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("lanes", [None, 3])
-def test_statistics_of_batches_have_no_norm(fit, data, lanes):
+@pytest.mark.parametrize("group_size", [None, 3])
+def test_statistics_of_batches_have_no_norm(fit, data, group_size):
     """With a rate of zero parameters stay, and only the statistics of BatchNorm move."""
     net = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3))
     module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.0)).double()
-    user = module if lanes is None else Lanes(module, lanes, compile=False)
+    user = module if group_size is None else VectorizedClients(module, group_size, compile=False)
     loop = FederatedLoop(aggregator=ClusteredFL(eps1=9.0, eps2=0.0, warmup=0), buffers="average")
     fit(user, loop, data(), rounds=2)
     assert net[1].running_mean.abs().max() > 0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg, FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
@@ -232,8 +232,8 @@ class Noting(FedControl):
         super().update(clients)
 
 
-@pytest.mark.parametrize("lanes", [None, 3])
-def test_losses_are_those_of_all_samples_by_the_clients_own_models(fit, blobs, lanes):
+@pytest.mark.parametrize("group_size", [None, 3])
+def test_losses_are_those_of_all_samples_by_the_clients_own_models(fit, blobs, group_size):
     torch.manual_seed(0)
     net = torch.nn.Linear(6, 3)
     module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.3)).double()
@@ -247,7 +247,7 @@ def test_losses_are_those_of_all_samples_by_the_clients_own_models(fit, blobs, l
     )
     rule = Noting()
     start = torch.cat([net.weight.detach().flatten(), net.bias.detach()])
-    user = module if lanes is None else Lanes(module, lanes, compile=False)
+    user = module if group_size is None else VectorizedClients(module, group_size, compile=False)
     fit(user, FederatedLoop(aggregator=rule, seed=0), federation, rounds=1)
     _, seen = rule.seen[0]
     assert len(seen) == 4
@@ -260,7 +260,7 @@ def test_losses_are_those_of_all_samples_by_the_clients_own_models(fit, blobs, l
 
 
 def test_lanes_change_nothing(fit, ragged_modules, flat):
-    vectors = [flat(ragged_modules(lanes)) for lanes in (None, 2, 4)]
+    vectors = [flat(ragged_modules(group_size)) for group_size in (None, 2, 4)]
     for vector in vectors[1:]:
         torch.testing.assert_close(vector, vectors[0], atol=1e-12, rtol=0)
 
@@ -269,15 +269,17 @@ def test_lanes_change_nothing(fit, ragged_modules, flat):
 def ragged_modules(fit, blobs):
     """Three rounds of FedControl with BatchNorm and dropout, which evaluate while clients train."""
 
-    def make(lanes):
+    def make(group_size):
         torch.manual_seed(0)
         net = torch.nn.Sequential(
             torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.ReLU(), torch.nn.Linear(5, 3)
         )
         module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
         federation = FederatedDataModule(blobs(96), num_clients=4, batch_size=8, seed=1)
-        loop = FederatedLoop(0.75, FedControl(decay=0.5), buffers="average", seed=0)
-        user = module if lanes is None else Lanes(module, lanes, compile=False)
+        loop = FederatedLoop(FedControl(decay=0.5), buffers="average", seed=0, client_fraction=0.75)
+        user = (
+            module if group_size is None else VectorizedClients(module, group_size, compile=False)
+        )
         fit(user, loop, federation, rounds=3)
         assert module.training
         return module

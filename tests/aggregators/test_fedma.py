@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import PFNM, FedMA
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
@@ -67,10 +67,15 @@ def run(fit, images, rule, rounds=3, wrap=lambda m: m, made=None, **options):
     return made, loop
 
 
-@pytest.mark.parametrize("lanes", [None, 2, 3])
-def test_layers_are_matched_from_below_and_stay(fit, images, lanes):
+@pytest.mark.parametrize("group_size", [None, 2, 3])
+def test_layers_are_matched_from_below_and_stay(fit, images, group_size):
     rule = Watch(seed=4)
-    made, loop = run(fit, images, rule, wrap=lambda m: m if lanes is None else Lanes(m, lanes))
+    made, loop = run(
+        fit,
+        images,
+        rule,
+        wrap=lambda m: m if group_size is None else VectorizedClients(m, group_size),
+    )
     chain, own = LayerStack(made), [(4, 1), (6, 4), (3, 6)]
     assert [row["layer"] for row in loop.rows] == [1, 2, 3]
     for round, (_, deltas, _) in enumerate(rule.seen):
@@ -104,7 +109,7 @@ def rule_orders(seed, round):
 
 def test_lanes_train_as_one(fit, images):
     one, _ = run(fit, images, FedMA(seed=4), rounds=4)
-    many, _ = run(fit, images, FedMA(seed=4), rounds=4, wrap=lambda m: Lanes(m, 3))
+    many, _ = run(fit, images, FedMA(seed=4), rounds=4, wrap=lambda m: VectorizedClients(m, 3))
     for a, b in zip(one.parameters(), many.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
@@ -113,7 +118,7 @@ def test_lanes_train_as_one(fit, images):
 def test_compiled_lanes_keep_layers_fixed(fit, images):
     rule = Watch(seed=4)
     one, _ = run(fit, images, FedMA(seed=4))
-    many, _ = run(fit, images, rule, wrap=lambda m: Lanes(m, 3, compile=True))
+    many, _ = run(fit, images, rule, wrap=lambda m: VectorizedClients(m, 3, compile=True))
     assert not rule.module_chain.unpack(rule.seen[2][1][0], [(4, 1), (6, 4), (3, 6)])[1][0].any()
     for a, b in zip(one.parameters(), many.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
@@ -146,7 +151,7 @@ class Turns(ClientSampler):
 def test_who_was_not_there_from_below_waits_for_the_next_pass(fit, images):
     rule = FedMA(seed=4)
     cohorts = [[0, 1], [1, 2], [0, 2], [0, 2]]
-    loop = FederatedLoop(2, rule, Schedule(num_steps=2), Turns(cohorts))
+    loop = FederatedLoop(rule, Schedule(num_steps=2), Turns(cohorts), clients_per_round=2)
     seen = []
 
     class Look(RoundCheckpoint):
@@ -200,8 +205,9 @@ def test_what_the_user_froze_stays_frozen(fit, images):
 def test_it_is_described_by_all_of_its_options():
     """Tables, reports and the warning of a resumed run with other options rely on it."""
     assert describe(FedMA(client_variance=0.1, widths=[3])) == (
-        "FedMA(gamma=7.0, client_variance=0.1, prior_variance=1.0, std=None, widths=[3], bias_mean=0.1,"
-        " sweeps=5, popularity=2.0, cap=None, max_width=None, tolerance=0.005, seed=None, accept='always')"
+        "FedMA(gamma=7.0, client_variance=0.1, prior_variance=1.0, std=None, widths=[3],"
+        " bias_mean=0.1, sweeps=5, popularity=2.0, cap=None, max_width=None, tolerance=0.005,"
+        " seed=None, accept='always')"
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg, FedNova
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
@@ -76,13 +76,13 @@ def coefficients(steps, momentum=0.0, pull=0.0):
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 @pytest.mark.parametrize(
-    ("momentum", "mu", "lanes"),
+    ("momentum", "mu", "group_size"),
     [(0.0, 0.0, None), (0.9, 0.0, 2), (0.0, 0.5, None), (0.9, 0.0, None)],
 )
-def test_rounds_are_the_equation(fit, weighting, momentum, mu, lanes):
+def test_rounds_are_the_equation(fit, weighting, momentum, mu, group_size):
     rule, made = Noting(weighting=weighting), module(mu, momentum=momentum)
-    user = made if lanes is None else Lanes(made, lanes, compile=False)
-    fit(user, FederatedLoop(4, rule, Uneven(), seed=1), samples(), rounds=3)
+    user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
+    fit(user, FederatedLoop(rule, Uneven(), seed=1, clients_per_round=4), samples(), rounds=3)
     assert len(rule.rounds) == 3
     for server, updates, model in rule.rounds:
         rows = [u.select(torch.tensor([i])) for u in updates for i in range(len(u.clients))]
@@ -98,7 +98,7 @@ def test_rounds_are_the_equation(fit, weighting, momentum, mu, lanes):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_with_equal_steps_it_is_fedavg(fit, momentum):
     one, other = (
-        (made := module(momentum=momentum), fit(made, FederatedLoop(3, rule, Schedule(num_steps=3), seed=1), samples()))  # noqa: E501
+        (made := module(momentum=momentum), fit(made, FederatedLoop(rule, Schedule(num_steps=3), seed=1, clients_per_round=3), samples()))  # noqa: E501
         for rule in (FedNova(), FedAvg())
     )  # fmt: skip
     torch.testing.assert_close(vector(one[0]), vector(other[0]), rtol=0, atol=1e-13)
@@ -106,7 +106,10 @@ def test_with_equal_steps_it_is_fedavg(fit, momentum):
 
 def test_one_client_is_fedavg(fit):
     one, other = (
-        (made := module(), fit(made, FederatedLoop(1, rule, Uneven(), seed=1), samples()))[0]
+        (
+            made := module(),
+            fit(made, FederatedLoop(rule, Uneven(), seed=1, clients_per_round=1), samples()),
+        )[0]
         for rule in (FedNova(), FedAvg())
     )
     torch.testing.assert_close(vector(one), vector(other), rtol=0, atol=1e-13)
@@ -115,7 +118,7 @@ def test_one_client_is_fedavg(fit):
 def test_buffers_are_averaged_without_normalization(fit):
     """BatchNorm's running mean after one round: the samples' weights, not those of steps."""
     one, other = (
-        (made := module(norm=True), fit(made, FederatedLoop(1.0, rule, Uneven(), seed=1, buffers="average"), samples(), rounds=1))[0]  # noqa: E501
+        (made := module(norm=True), fit(made, FederatedLoop(rule, Uneven(), seed=1, buffers="average"), samples(), rounds=1))[0]  # noqa: E501
         for rule in (FedNova(), FedAvg())
     )  # fmt: skip
     torch.testing.assert_close(one.net[0].running_mean, other.net[0].running_mean)
@@ -124,7 +127,7 @@ def test_buffers_are_averaged_without_normalization(fit):
 
 def test_the_server_may_have_momentum(fit):
     rule = Noting(optimizer=partial(torch.optim.SGD, lr=1.0, momentum=0.5))
-    fit(module(), FederatedLoop(4, rule, Uneven(), seed=1), samples(), rounds=3)
+    fit(module(), FederatedLoop(rule, Uneven(), seed=1, clients_per_round=4), samples(), rounds=3)
     plain, velocity = FedNova(), 0.0
     for server, updates, model in rule.rounds:
         plain.start(server)
@@ -134,12 +137,12 @@ def test_the_server_may_have_momentum(fit):
         torch.testing.assert_close(model, server + velocity, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("lanes", [None, 3])
-def test_a_run_resumes_bit_for_bit(fit, tmp_path, lanes):
+@pytest.mark.parametrize("group_size", [None, 3])
+def test_a_run_resumes_bit_for_bit(fit, tmp_path, group_size):
     def run(rounds, **options):
         made, rule = module(momentum=0.5), FedNova(partial(torch.optim.SGD, lr=1.0, momentum=0.5))
-        user = made if lanes is None else Lanes(made, lanes, compile=False)
-        loop = FederatedLoop(3, rule, Uneven(), seed=1)
+        user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
+        loop = FederatedLoop(rule, Uneven(), seed=1, clients_per_round=3)
         options |= {"callbacks": [RoundCheckpoint(str(tmp_path))], "enable_checkpointing": True}
         fit(user, loop, samples(), rounds=rounds, **options)
         return vector(made), loop.rows

@@ -106,7 +106,7 @@ def test_a_resumed_federation_is_bit_equal(fit, linear, data, flat, tmp_path):
 
     def run(rounds, folder, **options):
         module = linear()
-        loop = FederatedLoop(0.5, FedAdam(lr=0.02), seed=1)
+        loop = FederatedLoop(FedAdam(lr=0.02), seed=1, client_fraction=0.5)
         options |= {"enable_checkpointing": True, "callbacks": [RoundCheckpoint(tmp_path / folder)]}
         fit(module, loop, data(train, val=train), rounds=rounds, **options)
         return flat(module)

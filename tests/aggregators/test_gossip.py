@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_fl import Lanes
+from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import FedAvg, Gossip
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.types import ClientUpdate, FederationError
@@ -60,10 +60,12 @@ def test_everyone_with_everyone_is_fedavg(fit, foreign, flat):
 
 def test_lanes_change_nothing(fit, foreign, flat):
     vectors = []
-    for lanes in (None, 2, 4):
+    for group_size in (None, 2, 4):
         module, rule = foreign(optimizer="sgd", dropout=0.0), Gossip("ring")
-        user = module if lanes is None else Lanes(module, lanes, compile=False)
-        fit(user, FederatedLoop(0.75, rule, buffers="average", seed=0), rounds=3)
+        user = (
+            module if group_size is None else VectorizedClients(module, group_size, compile=False)
+        )
+        fit(user, FederatedLoop(rule, buffers="average", seed=0, client_fraction=0.75), rounds=3)
         vectors.append(torch.cat([flat(module), rule.models.flatten()]))
     for vector in vectors[1:]:
         torch.testing.assert_close(vector, vectors[0], atol=1e-12, rtol=0)
@@ -73,7 +75,7 @@ def test_a_resumed_federation_is_bit_equal(fit, foreign, tmp_path):
     def run(rounds, folder, **options):
         rule = Gossip("erdos_renyi")
         options |= {"callbacks": [RoundCheckpoint(tmp_path / folder)], "enable_checkpointing": True}
-        loop = FederatedLoop(0.5, rule, buffers="average", seed=0)
+        loop = FederatedLoop(rule, buffers="average", seed=0, client_fraction=0.5)
         fit(foreign(optimizer="sgd"), loop, rounds=rounds, **options)
         return rule.models
 

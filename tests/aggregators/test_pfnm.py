@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import nn
 
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import PFNM, FedAvg, Staged
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
 from lightning_fl.federation.context import Federation
@@ -193,7 +193,7 @@ def test_it_resumes_bit_equal_and_loads_elsewhere(fit, data, trainer, tmp_path):
 
     def run(folder, rounds, wrap=lambda m: m, **options):
         made = module()
-        loop = FederatedLoop(0.5, rule(), Schedule(num_steps=5), seed=2)
+        loop = FederatedLoop(rule(), Schedule(num_steps=5), seed=2, client_fraction=0.5)
         callbacks = [RoundCheckpoint(str(folder))]
         fit(
             wrap(made),
@@ -206,7 +206,7 @@ def test_it_resumes_bit_equal_and_loads_elsewhere(fit, data, trainer, tmp_path):
         )
         return made, loop
 
-    for wrap in (lambda m: m, lambda m: Lanes(m, lanes=2)):
+    for wrap in (lambda m: m, lambda m: VectorizedClients(m, group_size=2)):
         whole, one = run(tmp_path / "whole", 5, wrap)
         run(tmp_path / "parts", 3, wrap)
         last = str(tmp_path / "parts" / "last.ckpt")
@@ -275,7 +275,9 @@ def test_a_stop_in_a_round_leaves_the_network_of_before(fit, data, trainer):
         assert torch.equal(layer.bias, b)
 
 
-@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: Lanes(m, lanes=2)], ids=["one", "lanes"])
+@pytest.mark.parametrize(
+    "wrap", [lambda m: m, lambda m: VectorizedClients(m, group_size=2)], ids=["one", "group_size"]
+)
 def test_checkpoints_of_all_moments(fit, data, tmp_path, wrap):
     """In a round, after an exception: as of the round's start, with the network of before."""
 

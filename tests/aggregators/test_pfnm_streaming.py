@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import PFNM, FedAvg, StreamingPFNM
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.functional.networks import MatchingOptions, NetworkPosterior, match_networks
@@ -64,7 +64,12 @@ def test_each_round_goes_on_from_the_posterior_of_the_last(fit, data, sizes):
 
 def test_clients_start_from_neurons_they_have_used(fit, data):
     rule = StreamingPFNM(**ALL, fresh=2, noise=0.0, seed=1)
-    fit(module(), FederatedLoop(0.5, rule, Schedule(num_steps=5)), data(stream_steps=3), rounds=2)
+    fit(
+        module(),
+        FederatedLoop(rule, Schedule(num_steps=5), client_fraction=0.5),
+        data(stream_steps=3),
+        rounds=2,
+    )
     (w, b), (v, _) = rule.network()
     rule.load_client_network()
     starts = rule.models_for(torch.arange(4))
@@ -90,7 +95,7 @@ def test_clients_start_from_neurons_they_have_used(fit, data):
 
 def test_popular_neurons_are_drawn_more_often(fit, data):
     rule = StreamingPFNM(**ALL, fresh=6, seed=1, noise=0.0)
-    fit(module(), FederatedLoop(1, rule, Schedule(num_steps=5)), data(), rounds=1)
+    fit(module(), FederatedLoop(rule, Schedule(num_steps=5), clients_per_round=1), data(), rounds=1)
     rule.load_client_network()
     rule.layers[0].uses[:] = 0
     rule.layers[0].uses[0, :4] = torch.tensor([1.0, 6.0, 0.0, 3.0])
@@ -142,12 +147,14 @@ def test_the_search_is_made_once(fit, data):
         ]
 
 
-@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: Lanes(m, lanes=2)], ids=["one", "lanes"])
+@pytest.mark.parametrize(
+    "wrap", [lambda m: m, lambda m: VectorizedClients(m, group_size=2)], ids=["one", "group_size"]
+)
 def test_it_resumes_bit_equal(fit, data, tmp_path, wrap):
     def run(folder, rounds, **options):
         made = module((6, 8, 5, 3))
         rule = StreamingPFNM(gamma=1.0, client_variance=0.01, fresh=2, seed=5)
-        loop = FederatedLoop(0.5, rule, Schedule(num_steps=5), seed=2)
+        loop = FederatedLoop(rule, Schedule(num_steps=5), seed=2, client_fraction=0.5)
         callbacks = [RoundCheckpoint(str(folder))]
         options |= {"callbacks": callbacks, "enable_checkpointing": True}
         fit(wrap(made), loop, data(stream_steps=4), rounds=rounds, **options)

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins import MixedPrecision
 from scipy import stats
 
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import DPFedAvg, FedAvg, Staged, private
 from lightning_fl.callbacks import ClientFaults, FederatedLoop, RoundCheckpoint
 from lightning_fl.federation.context import Federation
@@ -113,7 +113,9 @@ def test_without_noise_and_clipping_it_is_fedavg(simulate):
     one, _ = simulate(aggregator=FedAvg("uniform"))
     rule = DPFedAvg(noise_multiplier=0.0, clip_norm=1e6)
     two, _ = simulate(aggregator=rule)
-    three, _ = simulate(aggregator=DPFedAvg(0.0, 1e6), wrap=lambda m: Lanes(m, lanes=2))
+    three, _ = simulate(
+        aggregator=DPFedAvg(0.0, 1e6), wrap=lambda m: VectorizedClients(m, group_size=2)
+    )
     for a, b, c in zip(one.parameters(), two.parameters(), three.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(a, c, rtol=1e-12, atol=1e-12)
@@ -136,7 +138,7 @@ def test_the_servers_optimiser_steps_along_the_noisy_mean():
 )
 def test_epsilon_in_the_table_is_the_accountants(simulate, sampler, drawn):
     rule = DPFedAvg(noise_multiplier=2.0, delta=1e-3)
-    _, loop = simulate(aggregator=rule, participation=3, clients=12, sampler=sampler)
+    _, loop = simulate(aggregator=rule, clients_per_round=3, clients=12, sampler=sampler)
     cohort = Cohort(3, 12, drawn)
     expected = [epsilon([(2.0, t)], 1e-3, cohort) for t in (1, 2, 3)]
     assert [row["epsilon"] for row in loop.rows] == expected
@@ -149,7 +151,7 @@ def test_a_resumed_run_has_spent_the_same(simulate, tmp_path):
     def run(name, rounds, noise=1.0, **options):
         rule = DPFedAvg(noise, quantile=0.5, count_noise=2.0)
         kept = RoundCheckpoint(str(tmp_path / name))
-        options = {"participation": 0.5, "sampler": PoissonSampler(), "clients": 8, **options}
+        options = {"client_fraction": 0.5, "sampler": PoissonSampler(), "clients": 8, **options}
         made, loop = simulate(
             kept, aggregator=rule, rounds=rounds, enable_checkpointing=True, **options
         )
@@ -196,7 +198,7 @@ def test_a_whole_number_of_noise_goes_on_from_a_checkpoint():
 def test_rounds_of_nobody_are_rounds(simulate):
     """With coins of 1/8 for 8 clients a third of the rounds is empty, and has its noise."""
     rule = DPFedAvg(noise_multiplier=1.0)
-    options = {"participation": 1, "clients": 8, "sampler": PoissonSampler(), "rounds": 12}
+    options = {"clients_per_round": 1, "clients": 8, "sampler": PoissonSampler(), "rounds": 12}
     before, moved = [], []
 
     class Look(Callback):
@@ -307,7 +309,7 @@ def test_what_cannot_be_private_is_refused(simulate, fit, foreign):
     with pytest.raises(FederationError, match="count_noise=5 drowns a count of 4 clients"):
         simulate(aggregator=DPFedAvg(quantile=0.5, count_noise=5.0))
     with pytest.raises(FederationError, match="2 of 4 clients are drawn in a way of which no"):
-        simulate(aggregator=DPFedAvg(), participation=2, sampler=RoundRobinSampler())
+        simulate(aggregator=DPFedAvg(), clients_per_round=2, sampler=RoundRobinSampler())
     with pytest.raises(FederationError, match="DPFedAvg cannot be a stage"):
         simulate(aggregator=Staged([2], [FedAvg(), DPFedAvg()]))
     rule = DPFedAvg()
@@ -361,7 +363,7 @@ class Claims(UniformSampler):
 @pytest.mark.parametrize("sampler", [Mine(), Claims()])
 def test_a_child_of_a_known_sampler_is_not_accounted_for(simulate, sampler):
     with pytest.raises(FederationError, match="2 of 4 clients are drawn in a way of which no"):
-        simulate(aggregator=DPFedAvg(), participation=2, sampler=sampler)
+        simulate(aggregator=DPFedAvg(), clients_per_round=2, sampler=sampler)
 
 
 def test_branches_with_other_options_draw_other_noise(simulate, fit, tmp_path):

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import TensorDataset
 
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg, Scaffold, Staged
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
@@ -101,7 +101,7 @@ def test_rounds_are_the_algorithm_with_partial_participation(
     fit, option, server_lr, weighting, decay
 ):
     data, rule = samples(), Scaffold(option, server_lr, weighting)
-    loop = Noted(3, rule, Schedule(num_steps=4), seed=1)
+    loop = Noted(rule, Schedule(num_steps=4), seed=1, clients_per_round=3)
     fit(module(weight_decay=decay), loop, data, rounds=5)
     models, control, own = plainly(loop, data, option, server_lr, weighting, decay)
     assert len({*map(str, (plan.clients.tolist() for plan in loop.plans))}) > 1
@@ -114,7 +114,10 @@ def test_rounds_are_the_algorithm_with_partial_participation(
 
 def test_the_first_round_is_uniform_fedavg(fit):
     (one, first), (other, second) = (
-        (made := module(), fit(made, FederatedLoop(3, rule, seed=1), samples(), rounds=1))
+        (
+            made := module(),
+            fit(made, FederatedLoop(rule, seed=1, clients_per_round=3), samples(), rounds=1),
+        )
         for rule in (Scaffold(), FedAvg("uniform"))
     )
     torch.testing.assert_close(vector(one), vector(other), rtol=0, atol=1e-14)
@@ -124,20 +127,25 @@ def test_the_first_round_is_uniform_fedavg(fit):
 
 def test_with_everybody_the_servers_control_variate_is_the_mean_of_the_clients(fit):
     rule = Scaffold()
-    loop = fit(module(), FederatedLoop(1.0, rule, Schedule(num_steps=3), seed=1), samples())
+    loop = fit(module(), FederatedLoop(rule, Schedule(num_steps=3), seed=1), samples())
     own = torch.stack([rows["part.0.control"] for rows in loop.store.rows.values()])
     torch.testing.assert_close(rule.control, own.mean(0), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("option", ["I", "II"])
-@pytest.mark.parametrize("lanes", [2, 3])
-def test_vectorized_clients_give_the_same(fit, option, lanes):
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_vectorized_clients_give_the_same(fit, option, group_size):
     def run(wrap):
         made, rule = module(), Scaffold(option)
-        fit(wrap(made), FederatedLoop(4, rule, Uneven(), seed=1), samples(), rounds=3)
+        fit(
+            wrap(made),
+            FederatedLoop(rule, Uneven(), seed=1, clients_per_round=4),
+            samples(),
+            rounds=3,
+        )
         return vector(made), rule.control
 
-    one, other = run(lambda m: m), run(lambda m: Lanes(m, lanes, compile=False))
+    one, other = run(lambda m: m), run(lambda m: VectorizedClients(m, group_size, compile=False))
     for found, expected in zip(one, other, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
@@ -149,13 +157,15 @@ class Uneven(Schedule):
         return {"num_steps": 1 + clients % 3, "lr": 0.1 + 0.02 * clients.double()}
 
 
-@pytest.mark.parametrize("lanes", [None, 3])
-def test_a_run_resumes_bit_for_bit(fit, tmp_path, lanes):
+@pytest.mark.parametrize("group_size", [None, 3])
+def test_a_run_resumes_bit_for_bit(fit, tmp_path, group_size):
     def run(rounds, **options):
         made, rule = module(), Scaffold()
-        loop = FederatedLoop(3, rule, Uneven(), seed=1, update_transforms=[TopK(0.5)])
+        loop = FederatedLoop(
+            rule, Uneven(), seed=1, update_transforms=[TopK(0.5)], clients_per_round=3
+        )
         keep = RoundCheckpoint(str(tmp_path))
-        user = made if lanes is None else Lanes(made, lanes, compile=False)
+        user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
         fit(
             user, loop, samples(), rounds=rounds, callbacks=[keep], enable_checkpointing=True,
             **options,
@@ -179,7 +189,7 @@ def test_a_dropped_client_keeps_its_control_variate(fit):
             return delta
 
     rule = Scaffold()
-    loop = FederatedLoop(1.0, rule, Schedule(num_steps=2), seed=1)
+    loop = FederatedLoop(rule, Schedule(num_steps=2), seed=1)
     fit(module(), loop, samples(), rounds=3, callbacks=[Losing()])
     assert sorted(loop.store.rows) == [0, 1, 3, 4]
     own = sum(rows["part.0.control"] for rows in loop.store.rows.values())
@@ -194,7 +204,7 @@ def test_the_control_variate_moves_in_a_round_that_keeps_the_model(fit):
             return delta
 
     rule, made = Scaffold(), module()
-    loop = FederatedLoop(1.0, rule, Schedule(num_steps=2), seed=1, min_clients=3)
+    loop = FederatedLoop(rule, Schedule(num_steps=2), seed=1, min_clients=3)
     fit(made, loop, samples(), rounds=2, callbacks=[Losing()])
     assert torch.equal(vector(made), vector(module()))
     own = sum(rows["part.0.control"] for rows in loop.store.rows.values())
@@ -205,7 +215,9 @@ def test_the_control_variate_moves_in_a_round_that_keeps_the_model(fit):
 def test_frozen_parameters_have_no_control_variate(fit):
     made, rule = module(), Scaffold()
     made.net.bias.requires_grad_(False)
-    loop = fit(made, FederatedLoop(3, rule, Schedule(num_steps=2), seed=1), samples())
+    loop = fit(
+        made, FederatedLoop(rule, Schedule(num_steps=2), seed=1, clients_per_round=3), samples()
+    )
     assert rule.control[:8].abs().sum() > 0
     assert not rule.control[8:].any()
     assert not any(rows["part.0.control"][8:].any() for rows in loop.store.rows.values())
@@ -214,7 +226,7 @@ def test_frozen_parameters_have_no_control_variate(fit):
 def test_it_may_be_one_stage_of_several(fit):
     """Its control variates rest in the other stage, and go on from where they were."""
     rule = Staged([1, 1], [Scaffold(), FedAvg("uniform"), Scaffold()])
-    loop = fit(module(), FederatedLoop(1.0, rule, Schedule(num_steps=2), seed=1), samples())
+    loop = fit(module(), FederatedLoop(rule, Schedule(num_steps=2), seed=1), samples())
     assert [row["stage"] for row in loop.rows] == [1, 2, 3]
     for row, part in ((0, 0), (2, 1)):
         own = torch.stack([rows[f"part.{part}.control"] for rows in loop.store.rows.values()])
@@ -249,7 +261,7 @@ def test_it_corrects_the_drift_that_fedavg_keeps(fit):
         train = TensorDataset(curvature, optimum)
         data = FederatedDataModule(train, train, num_clients=2, batch_size=1, seed=0)
         made = Quadratic()
-        loop = FederatedLoop(1.0, rule, Schedule(num_steps=5), seed=0)
+        loop = FederatedLoop(rule, Schedule(num_steps=5), seed=0)
         fit(made, loop, data, rounds=60)
         return abs(float(made.w.detach()) - best)
 
@@ -272,13 +284,13 @@ def test_local_training_that_cannot_be_inverted_is_refused(fit, make, options, m
     fit(made, FederatedLoop(aggregator=Scaffold("I"), seed=1), samples(), rounds=1, **options)
 
 
-@pytest.mark.parametrize("lanes", [None, 3])
-def test_option_1_corrects_any_optimizer(fit, lanes):
+@pytest.mark.parametrize("group_size", [None, 3])
+def test_option_1_corrects_any_optimizer(fit, group_size):
     """What is added to gradients reaches Adam as well, vectorized or not."""
     made = ClientModule(torch.nn.Linear(4, 2), optimizer=lambda p: torch.optim.Adam(p)).double()
-    user = made if lanes is None else Lanes(made, lanes, compile=False)
+    user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
     rule = Scaffold("I")
-    loop = fit(user, FederatedLoop(1.0, rule, Schedule(num_steps=2), seed=1), samples())
+    loop = fit(user, FederatedLoop(rule, Schedule(num_steps=2), seed=1), samples())
     own = torch.stack([rows["part.0.control"] for rows in loop.store.rows.values()])
     torch.testing.assert_close(rule.control, own.mean(0), rtol=0, atol=1e-13)
 

@@ -54,7 +54,7 @@ def test_a_resumed_federation_is_bit_equal(fit, foreign, flat, tmp_path, half):
         rule = Staged([2], [FedAvgM(), FedAdam(lr=0.01)])
         policy = StagedPolicy([2], [Schedule(local_epochs=2), Schedule(num_steps=1)])
         options |= {"callbacks": [RoundCheckpoint(tmp_path / folder)], "enable_checkpointing": True}
-        loop = FederatedLoop(0.5, rule, policy, buffers="average", seed=0)
+        loop = FederatedLoop(rule, policy, buffers="average", seed=0, client_fraction=0.5)
         fit(module, loop, rounds=rounds, **options)
         return flat(module), loop.rows
 

@@ -57,7 +57,7 @@ def test_cells_run_once_and_tables_show_means(mostafa, commands, tmp_path, capsy
     assert "kws.yaml" in fit
     assert "noniid.yaml" in fit
     assert "fa.yaml" in fit
-    assert "--federation.participation=1.0" in fit
+    assert "--federation.client_fraction=1.0" in fit
     assert "coefficient" not in fit
     written = tmp_path / "docs" / "table.md"
     found = mostafa.main([*least, "fa_rm", "--jobs", "2", "--markdown", str(written)])

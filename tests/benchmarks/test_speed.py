@@ -30,10 +30,10 @@ def test_smoke(script, monkeypatch, tmp_path, capsys):
     assert all(times[0] > 0 for times in seconds.values())
     assert table.read_text().splitlines()[2].endswith("(1.00) |")
     problem = speed.Federation(tiny)
-    plain, lanes = (
-        speed.library(problem, 2, **options).parameters for options in ({}, {"lanes": 3})
+    plain, group_size = (
+        speed.library(problem, 2, **options).parameters for options in ({}, {"group_size": 3})
     )
-    torch.testing.assert_close(plain, lanes, rtol=0, atol=1e-6)
+    torch.testing.assert_close(plain, group_size, rtol=0, atol=1e-6)
 
     speed.main(["growth", "--grown", "6"])
     assert min(json.loads(capsys.readouterr().out.splitlines()[-1]).values()) > 0

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import Dataset, TensorDataset
 
-from lightning_fl import Lanes
+from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import CoordinateMedian, FedAvg, NormClipping
 from lightning_fl.callbacks import Backdoor, ClientAttack, FederatedLoop, LabelFlip, RoundCheckpoint
 from lightning_fl.callbacks.attacks import changed
@@ -107,7 +107,7 @@ def test_attacked_data_give_the_same_run_in_memory_or_not_and_in_lanes(simulate,
     made = [
         simulate(*attack)[0],
         simulate(*attack, datamodule=data(train=Samples(x, y)))[0],
-        simulate(*attack, wrap=lambda m: Lanes(m, lanes=2))[0],
+        simulate(*attack, wrap=lambda m: VectorizedClients(m, group_size=2))[0],
     ]
     honest, _ = simulate()
     for other in made[1:]:

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import PFNM, FedAvg, FedMA
 from lightning_fl.callbacks import FederatedLoop, MatchingBaselines, RoundCheckpoint
 from lightning_fl.layer_stack import LayerStack
@@ -54,7 +54,9 @@ def run(fit, skewed):
     return run
 
 
-@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: Lanes(m, lanes=3)], ids=["one", "lanes"])
+@pytest.mark.parametrize(
+    "wrap", [lambda m: m, lambda m: VectorizedClients(m, group_size=3)], ids=["one", "group_size"]
+)
 def test_by_hand(run, skewed, wrap):
     callback = MatchingBaselines()
     made, loop = run(callback, wrap=wrap)

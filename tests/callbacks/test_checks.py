@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from lightning_fl import Lanes
+from lightning_fl import VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.callbacks.checks import REFUSED
 from lightning_fl.types import FederationError
@@ -124,8 +124,10 @@ def test_finetuning_is_refused_in_vectorized_training(foreign, fit):
         def finetune_function(self, pl_module, epoch, optimizer):
             """Unfreeze nothing."""
 
-    with pytest.raises(FederationError, match=r"Finetuning .* instead of Lanes\(module\)"):
-        fit(Lanes(foreign()), callbacks=[Finetuning()])
+    with pytest.raises(
+        FederationError, match=r"Finetuning .* instead of VectorizedClients\(module\)"
+    ):
+        fit(VectorizedClients(foreign()), callbacks=[Finetuning()])
 
 
 # --- the package pytorch_lightning ----------------------------------------------------------------
@@ -154,7 +156,7 @@ def test_a_module_or_a_callback_of_pytorch_lightning_is_refused_by_name(fit, for
     with pytest.raises(
         FederationError, match=r"Old is .* pytorch_lightning.*`import lightning as L`"
     ):
-        Lanes(Old())
+        VectorizedClients(Old())
     with pytest.raises(
         FederationError, match=r"Timer is .* pytorch_lightning.*`import lightning as L`"
     ):

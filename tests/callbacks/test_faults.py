@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_fl import Lanes
+from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import CoordinateMedian
 from lightning_fl.callbacks import ClientFaults, OnUpdates, RoundCheckpoint
 from lightning_fl.callbacks.faults import read_trace
@@ -60,7 +60,9 @@ def test_what_a_trace_says_happens(simulate, tmp_path):
     assert [row["num_samples"] for row in loop.rows] == [90, 60, 90]
 
 
-@pytest.mark.parametrize("wrap", [lambda module: module, lambda module: Lanes(module, lanes=3)])
+@pytest.mark.parametrize(
+    "wrap", [lambda module: module, lambda module: VectorizedClients(module, group_size=3)]
+)
 def test_each_cause_has_a_column_and_is_named_in_the_first_warning(simulate, tmp_path, wrap):
     path = tmp_path / "trace.csv"
     path.write_text("round,client,fault\n1,2,dropout\n1,0,nan\n2,3,crash\n2,0,blowup\n3,1,late\n")
@@ -128,7 +130,7 @@ def test_faults_do_not_depend_on_lanes_and_resume(simulate, tmp_path):
 
     faults = [made() for _ in range(4)]
     one, first = simulate(faults[0], kept("whole"), rounds=6, enable_checkpointing=True)
-    lanes, _ = simulate(faults[1], rounds=6, wrap=lambda m: Lanes(m, lanes=3))
+    group_size, _ = simulate(faults[1], rounds=6, wrap=lambda m: VectorizedClients(m, group_size=3))
     simulate(faults[2], kept("parts"), enable_checkpointing=True)
     last = str(tmp_path / "parts" / "last.ckpt")
     parts, second = simulate(
@@ -137,7 +139,7 @@ def test_faults_do_not_depend_on_lanes_and_resume(simulate, tmp_path):
     assert faults[0].happened == faults[1].happened == faults[3].happened
     assert faults[0].virtual_time == faults[1].virtual_time == faults[3].virtual_time
     assert first.rows == second.rows
-    for a, b, c in zip(one.parameters(), lanes.parameters(), parts.parameters(), strict=True):
+    for a, b, c in zip(one.parameters(), group_size.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
         assert torch.equal(a, c)
 

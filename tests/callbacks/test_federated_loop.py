@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
@@ -57,21 +57,21 @@ def same(a, b):
 # --- FedAvg by hand -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("participation", [1.0, 0.5])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("partition", [IID(), QuantitySkew(alpha=1.0)])
-def test_full_batch_steps_are_fedavg_by_hand(fit, linear, participation, partition):
+def test_full_batch_steps_are_fedavg_by_hand(fit, linear, fraction, partition):
     train = regression()
     data = FederatedDataModule(
         train, regression(9), partition=partition, num_clients=6, batch_size=None
     )
     module = linear()
     weights = module.net.weight.detach().clone()[0]
-    loop = FederatedLoop(participation, policy=Schedule(lr=0.05, num_steps=1), seed=3)
+    loop = FederatedLoop(client_fraction=fraction, policy=Schedule(lr=0.05, num_steps=1), seed=3)
     fit(module, loop, data, rounds=4)
     x, y = train.tensors
     for t in range(4):
         order = torch.randperm(6, generator=generator(3, RandomStream.COHORT, t))
-        cohort = order[: round(participation * 6)]
+        cohort = order[: round(fraction * 6)]
         n = data.num_samples[cohort].double()
         local = []
         for client in cohort:
@@ -148,7 +148,7 @@ def test_a_run_is_a_function_of_its_seed(fit, foreign):
     modules = [foreign(seed=0) for _ in range(3)]
     for module, seed in zip(modules, (1, 1, 2), strict=True):
         torch.manual_seed(seed + 10)
-        fit(module, FederatedLoop(0.5, seed=seed, buffers="average"))
+        fit(module, FederatedLoop(seed=seed, buffers="average", client_fraction=0.5))
     assert same(modules[0].state_dict(), modules[1].state_dict())
     assert not same(modules[0].state_dict(), modules[2].state_dict())
 
@@ -182,11 +182,11 @@ class Dropouts(Callback):
 
 def test_batches_and_dropout_of_a_client_do_not_depend_on_the_others(fit, foreign, data):
     seen = []
-    for participation in (1.0, 2):
+    for sampled in (None, 2):
         watch = Dropouts()
         fit(
             foreign(),
-            FederatedLoop(participation, buffers="average", seed=5),
+            FederatedLoop(clients_per_round=sampled, buffers="average", seed=5),
             data(),
             callbacks=[watch],
         )
@@ -415,18 +415,26 @@ def test_a_policy_that_makes_no_sense_is_refused(fit, foreign, values, message):
 
 
 @pytest.mark.parametrize(
-    ("participation", "clients"), [(1.0, 4), (1, 1), (3, 3), (0.5, 2), (0.01, 1)]
+    ("options", "clients"),
+    [
+        ({}, 4),
+        ({"clients_per_round": 1}, 1),
+        ({"clients_per_round": 3}, 3),
+        ({"client_fraction": 1.0}, 4),
+        ({"client_fraction": 0.5}, 2),
+        ({"client_fraction": 0.01}, 1),
+    ],
 )
-def test_participation_is_a_fraction_or_a_count(fit, foreign, participation, clients):
+def test_clients_of_a_round_are_a_number_or_a_fraction(fit, foreign, options, clients):
     one_step = Schedule(num_steps=1)
-    loop = FederatedLoop(participation, policy=one_step, buffers="average")
+    loop = FederatedLoop(policy=one_step, buffers="average", **options)
     fit(foreign(), loop, rounds=2)
     assert [row["clients"] for row in loop.rows] == [clients, clients]
 
 
 def test_round_robin_goes_through_everyone(fit, foreign, data):
     watch = Dropouts()
-    loop = FederatedLoop(2, sampler=RoundRobinSampler(), buffers="average")
+    loop = FederatedLoop(sampler=RoundRobinSampler(), buffers="average", clients_per_round=2)
     fit(foreign(), loop, data(), callbacks=[watch], rounds=2)
     assert sorted(watch.drawn) == [(0, 0), (0, 1), (1, 2), (1, 3)]
 
@@ -463,7 +471,7 @@ def test_a_client_that_is_not_finite_is_dropped_counted_and_named(fit, linear):
     # As if the others had been the whole cohort.
     fit(
         clean,
-        FederatedLoop(policy=Schedule(num_steps=1), sampler=Only([0, 1, 3]), participation=3),
+        FederatedLoop(policy=Schedule(num_steps=1), sampler=Only([0, 1, 3]), clients_per_round=3),
         poisoned([]),
         rounds=1,
     )
@@ -652,8 +660,8 @@ def test_skipping_the_rest_of_an_epoch_is_an_error(fit, foreign):
 SETTINGS = {
     "reset": {"buffers": "average"},
     "keep": {"buffers": "average", "optimizer_state": "keep"},
-    "local": {"buffers": "local", "optimizer_state": "keep", "participation": 0.5},
-    "work": {"buffers": "average", "policy": PerClient(), "participation": 3},
+    "local": {"buffers": "local", "optimizer_state": "keep", "client_fraction": 0.5},
+    "work": {"buffers": "average", "policy": PerClient(), "clients_per_round": 3},
 }
 
 
@@ -861,12 +869,14 @@ def test_resuming_with_other_options_says_which(fit, foreign, data, tmp_path):
     keep = {"callbacks": [RoundCheckpoint(str(tmp_path / "c"))], "enable_checkpointing": True}
     fit(foreign(), FederatedLoop(buffers="average"), rounds=1, **keep)
     path = str(tmp_path / "c" / "last.ckpt")
-    other = FederatedLoop(0.5, FedAvg("uniform"), Schedule(local_epochs=2), buffers="average")
+    other = FederatedLoop(
+        FedAvg("uniform"), Schedule(local_epochs=2), buffers="average", client_fraction=0.5
+    )
     with pytest.warns(UserWarning, match="with other options") as warned:
         fit(foreign(), other, data(batch_size=4), rounds=2, ckpt_path=path, **keep)
     (text,) = (str(w.message) for w in warned if "other options" in str(w.message))
     for part in (
-        "participation is 0.5, was 1.0",
+        "clients in a round is 2, was 4",
         "aggregator is FedAvg(weighting='uniform'), was FedAvg(weighting='samples')",
         "local_epochs=2, decay=1.0, steps_decay=1.0), was Schedule(",
         "batches in a local epoch is 32, was 16",
@@ -1025,9 +1035,9 @@ def test_figures_of_the_round_go_to_the_loggers(fit, foreign, tmp_path):
 
 def test_validation_draws_from_its_own_stream(fit, foreign):
     drawn = []
-    for participation in (1, 4):
+    for sampled in (1, 4):
         watch = LambdaCallback(on_validation_start=lambda *_: drawn.append(torch.rand(1).item()))
-        loop = FederatedLoop(participation, buffers="average", seed=0)
+        loop = FederatedLoop(clients_per_round=sampled, buffers="average", seed=0)
         fit(foreign(), loop, callbacks=[watch], rounds=2)
     assert drawn[:2] == drawn[2:]
     assert drawn[0] != drawn[1]
@@ -1056,13 +1066,16 @@ def test_hooks_of_the_module_are_called_once_a_client(fit, foreign):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"participation": 0}, "got 0"),
-        ({"participation": 0.0}, r"got 0\.0"),
-        ({"participation": 1.5}, r"got 1\.5"),
-        ({"participation": -1}, "got -1"),
-        ({"participation": True}, "got True"),
-        ({"participation": "2"}, "participation must be .* got '2'"),
-        ({"participation": math.nan}, "got nan"),
+        ({"clients_per_round": 0}, "got 0"),
+        ({"client_fraction": 0.0}, r"got 0\.0"),
+        ({"client_fraction": 1.5}, r"got 1\.5"),
+        ({"clients_per_round": -1}, "got -1"),
+        ({"clients_per_round": True}, "got True"),
+        ({"clients_per_round": 0.5}, "got 0.5: for a part of all clients set client_fraction"),
+        ({"clients_per_round": "2"}, "clients_per_round must be .* got '2'"),
+        ({"client_fraction": math.nan}, "got nan"),
+        ({"client_fraction": 10}, "got 10: for a number of clients set clients_per_round"),
+        ({"client_fraction": 0.5, "clients_per_round": 2}, "give one of them"),
         ({"min_clients": 0}, "min_clients must be a whole number from 1 up, got 0"),
         ({"min_clients": 1.5}, r"min_clients must be a whole number from 1 up, got 1\.5"),
         ({"aggregator": FedAvg}, r"aggregator must be a Aggregator, got .*: write FedAvg\(\)"),
@@ -1135,13 +1148,13 @@ def test_a_loader_instead_of_a_federation_is_refused(foreign, trainer, blobs):
 
 
 def test_more_participants_than_clients_are_refused(fit, foreign):
-    with pytest.raises(FederationError, match="participation=9 clients, there are 4"):
-        fit(foreign(), FederatedLoop(9))
+    with pytest.raises(FederationError, match="clients_per_round=9 clients, there are 4"):
+        fit(foreign(), FederatedLoop(clients_per_round=9))
 
 
 def test_min_clients_above_the_cohort_is_refused(fit, foreign):
     with pytest.raises(FederationError, match="min_clients=3, but only 2 clients"):
-        fit(foreign(), FederatedLoop(0.5, min_clients=3))
+        fit(foreign(), FederatedLoop(min_clients=3, client_fraction=0.5))
 
 
 def test_a_loop_that_has_run_is_refused_by_another_trainer(fit, foreign):
@@ -1258,7 +1271,7 @@ def test_validating_later_leaves_other_weights_alone(linear, data, trainer):
 def test_a_sampler_that_makes_no_sense_is_refused(fit, linear, answer):
     data = FederatedDataModule(regression(), regression(9), num_clients=4)
     with pytest.raises(FederationError, match="must return different clients from 0 to 3"):
-        fit(linear(), FederatedLoop(2, sampler=Only(answer)), data)
+        fit(linear(), FederatedLoop(sampler=Only(answer), clients_per_round=2), data)
 
 
 # --- a policy that learns -------------------------------------------------------------------------
@@ -1371,11 +1384,11 @@ def test_a_term_that_is_gone_is_refused_on_resuming(fit, blobs, tmp_path):
             fit(module, loop, federation, rounds=rounds, ckpt_path=tmp_path / path, **options)
 
 
-@pytest.mark.parametrize("lanes", [None, 2])
+@pytest.mark.parametrize("group_size", [None, 2])
 @pytest.mark.parametrize(
     "task_loss", [lambda loss: 5.0, lambda loss: loss.detach() * 0 + 5, lambda loss: None]
 )
-def test_a_step_may_return_what_its_clients_report(fit, data, linear, lanes, task_loss):
+def test_a_step_may_return_what_its_clients_report(fit, data, linear, group_size, task_loss):
     heard = []
 
     class Listening(HyperparameterPolicy):
@@ -1398,7 +1411,7 @@ def test_a_step_may_return_what_its_clients_report(fit, data, linear, lanes, tas
     module.__class__ = Reporting
     x = torch.randn(40, 3, dtype=torch.float64)
     train = TensorDataset(x, x.sum(1))
-    user = module if lanes is None else Lanes(module, lanes, compile=False)
+    user = module if group_size is None else VectorizedClients(module, group_size, compile=False)
     fit(user, FederatedLoop(policy=Listening(), seed=0), data(train, val=train), rounds=1)
     assert len(heard) == 4
     assert (heard == [5.0] * 4) == (task_loss(torch.ones(())) is not None)

@@ -21,7 +21,6 @@ from lightning_fl.aggregators import PFNM, FedAvg
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.hooks import replaced
-from lightning_fl.lanes import Lanes
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import (
     DiscreteGaussianReinforce,
@@ -31,6 +30,7 @@ from lightning_fl.policies import (
     StagedPolicy,
     Stragglers,
 )
+from lightning_fl.runners import VectorizedClients
 from lightning_fl.samplers import PoissonSampler
 from lightning_fl.transforms import Quantize, TopK
 from lightning_fl.types import FederationError
@@ -78,10 +78,10 @@ def by_hand(data, weights, rounds):
     return weights
 
 
-@pytest.mark.parametrize("lanes", [None, 3])
+@pytest.mark.parametrize("group_size", [None, 3])
 @pytest.mark.parametrize("who", ["module", "callback"])
 @pytest.mark.filterwarnings("ignore:.* is not trained")
-def test_what_hooks_write_before_a_round_and_after_a_step_counts(fit, linear, who, lanes):
+def test_what_hooks_write_before_a_round_and_after_a_step_counts(fit, linear, who, group_size):
     module, callbacks, seen = linear(), [], []
     data = FederatedDataModule(regression(), regression(9), num_clients=3, batch_size=None)
     if who == "module":
@@ -89,14 +89,14 @@ def test_what_hooks_write_before_a_round_and_after_a_step_counts(fit, linear, wh
         module.on_train_batch_end = lambda *args: clip(module)
     else:
         callbacks = [Shrink()]
-    if who == "callback" and lanes:
+    if who == "callback" and group_size:
         pytest.skip("callbacks do not reach the parameters of clients that are trained together")
     look = L.pytorch.callbacks.LambdaCallback(
         on_validation_start=lambda *_: seen.append(module.net.weight.detach().clone()[0])
     )
     start = module.net.weight.detach().clone()[0]
     fit(
-        module if lanes is None else Lanes(module, lanes),
+        module if group_size is None else VectorizedClients(module, group_size),
         FederatedLoop(seed=3),
         data,
         rounds=3,
@@ -108,11 +108,13 @@ def test_what_hooks_write_before_a_round_and_after_a_step_counts(fit, linear, wh
 
 def test_a_module_trained_in_lanes_starts_from_what_it_wrote(fit, linear):
     results = []
-    for lanes in (None, 3):
+    for group_size in (None, 3):
         module = linear()
         module.on_train_epoch_start = lambda module=module: shrink(module)
         data = FederatedDataModule(regression(), regression(9), num_clients=3, batch_size=4)
-        user = module if lanes is None else Lanes(module, lanes, compile=False)
+        user = (
+            module if group_size is None else VectorizedClients(module, group_size, compile=False)
+        )
         fit(user, FederatedLoop(seed=3), data, rounds=3)
         results.append(module.net.weight.detach())
     torch.testing.assert_close(*results, atol=1e-12, rtol=0)
@@ -404,10 +406,10 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("lanes", [None, 2])
+@pytest.mark.parametrize("group_size", [None, 2])
 @pytest.mark.parametrize("name", RUNS)
 def test_the_stepping_batches_are_those_of_the_longest_client(
-    fit, foreign, data, blobs, name, lanes
+    fit, foreign, data, blobs, name, group_size
 ):
     module, found = foreign(batchnorm=False, dropout=0.0), []
     configure = module.configure_optimizers
@@ -424,7 +426,7 @@ def test_the_stepping_batches_are_those_of_the_longest_client(
     look = L.pytorch.callbacks.LambdaCallback(
         on_train_batch_end=lambda trainer, *_: found.append(trainer.estimated_stepping_batches)
     )
-    user = module if lanes is None else Lanes(module, lanes, compile=False)
+    user = module if group_size is None else VectorizedClients(module, group_size, compile=False)
     fit(user, loop, federated, callbacks=[look])
     longest = int(federated.batches_per_epoch.max())
     assert longest > int(federated.batches_per_epoch.min())
@@ -445,7 +447,7 @@ def test_the_stepping_batches_of_a_stream_and_of_a_trial_run(fit, foreign, data,
         federated = uneven(
             data, train=blobs(100), stream_steps=2, partition=Dirichlet(1, min_size=9)
         )
-        loop = FederatedLoop(0.5, sampler=PoissonSampler(), seed=2)
+        loop = FederatedLoop(sampler=PoissonSampler(), seed=2, client_fraction=0.5)
         fit(module, loop, federated, rounds=rounds, **options)
         most = []
         for step in range(2):
@@ -518,7 +520,9 @@ def test_a_schedule_ends_with_the_run_whoever_trains(
     module, rows, lr = run(saves=True, enable_checkpointing=True)
     if scheduler is not plateau:
         assert lr == pytest.approx(expected(scheduler, uneven(data, train=blobs(60))), abs=1e-15)
-    wraps = [lambda m, k=k: Lanes(m, 3, steps_per_batch=k, compile=False) for k in (1, 3)]
+    wraps = [
+        lambda m, k=k: VectorizedClients(m, 3, steps_per_batch=k, compile=False) for k in (1, 3)
+    ]
     for wrap in wraps:
         other, others, other_lr = run(wrap)
         assert other_lr == lr
@@ -545,8 +549,8 @@ def test_a_callback_that_looks_at_gradients_does_not_stop_the_schedule(fit, fore
             return {"optimizer": optimizer, "lr_scheduler": config}
 
         module.configure_optimizers = configure
-        lanes = Lanes(module, 4, steps_per_batch=3, compile=False)
-        fit(lanes, FederatedLoop(seed=3), uneven(data, train=blobs(60)), callbacks=callbacks)
+        group_size = VectorizedClients(module, 4, steps_per_batch=3, compile=False)
+        fit(group_size, FederatedLoop(seed=3), uneven(data, train=blobs(60)), callbacks=callbacks)
         rates.append(module.net[0].weight.detach())
 
     run([])
@@ -563,7 +567,7 @@ def test_a_plateau_of_steps_is_refused(fit, decaying, data):
 # --- the rate that the table shows ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: Lanes(m, 2, 3, compile=False)])
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: VectorizedClients(m, 2, 3, compile=False)])
 def test_the_table_shows_the_mean_rate_of_the_clients_steps(fit, foreign, data, blobs, wrap):
     module = foreign(batchnorm=False, dropout=0.0)
 
@@ -710,7 +714,9 @@ def test_an_exception_of_vectorized_clients_names_them(fit, foreign, data):
 
     module.training_step = fail
     with pytest.raises(ZeroDivisionError) as caught:
-        fit(Lanes(module, 2, 2, compile=False), FederatedLoop(seed=1), data(), rounds=50)
+        fit(
+            VectorizedClients(module, 2, 2, compile=False), FederatedLoop(seed=1), data(), rounds=50
+        )
     assert re.fullmatch(r"In round \d+, clients \d, \d, local steps (1 to 2|3 to 4)", notes(caught))
 
 
@@ -722,8 +728,8 @@ def test_an_exception_between_rounds_names_no_client(fit, linear, data):
     assert notes(caught) == ""
 
 
-@pytest.mark.parametrize("lanes", [0, 2], ids=["plain", "vectorized"])
-def test_an_exception_before_the_first_batch_is_the_one_that_is_seen(fit, linear, data, lanes):
+@pytest.mark.parametrize("group_size", [0, 2], ids=["plain", "vectorized"])
+def test_an_exception_before_the_first_batch_is_the_one_that_is_seen(fit, linear, data, group_size):
     module = linear()
     loop = FederatedLoop(seed=1)
     before = []
@@ -734,7 +740,7 @@ def test_an_exception_before_the_first_batch_is_the_one_that_is_seen(fit, linear
                 before.extend(p.detach().clone() for p in module.parameters())
                 raise ZeroDivisionError("no such round")
 
-    trained = Lanes(module, lanes, compile=False) if lanes else module
+    trained = VectorizedClients(module, group_size, compile=False) if group_size else module
     with pytest.raises(ZeroDivisionError, match="no such round") as caught:
         fit(trained, loop, data(regression(), val=regression(9)), callbacks=[Fails()])
     assert notes(caught) == "In round 2"
@@ -786,14 +792,14 @@ def tuned(fit, data):
     def run(update_transforms=(), wrap=lambda m: m, **options):
         torch.manual_seed(0)
         module = Tuned(**options)
-        loop = FederatedLoop(0.5, update_transforms=update_transforms, seed=1)
+        loop = FederatedLoop(update_transforms=update_transforms, seed=1, client_fraction=0.5)
         fit(wrap(module), loop, data(val_size=0), rounds=3)
         return module, [(row["bytes_up"], row["bytes_down"]) for row in loop.rows]
 
     return run
 
 
-WRAPS = {"one": lambda m: m, "lanes": lambda m: Lanes(m, 2, compile=False)}
+WRAPS = {"one": lambda m: m, "group_size": lambda m: VectorizedClients(m, 2, compile=False)}
 
 
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)

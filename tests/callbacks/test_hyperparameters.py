@@ -5,7 +5,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 
-from lightning_fl import ClientModule, FederatedLoop, Lanes, RoundCheckpoint
+from lightning_fl import ClientModule, FederatedLoop, RoundCheckpoint, VectorizedClients
 from lightning_fl.aggregators import TrimmedMean
 from lightning_fl.policies import Schedule
 
@@ -39,7 +39,7 @@ def run(fit, data):
     def train(logger, rounds=3, wrap=lambda module: module, kind=ClientModule, **options):
         module = wrap(kind(nn.Linear(6, 3)).double())
         policy = Schedule(lr=0.25, num_steps=2)
-        loop = FederatedLoop(3, TrimmedMean(), policy, seed=5)
+        loop = FederatedLoop(TrimmedMean(), policy, seed=5, clients_per_round=3)
         options = {"callbacks": [], "val_check_interval": None, **options}
         fit(module, loop, data(), rounds=rounds, logger=logger, **options)
         return loop
@@ -47,7 +47,9 @@ def run(fit, data):
     return train
 
 
-@pytest.mark.parametrize("wrap", [lambda module: module, lambda module: Lanes(module, lanes=2)])
+@pytest.mark.parametrize(
+    "wrap", [lambda module: module, lambda module: VectorizedClients(module, group_size=2)]
+)
 def test_a_round_is_one_row_with_its_number_and_metrics(run, wrap):
     logger = Note()
     loop = run(logger, wrap=wrap)
@@ -76,7 +78,7 @@ def test_hyperparameters_are_flat_and_readable(run):
             "seed": 5,
             "rounds": 1,
             "num_clients": 4,
-            "participation": 3,
+            "clients_per_round": 3,
             "lr": 0.25,
             "partition": "IID",
             "aggregator": "TrimmedMean",

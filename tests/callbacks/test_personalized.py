@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import Gossip
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
 from lightning_fl.callbacks.personalized import summary
@@ -33,12 +33,16 @@ def data(blobs):
 
 @pytest.fixture
 def train(fit, data):
-    def run(callback, lanes=None, rounds=2, loop=None, module=None, datamodule=None, **options):
+    def run(
+        callback, group_size=None, rounds=2, loop=None, module=None, datamodule=None, **options
+    ):
         torch.manual_seed(0)
         module = module or ClientModule(nn.Linear(6, 3)).double()
         loop = loop or FederatedLoop(policy=Schedule(lr=0.5, num_steps=2), seed=0)
         datamodule = datamodule or data()
-        user = module if lanes is None else Lanes(module, lanes, compile=False)
+        user = (
+            module if group_size is None else VectorizedClients(module, group_size, compile=False)
+        )
         callbacks = [callback, *options.pop("callbacks", [])]
         fit(user, loop, datamodule, rounds=rounds, callbacks=callbacks, **options)
         return module, loop, datamodule
@@ -51,13 +55,13 @@ def accuracy(weight, bias, data, client):
     return ((x @ weight.T + bias).argmax(1) == y).double().mean().item()
 
 
-@pytest.mark.parametrize("lanes", [None, 3])
-def test_scores_by_hand(train, lanes):
+@pytest.mark.parametrize("group_size", [None, 3])
+def test_scores_by_hand(train, group_size):
     """Gradient descent on all of a client's samples, from the server's model and from the first."""
     callback = PersonalizedEvaluation(steps=3, local_steps=5)
     torch.manual_seed(0)
     first = copy.deepcopy(ClientModule(nn.Linear(6, 3)).double().net.state_dict())
-    module, loop, data = train(callback, lanes)
+    module, loop, data = train(callback, group_size)
     server = {n: p.detach().clone() for n, p in module.net.named_parameters()}
 
     def trained(start, client, steps):
@@ -102,8 +106,8 @@ def test_own_test_samples_are_nobodys_training_samples(data, blobs):
         assert (torch.bincount(labels[test], minlength=3) - share).abs().max() <= 1
 
 
-@pytest.mark.parametrize("lanes", [None, 2])
-def test_the_run_is_as_if_nobody_had_looked(train, flat, lanes):
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_the_run_is_as_if_nobody_had_looked(train, flat, group_size):
     """BatchNorm, dropout, terms, matching layers, kept momentum."""
 
     def run(callbacks):
@@ -114,8 +118,8 @@ def test_the_run_is_as_if_nobody_had_looked(train, flat, lanes):
         sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
         terms = [Proximal(0.1), RepresentationMatching(0.1)]
         module = ClientModule(net, terms, optimizer=sgd).double()
-        loop = FederatedLoop(0.5, buffers="average", optimizer_state="keep", seed=0)
-        train(callbacks[0], lanes, 4, loop, module)
+        loop = FederatedLoop(buffers="average", optimizer_state="keep", seed=0, client_fraction=0.5)
+        train(callbacks[0], group_size, 4, loop, module)
         return flat(module), loop
 
     class Nothing(PersonalizedEvaluation):

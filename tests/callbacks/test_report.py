@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import PFNM, ClusteredFL, Gossip
 from lightning_fl.callbacks import (
     FederatedLoop,
@@ -219,7 +219,7 @@ def test_who_took_part_is_counted(run, tmp_path, policy):
         def on_train_epoch_end(self, trainer, module):
             seen.extend(loop.plan_of_the_round.clients.tolist())
 
-    loop = FederatedLoop(participation=3, policy=policy, seed=0)
+    loop = FederatedLoop(clients_per_round=3, policy=policy, seed=0)
     run(rounds=5, loop=loop, callbacks=[Poison(), Note()])
     rows = clients(tmp_path)
     assert [row["client"] for row in rows] == ["0", "1", "2", "3"]
@@ -238,7 +238,7 @@ def interrupted(fit, data, folder, rounds, **options):
     report = RunReport()
     callbacks = [report, RoundCheckpoint(folder), *options.pop("callbacks", [])]
     options |= {"default_root_dir": folder, "enable_checkpointing": True}
-    loop = FederatedLoop(participation=2, seed=0)
+    loop = FederatedLoop(clients_per_round=2, seed=0)
     fit(module, loop, data(), rounds=rounds, callbacks=callbacks, **options)
     return report
 
@@ -272,7 +272,7 @@ def test_a_finished_run_resumed_changes_nothing(fit, data, tmp_path):
 def test_a_run_that_began_without_a_report_does_not_count_half(fit, data, tmp_path):
     module = ClientModule(nn.Linear(6, 3)).double()
     checkpoint = [RoundCheckpoint(tmp_path)]
-    loop = FederatedLoop(participation=2, seed=0)
+    loop = FederatedLoop(clients_per_round=2, seed=0)
     fit(module, loop, data(), rounds=2, callbacks=checkpoint, enable_checkpointing=True)
     interrupted(fit, data, tmp_path, 4, ckpt_path=tmp_path / "last.ckpt")
     assert list(clients(tmp_path)[0]) == ["client", "train_samples", "train_acc"]
@@ -286,19 +286,21 @@ def right(vector, data, client, most=200):
     return ((x @ vector[:18].view(3, 6).T + vector[18:]).argmax(1) == y).double().mean().item()
 
 
-def measured(fit, data, module, loop, *callbacks, most=200, lanes=None, **options):
+def measured(fit, data, module, loop, *callbacks, most=200, group_size=None, **options):
     datamodule = data(**options)
-    user = module if lanes is None else Lanes(module, lanes, compile=False)
+    user = module if group_size is None else VectorizedClients(module, group_size, compile=False)
     fit(user, loop, datamodule, rounds=3, callbacks=[RunReport(most), *callbacks])
     return datamodule
 
 
-@pytest.mark.parametrize("lanes", [None, 2])
+@pytest.mark.parametrize("group_size", [None, 2])
 @pytest.mark.parametrize("most", [5, 200])
-def test_the_servers_model_is_measured_on_training_samples(fit, data, tmp_path, flat, most, lanes):
+def test_the_servers_model_is_measured_on_training_samples(
+    fit, data, tmp_path, flat, most, group_size
+):
     module = ClientModule(nn.Linear(6, 3)).double()
     loop = FederatedLoop(policy=Schedule(lr=0.05, num_steps=1))
-    made = measured(fit, data, module, loop, most=most, lanes=lanes, eval_batch_size=4)
+    made = measured(fit, data, module, loop, most=most, group_size=group_size, eval_batch_size=4)
     found = [float(row["train_acc"]) for row in clients(tmp_path)]
     assert found == [right(flat(module), made, client, most) for client in range(4)]
     assert [int(row["train_samples"]) for row in clients(tmp_path)] == made.num_samples.tolist()
@@ -357,7 +359,7 @@ def test_the_run_is_as_if_nobody_had_looked(fit, data, flat):
         L.seed_everything(1, verbose=False)
         net = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), Noise(), nn.Linear(5, 3))
         module = ClientModule(net, [RepresentationMatching(0.1)]).double()
-        loop = FederatedLoop(0.5, Gossip("ring"), buffers="average", seed=0)
+        loop = FederatedLoop(Gossip("ring"), buffers="average", seed=0, client_fraction=0.5)
         draw = Draw()
         measured(fit, data, module, loop, draw, most=most)
         return flat(module), draw.drawn, [dict(row) for row in loop.rows]
@@ -400,7 +402,7 @@ def test_client_samples_is_a_number(value):
 
 
 def test_what_the_run_ran_with_is_written_and_nothing_personal(run, tmp_path):
-    run(loop=FederatedLoop(participation=2, seed=5))
+    run(loop=FederatedLoop(clients_per_round=2, seed=5))
     found = environment(tmp_path)
     wanted = {"state": "finished", "rounds": 2, "seed": 5, "clients": 4}
     wanted |= {"module": "ClientModule", "network": "Linear", "parameters": 21}

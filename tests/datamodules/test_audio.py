@@ -9,7 +9,7 @@ import torch
 from scipy.io import wavfile
 
 from layouts import speech_commands_layout, spoken_digits_layout, tone, write_wav
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import Augment, LogMel, SpeechCommands, SpokenDigits
 from lightning_fl.datamodules.audio import read_wav
@@ -177,16 +177,16 @@ def test_speech_commands_are_split_by_their_lists(commands):
     assert data.num_samples.tolist() == [2, 2]
 
 
-@pytest.mark.parametrize("lanes", [None, 4])
+@pytest.mark.parametrize("group_size", [None, 4])
 @pytest.mark.parametrize("options", [{}, {"cache_features": True}, {"augment": Augment()}])
-def test_a_federation_of_speakers_trains(fit, digits, lanes, options):
+def test_a_federation_of_speakers_trains(fit, digits, group_size, options):
     data = SpokenDigits(
         str(digits), partition=ByLabel(), num_clients=10, batch_size=4, val_size=0, **options
     )
     torch.manual_seed(0)
     module = ClientModule(KeywordCNN(width=4, hidden=16))
     before = module.net[0].weight.detach().clone()
-    user = module if lanes is None else Lanes(module, lanes, compile=False)
+    user = module if group_size is None else VectorizedClients(module, group_size, compile=False)
     fit(user, FederatedLoop(policy=Schedule(lr=0.05, num_steps=2), seed=1), data, rounds=1)
     assert not torch.equal(before, module.net[0].weight)
     assert module.net[0].weight.isfinite().all()

@@ -179,7 +179,7 @@ def test_adding_a_client_changes_no_batch_of_the_others():
 
 def test_each_step_of_each_lane_has_a_key_of_its_own():
     data = federated(numbered(40), num_clients=4, batch_size=4)
-    layout = {"lanes": 2, "steps_per_batch": 2}
+    layout = {"group_size": 2, "steps_per_batch": 2}
     plan = RoundPlan(3, 1, torch.arange(4), torch.tensor([2, 3, 1, 3]), **layout)
     batches = RoundBatches(plan, data.parts, Batching(4))
     found = [(batch, step) for batch, step in zip(batches, batches.plan.schedule, strict=True)]

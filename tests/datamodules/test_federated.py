@@ -85,7 +85,7 @@ def test_a_round_trains_on_what_has_arrived(fit, blobs, linear):
     seen = {}
     x = torch.arange(36.0, dtype=torch.float64)[:, None].expand(-1, 3) / 36
     data = Seen(TensorDataset(x, x[:, 0]), num_clients=3, val_size=0, stream_steps=3, batch_size=4)
-    fit(linear(), FederatedLoop(0.5, seed=1), data, rounds=4, limit_val_batches=0)
+    fit(linear(), FederatedLoop(seed=1, client_fraction=0.5), data, rounds=4, limit_val_batches=0)
     each = [torch.cat(seen[round])[:, 0].mul(36).round().long() for round in range(4)]
     for round in range(4):
         data.advance(round)

@@ -89,8 +89,8 @@ def read(data, plan):
 def each_client(data, plan):
     """What each client is trained on in each local step: ``{(client, step): samples}``.
 
-    Lanes are filled up with samples of their own client, which are left out here, unless each
-    client's batch comes by itself.
+    VectorizedClients are filled up with samples of their own client, which are left out here,
+    unless each client's batch comes by itself.
     """
     found = {}
     for step, batch in read(data, plan):
@@ -119,8 +119,8 @@ def each_client(data, plan):
 
 
 LAYOUTS = [
-    {"lanes": lanes, "steps_per_batch": steps}
-    for lanes, steps in ((1, 1), (1, 3), (2, 1), (3, 2), (5, 1), (5, 4), (9, 50))
+    {"group_size": group_size, "steps_per_batch": steps}
+    for group_size, steps in ((1, 1), (1, 3), (2, 1), (3, 2), (5, 1), (5, 4), (9, 50))
 ]
 NUM_STEPS = [3, 8, 1, 4, 6]
 

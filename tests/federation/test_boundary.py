@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 
-from lightning_fl import Lanes
+from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import FedAdam
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.policies import HyperparameterPolicy
@@ -118,9 +118,9 @@ class Diary(Callback):
 class Run:
     """One fit, and all that is left of it."""
 
-    def __init__(self, data, folder, lanes, *callbacks, rounds=ROUNDS, last=(), **options):
+    def __init__(self, data, folder, group_size, *callbacks, rounds=ROUNDS, last=(), **options):
         torch.manual_seed(0)
-        self.module = Module(adam=not lanes).double()  # lanes cannot keep Adam's state
+        self.module = Module(adam=not group_size).double()  # lanes cannot keep Adam's state
         self.policy = Learning()
         self.loop = FederatedLoop(
             0.5,
@@ -142,7 +142,11 @@ class Run:
             callbacks=[*callbacks, self.loop, self.diary, self.stop, *last],
             enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in last),
         )
-        self.whole = Lanes(self.module, lanes=2, compile=False) if lanes else self.module
+        self.whole = (
+            VectorizedClients(self.module, group_size=2, compile=False)
+            if group_size
+            else self.module
+        )
         torch.manual_seed(1)
         self.data = data(num_clients=6)
         self.data.test = self.data.val
@@ -215,24 +219,26 @@ class LastSaver(Saver, ModelCheckpoint):
         ModelCheckpoint.__init__(self, save_top_k=0)
 
 
-def resumed(data, folder, lanes, files, name):
+def resumed(data, folder, group_size, files, name):
     """Resume each checkpoint; return where those were written that led elsewhere."""
     for number, (where, content) in enumerate(files.values()):
         path = folder / f"{name}.{number}.ckpt"
         path.write_bytes(content)
-        yield where, Run(data, folder / "resumed", lanes, ckpt_path=path).left()
+        yield where, Run(data, folder / "resumed", group_size, ckpt_path=path).left()
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "vectorized"])
-def lanes(request):
+def group_size(request):
     return request.param
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_of_any_hook_resumes_bit_for_bit_and_changes_nothing(data, tmp_path, lanes):
-    undisturbed = bits(Run(data, tmp_path / "whole", lanes).left())
+def test_a_checkpoint_of_any_hook_resumes_bit_for_bit_and_changes_nothing(
+    data, tmp_path, group_size
+):
+    undisturbed = bits(Run(data, tmp_path / "whole", group_size).left())
     first, last = Saver(), LastSaver()
-    assert bits(Run(data, tmp_path / "saved", lanes, first, last=[last]).left()) == undisturbed
+    assert bits(Run(data, tmp_path / "saved", group_size, first, last=[last]).left()) == undisturbed
     of_fit = {h for h in HOOKS if not h.startswith(("on_test", "on_predict", "on_exception"))}
     assert first.calls.keys() == of_fit
     assert first.calls["on_before_backward"] >= 6
@@ -240,14 +246,14 @@ def test_a_checkpoint_of_any_hook_resumes_bit_for_bit_and_changes_nothing(data, 
         assert bits(checkpoint) == digest, "a checkpoint changed after it was made"
     files = first.files | last.files
     assert len(files) < 25  # boundaries, not moments
-    for where, left in resumed(data, tmp_path, lanes, files, "hook"):
+    for where, left in resumed(data, tmp_path, group_size, files, "hook"):
         assert bits(left) == undisturbed, where
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_of_any_line_of_a_rounds_end_resumes_bit_for_bit(data, tmp_path, lanes):
+def test_a_checkpoint_of_any_line_of_a_rounds_end_resumes_bit_for_bit(data, tmp_path, group_size):
     """As a signal handler would write it."""
-    undisturbed = bits(Run(data, tmp_path / "whole", lanes).left())
+    undisturbed = bits(Run(data, tmp_path / "whole", group_size).left())
     saver, runs, visits = Saver(["line"]), [], Counter()
     watched = {"federated_loop.py", "boundary.py", "store.py", "schedulers.py", "table.py"}
 
@@ -273,13 +279,13 @@ def test_a_checkpoint_of_any_line_of_a_rounds_end_resumes_bit_for_bit(data, tmp_
 
     before = sys.gettrace()
     try:
-        left = Run(data, tmp_path / "saved", lanes, Trace()).left()
+        left = Run(data, tmp_path / "saved", group_size, Trace()).left()
     finally:
         sys.settrace(before)
     assert bits(left) == undisturbed
     assert saver.calls["line"] > 100
     assert 3 <= len(saver.files) < 10
-    for where, left in resumed(data, tmp_path, lanes, saver.files, "line"):
+    for where, left in resumed(data, tmp_path, group_size, saver.files, "line"):
         assert bits(left) == undisturbed, where
 
 
@@ -298,9 +304,9 @@ class SaveWeights(Callback):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_of_weights_in_a_round_holds_the_global_model(data, tmp_path, lanes):
+def test_a_checkpoint_of_weights_in_a_round_holds_the_global_model(data, tmp_path, group_size):
     weights = SaveWeights()
-    Run(data, tmp_path, lanes, weights)
+    Run(data, tmp_path, group_size, weights)
     assert len(set(weights.begun)) == ROUNDS
     assert [bits(saved["state_dict"]) for saved in weights.checkpoints] == weights.begun
     assert all("optimizer_states" not in saved for saved in weights.checkpoints)
@@ -316,30 +322,30 @@ class Crash(Callback):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_after_an_exception_resumes_bit_for_bit(data, tmp_path, lanes):
-    undisturbed = bits(Run(data, tmp_path / "whole", lanes).left())
+def test_a_checkpoint_after_an_exception_resumes_bit_for_bit(data, tmp_path, group_size):
+    undisturbed = bits(Run(data, tmp_path / "whole", group_size).left())
     saver = Saver(["on_exception"])
     for at in ((0, 0), (1, 1)):
         with pytest.raises(ZeroDivisionError):
-            Run(data, tmp_path / "dead", lanes, Crash(*at), saver)
+            Run(data, tmp_path / "dead", group_size, Crash(*at), saver)
     assert len(saver.files) == 2
-    for where, left in resumed(data, tmp_path, lanes, saver.files, "exception"):
+    for where, left in resumed(data, tmp_path, group_size, saver.files, "exception"):
         assert bits(left) == undisturbed, where
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_after_a_fit_is_the_last_rounds_end_and_the_module_as_it_is(
-    data, tmp_path, lanes
+    data, tmp_path, group_size
 ):
-    undisturbed = bits(Run(data, tmp_path / "whole", lanes).left())
+    undisturbed = bits(Run(data, tmp_path / "whole", group_size).left())
     hooks = [h for h in HOOKS if h.startswith(("on_test", "on_predict", "on_validation"))]
     saver = Saver(hooks)
-    run = Run(data, tmp_path / "saved", lanes, saver, rounds=2)
+    run = Run(data, tmp_path / "saved", group_size, saver, rounds=2)
     saver.calls, saver.files = {}, {}
     for stage in (run.trainer.test, run.trainer.validate, run.trainer.predict):
         stage(run.whole, datamodule=run.data)
     assert saver.calls.keys() == set(hooks)
-    for where, left in resumed(data, tmp_path, lanes, saver.files, "after"):
+    for where, left in resumed(data, tmp_path, group_size, saver.files, "after"):
         assert bits(left) == undisturbed, where
     with torch.no_grad():
         run.module.head.weight.zero_()

@@ -27,8 +27,8 @@ from lightning_fl.federation.checkpoint_checks import (
     check_states,
     compare,
 )
-from lightning_fl.lanes import lane_host
 from lightning_fl.policies import DiscreteGaussianReinforce, PersonalizedPolicyGradient
+from lightning_fl.runners import client_runner
 from lightning_fl.store import ClientStore
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
@@ -58,7 +58,7 @@ class Federation:
         )
         self.trainer.strategy.optimizers = [self.optimizer]
         self.trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(self.scheduler)]
-        self.lane = lane_host(self.module, "local", self.optimizer, True)
+        self.lane = client_runner(self.module, "local", self.optimizer, True)
         self.buffers = {"seen": (self.module, "seen"), "late": (self.module, "late")}
 
     def checkpoint(self):
@@ -80,9 +80,9 @@ class Federation:
             **{"optimizer_state": "keep", "round": 1, "val_loss": 0.5, "base_lr": 0.1},
             "rows": [{"round": 1, "lr": 0.1, "dropped_clients": "2 3"}],
             "monitored": {"val_loss": 0.5},
-            "lanes": {"graphs": True},
+            "runner": {"graphs": True},
             "trained": [True, False],
-            "options": {"participation": 0.5, "transforms": ["TopK"]},
+            "options": {"client_fraction": 0.5, "transforms": ["TopK"]},
             **{"aggregator": {}, "policy": {}, "server": None},
             "unsaved buffers": {"seen": torch.ones(2), "late": torch.ones(5)},
             "store": [
@@ -409,7 +409,7 @@ def keep(*args, **kwargs):
         ),
         (lambda s: s.update(base_lr=1e308), "'base_lr' is 1e.308, which is no learning rate"),
         (lambda s: s.update(base_lr=float("nan")), "'base_lr' is nan"),
-        (lambda s: s.update(lanes={"graphs": 1}), "'graphs'. must be of type bool"),
+        (lambda s: s.update(runner={"graphs": 1}), "'graphs'. must be of type bool"),
         (lambda s: s.update(trained=[1]), "'trained'.0. must be of type bool"),
         (lambda s: s.update(options={"x": laughs()}), "more parts than bytes"),
         (lambda s: s.update(options={"x": {}}), "'options'"),

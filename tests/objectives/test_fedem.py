@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import Gossip
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
@@ -52,7 +52,7 @@ def test_a_mixture_predicts_the_mean_of_probabilities():
 def federation(fit, blobs):
     def train(
         rounds=2,
-        lanes=None,
+        group_size=None,
         components=2,
         policy=None,
         batch_size=7,
@@ -65,8 +65,10 @@ def federation(fit, blobs):
         data = FederatedDataModule(
             blobs(100), num_clients=4, batch_size=batch_size, partition=Dirichlet(0.5, 5), seed=1
         )
-        loop = FederatedLoop(0.75, policy=policy or Schedule(local_epochs=1), seed=2)
-        user = made if lanes is None else Lanes(made, lanes, compile=False)
+        loop = FederatedLoop(
+            policy=policy or Schedule(local_epochs=1), seed=2, client_fraction=0.75
+        )
+        user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
         fit(user, loop, data, rounds=rounds, **options)
         return made, loop, data
 
@@ -115,7 +117,7 @@ def test_rounds_are_the_algorithm(federation, floor):
 
 def _clients(data, round):
     """The cohort of a round, drawn as the loop does."""
-    loop = FederatedLoop(0.75, seed=2)
+    loop = FederatedLoop(seed=2, client_fraction=0.75)
     from lightning_fl.functional import RandomStream, generator
 
     random = generator(2, RandomStream.COHORT, round)
@@ -184,14 +186,14 @@ def test_a_component_that_fits_badly_keeps_what_the_equation_gives_it():
     torch.testing.assert_close(module.weights, torch.tensor([0.5, 0.5]), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("lanes", [None, 3])
-def test_a_component_of_weight_zero_stays_there_unless_there_is_a_floor(federation, lanes):
+@pytest.mark.parametrize("group_size", [None, 3])
+def test_a_component_of_weight_zero_stays_there_unless_there_is_a_floor(federation, group_size):
     for floor in (0.0, 0.1):
         module = FedEM(nn.Linear(6, 3), 2, sgd, seed=0, floor=floor).double()
         with torch.no_grad():
             module.log_weights.copy_(torch.tensor([1.0, 0.0]).log())
         before = module.net[1].weight.detach().clone()
-        _, loop, _ = federation(3, lanes, module=module)
+        _, loop, _ = federation(3, group_size, module=module)
         kept = [loop.store.get(client) for client in range(4)]
         shares = [k["parameter.log_expected"].exp() / k["parameter.seen"] for k in kept if k]
         assert len(shares) > 2
@@ -203,10 +205,10 @@ def test_a_component_of_weight_zero_stays_there_unless_there_is_a_floor(federati
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.4])
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_lanes_change_nothing(federation, flat, lanes, floor):
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_lanes_change_nothing(federation, flat, group_size, floor):
     plain, one, _ = federation(3, floor=floor)
-    found, other, _ = federation(3, lanes, floor=floor)
+    found, other, _ = federation(3, group_size, floor=floor)
     torch.testing.assert_close(flat(found), flat(plain), atol=1e-12, rtol=0)
     for client in range(4):
         a, b = one.store.get(client), other.store.get(client)
@@ -215,11 +217,11 @@ def test_lanes_change_nothing(federation, flat, lanes, floor):
             torch.testing.assert_close(a[name], b[name], atol=1e-11, rtol=0)
 
 
-@pytest.mark.parametrize("lanes", [None, 2])
-def test_a_resumed_run_is_bit_equal(federation, flat, tmp_path, lanes):
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_a_resumed_run_is_bit_equal(federation, flat, tmp_path, group_size):
     def run(rounds, folder, **options):
         options |= {"callbacks": [RoundCheckpoint(tmp_path / folder)], "enable_checkpointing": True}
-        module, loop, _ = federation(rounds, lanes, **options)
+        module, loop, _ = federation(rounds, group_size, **options)
         return flat(module), loop.rows
 
     whole, rows = run(4, "whole")
@@ -356,7 +358,7 @@ def test_who_took_no_part_gets_weights_of_its_own_before_it_is_scored(fit, blobs
         return score(self, trainer, host, client)
 
     monkeypatch.setattr(PersonalizedEvaluation, "_score", noted)
-    loop = FederatedLoop(1, policy=Schedule(num_steps=3), seed=0)
+    loop = FederatedLoop(policy=Schedule(num_steps=3), seed=0, clients_per_round=1)
     fit(module, loop, data, rounds=1, callbacks=[callback])
     for client in range(4):
         server, personal = (weights for c, weights in seen if c == client)

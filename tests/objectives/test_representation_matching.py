@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.representation import matching_error, pad_to, unpool
@@ -331,9 +331,9 @@ def federation(fit, blobs):
 
     def run(
         net=mlp,
-        lanes=None,
+        group_size=None,
         rounds=2,
-        participation=1.0,
+        clients_per_round=None,
         terms=(),
         compile=False,
         client_state_memory_gb=1.0,
@@ -349,13 +349,15 @@ def federation(fit, blobs):
         datamodule = FederatedDataModule(samples, num_clients=4, batch_size=10, seed=1)
         policy = Schedule(lr=0.05, num_steps=3)
         loop = FederatedLoop(
-            participation,
+            clients_per_round=clients_per_round,
             policy=policy,
             buffers="average",
             seed=3,
             client_state_memory_gb=client_state_memory_gb,
         )
-        user = module if lanes is None else Lanes(module, lanes, compile=compile)
+        user = (
+            module if group_size is None else VectorizedClients(module, group_size, compile=compile)
+        )
         fit(user, loop, datamodule, rounds=rounds, **options)
         return module, loop
 
@@ -371,17 +373,17 @@ def same(one, other, atol=1e-12):
 
 
 @pytest.mark.parametrize("net", TERMS)
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_lanes_change_nothing(federation, flat, net, lanes):
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_lanes_change_nothing(federation, flat, net, group_size):
     terms = [EntropyRegularizer(0.9), Proximal(0.1)]
     plain, expected = federation(TERMS[net], terms=terms)
-    module, loop = federation(TERMS[net], lanes, terms=terms)
+    module, loop = federation(TERMS[net], group_size, terms=terms)
     torch.testing.assert_close(flat(module), flat(plain), atol=1e-12, rtol=0)
     same(loop, expected)
 
 
 def test_theta_belongs_to_the_client(federation):
-    module, loop = federation(participation=2, rounds=1)
+    module, loop = federation(clients_per_round=2, rounds=1)
     took_part = [client for client in range(4) if loop.store.get(client)]
     assert len(took_part) == 2
     first = {n: p for n, p in module.named_parameters() if n.startswith("terms.")}
@@ -409,15 +411,15 @@ def test_a_client_finds_its_theta_again(federation):
     assert restarted > moved
 
 
-@pytest.mark.parametrize("lanes", [None, 2])
+@pytest.mark.parametrize("group_size", [None, 2])
 @pytest.mark.parametrize("client_state_memory_gb", [1.0, 0.0])
-def test_a_resumed_run_is_bit_equal(federation, flat, tmp_path, lanes, client_state_memory_gb):
+def test_a_resumed_run_is_bit_equal(federation, flat, tmp_path, group_size, client_state_memory_gb):
     def run(rounds, folder, client_state_memory_gb=client_state_memory_gb, **options):
         checkpoint = RoundCheckpoint(dirpath=tmp_path / folder)
         options |= {"callbacks": [checkpoint], "enable_checkpointing": True}
         options |= {
-            "lanes": lanes,
-            "participation": 2,
+            "group_size": group_size,
+            "clients_per_round": 2,
             "client_state_memory_gb": client_state_memory_gb,
         }
         return federation(rounds=rounds, **options)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RunReport
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.federation.round import Round
@@ -134,7 +134,7 @@ def test_it_finds_what_is_best_for_each_client(method):
 
 @pytest.fixture
 def federation(fit, blobs):
-    def train(rounds=1, lanes=None, method="contribution", module=None, **options):
+    def train(rounds=1, group_size=None, method="contribution", module=None, **options):
         torch.manual_seed(0)
         net = nn.Linear(6, 3)
         made = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
@@ -142,16 +142,16 @@ def federation(fit, blobs):
             blobs(90), blobs(50, seed=2), num_clients=4, batch_size=8, eval_batch_size=20, seed=1
         )
         policy = PersonalizedPolicyGradient(TWO, method, step=0.5, floor=0.0)
-        loop = FederatedLoop(0.75, policy=policy, seed=4)
-        user = made if lanes is None else Lanes(made, lanes, compile=False)
+        loop = FederatedLoop(policy=policy, seed=4, client_fraction=0.75)
+        user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
         fit(user, loop, data, rounds=rounds, **options)
         return policy, loop, data, made
 
     return train
 
 
-@pytest.mark.parametrize("lanes", [None, 2])
-def test_credits_are_derivatives_by_dummies(federation, monkeypatch, lanes):
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_credits_are_derivatives_by_dummies(federation, monkeypatch, group_size):
     """dL/d1_i of L(w + sum_i 1_i p_i (w_i - w)) at ones, by autograd through all of it."""
     seen = {}
 
@@ -169,7 +169,7 @@ def test_credits_are_derivatives_by_dummies(federation, monkeypatch, lanes):
         seen["server"] = self.server.vector
 
     monkeypatch.setattr(Round, "collect", noted)
-    _, _, data, module = federation(lanes=lanes)
+    _, _, data, module = federation(group_size=group_size)
     clients = seen["plan"].clients.tolist()
     n = data.num_samples[clients].double()
     p = n / n.sum()
@@ -187,7 +187,7 @@ def test_credits_are_derivatives_by_dummies(federation, monkeypatch, lanes):
 def test_lanes_change_nothing_and_pictures_are_drawn(federation, tmp_path, method):
     options = {"method": method, "callbacks": [RunReport()]}
     plain, loop, _, _ = federation(4, **options)
-    found, _, _, _ = federation(4, lanes=3, **options)
+    found, _, _, _ = federation(4, group_size=3, **options)
     assert plain.logits.any()
     torch.testing.assert_close(found.logits, plain.logits, atol=1e-10, rtol=0)
     assert 0 < loop.rows[-1]["p_0"] < 1

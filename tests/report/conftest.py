@@ -12,7 +12,7 @@ CONFIG = {
     "trainer": {"max_epochs": 4, "default_root_dir": "runs", "callbacks": None},
     "model": {"class_path": "lightning_fl.ClientModule", "init_args": {"terms": []}},
     "data": {"class_path": "lightning_fl.datamodules.Digits", "init_args": {"batch_size": 32}},
-    "federation": {"participation": 1.0, "aggregator": None},
+    "federation": {"client_fraction": 1.0, "aggregator": None},
 }
 
 

@@ -45,15 +45,15 @@ def test_runs_stay_a_group_after_one_was_tested_with_other_options(folder, confi
 
 
 def test_groups_are_named_by_what_differs():
-    one, other = {"federation__participation": 1.0}, {"federation__participation": 0.1}
+    one, other = {"federation__client_fraction": 1.0}, {"federation__client_fraction": 0.1}
     assert names(run(**one), run(**other), run(**one, seed_everything=7)) == [
-        ("participation=1.0", 2),
-        ("participation=0.1", 1),
+        ("client_fraction=1.0", 2),
+        ("client_fraction=0.1", 1),
     ]
 
 
 def test_a_group_is_named_by_what_sets_it_apart_from_most():
-    base = {"federation__participation": 1.0, "data__batch_size": 32}
+    base = {"federation__client_fraction": 1.0, "data__batch_size": 32}
     assert names(
         run(**base), run(**base | {"data__batch_size": 8}), run(**base | {"federation__lr": 2})
     ) == [("base", 1), ("batch_size=8", 1), ("lr=2", 1)]

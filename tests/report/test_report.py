@@ -222,8 +222,8 @@ def test_runs_are_compared_group_by_group(two_groups, tmp_path):
     text = page_of(report(two_groups, tmp_path / "new" / "both.html", title="Mine")).text
     assert "4 runs in 2 groups; runs of a group differ in the seed alone." in text
     assert "Groups differ in federation.participation." in text
-    assert "After its last round participation=1.0 has the best val_acc, 0.80 ± 0.14." in text
-    assert "participation=0.1 0, 1 2 0.30 ± 0.14 0.30 ± 0.14" in text
+    assert "After its last round client_fraction=1.0 has the best val_acc, 0.80 ± 0.14." in text
+    assert "client_fraction=0.1 0, 1 2 0.30 ± 0.14 0.30 ± 0.14" in text
     assert (tmp_path / "new" / "both" / "accuracy.png").is_file()
 
 

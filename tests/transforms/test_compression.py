@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fl import ClientModule, Lanes
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
 from lightning_fl.policies import Schedule
 from lightning_fl.transforms import Quantize, TopK, UpdateTransform
@@ -57,7 +57,7 @@ def test_nothing_is_lost_but_later():
     ],
 )
 def test_bytes_are_counted(fit, data, transforms, expected):
-    loop = FederatedLoop(0.5, update_transforms=transforms)
+    loop = FederatedLoop(update_transforms=transforms, client_fraction=0.5)
     fit(module(), loop, data(), rounds=2)
     for row in loop.rows:
         assert row["bytes_up"] == 2 * expected
@@ -89,7 +89,7 @@ def test_the_server_gets_what_was_sent(fit, data, flat):
     torch.testing.assert_close(flat(half) - start, (flat(plain) - start) / 2)
     fit(
         module(),
-        loop := FederatedLoop(0.5, update_transforms=[Half(), Half()], seed=3),
+        loop := FederatedLoop(update_transforms=[Half(), Half()], seed=3, client_fraction=0.5),
         data(),
         rounds=3,
     )
@@ -103,10 +103,8 @@ def test_the_server_gets_what_was_sent(fit, data, flat):
 def test_lanes_resume_and_convergence(fit, data, tmp_path, transform):
     def run(folder, rounds, wrap=lambda m: m, **options):
         made = module()
-        loop = FederatedLoop(
-            0.5, update_transforms=[transform()], policy=Schedule(num_steps=6), seed=2,
-            optimizer_state="keep",
-        )  # fmt: skip
+        loop = FederatedLoop(update_transforms=[transform()], policy=Schedule(num_steps=6), seed=2,
+            optimizer_state="keep", client_fraction=0.5)  # fmt: skip
         options |= {
             "callbacks": [RoundCheckpoint(str(tmp_path / folder))],
             "enable_checkpointing": True,
@@ -116,8 +114,8 @@ def test_lanes_resume_and_convergence(fit, data, tmp_path, transform):
 
     whole, one = run("whole", 20)
     assert one.rows[-1]["val_acc"] > 0.9
-    lanes, two = run("lanes", 20, lambda m: Lanes(m, lanes=2))
-    for a, b in zip(whole.parameters(), lanes.parameters(), strict=True):
+    group_size, two = run("group_size", 20, lambda m: VectorizedClients(m, group_size=2))
+    for a, b in zip(whole.parameters(), group_size.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
     run("parts", 7)
     parts, two = run("parts", 20, ckpt_path=str(tmp_path / "parts" / "last.ckpt"))

@@ -1,0 +1,276 @@
+"""What a module's step does in lanes, before it is trained so."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_leaves, tree_map
+from torchmetrics import Metric
+
+from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.runners.attributes import left_alone
+from lightning_fl.runners.base import is_floating
+from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
+from lightning_fl.runners.samples import Samples
+from lightning_fl.runners.tensors import is_equal
+from lightning_fl.runners.vectorized import VectorizedStep
+from lightning_fl.runners.watch import Watch
+
+#: What a step makes, gradients, and frozen parameters after it.
+Result = tuple[Outcome, list[Tensor], list[Tensor]]
+
+
+def why_not_mapped(step: VectorizedStep, batch: Any) -> str | None:
+    """Compare a step of two clients, mapped and one after the other, in float64.
+
+    Args:
+        step: The step, whose first two clients are compared; their tensors are left alone.
+        batch: Batches of two clients, stacked.
+
+    Returns:
+        What is wrong: an exception, other losses, gradients, buffers or frozen parameters, a step
+        that writes to parameters that it trains, or a torchmetrics metric that the step updates,
+        which fails silently in lanes. None if all is well.
+    """
+    module = step.module
+    for m in module.modules():
+        if isinstance(m, nn.Embedding) and m.padding_idx is not None:
+            return "an Embedding with padding_idx trains its padding when it is mapped"
+    metrics = [m for m in module.modules() if isinstance(m, Metric)]
+    counts = [m._update_count for m in metrics]
+    with _without_dropout(module), left_alone(module) as attributes:
+        trial = _Trial(step, batch)
+        try:
+            try:
+                own, written = trial.by_itself()
+            except Exception:  # a step written for single precision, maybe
+                trial.use_its_precision()
+                own, written = trial.by_itself()
+            if names := sorted(written.intersection(trial.trained)):
+                return f"its training_step writes to {names[0]}, which it trains"
+            with left_alone(module):  # it begins as the module's own does
+                alone = trial.stacked(at_once=False)
+            other, mapped = trial.stacked(at_once=False, seed=1), trial.stacked(at_once=True)
+        except Exception as error:  # vmap has no rule for an operation, or the user's own mistake
+            return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        finally:
+            used = [m for m, n in zip(metrics, counts, strict=True) if m._update_count != n]
+            for metric in used:
+                metric.reset()
+        if used:
+            return f"training_step updates the metric {type(used[0]).__name__}"
+        if names := attributes.mapped():
+            return f"training_step keeps tensors in {names[0]}"
+    if not trial.agree(alone, other):
+        return None  # random by numbers of its own: there is nothing to compare with
+    if not trial.agree(own, tree_map(lambda t: t[0], alone)):
+        return (
+            "its step gives other results on parameters that it is handed than on its own, so"
+            " it reaches them in another way than by its attributes (a list of them, say)"
+        )
+    return None if trial.agree(alone, mapped) else "mapped over lanes it gives other results"
+
+
+class _Trial:
+    """A step of the first two clients, on copies of their tensors in float64.
+
+    Args:
+        step: The step.
+        batch: Batches of two clients, stacked.
+    """
+
+    def __init__(self, step: VectorizedStep, batch: Any) -> None:
+        self.stacks, self.module, self.batch = step.stacks, step.module, batch
+        self.local = LocalStep(step.module)
+        self.local.batch_idx = step.local.batch_idx
+        #: Names of the parameters that are trained.
+        self.trained = [name for name, p in self.stacks.params.items() if p.requires_grad]
+        self._wide, self._exactness = {torch.float32: torch.float64}, 1e-8
+
+    def use_its_precision(self) -> None:
+        """Make steps in the precision of the module."""
+        self._wide, self._exactness = {}, 1e-4
+
+    def by_itself(self) -> tuple[Result, set[str]]:
+        """Make the first client's step by the module itself; also return what it writes to."""
+        stacks = self.stacks
+        fixed = {n: t if stacks.fixed_is_shared else t[0] for n, t in self._fixed().items()}
+        values = {n: p.detach()[0] for n, p in self._params().items()}
+        values |= {n: self._two(b)[0] for n, b in stacks.buffers.items()}
+        own = {**stacks.tensors.parameters, **stacks.tensors.buffers}
+        first = tree_map(lambda t: self._two(t)[0], self.batch)
+        with (
+            left_alone(self.module),
+            seeded_rng(0, self.module.device),
+            torch.enable_grad(),
+            stacks.values(values),
+            Watch(own) as watch,
+        ):
+            outcome, grads = self.local.by_itself(fixed, first)
+            written = watch.written
+        buffers = {name: values[name] for name in stacks.tensors.buffers}
+        found = [grads.get(n, torch.zeros_like(values[n])) for n in self.trained]
+        return (outcome._replace(buffers=buffers), found, self._frozen(values)), written
+
+    def stacked(self, at_once: bool, seed: int = 0) -> Result:
+        """Make the step of both clients on stacked tensors.
+
+        Args:
+            at_once: Whether to map it; else one client follows the other.
+            seed: Of its random numbers.
+        """
+        params, fixed = self._params(), self._fixed()
+        with seeded_rng(seed, self.module.device), torch.enable_grad():
+            outcome = self.local.many(
+                params,
+                tree_map(self._two, self.stacks.buffers),
+                fixed,
+                tree_map(self._two, self.batch),
+                None,
+                fixed_is_shared=self.stacks.fixed_is_shared,
+                at_once=at_once,
+            )
+        wanted = [params[name] for name in self.trained]
+        grads = torch.autograd.grad(outcome.loss.sum(), wanted, allow_unused=True)
+        pairs = zip(grads, wanted, strict=True)
+        found = [torch.zeros_like(p) if g is None else g.to_dense() for g, p in pairs]
+        return outcome, found, self._frozen(params)
+
+    def agree(self, one: Result, other: Result) -> bool:
+        """Return whether two results differ by rounding alone."""
+        exactness = self._exactness
+        pairs = zip(_numbers(one), _numbers(other), strict=True)
+        return all(
+            torch.allclose(a, b, rtol=exactness, atol=exactness / 100, equal_nan=True)
+            for a, b in pairs
+        )
+
+    def _two(self, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return tensor.detach()[:2].to(self._wide.get(tensor.dtype, tensor.dtype), copy=True)
+
+    def _params(self) -> Tensors:
+        params = self.stacks.params
+        leaves: Tensors = {n: self._two(p) for n, p in params.items()}
+        for name, leaf in leaves.items():
+            is_trained = params[name].requires_grad
+            if is_floating(leaf):
+                # Clients start alike: a little apart, a mix-up of lanes shows. So does a frozen
+                # copy that the step makes equal to the trained parameters.
+                leaf[1] *= 1 + (2**-6 if is_trained else 2**-7)
+            leaf.requires_grad_(is_trained)
+        return leaves
+
+    def _fixed(self) -> Tensors:
+        fixed = self.stacks.fixed
+        if self.stacks.fixed_is_shared:
+            return {n: t.to(self._wide.get(t.dtype, t.dtype)) for n, t in fixed.items()}
+        return {n: self._two(t) for n, t in fixed.items()}
+
+    def _frozen(self, values: Tensors) -> list[Tensor]:
+        return [values[n].detach() for n in self.stacks.params if n not in self.trained]
+
+
+def mixes_samples(step: VectorizedStep, batch: Any) -> bool:
+    """Return whether samples of weight 0 change a client's loss: something takes their mean.
+
+    Args:
+        step: The step of a module that knows weights; its first client is looked at.
+        batch: Samples, ``[k, B, ...]``.
+    """
+    stacks, module = step.stacks, step.module
+    size = tree_leaves(batch)[0].shape[1]
+    half = (size + 1) // 2
+
+    def loss(count: int) -> Tensor:
+        params = {name: t.detach()[:1] for name, t in stacks.params.items()}
+        buffers = {name: t[:1].clone() for name, t in stacks.buffers.items()}
+        fixed = stacks.fixed
+        if not stacks.fixed_is_shared:
+            fixed = {name: t[:1] for name, t in fixed.items()}
+        weight = (torch.arange(count) < half)[None].to(stacks.first) / half
+        with seeded_rng(0, module.device), torch.no_grad():
+            return local.many(
+                params,
+                buffers,
+                fixed,
+                tree_map(lambda t: t[:1, :count], batch),
+                weight,
+                fixed_is_shared=stacks.fixed_is_shared,
+                at_once=False,
+            ).loss
+
+    with _without_dropout(module), left_alone(module), stacks.untouched():
+        local = LocalStep(module)
+        return not torch.allclose(loss(half), loss(size), rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def carried(step: VectorizedStep, samples: Samples) -> list[str]:
+    """Return the plain attributes through which a local step changes another one.
+
+    A client's step is made with the attributes as they are, twice, and after the step of another
+    client, always on the same tensors, batch and random numbers. Only what it returns is compared:
+    a list of losses for the end of an epoch carries nothing.
+
+    Args:
+        step: The step; nothing of its clients or its module is changed.
+        samples: Of the local step.
+
+    Returns:
+        The names of all attributes that a step changes, if another step depends on them. None if
+        not, or if the step is random by other generators than torch's.
+    """
+    module = step.module
+
+    def results(client: int) -> list[Tensor]:
+        batch = tree_map(_copied, samples.client(client))  # a step may write to it
+        with (
+            seeded_rng(0, module.device),
+            step.stacks.untouched(),
+            step.stacks.client(client),
+            torch.enable_grad(),
+        ):
+            outcome, grads = step.local.by_itself({}, batch)
+        return [outcome.loss.detach(), *grads.values()]
+
+    one, other, *_ = [i for i in range(step.stacks.count) if samples.client(i) is not None] * 2
+    with left_alone(module) as attributes:
+        first = results(other)
+        attributes.restore()
+        second = results(other)
+        attributes.restore()
+        results(one)
+        names = attributes.changed()
+        is_carried = (
+            bool(names) and is_equal(first, second) and not is_equal(second, results(other))
+        )
+    return names if is_carried else []
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+
+
+def _numbers(result: Result) -> list[Tensor]:
+    wide = {True: torch.complex128, False: torch.float64}
+    return [t.detach().to(wide[t.is_complex()]) for t in tree_leaves(result)]
+
+
+@contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    """Let nothing drop out: lanes draw other numbers."""
+    layers = [(layer, layer.p) for layer in module.modules() if isinstance(layer, _DropoutNd)]
+    try:
+        for layer, _ in layers:
+            layer.p = 0.0
+        yield
+    finally:
+        for layer, p in layers:
+            layer.p = p

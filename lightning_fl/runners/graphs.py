@@ -1,0 +1,172 @@
+"""Local steps as compiled graphs."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.optim.sgd import sgd
+from torch.utils._pytree import tree_map
+
+from lightning_fl.runners.attributes import left_alone
+from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
+
+#: Options of SGD that torch's function for a step takes.
+_OPTIONS = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
+
+
+class Graphs:
+    """Compiled forms of a module's local step in lanes.
+
+    Gradients are one graph for any optimizer. With ``torch.optim.SGD`` its update is in the graph
+    too, which saves writing the gradients and reading them again. On a GPU they are CUDA graphs,
+    which launch all of a step at once.
+
+    Args:
+        local: The step.
+        optimizer: The optimizer of the stacked parameters.
+    """
+
+    def __init__(self, local: LocalStep, optimizer: torch.optim.Optimizer) -> None:
+        self.local, self.optimizer = local, optimizer
+        on_a_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+        self._gradients = compiled(LocalStep.gradients, on_a_gpu)
+        self._sgd_step = compiled(sgd_step, on_a_gpu)
+
+    def can_update(self) -> bool:
+        """Say whether the optimizer is one whose update can be in the graph, and has begun."""
+        groups, made = self.optimizer.param_groups, self.optimizer
+        # Ours set the client's rate; those of others see the update itself.
+        hooks = (made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks)
+        if any(len(each) > 1 for each in hooks):
+            return False
+        return type(made) is torch.optim.SGD and all(
+            not group["momentum"] or self.optimizer.state[p].get("momentum_buffer") is not None
+            for group in groups
+            for p in group["params"]
+        )
+
+    def gradients(self, params: Tensors, *tensors: Any, **how: Any) -> tuple[Tensors, Outcome]:
+        """Return gradients and what the step made; see :meth:`LocalStep.gradients`."""
+        found: tuple[Tensors, Outcome] = self._gradients(self.local, params, *tensors, **how)
+        return found
+
+    def update(self, params: Tensors, *tensors: Any, ratio: float, **how: Any) -> Outcome:
+        """Make the step and the optimizer's update; see :meth:`LocalStep.many`.
+
+        Args:
+            params: Parameters, ``[k, ...]``, which are changed.
+            tensors: What else the step is given.
+            ratio: Factor of the learning rates.
+            how: Its options.
+        """
+        for param in params.values():
+            if param.is_cuda:  # a CUDA graph writes to tensors that stay where they are
+                torch._dynamo.mark_static_address(param)
+        names = {id(p): name for name, p in params.items()}
+        groups, rates, buffers = [], [], []
+        for group in self.optimizer.param_groups:
+            own = [p for p in group["params"] if p.requires_grad]
+            groups.append(([names[id(p)] for p in own], {o: group[o] for o in _OPTIONS}))
+            # A tensor: with a number in it, every new rate would be a new graph.
+            rates.append(torch.tensor(float(group["lr"]) * ratio, dtype=torch.float64))
+            state = self.optimizer.state
+            buffers.append(
+                [state[p].get("momentum_buffer") if group["momentum"] else None for p in own]
+            )
+        outcome: Outcome = self._sgd_step(
+            self.local, params, groups, rates, buffers, *tensors, **how
+        )
+        return outcome
+
+
+def sgd_step(
+    local: LocalStep,
+    params: Tensors,
+    groups: Sequence[tuple[list[str], dict[str, Any]]],
+    rates: Sequence[Tensor],
+    buffers: Sequence[list[Tensor | None]],
+    *tensors: Any,
+    **how: Any,
+) -> Outcome:
+    """Make a local step and SGD's update, in place, for each parameter group."""
+    grads, outcome = local.gradients(params, *tensors, **how)
+    for (names, options), rate, momentum in zip(groups, rates, buffers, strict=True):
+        sgd(
+            [params[name] for name in names],
+            [grads[name] for name in names],
+            momentum,
+            has_sparse_grad=False,
+            foreach=False,
+            fused=False,
+            lr=rate,
+            **options,
+        )
+    return outcome
+
+
+def reads_batch_idx(module: LightningModule) -> bool:
+    """Say whether the code of ``training_step`` reads its argument ``batch_idx`` at all.
+
+    A step whose code is not known, as of a decorator, may do so.
+    """
+    step: Any = module.training_step
+    code = getattr(getattr(step, "__func__", step), "__code__", None)
+    at = 1 + isinstance(step, MethodType)
+    if code is None or code.co_argcount <= at:
+        return code is None or bool(code.co_flags & inspect.CO_VARARGS)
+    name = code.co_varnames[at]
+    if name in code.co_cellvars:
+        return True
+    return any(
+        "LOAD" in line.opname
+        and name in (line.argval if isinstance(line.argval, tuple) else (line.argval,))
+        for line in dis.get_instructions(code)
+    )
+
+
+def depends_on_batch_idx(local: LocalStep, *tensors: Any, **how: Any) -> bool:
+    """Say whether another ``batch_idx`` makes another graph of a step; nothing is compiled."""
+    traced = torch.compile(_own(LocalStep.gradients), dynamic=False, backend="eager")
+    at, graphs = local.batch_idx, []
+    try:
+        for i in (at, at, at + 1):
+            local.batch_idx = i
+            with left_alone(local.module):
+                traced(local, *tensors, **how)
+            graphs.append(counters["frames"]["total"])
+    except Exception:  # the compiler's to say
+        return False
+    finally:
+        local.batch_idx = at
+    return bool(graphs[2] != graphs[1])
+
+
+def compiled(function: Callable[..., Any], on_a_gpu: bool) -> Callable[..., Any]:
+    """Compile a function; torch checks before each call that its graph still holds.
+
+    Args:
+        function: The function.
+        on_a_gpu: Whether to make CUDA graphs. What they return is copied, since the next launch
+            writes over it.
+    """
+    mode = "reduce-overhead" if on_a_gpu else None
+    graph: Callable[..., Any] = torch.compile(_own(function), dynamic=False, mode=mode)
+    if not on_a_gpu:
+        return graph
+    return lambda *args, **kwargs: tree_map(torch.clone, graph(*args, **kwargs))
+
+
+def _own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy a function, its code too: torch counts the graphs of each, and gives up at eight."""
+    assert isinstance(function, FunctionType)
+    own = FunctionType(function.__code__.replace(), function.__globals__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own

@@ -1,0 +1,242 @@
+"""A module's training step as a pure function of its tensors, for one client or for many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any, NamedTuple, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torchmetrics import Metric
+
+from lightning_fl.hooks import attributes_set
+from lightning_fl.types import FederationError
+
+Tensors = dict[str, Tensor]
+
+
+class Outcome(NamedTuple):
+    """What a local step makes, of one client or stacked.
+
+    Args:
+        loss: The loss to minimize.
+        task_loss: What a client reports of it: ``task_loss`` of a step that returns a dictionary
+            with it, else the loss.
+        logs: What the module logged, by name, and the batch size that it gave with it, NaN if none.
+        recorded: The loss that a module with a method ``federated_record`` notes;
+            empty without one.
+        buffers: The module's buffers after the step.
+    """
+
+    loss: Tensor
+    task_loss: Tensor
+    logs: dict[str, tuple[Tensor, Tensor]]
+    recorded: Tensors
+    buffers: Tensors
+
+
+def reported_loss(out: Any) -> Tensor | None:
+    """Return the loss that a client tells the server, of what a ``training_step`` returned."""
+    loss = out.get("loss") if isinstance(out, Mapping) else out
+    if loss is None:
+        return None
+    task_loss = out.get("task_loss") if isinstance(out, Mapping) else None
+    if isinstance(task_loss, int | float):
+        return torch.full_like(loss.detach(), task_loss)
+    if isinstance(task_loss, Tensor) and task_loss.numel() == 1:
+        return task_loss.detach().reshape(loss.shape)
+    return cast("Tensor", loss.detach())
+
+
+_LOG_OPTIONS = list(signature(LightningModule.log).parameters)[3:]
+
+
+class LocalStep(nn.Module):
+    """A module's ``training_step`` without side effects.
+
+    The module sees the client's tensors instead of its own: parameters, buffers, and, where it has
+    such attributes, ``federated_global_parameters`` (the parameters that the client started from,
+    by name) and ``federated_sample_weight`` (``[batch]``, summing to 1, or None for equal weights).
+    A method ``federated_record`` is called once for all lanes.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module: LightningModule = module
+        #: The clients' own local step, which the module gets as its ``batch_idx``.
+        self.batch_idx = 0
+        #: Options of what the module logged, by name, and the metrics that it logged.
+        self.log_options: dict[str, dict[str, Any]] = {}
+        self.metrics: dict[str, Metric] = {}
+        #: Whether the module logged something without a batch size.
+        self.wants_batch_size = False
+        # Whatever its name is, as Lightning has it.
+        self._takes_batch_idx = len(signature(module.training_step).parameters) > 1
+        # A tensor has one name for us and every owner's name for torch.
+        names = {id(t): n for n, t in [*module.named_parameters(), *module.named_buffers()]}
+        self._places = [
+            (f"module.{prefix}{'.' * bool(prefix)}{leaf}", names[id(tensor)])
+            for prefix, owner in module.named_modules()
+            for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]
+            if tensor is not None
+        ]
+        self._first_place = {name: place for place, name in reversed(self._places)}
+
+    def forward(self, batch: Any) -> Any:
+        """Run the module's own step; ``functional_call`` reaches it through here."""
+        step: Callable[..., Any] = self.module.training_step
+        return step(batch, self.batch_idx) if self._takes_batch_idx else step(batch)
+
+    def one(
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        fixed: Tensors,
+        batch: Any,
+        weight: Tensor | None,
+    ) -> Outcome:
+        """Make the step of one client."""
+        own = {**params, **{name: buffer.clone() for name, buffer in buffers.items()}}
+        tensors = {place: own[name] for place, name in self._places}
+
+        def run() -> Any:
+            return functional_call(self, tensors, (batch,), tie_weights=False)
+
+        losses, logs, recorded = self._noted(run, fixed, batch, weight)
+        return Outcome(*losses, logs, recorded, {n: tensors[self._first_place[n]] for n in buffers})
+
+    def _noted(
+        self, run: Callable[[], Any], fixed: Tensors, batch: Any, weight: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]], Tensors]:
+        """Run the module's step; return its losses, and what it logged and recorded."""
+        logs: dict[str, tuple[Tensor, Tensor]] = {}
+        recorded: Tensors = {}
+
+        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+            options |= dict(zip(_LOG_OPTIONS, args, strict=False))
+            self.log_options[name] = options
+            if isinstance(value, Metric):  # it keeps its own sums, where lanes come one by one
+                self.metrics[name] = value
+                return
+            size = options.pop("batch_size", None)
+            if size is None or (weight is not None and size == len(weight)):  # filled up
+                size, self.wants_batch_size = torch.nan, True
+            value = self._on_device(value)
+            size = torch.full((), size, dtype=torch.float64, device=value.device)
+            logs[name] = value, size
+
+        def record(loss: Tensor, count: Any) -> None:
+            recorded["loss"] = loss.detach()
+
+        known: dict[str, Any] = {"log": log}
+        if hasattr(self.module, "federated_sample_weight"):
+            known["federated_sample_weight"] = weight
+        if hasattr(self.module, "federated_record"):
+            known["federated_record"] = record
+        if fixed and hasattr(self.module, "federated_global_parameters"):
+            known["federated_global_parameters"] = fixed
+        with attributes_set(self.module, known):
+            out = run()
+        loss = out["loss"] if isinstance(out, Mapping) else out
+        task_loss = reported_loss(out)
+        if loss is None or task_loss is None:
+            raise FederationError(
+                "training_step returns no loss for a batch, which lanes cannot leave out: train the"
+                " module itself instead of VectorizedClients(module)"
+            )
+        return (loss, task_loss), logs, recorded
+
+    def _on_device(self, value: Any) -> Tensor:
+        """Return a value that was logged, a number too, on the device of the module."""
+        device = self.module.device
+        if not isinstance(value, Tensor):
+            return torch.full((), value, device=device)
+        return value.detach().to(device, non_blocking=True)
+
+    def many(
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        fixed: Tensors,
+        batch: Any,
+        weight: Tensor | None,
+        *,
+        fixed_is_shared: bool,
+        at_once: bool,
+    ) -> Outcome:
+        """Make the step of many clients: every tensor has the lane in front.
+
+        Args:
+            params: Parameters, ``[k, ...]``.
+            buffers: Buffers, ``[k, ...]``.
+            fixed: What the clients started from, ``[k, ...]``, or ``[...]`` where it is shared.
+            batch: Samples, ``[k, B, ...]``.
+            weight: Sample weights, ``[k, B]``, or None.
+            fixed_is_shared: Whether all clients started from the same.
+            at_once: Whether to map the step over the lanes; else they run one after another.
+        """
+        shared: dict[str, Any] = {"fixed": fixed, "weight": weight}
+        own: dict[str, Any] = {"params": params, "buffers": buffers, "batch": batch}
+        if not fixed_is_shared:
+            own["fixed"] = shared.pop("fixed")
+        if weight is not None:
+            own["weight"] = shared.pop("weight")
+
+        def step(lane: dict[str, Any]) -> Outcome:
+            return self.one(**shared, **lane)
+
+        return (_mapped if at_once else _one_after_another)(step, own)
+
+    def by_itself(self, fixed: Tensors, batch: Any) -> tuple[Outcome, Tensors]:
+        """Make the step by the module's own tensors, as training without lanes does.
+
+        Args:
+            fixed: What the client started from; none leaves the module what it has.
+            batch: The client's batch.
+
+        Returns:
+            What the step made, but for buffers, and gradients of the parameters that have one.
+        """
+        (loss, task_loss), logs, recorded = self._noted(lambda: self(batch), fixed, batch, None)
+        wanted = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        grads = {
+            name: grad.to_dense() if grad.is_sparse else grad
+            for name, grad in zip(wanted, found, strict=True)
+            if grad is not None
+        }
+        return Outcome(loss.detach(), task_loss.detach(), logs, recorded, {}), grads
+
+    def gradients(self, params: Tensors, *tensors: Any, **how: Any) -> tuple[Tensors, Outcome]:
+        """Return the gradients of the sum of losses and what the step made; see :meth:`many`."""
+        wanted = {name: param for name, param in params.items() if param.requires_grad}
+
+        def total(wanted: Tensors) -> tuple[Tensor, Outcome]:
+            outcome = self.many({**params, **wanted}, *tensors, **how)
+            return outcome.loss.sum(), outcome
+
+        grads, outcome = torch.func.grad(total, has_aux=True)(wanted)
+        return grads, outcome
+
+
+def _mapped(step: Callable[[Any], Outcome], stacked: dict[str, Any]) -> Outcome:
+    in_dims = tree_map(lambda t: 0 if isinstance(t, Tensor) else None, stacked)
+    outcome: Outcome = vmap(step, in_dims=(in_dims,), randomness="different")(stacked)
+    return outcome
+
+
+def _one_after_another(step: Callable[[Any], Outcome], stacked: dict[str, Any]) -> Outcome:
+    leaves, tree = tree_flatten(stacked)
+    count = next(len(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    if count == 1:  # views, whose gradients need no copy
+        only = [t.squeeze(0) if isinstance(t, Tensor) else t for t in leaves]
+        outcome = step(tree_unflatten(only, tree))
+        return tree_map(lambda t: t.unsqueeze(0), outcome)  # type: ignore[no-any-return]
+    # unbind, not indexing: going back, it writes each lane's gradient once.
+    group_size = [t.unbind(0) if isinstance(t, Tensor) else (t,) * count for t in leaves]
+    each = [step(tree_unflatten([lane[i] for lane in group_size], tree)) for i in range(count)]
+    return tree_map(lambda *t: torch.stack(t), *each)  # type: ignore[no-any-return]

@@ -1,0 +1,76 @@
+"""What a module logs in the local steps of a Lightning batch, of all its clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_fl.runners.local_step import LocalStep, Outcome
+from lightning_fl.runners.samples import Samples
+
+
+class StepLogs:
+    """The values that a module logs, until the last local step of a Lightning batch.
+
+    Args:
+        local: The module's step, which knows the options of what is logged.
+    """
+
+    def __init__(self, local: LocalStep) -> None:
+        self._local = local
+        #: Of each name and local step: values, weights, and who trains, ``[k]`` each.
+        self._noted: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
+
+    def clear(self) -> None:
+        """Forget what was logged in the last batch."""
+        self._noted = {}
+
+    def note(self, outcome: Outcome, samples: Samples, sizes: Tensor, active: Tensor) -> None:
+        """Keep what a local step logged, and let the module record the losses of its clients.
+
+        Args:
+            outcome: What the step made.
+            samples: What each client trained on.
+            sizes: Number of samples of each client, ``[k]``.
+            active: Who still trains, ``[k]``.
+        """
+        device = outcome.loss.device
+        if outcome.logs:
+            counts = samples.counts() if self._local.wants_batch_size else sizes
+            # Copies to the device do not wait for it, and nothing is read back.
+            counts, trains = (t.to(device, non_blocking=True) for t in (counts, active))
+            for name, (value, size) in outcome.logs.items():
+                weight = size.where(~size.isnan(), counts) * trains
+                self._noted.setdefault(name, []).append((value, weight, active))
+        if outcome.recorded:
+            weight = (sizes * active).to(device, non_blocking=True)
+            record: Any = self._local.module.federated_record
+            record(outcome.recorded["loss"].where(weight > 0, 0), weight)
+
+    def log(self, log: Callable[..., None], module: LightningModule) -> None:
+        """Log one value for all steps and clients of the batch.
+
+        Args:
+            log: Logs a value with a name and options.
+            module: The user's module, which logs its metrics itself.
+        """
+        for name, noted in self._noted.items():
+            options = dict(self._local.log_options[name])
+            values, weight, active = (torch.stack(part) for part in zip(*noted, strict=True))
+            values, weight = values.double(), weight.double()
+            if options.get("reduce_fx", "mean") in ("mean", torch.mean):
+                total = weight.sum()
+                options["batch_size"] = total.long() if total.device.type != "cpu" else int(total)
+                value = (values.where(weight > 0, 0) * weight).sum() / weight.sum()
+            else:
+                reduce = options["reduce_fx"]
+                at = active.flatten().nonzero()[:, 0].to(values.device, non_blocking=True)
+                chosen = values.flatten()[at]
+                value = getattr(chosen, reduce)() if isinstance(reduce, str) else reduce(chosen)
+            log(name, value.float(), **options)
+        for name, metric in self._local.metrics.items():
+            module.log(name, metric, **self._local.log_options[name])

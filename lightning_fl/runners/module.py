@@ -1,0 +1,416 @@
+"""``VectorizedClients``: a LightningModule that trains many clients of another one at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any, Literal, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_fl.runners.base import BufferPolicy, ClientRunner
+from lightning_fl.runners.groups import device_memory, has_convolutions, num_lanes, num_steps
+from lightning_fl.runners.optimizer_values import optimizers_in, restack
+from lightning_fl.runners.samples import BatchSamples, each_of
+from lightning_fl.runners.sequential import SequentialRunner
+from lightning_fl.runners.step_hooks import changes_transfers, hooks_of, sees_gradients, why_alone
+from lightning_fl.runners.tuning import Wishes, compiling_pays, tune
+from lightning_fl.runners.vmap import VmapRunner
+from lightning_fl.types import ClientBatches, FederationError, check_package
+
+
+class VectorizedClients(LightningModule):
+    r"""Train many clients of a LightningModule at once; a ``FederatedLoop`` drives it.
+
+    The module's own ``training_step``, ``configure_optimizers`` and ``self.log`` run on stacked
+    parameters, ``[lanes, ...]``. The loss is the sum of the lanes' losses,
+    :math:`\sum_k L_k(w_k)`, so one step of an optimizer that treats every number alike is a step of
+    every client as if it were alone: lanes change results by rounding only (and random layers,
+    whose numbers come in another order). Everything else is the module's: validation, test,
+    prediction, checkpoints.
+
+    A module that cannot be mapped over lanes is trained one client after another, with a warning
+    that says why: the first step is compared with the module's own, in float64.
+
+    Args:
+        module: Any LightningModule with automatic optimization.
+        lanes: Clients at once; ``auto`` chooses.
+        steps_per_batch: Local steps in one Lightning batch, which saves Lightning's own time a
+            step; ``auto`` chooses by memory. Hooks of callbacks see the last of them.
+        compile: Make forward and backward pass one compiled graph; ``auto`` does where the time
+            that is left pays for it.
+        fast_matmul: Let oneDNN multiply matrices on a CPU: ``auto`` if that is as exact.
+        channels_last: Keep images and filters of 2-d convolutions with their channels last in
+            memory; ``auto`` does on a CPU, where that is faster.
+        fixed_groups: Choose which clients train at once from all clients of a round, and give whole
+            groups to processes. Results then are bit for bit the same on any number of processes;
+            with fewer groups than processes some processes are idle. It needs a number of lanes.
+
+    Raises:
+        FederationError: If an option is out of range; at the start of a fit, if the optimizer looks
+            at several clients at once (LBFGS, LARS).
+
+    Example:
+        >>> from lightning_fl import ClientModule
+        >>> lanes = VectorizedClients(ClientModule(nn.Linear(4, 3)), lanes=10)
+        >>> list(lanes.state_dict())
+        ['net.weight', 'net.bias']
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        group_size: int | Literal["auto"] = "auto",
+        steps_per_batch: int | Literal["auto"] = "auto",
+        compile: bool | Literal["auto"] = "auto",
+        fast_matmul: bool | Literal["auto"] = "auto",
+        channels_last: bool | Literal["auto"] = "auto",
+        fixed_groups: bool = False,
+    ) -> None:
+        super().__init__()
+        check_package(module, LightningModule)
+        if not isinstance(module, LightningModule) or isinstance(module, VectorizedClients):
+            raise FederationError(f"VectorizedClients takes a LightningModule, got {module!r}")
+        for name, value in (("group_size", group_size), ("steps_per_batch", steps_per_batch)):
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            if value != "auto" and not (is_number and value >= 1):
+                raise FederationError(f"{name} must be auto or a number from 1 up, got {value!r}")
+        for name, option in (
+            ("compile", compile),
+            ("fast_matmul", fast_matmul),
+            ("channels_last", channels_last),
+        ):
+            if option not in ("auto", True, False):
+                raise FederationError(f"{name} must be auto, true or false, got {option!r}")
+        if fixed_groups and group_size == "auto":
+            raise FederationError(
+                "fixed_groups needs a number of lanes: auto depends on the memory of the machine."
+                " Set lanes"
+            )
+        self.fixed_groups = fixed_groups
+        self.module = module
+        self.example_input_array = module.example_input_array
+        for name in ("_strict_loading", "_log_hyperparams", "_hparams_name", "_dtype", "_device"):
+            vars(self)[name] = vars(module).get(name)
+        self.group_size, self.steps_per_batch = group_size, steps_per_batch
+        self.compiled, self.fast_matmul = compile, fast_matmul
+        self.channels_last = channels_last
+        self.stack: dict[str, nn.Parameter] = {}
+        self.host: VmapRunner | None = None
+        overridden = hooks_of(module)
+        #: Why the module trains by itself, one client after another; None if it does not.
+        self.reason = why_alone(module, overridden)
+        if self.reason is not None:
+            rank_zero_warn(f"{type(module).__name__} is not trained in lanes: {self.reason}")
+            overridden += ["training_step", "configure_optimizers"]
+        for name in overridden:
+            vars(self)[name] = getattr(module, name)
+
+        vars(self)["_is_made"] = True
+
+    # --- what is the module's ---------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the module, where lanes have none: callbacks ask for them."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "module" not in vars(self).get("_modules", {}):
+                raise
+        value = getattr(self.module, name)
+        if isinstance(value, Tensor | nn.Module | MethodType):
+            self._refuse_while_training(name)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the module, where lanes have none of that name."""
+        is_own = name in vars(self) or hasattr(type(self), name) or name == "module"
+        is_modules = not is_own and vars(self).get("_is_made", False)
+        if not is_modules or (name.startswith("_") and not hasattr(self.module, name)):
+            super().__setattr__(name, value)
+            return
+        if isinstance(value, Tensor | nn.Module):
+            self._refuse_while_training(name)
+        setattr(self.module, name, value)
+
+    def _refuse_while_training(self, name: str) -> None:
+        """Refuse what would be the global model's where a caller expects a client's.
+
+        Raises:
+            FederationError: If clients are in training.
+        """
+        if self.host is not None and self.host.is_loaded:
+            raise FederationError(
+                f"a callback uses {type(self.module).__name__}.{name} while {self.host.count}"
+                " clients train at once: it has one value for each of them. Use it between rounds"
+                " (on_train_epoch_start, on_validation_start, on_train_epoch_end), write a hook"
+                " on_client_end of the module, or train the module without VectorizedClients"
+            )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the server's model."""
+        return self.module(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's own state: a checkpoint loads into the module without lanes."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the module's own state."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the server's parameters; not while clients train, who have their own."""
+        self._refuse_while_training("parameters()")
+        return super().named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Return the server's buffers; not while clients train, who have their own."""
+        self._refuse_while_training("buffers()")
+        return super().named_buffers(*args, **kwargs)
+
+    @property
+    def hparams(self) -> Any:
+        """The module's hyperparameters."""
+        return self.module.hparams
+
+    @property
+    def hparams_initial(self) -> Any:
+        """The module's hyperparameters as it was given them."""
+        return self.module.hparams_initial
+
+    @property
+    def _current_fx_name(self) -> str | None:
+        return cast("str | None", vars(self).get("_hook"))
+
+    @_current_fx_name.setter
+    def _current_fx_name(self, name: str | None) -> None:
+        vars(self)["_hook"] = name  # The module's own self.log asks for it.
+        if "module" in self._modules:
+            self.module._current_fx_name = name
+
+    # --- batches ----------------------------------------------------------------------------------
+
+    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        return each_of(super()._on_before_batch_transfer, batch, dataloader_idx)
+
+    def _apply_batch_transfer_handler(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        return each_of(super()._apply_batch_transfer_handler, batch, device, dataloader_idx)
+
+    # --- training ---------------------------------------------------------------------------------
+
+    def layout(self, clients: int, batch_bytes: int, stepwise: bool) -> tuple[int, int]:
+        """Return how many clients train at once, and local steps in a Lightning batch.
+
+        Args:
+            clients: In the round.
+            batch_bytes: What a client's batch takes of memory.
+            stepwise: Whether the loader fetches one local step of them only.
+        """
+        processes = 1 if self._trainer is None else self._trainer.num_devices
+        memory = device_memory(self.device, processes)
+        group_size = num_lanes(self.module, self.group_size, clients, batch_bytes, memory)
+        return group_size, num_steps(self.steps_per_batch, group_size, batch_bytes, stepwise)
+
+    def configure_optimizers(self) -> Any:
+        """Let the module make its optimizer, and give that the stacked parameters."""
+        made = self.module.configure_optimizers()
+        params = dict(self.module.named_parameters())
+        self.stack = {
+            name: nn.Parameter(
+                param.detach()[None].clone(memory_format=torch.contiguous_format),
+                requires_grad=param.requires_grad,
+            )
+            for name, param in params.items()
+        }
+        stacked = {id(param): self.stack[name] for name, param in params.items()}
+        for optimizer in optimizers_in(made):
+            restack(optimizer, stacked)
+        return made
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Take the samples of the batch apart, by local step and client.
+
+        Args:
+            batch: The samples of several local steps and clients.
+            batch_idx: Local steps that these clients have made before.
+        """
+        if (host := self.host) is None:
+            if self.reason is not None:
+                return
+            raise FederationError(
+                "VectorizedClients is trained by a FederatedLoop: add one to the callbacks"
+            )
+        host.logs.clear()
+        if not len(host.active):  # this process waits for others
+            return
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set by the connector
+        if not data.has_samples_in_front and not isinstance(batch, ClientBatches):
+            batch = ClientBatches([batch])
+        fetch = self._fetch(data.local_steps()) if data.plan().stepwise else None
+        host.steps_before = batch_idx
+        host.batch = BatchSamples(batch, host.sizes, host.active, fetch)
+
+    def _fetch(self, fetch: Callable[[int, bool], Any]) -> Callable[[int, bool], Any]:
+        """Return a function that fetches a local step as the loader and Lightning would."""
+        if self.device.type == "cpu" and not changes_transfers(self.trainer):
+            return fetch
+
+        def fetch_and_transfer(step: int, may_reuse: bool) -> Any:
+            batch = self.trainer.precision_plugin.convert_input(fetch(step, may_reuse))
+            batch = self._on_before_batch_transfer(batch, dataloader_idx=0)
+            return self.trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+        return fetch_and_transfer
+
+    def on_client_start(self) -> None:
+        """Call the module's hook for each client, with its tensors; what it writes is kept."""
+        self._call_for_each("on_client_start")
+
+    def on_client_end(self) -> None:
+        """Call the module's hook for each client, with its tensors; what it writes is kept."""
+        self._call_for_each("on_client_end")
+
+    def _call_for_each(self, name: str) -> None:
+        hook: Any = getattr(self.module, name, None)
+        if not callable(hook):
+            return
+        if self.host is None:
+            hook()
+            return
+        for lane in range(self.host.count):
+            with self.host.client(lane):
+                hook()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the sum of the clients' losses in one local step."""
+        host = self.host
+        assert host is not None
+        assert host.batch is not None
+        step = host.step
+        host.vectorized.local.batch_idx = host.steps_before + step
+        # Mapped over lanes no module can keep its samples: their memory can be used again.
+        samples = host.batch.samples(step, may_reuse=host.stacks.maps)
+        if host.count > 1 and not host.is_ready:
+            host.is_ready = True
+            tune(host.vectorized, samples, self._wishes(host))
+        total = host.loss(samples)
+        host.evaluation += 1
+        if step == len(host.sizes) - 1 and host.evaluation == host.evaluations:
+            host.logs.log(self.log, self.module)
+        return total
+
+    def _wishes(self, host: VmapRunner) -> Wishes:
+        """Return what is to be chosen, and whether what is left of the run is worth compiling."""
+        trainer = self.trainer
+        rounds = (trainer.max_epochs or 0) - trainer.current_epoch
+        steps = rounds * trainer.num_training_batches * len(host.sizes)
+        pays = compiling_pays(host.num_parameters, int(host.sizes[host.step].sum()), steps)
+        return Wishes(self.group_size == "auto", self.compiled, pays)
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: torch.optim.Optimizer | LightningOptimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Make the local steps of the batch, of all clients at once."""
+        if (host := self.host) is None or not len(host.active):
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+            return
+        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        is_seen = scaled or sees_gradients(self.trainer)
+        host.may_update = not (is_seen or self.trainer.gradient_clip_val)
+        for step, active in enumerate(host.active):
+            host.step, host.evaluation = step, 0
+            is_last = step + 1 == len(host.active)
+            before = host.before_step(active)
+            if is_last or is_seen or host.evaluations > 1:
+                optimizer.step(closure=optimizer_closure)
+            else:
+                self._light_step(host, optimizer)
+            host.after_step(before, active)
+            if not is_last:  # Lightning steps schedulers after the last
+                self._step_schedulers()
+        host.step = 0
+
+    def _light_step(
+        self, host: VmapRunner, optimizer: torch.optim.Optimizer | LightningOptimizer
+    ) -> None:
+        """Make a local step without Lightning's hooks, which take as long as a small model."""
+        trainer = self.trainer
+        bare: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        for param in host.stacks.params.values():
+            param.grad = None
+        with trainer.precision_plugin.train_step_context():
+            loss = self.training_step(None, 0)
+        if host.vectorized.has_updated:
+            host.end_step()
+            return
+        loss.backward()
+        self.configure_gradient_clipping(
+            bare, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        )
+        bare.step()
+
+    def _step_schedulers(self) -> None:
+        """Step the schedulers that count local steps."""
+        for config in self.trainer.lr_scheduler_configs:
+            if config.interval == "step":
+                self.lr_scheduler_step(config.scheduler, None)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip each client's gradient by its own norm."""
+        if self.host is None:
+            super().configure_gradient_clipping(
+                optimizer, gradient_clip_val, gradient_clip_algorithm
+            )
+        elif gradient_clip_val:
+            self.host.clip(float(gradient_clip_val), gradient_clip_algorithm or "norm")
+
+
+def client_runner(
+    module: LightningModule,
+    buffers: BufferPolicy,
+    optimizer: torch.optim.Optimizer,
+    keep_optimizer: bool,
+) -> ClientRunner:
+    """Return where the clients of a module train: in itself, or in its lanes.
+
+    Args:
+        module: The user's module, or ``VectorizedClients`` of it.
+        buffers: What becomes of floating buffers; see :class:`ClientRunner`.
+        optimizer: The optimizer of local training.
+        keep_optimizer: Whether a client keeps its optimizer's state from round to round.
+    """
+    if not isinstance(module, VectorizedClients):
+        return SequentialRunner(module, buffers, optimizer, keep_optimizer)
+    if module.reason is not None:
+        return SequentialRunner(module.module, buffers, optimizer, keep_optimizer)
+    channels_last = module.channels_last
+    if channels_last == "auto":
+        channels_last = module.device.type == "cpu" and has_convolutions(module.module)
+    host = VmapRunner(
+        module.module,
+        buffers,
+        optimizer,
+        keep_optimizer,
+        params=module.stack,
+        fast_matmul=module.fast_matmul,
+        channels_last=channels_last,
+    )
+    module.host = host
+    host.undo.callback(setattr, module, "host", None)
+    return host

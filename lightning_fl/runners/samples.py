@@ -1,0 +1,173 @@
+"""The samples of a local step, of all clients that train at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from lightning_fl.types import ClientBatches, FederationError
+
+
+class Padded(NamedTuple):
+    """Samples that are in front in every tensor, which the library itself has put there.
+
+    Args:
+        tensors: The samples, ``[k, B, ...]``, of which a client has the first ``sizes``.
+        sizes: Number of samples of each client, ``[k]``.
+        is_full: Whether it is known that all clients train, each on all ``B`` samples.
+    """
+
+    tensors: Any
+    sizes: Tensor
+    is_full: bool = False
+
+    def client(self, row: int) -> Any:
+        """Return the batch of one client as the client alone would get it."""
+        size = int(self.sizes[row])
+        return tree_map(lambda t: t[row, :size], self.tensors)
+
+    def counts(self) -> Tensor:
+        """Return the number of samples of each client, ``[k]``."""
+        return self.sizes
+
+    def why_not_stacked(self) -> None:
+        """Return None: they are stacked already."""
+
+    def pair(self) -> Any:
+        """Return batches of two clients, stacked: those samples that both have."""
+        size = int(self.sizes[:2].min())
+        return tree_map(lambda t: t[:2, :size], self.tensors)
+
+
+class Collated(NamedTuple):
+    """Batches that were collated client by client; nothing is known of their axes.
+
+    Args:
+        batches: The batch of each client; None of a client that is done.
+    """
+
+    batches: Sequence[Any]
+
+    def client(self, row: int) -> Any:
+        """Return the batch of one client as the client alone would get it."""
+        return self.batches[row]
+
+    def pair(self) -> Any:
+        """Return batches of two clients, stacked; twice the same where no two are alike."""
+        _, stacked = max(self.groups(), key=lambda group: len(group[0]))
+        return tree_map(lambda t: t[:2] if len(t) > 1 else t.expand(2, *t.shape[1:]), stacked)
+
+    def counts(self) -> Tensor:
+        """Return the batch size that Lightning would take each client's batch for, ``[k]``."""
+        return torch.tensor([_batch_size(batch) for batch in self.batches])
+
+    def why_not_stacked(self) -> str | None:
+        """Return what in the batches keeps them from being stacked; None if nothing does."""
+        for leaf in tree_leaves([batch for batch in self.batches if batch is not None]):
+            if type(leaf) is not Tensor:
+                return f"its batches hold a {type(leaf).__name__} where lanes need a tensor"
+            if leaf.layout != torch.strided or leaf.is_nested:
+                return f"its batches hold a tensor of layout {leaf.layout}"
+        return None
+
+    def groups(self) -> list[tuple[Tensor, Any]]:
+        """Return the clients whose batches have the same structure and shapes, and those, stacked.
+
+        A client's whole batch becomes one element of the stack, whatever its axes mean.
+        """
+        alike: dict[Any, list[int]] = {}
+        for row, batch in enumerate(self.batches):
+            if batch is not None:
+                leaves, tree = tree_flatten(batch)
+                kinds = tuple((leaf.shape, leaf.dtype, leaf.device) for leaf in leaves)
+                alike.setdefault((str(tree), kinds), []).append(row)
+        return [
+            (torch.tensor(rows), tree_map(lambda *t: torch.stack(t), *self._of(rows)))
+            for rows in alike.values()
+        ]
+
+    def _of(self, rows: Sequence[int]) -> list[Any]:
+        return [self.batches[row] for row in rows]
+
+
+Samples = Padded | Collated
+
+
+def _batch_size(batch: Any) -> int:
+    try:
+        return 0 if batch is None else extract_batch_size(batch)
+    except MisconfigurationException:  # no tensor in it
+        return 1
+
+
+class BatchSamples:
+    """The samples of a Lightning batch, local step by local step.
+
+    Args:
+        batch: The samples of all steps, or of the first step where the others are fetched: batches
+            collated client by client, or tensors with the samples in front.
+        sizes: Samples of each local step and client, ``[steps, k]``.
+        active: Who trains in each local step, ``[steps, k]``.
+        fetch: Returns the tensors of a later step from its number and whether their memory may be
+            reused; None if the batch holds all steps.
+    """
+
+    def __init__(
+        self,
+        batch: Any,
+        sizes: Tensor,
+        active: Tensor,
+        fetch: Callable[[int, bool], Any] | None = None,
+    ) -> None:
+        self._sizes, self._fetch = sizes, fetch
+        self._batch, self._is_full = batch, list[bool]()
+        if not isinstance(batch, ClientBatches):
+            self._batch = _by_step(batch, len(sizes) if fetch is None else 1, sizes.shape[1])
+            full = sizes == tree_leaves(self._batch)[0].shape[2]
+            self._is_full = (full & active).all(1).tolist()
+
+    def samples(self, step: int, may_reuse: bool) -> Samples:
+        """Return the samples of a local step.
+
+        Args:
+            step: Number of the local step in the batch.
+            may_reuse: Whether the next step may write over the memory of these samples.
+        """
+        count = self._sizes.shape[1]
+        if isinstance(self._batch, ClientBatches):
+            return Collated(self._batch[step * count : (step + 1) * count])
+        if self._fetch is None or step == 0:
+            tensors = tree_map(lambda t: t[step], self._batch)
+        else:
+            fetched = self._fetch(step, may_reuse)
+            tensors = tree_map(lambda t: t.view(count, -1, *t.shape[1:]), fetched)
+        return Padded(tensors, self._sizes[step], self._is_full[step])
+
+
+def _by_step(batch: Any, steps: int, clients: int) -> Any:
+    """Return tensors ``[steps * clients * B, ...]`` as ``[steps, clients, B, ...]``."""
+
+    def leaf(value: Any) -> Tensor:
+        if not isinstance(value, Tensor) or value.ndim == 0 or len(value) % (steps * clients):
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise FederationError(
+                f"a hook of the data or the precision has changed the number of samples: got {got}"
+                f" for {steps} local steps of {clients} clients. Train the module"
+                " without VectorizedClients"
+            )
+        return value.view(steps, clients, len(value) // (steps * clients), *value.shape[1:])
+
+    return tree_map(leaf, batch)
+
+
+def each_of(function: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function with a batch, or with each of the batches that clients have."""
+    if not isinstance(batch, ClientBatches):
+        return function(batch, *args, **kwargs)
+    return ClientBatches(None if own is None else function(own, *args, **kwargs) for own in batch)

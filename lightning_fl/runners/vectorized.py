@@ -1,0 +1,263 @@
+"""The local step of several clients: mapped over their stacked tensors, or one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_fl.runners.graphs import Graphs
+from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
+from lightning_fl.runners.samples import Collated, Padded, Samples
+from lightning_fl.runners.stacks import Stacks
+from lightning_fl.runners.tensors import beside, first_samples, placed, scattered, select
+
+#: Shapes of batches that are compiled.
+MOST_GRAPHS = 2
+
+
+class VectorizedStep:
+    """The forward pass of a local step of all clients, such that going back gives gradients.
+
+    Args:
+        stacks: The tensors of the clients.
+        optimizer: The optimizer of the stacked parameters.
+    """
+
+    def __init__(self, stacks: Stacks, optimizer: torch.optim.Optimizer) -> None:
+        module = stacks.module
+        self.stacks, self.module, self.optimizer = stacks, module, optimizer
+        self.local = LocalStep(module)
+        #: Whether clients with fewer samples than others are filled up with samples of weight 0.
+        self.weighted = getattr(module, "federated_knows_weights", False) and not any(
+            isinstance(m, _BatchNorm) for m in module.modules()
+        )
+        #: Compiled forms of the step, or None.
+        self.graphs: Graphs | None = None
+        #: Whether the last step has also updated the parameters.
+        self.has_updated = False
+        self._shapes: set[tuple[torch.Size, ...]] = set()
+        self._gradients: Tensors = {}
+        self._has_warned = False
+
+    def compile(self) -> None:
+        """Compile forward and backward pass to one graph for each shape of batches."""
+        self.graphs = Graphs(self.local, self.optimizer)
+
+    def loss(
+        self, samples: Samples, active: Tensor, rate: float | None = None
+    ) -> tuple[Tensor, Outcome]:
+        """Make the forward pass of all clients, and keep the buffers of those who still train.
+
+        Args:
+            samples: What each client trains on.
+            active: Who still trains, ``[k]``.
+            rate: Factor of the optimizer's learning rates with which a graph may also update the
+                parameters. None leaves the update to the optimizer.
+
+        Returns:
+            The sum of losses, to go back from, and what else the step makes.
+        """
+        self.has_updated = False
+        if isinstance(samples, Padded) and self.stacks.channels_last:
+            samples = samples._replace(tensors=tree_map(self.stacks.laid_out, samples.tensors))
+        if not self.stacks.maps or (isinstance(samples, Collated) and not self._can_stack(samples)):
+            return self.one_by_one(samples, active)
+        total, outcome = self.mapped(samples, active, rate)
+        for name, buffer in outcome.buffers.items():
+            after = buffer.detach()
+            if not active.all():
+                after = torch.where(beside(active, after), after, self.stacks.buffers[name])
+            self.stacks.buffers[name] = after
+        return total, outcome
+
+    def _can_stack(self, samples: Collated) -> bool:
+        """Return whether batches can be stacked; warn once if they cannot."""
+        why = samples.why_not_stacked()
+        if why is not None and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"{type(self.module).__name__} trains its clients one after another in such steps,"
+                f" not at once: {why}"
+            )
+        return why is None
+
+    # --- one client after another -----------------------------------------------------------------
+
+    def one_by_one(self, samples: Samples, active: Tensor) -> tuple[Tensor, Outcome]:
+        """Make the steps of clients one after another, each forward and back before the next.
+
+        The module makes each step by itself, with the client's tensors in the place of its own. A
+        client that is done makes no step: a module may count them.
+        """
+        rows, outcomes = active.nonzero()[:, 0], []
+        known: Tensors = {}
+        for row in rows.tolist():
+            with self.stacks.client(row), torch.enable_grad():
+                outcome, grads = self.local.by_itself({}, samples.client(row))
+            for name, grad in grads.items():
+                if name not in known:
+                    known[name] = self._gradient_memory(name).zero_()
+                known[name][row] = grad
+            outcomes.append(tree_map(lambda t: t.detach(), outcome))
+        stacked = tree_map(lambda *t: scattered(torch.stack(t), rows, self.stacks.count), *outcomes)
+        return _with_gradients(stacked.loss, self.stacks.params, known), stacked
+
+    def _gradient_memory(self, name: str) -> Tensor:
+        """Return memory for a gradient, the same each step: new memory takes longer than a copy."""
+        param = self.stacks.params[name]
+        if name not in self._gradients or self._gradients[name].shape != param.shape:
+            self._gradients[name] = torch.empty_like(param)
+        return self._gradients[name]
+
+    # --- mapped -----------------------------------------------------------------------------------
+
+    def mapped(
+        self, samples: Samples, active: Tensor, rate: float | None = None
+    ) -> tuple[Tensor, Outcome]:
+        """Map the step over the clients; train one after another where that fails.
+
+        The first step was checked, and yet a later one may do what cannot be mapped.
+        """
+        versions = self.stacks.versions()
+        try:
+            if isinstance(samples, Padded):
+                return self._padded(samples, active, rate)
+            return self._groups(samples.groups(), bool(active.all()), rate)
+        except Exception as error:
+            if versions != self.stacks.versions():
+                raise  # half of the step is done
+            self.stacks.train_one_by_one()
+            result = self.one_by_one(samples, active)
+            rank_zero_warn(
+                f"{type(self.module).__name__} is trained one client after another from here on,"
+                f" not at once: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            )
+            return result
+
+    def _padded(
+        self, samples: Padded, active: Tensor, rate: float | None
+    ) -> tuple[Tensor, Outcome]:
+        """Map the step over clients that have their samples in front.
+
+        Clients with fewer samples than others are weighted where the module knows weights.
+        Otherwise they are mapped by themselves: filling them up would change their means.
+        """
+        batch, sizes, is_full = samples
+        if is_full:
+            return self._all(batch, None, rate)
+        if not active.all():
+            rate = None
+        groups = [(sizes == size).nonzero()[:, 0] for size in sizes.unique()]
+        if len(groups) == 1:
+            return self._all(first_samples(batch, int(sizes[0])), None, rate)
+        if self.weighted:
+            most = next(t.shape[1] for t in tree_leaves(batch))
+            weight = (torch.arange(most) < sizes[:, None]).double() / sizes[:, None]
+            like = self.stacks.first
+            return self._all(batch, placed(weight.to(like.dtype), like), rate)
+        parts = [(r, first_samples(select(batch, r), int(sizes[r[0]]))) for r in groups]
+        return self._groups(parts, False, None)
+
+    def _groups(
+        self, groups: list[tuple[Tensor, Any]], is_whole: bool, rate: float | None
+    ) -> tuple[Tensor, Outcome]:
+        """Map the step over each group of clients that have batches of the same shape."""
+        if is_whole and len(groups) == 1:
+            return self._all(groups[0][1], None, rate)
+        outcomes = [self._some(rows, batch) for rows, batch in groups]
+        total = torch.stack([outcome.loss.sum() for outcome in outcomes]).sum()
+        at = torch.cat([rows for rows, _ in groups])
+        return total, tree_map(lambda *t: scattered(torch.cat(t), at, self.stacks.count), *outcomes)
+
+    def _some(self, rows: Tensor, batch: Any) -> Outcome:
+        """Make the step of a few clients, whose batches are ``[rows, ...]``."""
+        stacks = self.stacks
+        params: Tensors = select(dict(stacks.params), rows)
+        outcome = self.local.many(
+            params,
+            select(stacks.buffers, rows),
+            stacks.fixed if stacks.fixed_is_shared else select(stacks.fixed, rows),
+            batch,
+            None,
+            fixed_is_shared=stacks.fixed_is_shared,
+            at_once=True,
+        )
+        for name, param in stacks.params.items():  # what the step wrote: a teacher's average
+            if params[name]._version:
+                param.data.index_copy_(0, placed(rows, param), params[name].detach())
+        return outcome
+
+    def _all(self, batch: Any, weight: Tensor | None, rate: float | None) -> tuple[Tensor, Outcome]:
+        """Make the step of all clients, whose batches are ``[k, ...]``."""
+        stacks = self.stacks
+        params: Tensors = dict(stacks.params)
+        tensors = (params, stacks.buffers, stacks.fixed, batch, weight)
+        how: dict[str, Any] = {"fixed_is_shared": stacks.fixed_is_shared, "at_once": True}
+        if self.graphs is not None and self._is_worth_a_graph(batch):
+            try:
+                return self._compiled(self.graphs, rate, *tensors, **how)
+            except Exception as error:  # torch.compile and the compilers below it fail in many ways
+                self.graphs = None
+                rank_zero_warn(f"lanes are not compiled ({type(error).__name__}: {error})")
+        outcome = self.local.many(*tensors, **how)
+        return outcome.loss.sum(), outcome
+
+    def _compiled(
+        self, graphs: Graphs, rate: float | None, *tensors: Any, **how: Any
+    ) -> tuple[Tensor, Outcome]:
+        """Make a step by graphs: the optimizer finds gradients, or nothing left to do."""
+        grads: Tensors = {}
+        with torch.no_grad():
+            if rate is not None and graphs.can_update():
+                outcome = graphs.update(*tensors, ratio=rate, **how)
+                self.has_updated = True
+            else:
+                grads, outcome = graphs.gradients(*tensors, **how)
+        return _with_gradients(outcome.loss, self.stacks.params, grads), outcome
+
+    def _is_worth_a_graph(self, batch: Any) -> bool:
+        """Groups come in two sizes at most; a rest of a client's samples is not worth a graph."""
+        shape = tuple(t.shape for t in tree_leaves(batch))
+        if len(self._shapes) < MOST_GRAPHS:
+            self._shapes.add(shape)
+        return shape in self._shapes
+
+
+class _Known(torch.autograd.Function):
+    """A loss whose gradients are known already: its backward pass puts them in their place.
+
+    They are not handed to autograd, which would copy each.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, loss: Tensor, params: list[nn.Parameter], grads: list[Tensor]
+    ) -> Tensor:
+        ctx.params, ctx.grads = params, grads
+        return loss.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[None, ...]:
+        scale, grads = outer[0], ctx.grads
+        # To look at it would wait for a device: there gradients are multiplied by 1, too.
+        if grads and (scale.device.type != "cpu" or scale != 1):
+            grads = torch._foreach_mul(grads, scale)
+        for param, grad in zip(ctx.params, grads, strict=True):
+            param.grad = grad if param.grad is None else param.grad + grad
+        return (None,) * 4
+
+
+def _with_gradients(
+    loss: Tensor, params: Mapping[str, nn.Parameter], grads: Mapping[str, Tensor]
+) -> Tensor:
+    """Return the sum of losses, such that going back gives these gradients."""
+    anchor = next(param for param in params.values() if param.requires_grad)
+    wanted = [params[name] for name in grads]
+    total: Tensor = _Known.apply(anchor, loss, wanted, list(grads.values()))
+    return total

@@ -1,0 +1,145 @@
+"""Federations of which some run in lanes and one in the module itself."""
+
+from itertools import product
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.partition import Dirichlet
+from lightning_fl.policies import HyperparameterPolicy
+from lightning_fl.runners import VectorizedClients
+
+
+class PerClient(HyperparameterPolicy):
+    """Another amount of work for each client and round, and another learning rate.
+
+    Its figures are what the clients report, which the table of rounds holds.
+    """
+
+    learns_from = frozenset({"client_losses"})
+
+    def __init__(self, lr=True):
+        super().__init__()
+        self.lr = lr
+
+    def sample(self, round, clients):
+        steps = {"num_steps": 1 + clients % 3 + round % 2}
+        return steps | ({"lr": 0.01 * (1 + clients.double())} if self.lr else {})
+
+    def update(self, feedback):
+        self.losses = dict(
+            zip(feedback.plan.clients.tolist(), feedback.losses.tolist(), strict=True)
+        )
+
+    def metrics(self):
+        return {f"loss_{client}": self.losses.get(client, -1.0) for client in range(7)}
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+class Tiny(L.LightningModule):
+    """A small net, an optimizer that is given, and a loss that is logged in every way."""
+
+    def __init__(self, optimizer=None, net=None):
+        super().__init__()
+        self.net = (net or two_layers)()
+        self.optimizer = optimizer or (lambda params: torch.optim.SGD(params, lr=0.1))
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+
+
+@pytest.fixture
+def tiny():
+    """A Tiny or a child of it in float64, always with the same parameters."""
+
+    def make(kind=Tiny, *args, **options):
+        torch.manual_seed(0)
+        return kind(*args, **options).double()
+
+    make.kind = Tiny
+    return make
+
+
+@pytest.fixture
+def ragged(data, blobs):
+    """Seven clients with 4 to 60 samples: batches differ in size between them."""
+
+    def make(train=None, **options):
+        options = {"partition": Dirichlet(0.4, min_size=4), "batch_size": 10, "seed": 1} | options
+        train = blobs(180) if train is None else train
+        return data(train, num_clients=7, **options)
+
+    return make
+
+
+@pytest.fixture
+def train(fit, ragged):
+    """Fit a module, in itself (``lanes=None``) or in lanes; returns the loop."""
+
+    def run(
+        module,
+        group_size=None,
+        steps_per_batch=1,
+        datamodule=None,
+        federation=None,
+        rounds=2,
+        compile=False,
+        **options,
+    ):
+        given = {"policy": PerClient(), "buffers": "average", "seed": 3} | (federation or {})
+        user = (
+            module
+            if group_size is None
+            else VectorizedClients(module, group_size, steps_per_batch, compile=compile)
+        )
+        datamodule = ragged() if datamodule is None else datamodule
+        return fit(user, FederatedLoop(**given), datamodule, rounds=rounds, **options)
+
+    run.policy = PerClient
+    return run
+
+
+@pytest.fixture
+def agree(train, flat, ragged):
+    """Train a module in itself and in lanes: equal parameters, buffers and figures of rounds.
+
+    Several numbers of lanes, and of steps in a batch, are compared with one fit of the module.
+    """
+
+    def check(make, group_size=(3,), steps_per_batch=1, datamodule=ragged, **options):
+        plain = make()
+        before = flat(plain)
+        expected = train(plain, datamodule=datamodule(), **options)
+        assert (flat(plain) - before).abs().max() > 1e-3, "nothing was trained"
+        bundles = steps_per_batch if isinstance(steps_per_batch, tuple) else (steps_per_batch,)
+        for k, steps in product(group_size, bundles):
+            module = make()
+            found = train(module, k, steps, datamodule(), **options)
+            torch.testing.assert_close(
+                flat(module), flat(plain), atol=1e-12, rtol=0, equal_nan=True
+            )
+            assert len(found.rows) == len(expected.rows)
+            for row, wanted in zip(found.rows, expected.rows, strict=True):
+                # The last step of a round is one of several clients.
+                figures = {n: v for n, v in wanted.items() if not n.endswith("_step")}
+                names = figures.pop("dropped_clients")
+                assert {n: row[n] for n in figures} == pytest.approx(figures, rel=1e-6, nan_ok=True)
+                assert row["dropped_clients"] == names
+        return expected
+
+    return check

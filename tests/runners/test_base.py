@@ -1,0 +1,318 @@
+"""What every place where clients train does, a module itself and its lanes alike."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_fl.runners import TensorList, VectorizedClients, client_runner
+from lightning_fl.runners.vmap import VmapRunner
+from lightning_fl.types import FederationError, ServerState
+
+
+class Mixed(LightningModule):
+    """Two parameters, a floating buffer, one buffer that counts and one of flags."""
+
+    def __init__(self, kind=torch.optim.SGD, **options):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        self.bias = nn.Parameter(torch.tensor(5.0))
+        self.register_buffer("mean", torch.tensor([6.0]))
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.configure_optimizers = lambda: kind(self.parameters(), **{"lr": 0.1} | options)
+
+
+@pytest.fixture(params=["plain", "group_size"])
+def host(request):
+    """A module's host, plain or in lanes; ``lr`` and others are the optimizer's."""
+
+    def make(module=None, buffers="average", keep=False, **options):
+        user = Mixed(**options) if module is None else module
+        user = user if request.param == "plain" else VectorizedClients(user)
+        made = client_runner(user, buffers, user.configure_optimizers(), keep)
+        made.group_size = user
+        return made
+
+    return make
+
+
+def load(host, lr=0.1, rows=None):
+    """Begin one client, from where the server is."""
+    server = host.read()
+    state = ServerState(server.vector[None], server.counters)
+    host.load(state, [{} if rows is None else rows], [lr])
+    return state
+
+
+def parameters(host):
+    return host.stacks.params if isinstance(host, VmapRunner) else host.named_parameters
+
+
+def buffers(host):
+    """The client's buffers, to be changed in place."""
+    if isinstance(host, VmapRunner):
+        return {name: buffer[0] for name, buffer in host.stacks.buffers.items()}
+    return host.named_buffers
+
+
+def step(host, gradient=1.0):
+    for parameter in parameters(host).values():
+        parameter.grad = torch.full_like(parameter, gradient)
+    if isinstance(host, VmapRunner):
+        active = torch.ones(host.count, dtype=torch.bool)
+        before = host.before_step(active)
+        host.optimizer.step()
+        host.after_step(before, active)
+    else:
+        host.optimizer.step()
+
+
+def ends(host, state):
+    """Where the client is."""
+    return (state.vector + host.collect(state)[0])[0].tolist()
+
+
+def copies(rows):
+    return {name: row.clone() for name, row in rows.items()}
+
+
+# --- vectors --------------------------------------------------------------------------------------
+
+
+def test_tensors_are_read_and_written_as_one_vector():
+    tensors = [torch.arange(4.0).view(2, 2), torch.tensor(9.0), torch.zeros(0)]
+    vector = TensorList(tensors, torch.float32)
+    assert vector.read().tolist() == [0, 1, 2, 3, 9]
+    vector.write(torch.tensor([5.0, 6.0, 7.0, 8.0, 1.0]))
+    assert tensors[0].tolist() == [[5, 6], [7, 8]]
+    assert tensors[1].item() == 1
+
+
+def test_what_is_read_is_a_copy():
+    tensor = torch.ones(2)
+    for tensors in ([tensor], [tensor, torch.ones(1)]):
+        vector = TensorList(tensors, torch.float32)
+        vector.read().zero_()
+        assert tensor.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "wide"),
+    [
+        ([torch.float32, torch.float64], torch.float64),
+        ([torch.bfloat16, torch.float16], torch.float32),
+        ([torch.bfloat16], torch.bfloat16),
+        ([torch.complex64, torch.float64], torch.float64),
+        ([torch.bool, torch.uint8, torch.int32], torch.int32),
+    ],
+)
+def test_the_vector_has_a_dtype_that_holds_all_of_them(dtypes, wide):
+    tensors = [torch.tensor([1, 0], dtype=dtype) for dtype in dtypes]
+    vector = TensorList(tensors, torch.float32)
+    assert vector.dtype == wide
+    vector.write(vector.read())
+    for tensor, dtype in zip(tensors, dtypes, strict=True):
+        assert tensor.dtype == dtype
+        assert tensor.tolist() == [1, 0]
+
+
+def test_a_complex_number_is_two_real_ones():
+    tensor = torch.tensor([1 + 2j, 3 - 4j])
+    vector = TensorList([tensor], torch.float32)
+    assert vector.read().tolist() == [1, 2, 3, -4]
+    vector.write(torch.tensor([5.0, 6.0, 7.0, 8.0]))
+    assert tensor.tolist() == [5 + 6j, 7 + 8j]
+
+
+def test_strides_do_not_matter():
+    tensor = torch.arange(6.0).view(2, 3).T
+    vector = TensorList([tensor], torch.float32)
+    assert vector.read().tolist() == [0, 3, 1, 4, 2, 5]
+    vector.write(torch.arange(6.0))
+    assert tensor.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_no_tensors_are_an_empty_vector_of_the_given_dtype():
+    vector = TensorList([], torch.int64)
+    assert vector.read().shape == (0,)
+    assert vector.read().dtype == torch.int64
+    vector.write(vector.read())
+
+
+# --- a module's state -----------------------------------------------------------------------------
+
+
+def test_the_state_is_parameters_then_floating_buffers_and_counters_apart(host):
+    state = host().read()
+    assert state.vector.tolist() == [1, 2, 3, 4, 5, 6]
+    assert state.counters.tolist() == [7, 1, 0]
+
+
+def test_a_state_that_is_written_is_the_modules_and_the_optimiser_begins_anew(host):
+    made = host(momentum=0.9)
+    load(made)
+    step(made)
+    assert len(made.optimizer.state) == 2
+    made.write(ServerState(torch.arange(6.0), torch.tensor([1, 0, 1])))
+    assert made.module.weight.tolist() == [[0, 1], [2, 3]]
+    assert made.module.mean.tolist() == [5]
+    assert (made.module.count.item(), made.module.flags.tolist()) == (1, [False, True])
+    assert len(made.optimizer.state) == 0
+
+
+def test_a_parameter_that_is_used_twice_is_one(host):
+    module = Mixed()
+    module.again = nn.Linear(2, 2, bias=False)
+    module.again.weight = module.weight
+    made = host(module)
+    state = load(made, lr=1.0)
+    assert state.vector.shape == (1, 6)
+    step(made)
+    assert ends(made, state) == pytest.approx([0, 1, 2, 3, 4, 6])
+
+
+@pytest.mark.parametrize(
+    ("kind", "delta", "counters"),
+    [
+        ("average", [1, 1, 1, 1, 1, 10], [9, 1, 0]),
+        ("server", [1, 1, 1, 1, 1, 0], [7, 1, 0]),
+        ("local", [1, 1, 1, 1, 1, 10], [9, 1, 0]),
+    ],
+)
+def test_a_client_returns_how_far_it_moved(host, kind, delta, counters):
+    made = host(buffers=kind)
+    start = load(made)
+    step(made, gradient=-10)
+    buffers(made)["mean"] += 10
+    buffers(made)["count"] += 2
+    found, counted = made.collect(start)
+    assert found.shape == (1, 6)
+    assert found[0].tolist() == pytest.approx(delta)
+    assert counted.tolist() == [counters]
+    assert start.vector.tolist() == [[1, 2, 3, 4, 5, 6]]
+
+
+def test_a_buffer_that_stays_infinite_has_not_moved(host):
+    module = Mixed()
+    module.mean.fill_(-torch.inf)
+    made = host(module)
+    start = load(made)
+    assert made.collect(start)[0].tolist() == [[0] * 6]
+
+
+# --- the learning rate ----------------------------------------------------------------------------
+
+
+def test_a_clients_learning_rate_holds_inside_the_step_only(host):
+    made = host()
+    start = load(made, lr=0.5)
+    step(made)
+    assert ends(made, start)[4] == pytest.approx(5 - 0.5)
+    assert made.optimizer.param_groups[0]["lr"] == 0.1
+    start = load(made, lr=0.1)
+    step(made)
+    assert ends(made, start)[4] == pytest.approx(start.vector[0, 4].item() - 0.1)
+
+
+def two_groups(module):
+    groups = [{"params": [module.weight], "lr": 0.2}, {"params": [module.bias], "lr": 0.8}]
+    return torch.optim.SGD(groups)
+
+
+def test_other_groups_keep_their_ratio_to_the_first(host):
+    module = Mixed()
+    module.configure_optimizers = lambda: two_groups(module)
+    made = host(module)
+    start = load(made, lr=0.1)
+    step(made)
+    assert ends(made, start)[0] == pytest.approx(1 - 0.1)
+    assert ends(made, start)[4] == pytest.approx(5 - 0.4)
+    assert [group["lr"] for group in made.optimizer.param_groups] == [0.2, 0.8]
+
+
+def test_a_scheduler_stays_in_force(host):
+    module = Mixed()
+    optimizer = module.configure_optimizers
+    kept = []
+
+    def configure():
+        # It begins at half of the rate and ends at the whole.
+        kept.append(torch.optim.lr_scheduler.LinearLR(made := optimizer(), 0.5, total_iters=1))
+        return made
+
+    module.configure_optimizers = configure
+    made = host(module)
+    assert made.base_lr == 0.1
+    start = load(made, lr=0.2)
+    step(made)
+    kept[0].step()
+    step(made)
+    assert ends(made, start)[4] == pytest.approx(5 - 0.1 - 0.2)
+    assert made.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_no_learning_rate_can_have_no_ratio(host):
+    made = host(lr=0.0)
+    load(made, lr=0.0)
+    with pytest.raises(FederationError, match=r"sets lr=0.5 .* give the optimizer a positive lr"):
+        load(made, lr=0.5)
+
+
+def test_a_closed_host_leaves_the_optimiser_alone(host):
+    made = host()
+    start = load(made, lr=0.5)
+    made.close()
+    step(made)
+    assert ends(made, start)[4] == pytest.approx(5 - 0.1)
+
+
+# --- what clients keep for themselves -------------------------------------------------------------
+
+
+def test_a_client_keeps_nothing_by_default(host):
+    made = host(momentum=0.9)
+    load(made)
+    step(made)
+    assert made.rows() == [{}]
+
+
+def test_a_client_finds_its_buffers_again(host):
+    made = host(buffers="local")
+    load(made)
+    buffers(made)["mean"] += 10
+    buffers(made)["count"] += 2
+    buffers(made)["flags"][1] = True
+    rows = copies(made.rows()[0])
+    assert rows.keys() == {"buffer.mean", "buffer.count", "buffer.flags"}
+    made.write(ServerState(torch.tensor([1.0, 2, 3, 4, 5, 6]), torch.tensor([7, 1, 0])))
+    load(made)
+    assert buffers(made)["mean"].tolist() == [6]
+    start = load(made, rows=rows)
+    assert (buffers(made)["mean"].tolist(), buffers(made)["count"].item()) == ([16], 9)
+    assert buffers(made)["flags"].tolist() == [True, True]
+    assert ends(made, start)[4] == 5
+
+
+def keep_and_go_on(host, kind, **options):
+    """Two steps in two rounds are two steps in one, where the server does not move."""
+    found = []
+    for rounds in (1, 2):
+        made = host(kind=kind, keep=True, **options)
+        start = load(made)
+        step(made, 1.0)
+        if rounds == 2:
+            now, rows = start.vector + made.collect(start)[0], copies(made.rows()[0])
+            kept = copies(rows)
+            made.write(ServerState(now[0], start.counters))
+            start = load(made, rows=rows)
+        step(made, 3.0)
+        found.append(ends(made, start))
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+    # What was kept is another round's too: a step must not reach into it.
+    assert all(torch.equal(rows[name], kept[name]) for name in kept)
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.5, "nesterov": True}])
+def test_a_client_goes_on_with_its_momentum(host, options):
+    keep_and_go_on(host, torch.optim.SGD, **options)

@@ -1,0 +1,88 @@
+"""Callbacks that reach into the module, which is inside the lanes that they are given."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_fl.runners import VectorizedClients
+from lightning_fl.types import FederationError
+
+
+class Reaches(Callback):
+    """Reads and writes the module between rounds, and its plain attributes in training."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_train_start(self, trainer, pl_module):
+        pl_module.scale = 1.0
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        with torch.no_grad():
+            pl_module.net[0].weight.mul_(0.9)
+        pl_module.net[0].bias.requires_grad_(trainer.current_epoch != 1)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        pl_module.scale = 1.0 + trainer.current_epoch
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.norms.append(pl_module.norm().item())
+
+
+@pytest.fixture
+def scaled(tiny):
+    class Scaled(tiny.kind):
+        def norm(self):
+            return self.net[0].weight.norm()
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * self.scale
+
+    return lambda: tiny(Scaled)
+
+
+def test_what_a_callback_reads_and_writes_is_the_modules(agree, scaled):
+    found = []
+
+    class Noted(Reaches):
+        def setup(self, trainer, pl_module, stage):
+            self.norms = []
+            found.append(self.norms)
+
+    agree(scaled, (3,), rounds=3, callbacks=[Noted()])
+    plain, group_size = found
+    assert len(plain) == 3
+    assert group_size == pytest.approx(plain, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["net", "norm"])
+def test_what_each_client_has_its_own_of_is_refused_in_training(train, scaled, name):
+    class Early(Reaches):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            getattr(pl_module, name)
+
+    with pytest.raises(FederationError, match=rf"Scaled\.{name} while 3 clients train at once"):
+        train(scaled(), 3, callbacks=[Early()])
+
+
+@pytest.mark.parametrize("name", ["parameters", "named_parameters", "buffers", "named_buffers"])
+def test_the_servers_tensors_are_not_taken_for_a_clients(train, scaled, name):
+    class Asks(Reaches):
+        def on_train_epoch_end(self, trainer, pl_module):
+            list(getattr(pl_module, name)())  # between rounds they are the model's
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            list(getattr(pl_module, name)())
+
+    kind = name.removeprefix("named_")
+    with pytest.raises(FederationError, match=rf"Scaled\.{kind}\(\) while 3 clients train at once"):
+        train(scaled(), 3, callbacks=[Asks()])
+
+
+def test_what_nobody_has_is_an_attribute_error(scaled):
+    group_size = VectorizedClients(scaled())
+    with pytest.raises(AttributeError, match="nothing"):
+        group_size.nothing  # noqa: B018  # that it is asked for is the test
+    group_size.beta = 0.5
+    assert group_size.module.beta == group_size.beta == 0.5
+    assert "beta" not in vars(group_size)

@@ -1,0 +1,252 @@
+"""What vmap refuses, what it gets wrong in silence, and what is left as it was."""
+
+import copy
+import random
+import re
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_fl.functional.randomness import rng_state, set_rng_state
+from lightning_fl.runners import VectorizedClients, client_runner
+from lightning_fl.runners.check import why_not_mapped
+from lightning_fl.types import ServerState
+
+
+class Total(Metric):
+    """A metric that vmap does not complain of."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, value):
+        self.total = self.total + value
+
+    def compute(self):
+        return self.total
+
+
+class Module(L.LightningModule):
+    """A net, and a step that a test replaces."""
+
+    def __init__(self, net, step=None):
+        super().__init__()
+        self.net, self.step = net, step
+        self.metric = Total()
+
+    def training_step(self, batch, batch_idx):
+        outputs = self.net(batch[0])
+        loss = F.cross_entropy(outputs, batch[1])
+        return loss if self.step is None else self.step(self, outputs, loss)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def ask(net, step=None, words=False, k=3, dtype=torch.float32):
+    """Ask about a module whose clients have trained a little."""
+    torch.manual_seed(0)
+    module = Module(net(), step).to(dtype)
+    group_size = VectorizedClients(module, k)
+    host = client_runner(group_size, "average", group_size.configure_optimizers(), False)
+    server = host.read()
+    host.load(ServerState(server.vector.expand(k, -1), server.counters), [{}] * k, [0.1] * k)
+    x = torch.randint(5, (k, 8, 4)) if words else torch.randn(k, 8, 4, dtype=dtype)
+    batch = [x, torch.randint(3, (k, 8))]
+    return module, host, lambda: why_not_mapped(host.vectorized, [t[:2] for t in batch])
+
+
+def mlp(*layers):
+    return lambda: nn.Sequential(nn.Linear(4, 6), *layers, nn.Linear(6, 3))
+
+
+class Words(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.words, self.head = nn.Embedding(5, 4, **options), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.words(x).mean(1))
+
+
+class Own(nn.Module):
+    """Noise by a function instead of a layer."""
+
+    def forward(self, x):
+        return F.dropout(F.dropout(x, 0.3, self.training), 0.3, self.training)
+
+
+class Expanded(nn.Module):
+    """A buffer is written to in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return x - self.mean
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        mlp(nn.ReLU(inplace=True)),
+        mlp(nn.BatchNorm1d(6), nn.Dropout(0.5), nn.GELU()),
+        mlp(nn.LayerNorm(6), nn.Dropout(0.5), nn.Dropout(0.2)),
+        mlp(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.Flatten(), nn.LazyLinear(6)),
+        mlp(Expanded()),
+        mlp(Own()),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_what_can_be_mapped(net, dtype):
+    def ready():
+        made = net()
+        made(torch.randn(3, 4))
+        return made
+
+    assert ask(ready, dtype=dtype)[2]() is None
+
+
+def test_embeddings_can_be_mapped():
+    assert ask(Words, words=True)[2]() is None
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0])
+
+
+class Counting(nn.Module):
+    """Every second call is another: mapped, there is one call for all lanes."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.calls = nn.Linear(4, 3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.head(x) * (1 + self.calls % 2)
+
+
+def use_item(module, outputs, loss):
+    return loss * (2 if loss.item() > 1 else 1)
+
+
+def use_branch(module, outputs, loss):
+    return loss * 2 if loss > 1 else loss
+
+
+def use_metric(module, outputs, loss):
+    module.metric.update(loss.detach())
+    return loss
+
+
+def no_loss(module, outputs, loss):
+    return None
+
+
+def mistake(module, outputs, loss):
+    return outputs @ outputs @ loss
+
+
+@pytest.mark.parametrize(
+    ("net", "step", "words", "why"),
+    [
+        (Recurrent, None, False, "RuntimeError: .*lstm"),
+        (lambda: Words(padding_idx=0), None, True, "Embedding with padding_idx"),
+        (Counting, None, False, "mapped .* gives other results"),
+        # Dropout, which lanes draw differently, does not hide it.
+        (lambda: nn.Sequential(nn.Dropout(), Counting()), None, False, "other results"),
+        (mlp(), use_item, False, "RuntimeError: .*item"),
+        (mlp(), use_branch, False, "RuntimeError: .*data-dependent control flow"),
+        (mlp(), use_metric, False, "training_step updates the metric Total"),
+        (mlp(), no_loss, False, "no loss"),
+        (mlp(), mistake, False, "RuntimeError: "),
+    ],
+)
+def test_what_cannot_and_why(net, step, words, why):
+    assert re.search(why, ask(net, step, words)[2]() or "nothing")
+
+
+def test_a_step_that_is_written_for_float32_can_be_mapped():
+    class Casts(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x.float())
+
+    assert ask(lambda: Casts(nn.Linear(4, 3)))[2]() is None
+
+
+def test_a_step_with_a_part_in_float32_can_be_mapped():
+    def halved(module, outputs, loss):
+        return outputs.float().square().mean().to(loss) + loss
+
+    assert ask(mlp(nn.Tanh()), halved)[2]() is None
+
+
+def test_randomness_of_its_own_is_no_reason():
+    """Steps that never give the same have nothing to be compared with."""
+    numbers = iter(range(100))
+
+    def noise(module, outputs, loss):
+        return loss * (1 + next(numbers))
+
+    assert ask(mlp(), noise)[2]() is None
+
+
+def draw():
+    return random.random(), np.random.rand(), torch.rand(1)
+
+
+def test_what_the_check_draws_is_drawn_from_streams_of_its_own():
+    def noise(module, outputs, loss):
+        return loss * (1 + sum(draw()[:2]) * torch.rand(()))
+
+    why = ask(mlp(), noise)[2]
+    rng = rng_state()
+    expected = draw()
+    set_rng_state(rng)
+    assert why() is None
+    assert draw() == expected
+
+
+def test_the_check_leaves_everything_as_it_was(trainer):
+    module, host, why = ask(mlp(nn.BatchNorm1d(6), nn.Dropout(0.5), Expanded()), use_metric)
+    module.trainer = trainer(False)
+    before = copy.deepcopy(module.state_dict())
+    stacks = {n: t.clone() for n, t in {**host.stacks.params, **host.stacks.buffers}.items()}
+    why()
+    assert all(torch.equal(module.state_dict()[name], before[name]) for name in before)
+    now = {**host.stacks.params, **host.stacks.buffers}
+    assert all(torch.equal(now[name], stack) for name, stack in stacks.items())
+    assert all(param.grad is None for param in host.stacks.params.values())
+    assert module.metric._update_count == module.metric.total == 0
+    assert [m.p for m in module.modules() if isinstance(m, nn.Dropout)] == [0.5]
+    assert module.trainer is not None
+    assert next(module.parameters()).dtype == torch.float32
+
+
+def test_the_check_leaves_what_a_step_notes_as_it_was():
+    def noting(module, outputs, loss):
+        module.notes["losses"]["all"].append(1.0)
+        module.notes["seen"].add(len(module.notes["losses"]["all"]))
+        return loss
+
+    module, _, why = ask(mlp(), noting)
+    inner = []
+    module.notes = {"losses": {"all": inner}, "seen": {0}}
+    assert why() is None
+    assert module.notes == {"losses": {"all": []}, "seen": {0}}
+    assert module.notes["losses"]["all"] is inner

@@ -1,0 +1,215 @@
+"""Compiled local steps: what they compute is what the module and its optimizer do."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_fl.runners.graphs import Graphs, compiled, sgd_step
+from lightning_fl.runners.local_step import LocalStep
+
+SGD = {
+    "plain": {},
+    "momentum": {"momentum": 0.9},
+    "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "dampening": {"momentum": 0.5, "dampening": 0.3, "maximize": True},
+}
+
+
+@pytest.fixture
+def ready(tiny):
+    """A module's step, stacked parameters, and an optimizer that has made a step."""
+
+    def make(k=3, **options):
+        torch.manual_seed(0)
+        module = tiny()
+        params = {
+            name: torch.nn.Parameter(torch.stack([p.detach() + i for i in range(k)]))
+            for name, p in module.named_parameters()
+        }
+        first, *rest = params.values()
+        groups = [{"params": [first], "lr": 0.3}, {"params": rest}]
+        optimizer = torch.optim.SGD(groups, lr=0.1, **options)
+        for param in params.values():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        features = next(module.net.parameters()).shape[1]
+        x = torch.randn(k, 4, features, dtype=first.dtype)
+        return LocalStep(module), params, optimizer, (x, torch.randint(3, (k, 4)))
+
+    return make
+
+
+HOW = {"fixed_is_shared": True, "at_once": True}
+
+
+@pytest.mark.parametrize("options", SGD.values(), ids=SGD)
+def test_a_step_with_its_update_is_that_of_the_optimizer(ready, monkeypatch, options):
+    """Not compiled: what the graph computes."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    local, params, optimizer, batch = ready(**options)
+    expected_local, expected, expected_optimizer, _ = ready(**options)
+    graphs = Graphs(local, optimizer)
+    assert graphs.can_update()
+    for _ in range(2):
+        with torch.no_grad():
+            graphs.update(params, {}, {}, batch, None, ratio=0.5, **HOW)
+        outcome = expected_local.many(expected, {}, {}, batch, None, **HOW)
+        expected_optimizer.zero_grad()
+        outcome.loss.sum().backward()
+        for group in expected_optimizer.param_groups:
+            group["lr"] *= 0.5
+        expected_optimizer.step()
+        for group in expected_optimizer.param_groups:
+            group["lr"] *= 2
+    for name, param in params.items():
+        torch.testing.assert_close(param, expected[name], rtol=0, atol=1e-12)
+
+
+def test_gradients_are_those_of_autograd(ready):
+    local, params, _, batch = ready()
+    grads, found = local.gradients(params, {}, {}, batch, None, **HOW)
+    outcome = local.many(params, {}, {}, batch, None, **HOW)
+    expected = torch.autograd.grad(outcome.loss.sum(), list(params.values()))
+    torch.testing.assert_close(list(grads.values()), list(expected), rtol=0, atol=1e-13)
+    torch.testing.assert_close(found.loss, outcome.loss)
+
+
+def test_what_is_frozen_has_no_gradient(ready):
+    local, params, _, batch = ready()
+    frozen = next(iter(params))
+    params[frozen].requires_grad_(False)
+    assert frozen not in local.gradients(params, {}, {}, batch, None, **HOW)[0]
+
+
+def test_only_sgd_that_has_begun_is_updated_in_a_graph(ready):
+    local, params, _, _ = ready()
+    for optimizer, can in (
+        (torch.optim.SGD(params.values()), True),
+        (torch.optim.SGD(params.values(), momentum=0.9), False),
+        (torch.optim.Adam(params.values()), False),
+    ):
+        assert Graphs(local, optimizer).can_update() is can
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", ["plain", "nesterov"])
+def test_compiled_it_is_the_same(ready, name):
+    local, params, optimizer, batch = ready(**SGD[name])
+    expected_local, expected, expected_optimizer, _ = ready(**SGD[name])
+    graphs = Graphs(local, optimizer)
+    with torch.no_grad():
+        graphs.update(params, {}, {}, batch, None, ratio=1.0, **HOW)
+    groups = [
+        ([n for n, p in expected.items() if any(p is q for q in g["params"])], options(g))
+        for g in expected_optimizer.param_groups
+    ]
+    rates = [torch.tensor(g["lr"], dtype=torch.float64) for g in expected_optimizer.param_groups]
+    buffers = [
+        [expected_optimizer.state[p].get("momentum_buffer") for p in g["params"]]
+        for g in expected_optimizer.param_groups
+    ]
+    with torch.no_grad():
+        sgd_step(expected_local, expected, groups, rates, buffers, {}, {}, batch, None, **HOW)
+    for key, param in params.items():
+        torch.testing.assert_close(param, expected[key], rtol=0, atol=1e-12)
+
+
+def options(group):
+    names = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
+    return {name: group[name] for name in names}
+
+
+# --- what a graph takes for constant --------------------------------------------------------------
+
+
+class Scaled(torch.nn.Module):
+    """Its factor is a number, which a graph takes for a constant."""
+
+    def __init__(self, counts):
+        super().__init__()
+        self.factor, self.counts, self.notes = 1.0, counts, [0]
+
+    def times(self, x):
+        if self.counts:
+            self.notes[0] += 1
+        return x * self.factor
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Graphs without a compiler below them, for speed."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_graph_follows_what_changes_in_its_module_between_calls(eager, counts):
+    module, results = Scaled(counts), []
+    times = compiled(Scaled.times, on_a_gpu=False)
+    for factor in (1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 1.0):
+        module.factor = factor
+        results.append(float(times(module, torch.ones(()))))
+    assert results == [1, 1, 1, 2, 2, 2, 1]
+    assert module.notes == [7 * counts]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_step_that_passes_batch_idx_on_gets_its_own_value_in_later_rounds(ready, tiny, eager):
+    class PassesOn(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            return self.weighted(batch, batch_idx)
+
+        def weighted(self, batch, number):
+            return F.cross_entropy(self.net(batch[0]), batch[1]) * (1 + number)
+
+    _, params, optimizer, batch = ready()
+    made = Graphs(LocalStep(tiny(PassesOn)), optimizer)
+    for steps in (2, 2, 4):  # the first round compiles
+        losses = []
+        for made.local.batch_idx in range(steps):
+            _, outcome = made.gradients(params, {}, {}, batch, None, **HOW)
+            losses.append(outcome.loss)
+        torch.testing.assert_close(losses, [losses[0] * n for n in range(1, steps + 1)])
+
+
+def test_what_a_cuda_graph_returns_is_copied(monkeypatch):
+    """On a CPU, with a function that returns the same memory each time, as a CUDA graph does."""
+    place, modes = torch.zeros(()), []
+
+    def compile(function, mode, **_):
+        modes.append(mode)
+        return lambda module, x: place.copy_(function(module, x))
+
+    monkeypatch.setattr(torch, "compile", compile)
+    module = Scaled(counts=False)
+    times = compiled(Scaled.times, on_a_gpu=True)
+    first, second = (times(module, torch.tensor(x)) for x in (1.0, 2.0))
+    assert (float(first), float(second)) == (1, 2)
+    assert modes == ["reduce-overhead"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
+@pytest.mark.parametrize("name", ["plain", "nesterov"])
+def test_on_a_gpu_it_is_the_same(ready, name):
+    local, params, optimizer, batch = ready(**SGD[name])
+    expected_local, expected, expected_optimizer, _ = ready(**SGD[name])
+    move = lambda t: t.cuda()  # noqa: E731
+    local.module.cuda(), expected_local.module.cuda()
+    for each, trained in ((params, optimizer), (expected, expected_optimizer)):
+        for param in each.values():
+            param.data, param.grad = move(param.data), None
+            for key, value in trained.state[param].items():
+                trained.state[param][key] = move(value) if value is not None else None
+    graphs, samples = Graphs(local, optimizer), tuple(map(move, batch))
+    for _ in range(4):
+        with torch.no_grad():
+            graphs.update(params, {}, {}, samples, None, ratio=1.0, **HOW)
+        outcome = expected_local.many(expected, {}, {}, samples, None, **HOW)
+        expected_optimizer.zero_grad()
+        outcome.loss.sum().backward()
+        expected_optimizer.step()
+    for key, param in params.items():
+        torch.testing.assert_close(param, expected[key], rtol=0, atol=1e-10)

@@ -1,0 +1,37 @@
+"""How many clients train at once, and how many local steps a Lightning batch holds."""
+
+import pytest
+from torch import nn
+
+from lightning_fl import VectorizedClients
+
+
+@pytest.mark.parametrize(("group_size", "expected"), [(1, 1), (4, 4), (50, 7), ("auto", 7)])
+def test_a_round_has_at_most_as_many_lanes_as_clients(tiny, group_size, expected):
+    assert (
+        VectorizedClients(tiny(), group_size).layout(clients=7, batch_bytes=280, stepwise=True)[0]
+        == expected
+    )
+
+
+def test_steps_are_bundled_by_memory(tiny):
+    group_size = VectorizedClients(tiny(), 4)
+    few, many = (group_size.layout(9, 32 * size, False)[1] for size in (2**20, 2**10))
+    assert 1 <= few < many
+    assert group_size.layout(9, 2**45, False)[1] == 1
+    assert group_size.layout(9, 2**45, True)[1] > many
+    assert VectorizedClients(tiny(), 4, 5).layout(9, 2**45, False) == (4, 5)
+
+
+def test_auto_takes_as_many_lanes_as_the_cache_holds(tiny):
+    class Net(type(tiny())):
+        def __init__(self, *layers):
+            super().__init__()
+            self.net = nn.Sequential(*layers)
+
+    def group_size(batch_bytes, *layers):
+        return VectorizedClients(Net(*layers)).layout(10**6, batch_bytes, True)[0]
+
+    assert group_size(2**19, nn.Linear(2, 2)) == 63
+    assert group_size(2**10, nn.Linear(2**10, 2**10)) == 10
+    assert group_size(2**19, nn.Conv2d(2, 2, 3)) == 10

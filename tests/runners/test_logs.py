@@ -1,0 +1,88 @@
+"""What a module logs in lanes is what it logs alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+
+
+def log_alone(module, loss):
+    module.log("a", loss, on_step=False, on_epoch=True)
+    module.log("b", 2.5, on_epoch=True)
+
+
+def log_dict(module, loss):
+    module.log_dict({"a": loss, "b": 2 * loss, "n": 3}, on_step=True, on_epoch=True)
+
+
+def log_by_position(module, loss):
+    module.log("a", loss, False, False, False, True)  # not on a step, but on an epoch
+
+
+def log_with_a_size(module, loss):
+    module.log("a", loss, on_step=False, on_epoch=True, batch_size=1)
+
+
+def log_the_largest(module, loss):
+    module.log("a", loss, on_step=False, on_epoch=True, reduce_fx="max")
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        log_alone,
+        log_dict,
+        pytest.param(log_by_position),
+        pytest.param(log_with_a_size),
+        pytest.param(log_the_largest),
+    ],
+)
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_what_a_module_logs(agree, tiny, log, group_size):
+    class Logs(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            log(self, loss)
+            return loss
+
+    expected = agree(lambda: tiny(Logs), (group_size,), 2)
+    assert "a" in expected.rows[0]
+
+
+def test_a_value_that_is_logged_now_and_then(agree, tiny):
+    class Sometimes(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            if loss > 1:
+                self.log("large", loss, on_step=False, on_epoch=True)
+            return loss
+
+    with pytest.warns(match="one client after another"):
+        agree(lambda: tiny(Sometimes), (3,))
+
+
+def test_a_step_is_logged_as_the_mean_of_its_samples(train, tiny, ragged):
+    """The last step of a round with seven lanes is that of the clients with most steps."""
+
+    class Look(Callback):
+        steps = ()
+
+        def on_train_batch_end(self, trainer, module, *args):
+            self.steps += (float(trainer.callback_metrics["loss_step"]),)
+
+    plain, group_size = Look(), Look()
+    federation = {"policy": train.policy(lr=False)}
+    data = ragged()
+    train(tiny(), datamodule=data, rounds=1, callbacks=[plain], federation=federation)
+    train(tiny(), 7, datamodule=ragged(), rounds=1, callbacks=[group_size], federation=federation)
+    of = {}  # [client, step]
+    steps = iter(plain.steps)
+    for client in range(7):
+        for i in range(1 + client % 3):
+            of[client, i] = next(steps)
+    for i, found in enumerate(group_size.steps):
+        clients = torch.tensor([c for c in range(7) if (c, i) in of])
+        n = data.batch_sizes(clients, i, 1)[0]
+        losses = torch.tensor([of[int(c), i] for c in clients])
+        assert found == pytest.approx(float((losses * n).sum() / n.sum()), rel=1e-5)
+    assert len(group_size.steps) == 3

@@ -1,0 +1,215 @@
+"""Batches of every kind: each client trains on what it would get by itself."""
+
+from collections import UserDict
+from dataclasses import dataclass
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.partition import Dirichlet
+from lightning_fl.runners.samples import Collated
+
+
+class Reader(L.LightningModule):
+    """A linear layer on the features that a test finds in a batch."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.net, self.read = nn.Linear(6, 3), read
+
+    def training_step(self, batch, batch_idx):
+        x, y = self.read(batch)
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("loss", loss, on_epoch=True, batch_size=len(y))
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        """Say nothing."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def together(samples):
+    return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+
+def time_major(samples):
+    x, y = together(samples)
+    return x.T[:, :, None].contiguous(), y
+
+
+def of_time_major(batch):
+    x, y = batch
+    assert x.shape[1:] == (len(y), 1)
+    return x.squeeze(-1).T, y
+
+
+def with_mask(samples):
+    return (*together(samples), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]).double())
+
+
+def of_mask(batch):
+    x, y, mask = batch
+    assert mask.shape == (6,)
+    return x * mask, y
+
+
+def centered(samples):
+    x, y = together(samples)
+    return x - x.mean(0), y
+
+
+class Encoding(UserDict):
+    """As the batches of a tokenizer."""
+
+    def to(self, device):
+        return self
+
+
+@dataclass
+class Named:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Graphs:
+    """As a batch of graphs: samples of all in one tensor, and where each begins."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def to(self, *args, **kwargs):
+        return self
+
+
+def words(samples):
+    x, y = together(samples)
+    return x, [str(int(label)) for label in y]
+
+
+def of_words(batch):
+    return batch[0], torch.tensor([int(label) for label in batch[1]])
+
+
+def offsets(samples):
+    x, y = together(samples)
+    lengths = [2 + int(label) for label in y]
+    rows = torch.cat([one.expand(n, -1) for one, n in zip(x, lengths, strict=True)])
+    return rows, torch.tensor([0, *lengths[:-1]]).cumsum(0), y
+
+
+def of_offsets(batch):
+    rows, start, y = batch
+    return torch.stack([part.mean(0) for part in rows.tensor_split(start[1:].tolist())]), y
+
+
+def packed(samples):
+    parts = [x[: 3 + int(y), None] for x, y in samples]
+    return pack_sequence(parts, enforce_sorted=False), together(samples)[1]
+
+
+def of_packed(batch):
+    x, _ = nn.utils.rnn.pad_packed_sequence(batch[0], batch_first=True, total_length=6)
+    return x.squeeze(-1), batch[1]
+
+
+MAPPED = {
+    "time in front": (time_major, of_time_major),
+    "a mask of all samples": (with_mask, of_mask),
+    "centered": (centered, lambda batch: batch),
+    "tensors of several lengths": (
+        lambda s: ([x[: 2 + int(y)] for x, y in s], together(s)[1]),
+        lambda b: (torch.stack([F.pad(x, (0, 6 - len(x))) for x in b[0]]), b[1]),
+    ),
+}
+ALONE = {
+    "encoding": (
+        lambda s: Encoding(zip("xy", together(s), strict=True)),
+        lambda b: (b["x"], b["y"]),
+    ),
+    "dataclass": (lambda s: Named(*together(s)), lambda b: (b.x, b.y)),
+    "graphs": (lambda s: Graphs(*together(s)), lambda b: (b.x, b.y)),
+    "words": (words, of_words),
+    "offsets": (offsets, of_offsets),
+    "packed": (packed, of_packed),
+    "none": (lambda s: (*together(s), None), lambda b: b[:2]),
+}
+
+
+@pytest.mark.parametrize("kind", MAPPED)
+@pytest.mark.parametrize("steps_per_batch", [1, 3])
+def test_batches_are_collated_client_by_client_and_mapped(
+    agree, tiny, ragged, kind, steps_per_batch
+):
+    collate, read = MAPPED[kind]
+    agree(
+        lambda: tiny(Reader, read),
+        steps_per_batch=steps_per_batch,
+        datamodule=lambda: ragged(collate_fn=collate),
+        rounds=3,
+    )
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_batches_that_cannot_be_mapped_train_one_client_after_another(agree, tiny, ragged, kind):
+    collate, read = ALONE[kind]
+    with pytest.warns(UserWarning, match="one client after another, not at once: ") as said:
+        agree(
+            lambda: tiny(Reader, read),
+            group_size=(4,),
+            steps_per_batch=2,
+            datamodule=lambda: ragged(collate_fn=collate),
+        )
+    assert sum("one client after another" in str(each.message) for each in said) == 1
+
+
+def test_the_lengths_of_sequences_may_differ_between_clients(agree, tiny, ragged):
+    """Padded to the longest of each batch, as by a tokenizer: the loss looks at the padding."""
+
+    def padded(samples):
+        x, y = together(samples)
+        length = 3 + int(y.max())
+        return x.T[:length, :, None].contiguous(), y
+
+    def read(batch):
+        x, y = batch
+        return F.pad(x.squeeze(-1).T, (0, 6 - len(x)), value=1 / len(x)), y
+
+    agree(lambda: tiny(Reader, read), datamodule=lambda: ragged(collate_fn=padded))
+
+
+class Whitened(FederatedDataModule):
+    """Changes a batch on its way to the device, by all samples in it."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, *rest = batch
+        return x - x.mean(0), *rest
+
+
+@pytest.mark.parametrize("kind", [Whitened])
+def test_hooks_of_the_data_see_one_client(agree, tiny, blobs, kind):
+    options = {"partition": Dirichlet(0.4, min_size=4), "batch_size": 10, "seed": 1}
+    agree(
+        lambda: tiny(Reader, lambda batch: batch),
+        steps_per_batch=2,
+        datamodule=lambda: kind(blobs(180), num_clients=7, val_size=20, **options),
+    )
+
+
+def test_batches_of_one_shape_are_stacked_and_clients_that_are_done_left_out():
+    batches = [
+        {"x": torch.full(shape, float(i))} if shape else None
+        for i, shape in enumerate([(3, 2), (2, 3), None, (3, 2)])
+    ]
+    groups = Collated(batches).groups()
+    assert [rows.tolist() for rows, _ in groups] == [[0, 3], [1]]
+    assert groups[0][1]["x"][:, 0, 0].tolist() == [0, 3]
+    assert groups[1][1]["x"].shape == (1, 2, 3)
+    assert Collated(batches).pair()["x"][:, 0, 0].tolist() == [0, 3]
+    assert Collated(batches[1:3]).pair()["x"].shape == (2, 2, 3)

@@ -1,0 +1,70 @@
+"""Hooks for each step: of a module, its data and the callbacks beside it."""
+
+import pytest
+import torch
+
+from lightning_fl import VectorizedClients
+
+
+def test_hooks_of_the_module_are_called_as_ever(train, tiny):
+    class Hooked(tiny.kind):
+        def __init__(self):
+            super().__init__()
+            self.calls = []
+
+        def setup(self, stage):
+            self.calls.append("setup")
+
+        def on_train_epoch_start(self):
+            self.calls.append("start")
+
+        def on_client_end(self):
+            self.calls.append("client end")
+
+        def on_train_epoch_end(self):
+            self.log("own", 7.0)
+            self.calls.append("end")
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["mine"] = 1
+
+    module = tiny(Hooked)
+    loop = train(module, 3)
+    clients = ["client end"] * 7
+    assert module.calls == ["setup", *(["start", *clients, "end"] * 2)]
+    assert [row["own"] for row in loop.rows] == [7.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        pytest.param(name)
+        for name in ("on_train_batch_start", "on_before_optimizer_step", "on_after_backward")
+    ],
+)
+def test_a_hook_for_each_step_is_a_reason_to_train_in_the_module(train, tiny, flat, hook):
+    calls = []
+    kind = type("Hooked", (tiny.kind,), {hook: lambda self, *args: calls.append(1)})
+    plain, module = tiny(), tiny(kind)
+    train(plain)
+    with pytest.warns(UserWarning, match=f"Hooked is not trained in lanes: .* {hook}"):
+        train(module, 3)
+    assert torch.equal(flat(module), flat(plain))
+    assert len(calls) > 7
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `on_after_batch_transfer`")
+def test_what_a_module_does_to_a_batch_is_done_to_a_clients_own(agree, tiny):
+    class Centers(tiny.kind):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch[0] - batch[0].mean(0), batch[1]
+
+    with pytest.warns(match="not trained in lanes: .* on_after_batch_transfer"):
+        agree(lambda: tiny(Centers), (3,))
+
+
+def test_parameters_with_hooks_are_trained_by_themselves(tiny):
+    module = tiny()
+    module.net[0].weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.warns(UserWarning, match="hooks of their own"):
+        assert VectorizedClients(module).reason

@@ -1,0 +1,35 @@
+"""Functions of stacked tensors."""
+
+import pytest
+import torch
+
+from lightning_fl.runners.tensors import beside, flatten, is_equal, scattered, select, unflatten
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.int64])
+@pytest.mark.parametrize("shape", [(), (2,), (2, 3)])
+def test_a_stack_is_rows_and_back(shape, dtype):
+    like = torch.zeros(shape, dtype=dtype)
+    stack = torch.arange(4.0).view(4, *[1] * len(shape)).expand(4, *shape).to(dtype)
+    rows = flatten(stack)
+    assert rows.shape == (4, like.numel() * (1 + like.is_complex()))
+    assert torch.equal(unflatten(rows, like), stack)
+
+
+def test_rows_of_some_clients_return_to_their_places():
+    values, rows = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 0])
+    selected = select({"a": values, "b": "text"}, rows)
+    assert (selected["a"].tolist(), selected["b"]) == ([[3], [1]], "text")
+    assert scattered(values[:2], rows, 3).tolist() == [[2], [0], [1]]
+
+
+def test_one_value_for_each_client_multiplies_its_part_of_a_stack():
+    stack = torch.ones(2, 3, 1)
+    assert (beside(torch.tensor([2.0, 5.0]), stack) * stack)[:, :, 0].tolist() == [[2] * 3, [5] * 3]
+
+
+def test_equal_means_bit_for_bit_and_as_many():
+    nan = [torch.tensor([1.0, torch.nan])]
+    assert is_equal(nan, [nan[0].clone()])
+    assert not is_equal(nan, [])
+    assert not is_equal([torch.ones(1)], [torch.ones(1) + 1e-7])

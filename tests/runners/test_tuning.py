@@ -1,0 +1,241 @@
+"""How clients train is chosen at the first local step."""
+
+import functools
+from time import sleep
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_fl.policies import Schedule
+from lightning_fl.runners.tuning import compiling_pays, seconds
+from lightning_fl.types import FederationError
+
+
+def stepwise(net):
+    """A sequence of three features a sample."""
+    return lambda x: net(x.unsqueeze(1).expand(-1, 3, -1))[0][:, -1]
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(6, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(stepwise(self.rnn)(x))
+
+
+@pytest.mark.parametrize(
+    "group_size",
+    [
+        pytest.param(3),
+        7,
+    ],
+)
+def test_what_cannot_be_mapped_is_trained_one_after_another(agree, tiny, group_size):
+    with pytest.warns(UserWarning, match=r"one client after another, .*: RuntimeError: .*lstm"):
+        agree(lambda: tiny(net=Recurrent), (group_size,))
+
+
+def test_a_step_that_asks_for_a_number_is_trained_one_after_another(agree, tiny):
+    class Asks(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("loss", loss.item(), on_step=False, on_epoch=True)
+            return loss * (2 if loss.item() > 1 else 1)
+
+    with pytest.warns(UserWarning, match=r"one client after another, .*: RuntimeError: .*item"):
+        agree(lambda: tiny(Asks))
+
+
+class Embedded(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.words, self.head = nn.Embedding(5, 4, **options), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.words(x).mean(1))
+
+
+@pytest.fixture
+def words(ragged, blobs):
+    """Sentences of four words; those of number 0 are at the end."""
+
+    def make(rare):
+        tokens = torch.randint(0, 5, (180, 4), generator=torch.Generator().manual_seed(0))
+        if rare:
+            tokens = tokens.clamp(min=1)
+            tokens[::37, 3] = 0
+        val = TensorDataset(tokens, blobs(180).tensors[1])
+        return ragged(val, val=val)
+
+    return make
+
+
+def test_an_embedding_that_vmap_gets_wrong_is_found_out(agree, tiny, words):
+    with pytest.warns(
+        UserWarning, match="one client after another, .*: an Embedding with padding_idx"
+    ):
+        agree(
+            lambda: tiny(net=functools.partial(Embedded, padding_idx=0)),
+            datamodule=lambda: words(False),
+        )
+
+
+@pytest.mark.filterwarnings("ignore:.*one client after another")
+def test_an_embedding_that_is_wrong_in_a_later_batch_only(agree, tiny, words):
+    agree(
+        lambda: tiny(net=functools.partial(Embedded, padding_idx=0)), datamodule=lambda: words(True)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*one client after another", "ignore:.*not trained in lanes")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scale_grad_by_freq": True},
+        {"max_norm": 0.5},
+    ],
+)
+def test_embeddings(agree, tiny, words, options):
+    agree(lambda: tiny(net=functools.partial(Embedded, **options)), datamodule=lambda: words(False))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("update"),
+        pytest.param("log"),
+        pytest.param("list"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*one client after another")
+def test_what_a_module_keeps_of_its_steps_is_right(agree, tiny, how):
+    class Keeps(tiny.kind):
+        def __init__(self):
+            super().__init__()
+            self.accuracy = MulticlassAccuracy(3, average="micro")
+            self.losses = []
+
+        def training_step(self, batch, batch_idx):
+            outputs = self.net(batch[0])
+            loss = F.cross_entropy(outputs, batch[1])
+            if how == "list":
+                self.losses.append(loss.detach())
+            else:
+                self.accuracy(outputs.detach(), batch[1])
+            if how == "log":
+                self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+            return loss
+
+        def on_train_epoch_end(self):
+            if how == "update":
+                self.log("accuracy", self.accuracy.compute())
+                self.accuracy.reset()
+            if how == "list":
+                self.log("accuracy", torch.stack(self.losses).mean())
+                self.losses = []
+
+    agree(lambda: tiny(Keeps), (3,))
+
+
+def test_a_metric_that_all_clients_update_alike_is_right(agree, tiny):
+    class Keeps(tiny.kind):
+        def __init__(self):
+            super().__init__()
+            self.accuracy = MulticlassAccuracy(3, average="micro")
+
+        def training_step(self, batch, batch_idx):
+            self.accuracy.update(self.net(batch[0]).detach(), batch[1])
+            return super().training_step(batch, batch_idx)
+
+        def on_train_epoch_end(self):
+            self.log("accuracy", self.accuracy.compute())
+            self.accuracy.reset()
+
+    with pytest.warns(UserWarning, match="Keeps is trained one client after another"):
+        agree(lambda: tiny(Keeps), (3,), federation={"policy": Schedule(num_steps=2)})
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+def test_a_step_without_a_loss_is_refused(agree, tiny):
+    class Now(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return None if batch[1][0] == 0 else loss
+
+    with pytest.raises(FederationError, match="returns no loss"):
+        agree(lambda: tiny(Now), (3,))
+
+
+class Odd(L.LightningModule):
+    def validation_step(self, batch, batch_idx):
+        """Say nothing."""
+
+
+class Counted(Odd):
+    """Does something else in some of a client's steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        return loss * 3 if batch_idx % 3 == 1 else loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class CountedAlone(Counted):
+    """The same, in a way that cannot be mapped."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1 if loss.item() > 0 else 2)
+
+
+@pytest.mark.parametrize("kind", [Counted, CountedAlone])
+@pytest.mark.parametrize("steps_per_batch", [1, 2])
+@pytest.mark.filterwarnings("ignore:.*one client after another")
+def test_a_step_is_counted_by_client(agree, tiny, kind, steps_per_batch):
+    agree(lambda: tiny(kind), steps_per_batch=steps_per_batch, rounds=3)
+
+
+def test_a_step_that_uses_its_number_is_not_compiled(agree, tiny):
+    with pytest.warns(UserWarning, match="lanes are not compiled: training_step uses batch_idx"):
+        agree(
+            lambda: tiny(Counted),
+            (3,),
+            steps_per_batch=3,
+            compile=True,
+            federation={"policy": Schedule(num_steps=4)},
+        )
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "samples", "steps", "pays"),
+    [
+        (10, 100, 9_999, False),  # Python's own time: 2 ms a step, of which half is saved
+        (10, 100, 10_001, True),
+        (10**6, 10**4, 33, False),  # 0.6 s of arithmetic a step
+        (10**6, 10**4, 34, True),
+        (10, 100, -1, False),  # no end of the run is known
+    ],
+)
+def test_compiling_pays_by_the_work_that_is_left(num_parameters, samples, steps, pays):
+    assert compiling_pays(num_parameters, samples, steps) is pays
+
+
+def test_the_shortest_time_counts_but_not_the_first():
+    waits = [0.0, 0.03, 0.02, 0.04]
+    took = seconds(lambda: sleep(waits.pop(0)))
+    assert not waits
+    assert took >= 0.02

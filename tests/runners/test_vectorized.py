@@ -1,0 +1,282 @@
+"""The local step of all clients: mapped, one after another, and by graphs."""
+
+import functools
+import warnings
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.policies import Schedule
+
+sgd = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+momentum = functools.partial(sgd, momentum=0.9)
+
+
+def images(n=90):
+    random = torch.Generator().manual_seed(5)
+    x = torch.randn(n, 2, 6, 6, generator=random, dtype=torch.float64)
+    return TensorDataset(x, torch.arange(n) % 3)
+
+
+def small_cnn():
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 2), nn.MaxPool2d(3), nn.Flatten()
+    )
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("channels_last", ["auto", True, False])
+def test_channels_may_come_last(trained, tiny, monkeypatch, channels_last, mapped):
+    if not mapped:
+        monkeypatch.setattr(
+            "lightning_fl.runners.tuning.why_not_mapped", lambda *_: "a test says so"
+        )
+    seen = []
+
+    class Watched(VectorizedClients):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            first = next(iter(self.stack.values()))[0]
+            last = first.is_contiguous(memory_format=torch.channels_last)
+            seen.append((self.host.count, last and not first.is_contiguous()))
+
+    ends = []
+    for group_size in (None, 1, 3):
+        module = tiny(net=small_cnn, optimizer=momentum)
+        torch.manual_seed(0)
+        wrapped = (
+            module
+            if group_size is None
+            else Watched(module, group_size, channels_last=channels_last)
+        )
+        data = FederatedDataModule(images(), num_clients=7, batch_size=5, val_size=9, seed=1)
+        ends.append(trained(wrapped, module, data))
+    for end in ends[1:]:
+        torch.testing.assert_close(end, ends[0], rtol=0, atol=1e-12)
+    # Mapped over lanes torch 2.14 gets gradients of one sample wrong if filters have channels last.
+    assert {count for count, _ in seen} == {1, 2, 3}
+    wanted = channels_last is not False
+    assert all(last == (wanted and (count == 1 or not mapped)) for count, last in seen)
+
+
+@pytest.fixture
+def trained(fit):
+    """Fit a module; returns the parameters of the one that is given as the user's."""
+
+    def run(module, user, data):
+        loop = FederatedLoop(policy=Schedule(num_steps=3), csv_name=None, seed=1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*is trained one client after another")
+            fit(module, loop, data, rounds=2)
+        return torch.nn.utils.parameters_to_vector(user.parameters()).detach()
+
+    return run
+
+
+@pytest.mark.parametrize("steps_per_batch", [1, 3])
+@pytest.mark.parametrize("lr", [0.02, 0.1, 0.5])
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "nesterov": True}])
+def test_a_graph_has_the_clients_rate_in_every_step(
+    agree, tiny, data, monkeypatch, steps_per_batch, lr, options
+):
+    """Also in the last one, which is made inside the optimizer's own; not compiled, for speed."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    agree(
+        lambda: tiny(tiny.kind, lambda params: torch.optim.SGD(params, lr=0.1, **options)),
+        group_size=(4,),
+        steps_per_batch=steps_per_batch,
+        datamodule=data,
+        compile=True,
+        federation={"policy": Schedule(lr=lr, num_steps=3)},
+    )
+
+
+@pytest.mark.parametrize("optimizer", [sgd, momentum])
+def test_a_graph_that_cannot_be_compiled_loses_no_update(agree, tiny, data, monkeypatch, optimizer):
+    def compile(function, **options):
+        def fail(*args, **kwargs):
+            raise RuntimeError("there is no compiler")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", compile)
+    with pytest.warns(UserWarning, match="lanes are not compiled .*there is no compiler"):
+        agree(
+            lambda: tiny(tiny.kind, optimizer),
+            group_size=(4,),
+            steps_per_batch=3,
+            datamodule=data,
+            compile=True,
+            federation={"policy": Schedule(num_steps=3)},
+        )
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Graphs that are not compiled, for speed: what they compute is the same."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+class Odd(L.LightningModule):
+    def validation_step(self, batch, batch_idx):
+        """Say nothing."""
+
+
+class Unused(Odd):
+    """Has a layer that its step does not use."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.net, self.extra = nn.Linear(6, 3), nn.Linear(4, 3)
+        self.kind, self.options = kind, options
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return self.kind(self.parameters(), lr=0.1, weight_decay=0.1, **self.options)
+
+
+@pytest.mark.filterwarnings("ignore:lanes are not compiled")
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_what_has_no_gradient_does_not_decay_in_a_graph(agree, tiny, data, uncompiled, kind):
+    federation = {"policy": Schedule(num_steps=3)}
+    agree(
+        lambda: tiny(Unused, kind),
+        group_size=(4,),
+        datamodule=data,
+        compile=True,
+        federation=federation,
+    )
+
+
+def test_hooks_of_the_optimiser_see_updates_that_a_graph_would_make(agree, tiny, data, uncompiled):
+    def optimizer(params):
+        made = torch.optim.SGD(params, lr=0.1)
+
+        def clamp(optimizer, args, kwargs):
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.data.clamp_(-0.3, 0.3)
+
+        made.register_step_post_hook(clamp)
+        return made
+
+    agree(
+        lambda: tiny(tiny.kind, optimizer),
+        group_size=(4,),
+        steps_per_batch="auto",
+        datamodule=data,
+        compile=True,
+        federation={"policy": Schedule(lr=0.05, num_steps=4)},
+    )
+
+
+class Damp(Callback):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(0.1)
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_callbacks_that_change_gradients_do_so_in_every_step(
+    agree, tiny, data, uncompiled, compile
+):
+    agree(
+        tiny,
+        group_size=(4,),
+        steps_per_batch="auto",
+        datamodule=data,
+        compile=compile,
+        callbacks=[Damp()],
+        federation={"policy": Schedule(num_steps=4)},
+    )
+
+
+class Teacher(Odd):
+    """Keeps an average of itself in frozen parameters, which its step writes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.teacher = nn.Linear(6, 3), nn.Linear(6, 3).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.5).add_(self.net.weight, alpha=0.5)
+        near = (self.net(batch[0]) - self.teacher(batch[0])).square().mean()
+        return F.cross_entropy(self.net(batch[0]), batch[1]) + near
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+class WeighingTeacher(Teacher):
+    """The same, and it knows weights: lanes ask it whether it mixes samples."""
+
+    federated_knows_weights, federated_sample_weight = True, None
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.5).add_(self.net.weight, alpha=0.5)
+        near = (self.net(batch[0]) - self.teacher(batch[0])).square().mean(1)
+        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none") + near
+        return (
+            losses.mean()
+            if self.federated_sample_weight is None
+            else losses @ self.federated_sample_weight
+        )
+
+
+@pytest.mark.parametrize("kind", [Teacher, WeighingTeacher])
+@pytest.mark.parametrize("group_size", [7, "auto"])
+def test_frozen_parameters_that_a_step_writes_to_are_kept_in_ragged_batches(
+    agree, tiny, kind, group_size
+):
+    agree(lambda: tiny(kind), group_size=(group_size,))
+
+
+class Centerd(nn.Module):
+    """Takes the mean over the samples of a batch, and is no BatchNorm."""
+
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+def test_a_net_that_mixes_samples_is_not_filled_up(agree):
+    def make():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 5), Centerd(), nn.Linear(5, 3))
+        return ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
+
+    agree(make, group_size=(3, 7))
+
+
+class Listed(Odd):
+    """Reaches its parameters by a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+        self.decayed = list(self.net.parameters())
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        return loss + 0.1 * sum(p.square().sum() for p in self.decayed)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_parameters_that_are_reached_by_a_list_train_one_client_after_another(agree, tiny, ragged):
+    with pytest.warns(UserWarning, match="reaches them in another way"):
+        agree(lambda: tiny(Listed), group_size=(4,), datamodule=ragged)

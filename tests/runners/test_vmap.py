@@ -1,0 +1,340 @@
+"""The tensors of several clients, stacked: each lane is a client as if it were alone."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_fl.runners import SequentialRunner, VectorizedClients, client_runner
+from lightning_fl.runners.optimizer_state import OptimizerState
+from lightning_fl.runners.separable import check_separable
+from lightning_fl.runners.vmap import VmapRunner
+from lightning_fl.types import FederationError, ServerState
+
+LR = [0.1, 0.2, 0.05]
+
+
+class Mixed(LightningModule):
+    """Parameters and buffers of several shapes and kinds, in float64."""
+
+    def __init__(self, optimizer):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(2, 3, dtype=torch.float64))
+        self.wave = nn.Parameter(torch.randn(2, dtype=torch.complex128))
+        self.bias = nn.Parameter(torch.randn((), dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.randn(3, dtype=torch.float64), requires_grad=False)
+        self.register_buffer("mean", torch.randn(2, dtype=torch.float64))
+        self.register_buffer("count", torch.tensor(7))
+        self.optimizer = optimizer
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+
+
+sgd = functools.partial(torch.optim.SGD, lr=0.1)
+momentum = functools.partial(sgd, momentum=0.9)
+adam = functools.partial(torch.optim.Adam, lr=0.1)
+
+
+def hosts(optimizer=sgd, buffers="average", keep=False):
+    """The lanes of a module, and the module itself."""
+    group_size, plain = VectorizedClients(Mixed(optimizer)), Mixed(optimizer)
+    stacked = client_runner(group_size, buffers, group_size.configure_optimizers(), keep)
+    assert type(stacked) is VmapRunner
+    return stacked, SequentialRunner(plain, buffers, plain.configure_optimizers(), keep)
+
+
+def starts(host, k=3, own=False):
+    server = host.read()
+    moved = torch.arange(float(k), dtype=torch.float64)[:, None] if own else torch.zeros(k, 1)
+    vector = server.vector + moved if own else server.vector.expand(k, -1)
+    return ServerState(vector, server.counters)
+
+
+def gradients(host, seed, k=3):
+    """Gradients of each client, ``[k, ...]``."""
+    random = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(k, *p.shape, generator=random, dtype=p.dtype)
+        for name, p in host.named_parameters.items()
+        if p.requires_grad
+    }
+
+
+def step(host, grads, active=None, clip=None):
+    """A step of every lane."""
+    active = torch.ones(host.count, dtype=torch.bool) if active is None else torch.tensor(active)
+    for name, grad in grads.items():
+        host.stacks.params[name].grad = grad.clone()
+    if clip is not None:
+        host.clip(*clip)
+    before = host.before_step(active)
+    host.optimizer.step()
+    host.after_step(before, active)
+
+
+def alone(plain, state, lr, rows, grads, row, clip=None):
+    """Where a client ends that makes these steps by itself, and what it keeps."""
+    plain.load(ServerState(state.vector[row : row + 1], state.counters), [rows], [lr])
+    for each in grads:
+        for name, grad in each.items():
+            plain.named_parameters[name].grad = grad[row].clone()
+        params = [p for p in plain.named_parameters.values() if p.grad is not None]
+        if clip is not None and clip[1] == "norm":
+            nn.utils.clip_grad_norm_(params, clip[0])
+        elif clip is not None:
+            nn.utils.clip_grad_value_(params, clip[0])
+        plain.optimizer.step()
+    delta = plain.collect(ServerState(state.vector[row : row + 1], state.counters))[0][0]
+    return delta, {name: value.clone() for name, value in plain.rows()[0].items()}
+
+
+# --- a step of many is a step of each -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("lr", [[0.1] * 3, [0.3] * 3, LR])
+@pytest.mark.parametrize("optimizer", [sgd, momentum, adam])
+def test_lanes_step_as_clients_alone(optimizer, lr, own):
+    stacked, plain = hosts(optimizer)
+    state = starts(stacked, own=own)
+    stacked.load(state, [{}] * 3, lr)
+    grads = [gradients(stacked, seed) for seed in range(3)]
+    for each in grads:
+        step(stacked, each)
+    found = stacked.collect(state)[0]
+    for row in range(3):
+        expected = alone(plain, state, lr[row], {}, grads, row)[0]
+        torch.testing.assert_close(found[row], expected, atol=1e-12, rtol=0)
+    assert [group["lr"] for group in stacked.optimizer.param_groups] == [0.1]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("lr", [[0.1] * 3, LR])
+def test_a_lane_that_is_done_stands_still(lr, keep):
+    stacked, plain = hosts(momentum, keep=keep)
+    state, work = starts(stacked), [2, 4, 1]
+    stacked.load(state, [{}] * 3, lr)
+    grads = [gradients(stacked, seed) for seed in range(4)]
+    for i, each in enumerate(grads):
+        each["bias"][0] *= torch.nan if i >= work[0] else 1
+        step(stacked, each, [i < n for n in work])
+    found, rows = stacked.collect(state)[0], stacked.rows()
+    for row, n in enumerate(work):
+        expected, kept = alone(plain, state, lr[row], {}, grads[:n], row)
+        torch.testing.assert_close(found[row], expected, atol=1e-12, rtol=0)
+        assert rows[row].keys() == kept.keys()
+        for name, value in kept.items():
+            torch.testing.assert_close(rows[row][name], value, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("clip", [(1.5, "norm"), (1e3, "norm"), (0.4, "value")])
+def test_a_lane_is_clipped_by_its_own_gradient(clip):
+    stacked, plain = hosts()
+    state = starts(stacked)
+    stacked.load(state, [{}] * 3, [0.1] * 3)
+    grads = gradients(stacked, 0)
+    scale = torch.tensor([0.1, 1.0, 30.0])
+    # Values of complex numbers are not clamped: torch itself cannot.
+    names = [name for name in grads if name != "wave" or clip[1] == "norm"]
+    grads = {name: grads[name] * scale.view(3, *[1] * (grads[name].ndim - 1)) for name in names}
+    step(stacked, grads, clip=clip)
+    found = stacked.collect(state)[0]
+    for row in range(3):
+        expected = alone(plain, state, 0.1, {}, [grads], row, clip)[0]
+        torch.testing.assert_close(found[row], expected, atol=1e-12, rtol=0)
+
+
+def test_one_lane_without_a_finite_gradient_is_alone_with_it():
+    stacked, _ = hosts()
+    state = starts(stacked)
+    stacked.load(state, [{}] * 3, LR)
+    grads = gradients(stacked, 0)
+    grads["weight"][1, 0, 0] = torch.inf
+    step(stacked, grads, clip=(1.0, "norm"))
+    finite = stacked.collect(state)[0].isfinite().all(1)
+    assert finite.tolist() == [True, False, True]
+
+
+# --- in and out -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_lanes_hold_what_clients_start_from(own):
+    stacked, _ = hosts()
+    vars(stacked.module)["federated_global_parameters"] = {}
+    state = starts(stacked, own=own)
+    stacked.load(state, [{}] * 3, LR)
+    assert stacked.count == 3
+    assert stacked.stacks.params["weight"].shape == (3, 2, 3)
+    assert torch.equal(stacked.collect(state)[0], torch.zeros(3, state.vector.shape[1]).double())
+    for row in range(3):
+        first = stacked.stacks.params["weight"][row].detach().flatten()
+        assert torch.equal(first, state.vector[row, :6])
+    assert stacked.stacks.fixed_is_shared != own
+    before = {name: value.clone() for name, value in stacked.stacks.fixed.items()}
+    step(stacked, gradients(stacked, 0))
+    assert all(torch.equal(stacked.stacks.fixed[name], value) for name, value in before.items())
+    wanted = stacked.module.weight if not own else state.vector[:, :6].view(3, 2, 3)
+    assert torch.equal(before["weight"], wanted)
+
+
+def test_groups_may_differ_in_size():
+    stacked, plain = hosts(adam)
+    for k in (3, 2, 1, 3):
+        state = starts(stacked, k)
+        stacked.load(state, [{}] * k, LR[:k])
+        assert not stacked.optimizer.state
+        grads = gradients(stacked, k, k)
+        step(stacked, grads)
+        found = stacked.collect(state)[0]
+        assert found.shape == (k, state.vector.shape[1])
+        for row in range(k):
+            expected = alone(plain, state, LR[row], {}, [grads], row)[0]
+            torch.testing.assert_close(found[row], expected, atol=1e-12, rtol=0)
+
+
+def test_training_leaves_the_servers_tensors_alone():
+    stacked, _ = hosts()
+    before = stacked.read()
+    state = starts(stacked)
+    stacked.load(state, [{}] * 3, LR)
+    step(stacked, gradients(stacked, 0))
+    stacked.stacks.buffers["mean"] += 1
+    stacked.stacks.buffers["count"] += 1
+    after = stacked.read()
+    assert torch.equal(after.vector, before.vector)
+    assert torch.equal(after.counters, before.counters)
+    assert torch.equal(state.vector[0], before.vector)
+
+
+@pytest.mark.parametrize("buffers", ["average", "server", "local"])
+def test_each_client_returns_buffers_of_its_own(buffers):
+    stacked, _ = hosts(buffers=buffers)
+    state = starts(stacked)
+    stacked.load(state, [{}] * 3, LR)
+    stacked.stacks.buffers["mean"] += torch.tensor([[1.0], [2.0], [3.0]])
+    stacked.stacks.buffers["count"] += torch.tensor([1, 5, 0])
+    delta, counters = stacked.collect(state)
+    moved = [[0, 0]] * 3 if buffers == "server" else [[1, 1], [2, 2], [3, 3]]
+    torch.testing.assert_close(delta[:, -2:], torch.tensor(moved).double())
+    assert counters.tolist() == ([[7]] * 3 if buffers == "server" else [[8], [12], [7]])
+    rows = stacked.rows()
+    assert len(rows) == 3
+    assert [row.keys() for row in rows] == [
+        {"buffer.mean", "buffer.count"} if buffers == "local" else set()
+    ] * 3
+    if buffers == "local":
+        assert [row["buffer.count"].item() for row in rows] == [8, 12, 7]
+
+
+def test_clients_find_again_what_they_kept_whatever_the_lane():
+    stacked, plain = hosts(momentum, "local", keep=True)
+    state = starts(stacked)
+    stacked.load(state, [{}] * 3, LR)
+    first, second = gradients(stacked, 0), gradients(stacked, 1)
+    step(stacked, first)
+    stacked.stacks.buffers["mean"] += torch.tensor([[1.0], [2.0], [3.0]])
+    rows = [{name: value.clone() for name, value in row.items()} for row in stacked.rows()]
+    kept = [{name: value.clone() for name, value in row.items()} for row in rows]
+    # The third client beside one that has nothing yet, and the first.
+    stacked.load(state, [rows[2], {}, rows[0]], LR)
+    assert torch.equal(stacked.stacks.buffers["mean"][0], rows[2]["buffer.mean"])
+    assert torch.equal(stacked.stacks.buffers["mean"][1], stacked.module.mean)
+    step(stacked, second)
+    found = stacked.collect(state)[0]
+    for lane, row in enumerate((rows[2], {}, rows[0])):
+        expected = alone(plain, state, LR[lane], row, [second], lane)[0]
+        torch.testing.assert_close(found[lane], expected, atol=1e-12, rtol=0)
+    for now, then in zip(rows, kept, strict=True):
+        assert all(torch.equal(now[name], then[name]) for name in then)
+
+
+# --- optimizers that lanes can use ----------------------------------------------------------------
+
+
+def of(kind, **options):
+    return kind([nn.Parameter(torch.ones(2, 2))], **options)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        of(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+        of(torch.optim.Adam, lr=0.1, amsgrad=True, weight_decay=0.1),
+        of(torch.optim.AdamW, lr=0.1),
+        of(torch.optim.NAdam),
+        of(torch.optim.RAdam),
+        of(torch.optim.Adamax),
+        of(torch.optim.Adagrad),
+        of(torch.optim.Adadelta),
+        of(torch.optim.Rprop),
+    ],
+    ids=lambda optimizer: type(optimizer).__name__,
+)
+def test_an_optimiser_that_treats_numbers_alike_is_fine(optimizer):
+    before = copy.deepcopy(optimizer.state_dict())
+    check_separable(OptimizerState(optimizer), keep=False)
+    assert str(optimizer.state_dict()) == str(before)
+
+
+class Norms(torch.optim.SGD):
+    """As LARS: a rate for each tensor, by its norms."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.grad = p.grad / p.grad.norm()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "why"),
+    [
+        (of(Norms, lr=0.1), "its step for one client depends on the others"),
+        (of(torch.optim.LBFGS), "depends on the others"),
+        (of(torch.optim.Muon), "RuntimeError|ValueError|depends"),
+    ],
+)
+def test_an_optimiser_that_looks_at_whole_tensors_is_refused(optimizer, why):
+    name = type(optimizer).__name__
+    with pytest.raises(FederationError, match=f"{name} cannot train clients in lanes.*{why}"):
+        check_separable(OptimizerState(optimizer), keep=False)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [of(torch.optim.SGD), momentum([nn.Parameter(torch.ones(1))])]
+)
+def test_state_of_each_number_can_be_kept(optimizer):
+    check_separable(OptimizerState(optimizer), keep=True)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "what"),
+    [
+        (of(torch.optim.Adam), "whose step is one for all"),
+        (of(torch.optim.SGD, momentum=0.9, dampening=0.1), "first step of its dampening"),
+    ],
+)
+def test_state_that_is_one_for_all_cannot_be_kept(optimizer, what):
+    with pytest.raises(FederationError, match=f"optimizer_state: keep .* {what}"):
+        check_separable(OptimizerState(optimizer), keep=True)
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_moves_are_written_over_only_where_that_is_allowed(reuse):
+    stacked, _ = hosts(sgd)
+    state = starts(stacked)
+    found = []
+    for seed in range(2):
+        stacked.load(state, [{}] * 3, [0.1] * 3)
+        step(stacked, gradients(stacked, seed))
+        moves = stacked.collect(state, reuse=reuse)[0]
+        found.append((moves, moves.clone()))
+    (first, was), (second, is_now) = found
+    assert not torch.equal(was, is_now)
+    assert torch.equal(second, is_now)
+    assert torch.equal(first, is_now if reuse else was)

@@ -1,0 +1,222 @@
+"""What a module writes to its own tensors, in its step and in a client's hooks."""
+
+import copy
+import functools
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_fl.types import FederationError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is trained one client after another")
+
+
+@pytest.fixture
+def agrees(agree, ragged):
+    """Compare with training without lanes; no client has a batch of one sample, for BatchNorm."""
+    return functools.partial(agree, datamodule=lambda: ragged(drop_last=True))
+
+
+class Averaging(L.LightningModule):
+    """A student and a teacher: a frozen copy that follows the student in ``training_step``."""
+
+    def __init__(self, write, since=0):
+        super().__init__()
+        # A bias before BatchNorm would move by rounding alone, which the figures of bytes show.
+        first = nn.Linear(6, 4, bias=False)
+        self.student = nn.Sequential(first, nn.BatchNorm1d(4), nn.Linear(4, 3))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.write, self.since = write, since
+
+    def training_step(self, batch, batch_idx):
+        if self.current_epoch >= self.since:
+            for target, source in zip(
+                self.teacher.parameters(), self.student.parameters(), strict=True
+            ):
+                self.write(target, source)
+        outputs = self.student(batch[0])
+        return F.cross_entropy(outputs, batch[1]) + F.mse_loss(outputs, self.teacher(batch[0]))
+
+    def validation_step(self, batch, batch_idx):
+        """Say nothing."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.student.parameters(), lr=0.1)
+
+
+def assigned(target, source):
+    target.data = target.data * 0.7 + source.data * 0.3
+
+
+def in_place(target, source):
+    target.data.mul_(0.7).add_(source.data, alpha=0.3)
+
+
+@torch.no_grad()
+def without_gradient(target, source):
+    target.mul_(0.7).add_(source, alpha=0.3)
+
+
+def copied(target, source):
+    target.detach().copy_(0.7 * target + 0.3 * source.detach())
+
+
+WRITES = [assigned, in_place, without_gradient, copied]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("group_size", [(1, 3, 7), ("auto",)])
+def test_what_a_step_writes_to_frozen_parameters_is_kept(agrees, tiny, write, group_size):
+    agrees(lambda: tiny(Averaging, write), group_size=group_size, steps_per_batch=2, rounds=3)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_only_later_steps_write_to_frozen_parameters_is_kept(agrees, tiny, write):
+    agrees(lambda: tiny(Averaging, write, since=1), group_size=(3,))
+
+
+def test_what_a_step_writes_to_frozen_parameters_is_kept_where_graphs_were_asked_for(agrees, tiny):
+    """torch cannot compile such a step; it says so and the step stays right."""
+    with pytest.warns(UserWarning, match="lanes are not compiled"):
+        agrees(lambda: tiny(Averaging, without_gradient), group_size=(3,), compile=True)
+
+
+class Clamping(L.LightningModule):
+    """Keeps its weights in bounds, before or behind the forward pass."""
+
+    def __init__(self, clamp, is_first, since=0):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+        self.clamp, self.is_first, self.since = clamp, is_first, since
+
+    def training_step(self, batch, batch_idx):
+        writes = self.current_epoch >= self.since
+        if writes and self.is_first:
+            self.clamp(self.net[0].weight)
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        if writes and not self.is_first:
+            self.clamp(self.net[0].weight)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        """Say nothing."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def clamp_data(weight):
+    weight.data.clamp_(-0.2, 0.2)
+
+
+def clamp_anew(weight):
+    weight.data = weight.data.clamp(-0.2, 0.2)
+
+
+@torch.no_grad()
+def clamp_in_place(weight):
+    weight.clamp_(-0.2, 0.2)
+
+
+CLAMPS = [
+    (clamp_data, True),
+    (clamp_anew, True),
+    (clamp_in_place, True),
+    (clamp_data, False),
+    (clamp_anew, False),
+]
+
+
+@pytest.mark.parametrize(("clamp", "is_first"), CLAMPS)
+def test_what_a_step_writes_to_the_parameters_that_it_trains_is_kept(agrees, tiny, clamp, is_first):
+    with pytest.warns(UserWarning, match=r"writes to net\.0\.weight, which it trains"):
+        agrees(lambda: tiny(Clamping, clamp, is_first), group_size=(3,), steps_per_batch=2)
+
+
+@pytest.mark.parametrize(("clamp", "is_first"), CLAMPS)
+@pytest.mark.filterwarnings("ignore:.*performance drop")
+def test_what_only_later_steps_write_is_kept(agrees, tiny, clamp, is_first):
+    agrees(lambda: tiny(Clamping, clamp, is_first, since=1), group_size=(1, 3, 7))
+
+
+class Hooked(L.LightningModule):
+    """Writes to every kind of tensor when a client begins and ends, and reads what it may."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("moved", torch.zeros(()))
+        self.register_buffer("clients", torch.zeros((), dtype=torch.int64))
+        self.federated_global_parameters = {}
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]) * self.frozen, batch[1])
+
+    def on_client_start(self):
+        self.frozen.data = self.frozen.data + 0.25
+        with torch.no_grad():
+            self.net[2].bias.add_(0.01)
+
+    def on_client_end(self):
+        start = self.federated_global_parameters["net.0.weight"]
+        self.moved = self.moved + (self.net[0].weight.detach() - start).norm()
+        self.net[0].weight.data.clamp_(-0.3, 0.3)
+        self.net[2].weight.data = self.net[2].weight.data * 0.9
+        self.frozen.data.mul_(1.1)
+        self.clients += 1
+
+    def validation_step(self, batch, batch_idx):
+        """Say nothing."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("steps_per_batch", [1, 3])
+def test_a_client_has_its_own_tensors_in_its_hooks_and_what_they_write_is_kept(
+    agrees, tiny, steps_per_batch
+):
+    agrees(lambda: tiny(Hooked), steps_per_batch=steps_per_batch, rounds=3)
+
+
+# --- buffers that a federation cannot manage ------------------------------------------------------
+
+
+class Growing(Averaging):
+    """Collects outputs in a buffer, which becomes longer."""
+
+    def __init__(self):
+        super().__init__(in_place)
+        self.register_buffer("seen", torch.zeros(0, 3, dtype=torch.float64))
+
+    def training_step(self, batch, batch_idx):
+        self.seen = torch.cat([self.seen, self.student(batch[0]).detach()])
+        return super().training_step(batch, batch_idx)
+
+
+class Late(Averaging):
+    """Registers a buffer in its first step."""
+
+    def training_step(self, batch, batch_idx):
+        if not hasattr(self, "factor"):
+            self.register_buffer("factor", torch.ones(()), persistent=False)
+        self.factor.mul_(0.9)
+        return super().training_step(batch, batch_idx) * self.factor
+
+
+@pytest.mark.parametrize("group_size", [None, 3])
+@pytest.mark.filterwarnings("ignore")
+def test_a_buffer_that_changes_its_shape_is_refused_by_name(train, tiny, ragged, group_size):
+    with pytest.raises(FederationError, match=r"the shape of its buffer seen from \(0, 3\) to"):
+        train(tiny(Growing), group_size, datamodule=ragged(drop_last=True))
+
+
+@pytest.mark.parametrize("group_size", [None, 3])
+@pytest.mark.filterwarnings("ignore")
+def test_a_buffer_that_is_registered_during_the_fit_is_named(train, tiny, ragged, group_size):
+    with pytest.warns(UserWarning, match="registered the buffer factor during the fit"):
+        train(tiny(Late, in_place), group_size, datamodule=ragged(drop_last=True))
