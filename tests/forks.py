@@ -54,8 +54,9 @@ class Started:
         return [process.exitcode for process in self.processes], Path(self.output).read_text()
 
     def send(self, signal):
-        """Send a signal to the first."""
-        os.kill(self.processes[0].pid, signal)
+        """Send a signal to the first, if it has not ended."""
+        if self.processes[0].is_alive():
+            os.kill(self.processes[0].pid, signal)
 
 
 def _told(rank, count, port):

@@ -65,23 +65,31 @@ def pictures():
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """The folder ``runs`` that ``FIT`` has left."""
-    place = tmp_path_factory.mktemp("fitted")
+def finished(tmp_path_factory):
+    """The folder in which ``FIT`` was called, and a copy of what it has left."""
+    place, copied = (tmp_path_factory.mktemp("fitted") / name for name in ("here", "copied"))
+    place.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.setattr(sys, "argv", ["lightning-fl", *FIT])
         patch.setattr(Figure, "savefig", draw_nothing)
         main()
         os.environ.pop("PL_GLOBAL_SEED", None)
-    return place / "runs"
+    shutil.copytree(place, copied)
+    return place, copied
 
 
 @pytest.fixture
-def fitted(runs, tmp_path):
-    """A copy of a finished run, where ``FIT`` would have left it; returns its folder."""
-    shutil.copytree(runs, tmp_path / "runs")
-    return tmp_path / "runs" / "digits" / "version_0"
+def fitted(cli, finished, monkeypatch):
+    """A finished run, as ``FIT`` leaves it in the folder where the test is; returns its folder.
+
+    Always the same folder: a run that has moved is resumed with a warning.
+    """
+    place, copied = finished
+    shutil.rmtree(place)
+    shutil.copytree(copied, place)
+    monkeypatch.chdir(place)
+    return place / "runs" / "digits" / "version_0"
 
 
 def rounds(folder):
@@ -111,7 +119,7 @@ def test_a_fit_leaves_a_table_a_checkpoint_and_pictures(cli, tmp_path, pictures)
     assert {"val_acc", "val_loss", "train_loss", "lr", "clients"} <= rows[0].keys()
 
 
-def test_a_report_is_made_of_runs(cli, tmp_path):
+def test_a_report_is_made_of_runs(cli, tmp_path, pictures):
     for share in (1.0, 0.5):
         cli(*FIT, f"--federation.participation={share}", "--trainer.default_root_dir=runs")
     out = cli("report", "runs/version_1")
@@ -148,23 +156,20 @@ def test_a_report_of_the_users_own_is_the_only_one(cli, tmp_path):
     assert table.read_text().splitlines()[0] == "client,train_samples,rounds,dropped"
 
 
-def test_a_second_fit_takes_another_folder_and_gives_the_same_figures(cli, tmp_path, fitted):
+def test_a_second_fit_takes_another_folder_and_gives_the_same_figures(cli, fitted):
     cli(*FIT)
-    tables = [
-        (tmp_path / "runs" / "digits" / f"version_{i}" / "rounds.csv").read_text() for i in (0, 1)
-    ]
+    tables = [(fitted.parent / f"version_{i}" / "rounds.csv").read_text() for i in (0, 1)]
     assert tables[0] == tables[1]
 
 
-def test_last_goes_on_in_the_newest_folder(cli, tmp_path, fitted):
+def test_last_goes_on_in_the_newest_folder(cli, fitted):
     cli(*FIT, "--trainer.default_root_dir=whole", "--trainer.max_epochs=4")
-    fitted.parent.rename(tmp_path / "parts")
-    cli(*FIT, "--trainer.default_root_dir=parts", "--trainer.max_epochs=4", "--ckpt_path=last")
-    whole, parts = tmp_path / "whole" / "version_0", tmp_path / "parts" / "version_0"
+    cli(*FIT, "--trainer.max_epochs=4", "--ckpt_path=last")
+    whole, parts = Path("whole", "version_0"), fitted
     assert (whole / "rounds.csv").read_text() == (parts / "rounds.csv").read_text()
     a, b = (torch.load(p / "last.ckpt", weights_only=True)["state_dict"] for p in (whole, parts))
     assert all(torch.equal(a[k], b[k]) for k in a)
-    assert [p.name for p in (tmp_path / "parts").iterdir()] == ["version_0"]
+    assert [p.name for p in fitted.parent.iterdir()] == ["version_0"]
     # Figures that were logged before are still there.
     assert len(list(parts.glob("csv/version_*/metrics.csv"))) == 2
 
@@ -555,8 +560,8 @@ def test_a_file_that_is_no_checkpoint_is_an_error(cli, tmp_path, write, message)
     assert [path.name for path in tmp_path.iterdir()] == ["x.ckpt"]
 
 
-def test_predictions_lie_beside_the_checkpoint_that_made_them(cli, tmp_path, fitted):
-    run, elsewhere = fitted, tmp_path / "elsewhere"
+def test_predictions_lie_beside_the_checkpoint_that_made_them(cli, fitted):
+    run, elsewhere = fitted, Path("elsewhere")
     elsewhere.mkdir()
     (run / "last.ckpt").rename(elsewhere / "x.ckpt")
     out = cli("predict", "--config", DIGITS, "--ckpt_path=elsewhere/x.ckpt")
@@ -634,6 +639,7 @@ def test_an_interruption_ends_with_its_exit_code_and_says_how_to_go_on(tmp_path)
 
 def killed_and_resumed_equals_whole(tmp_path, moments):
     """Kill a run at each of the moments (fractions of its length), then let it finish."""
+    Started(1, tmp_path / "out", print).finish()  # the server has imported everything
     began = time.monotonic()
     out = finish(start(tmp_path / "whole"))
     length = time.monotonic() - began
