@@ -44,6 +44,7 @@ from lightning_fl.aggregators import (
     FedControl,
     FedCostWAvg,
     FedMA,
+    FedNova,
     FedOpt,
     FedPIDAvg,
     FedYogi,
@@ -51,6 +52,7 @@ from lightning_fl.aggregators import (
     Gossip,
     Krum,
     NormClipping,
+    Scaffold,
     Staged,
     StreamingPFNM,
     TrimmedMean,
@@ -292,6 +294,8 @@ RULES = {
     "FedOpt": FedOpt,
     "Downpour": Downpour,
     "FedAvgM": FedAvgM,
+    "FedNova": FedNova,
+    "Scaffold": lambda: Scaffold("I"),
     "FedAdagrad": FedAdagrad,
     "FedAdam": FedAdam,
     "FedYogi": FedYogi,
@@ -594,7 +598,7 @@ RESUMED = {
     "clients": {
         "optimizer_state": "keep",
         "make": lambda: module(Proximal(0.1), optimizer=partial(SGD, momentum=0.9)),
-        "transforms": lambda: [TopK(0.3)],
+        "update_transforms": lambda: [TopK(0.3)],
         "policy": POLICIES["DiscreteGaussianReinforce"],
     },
 }

@@ -222,7 +222,7 @@ def data(dtype, clients=CLIENTS, **options):
     )
 
 
-def wide_lanes(module, **options):
+def vectorized(module, **options):
     return VectorizedClients(
         module, **({"group_size": 2, "compile": False, "fast_matmul": False} | options)
     )
@@ -251,12 +251,12 @@ CASES = {
     ),
     "uniform": lambda: (client_module(), {"aggregator": FedAvg("uniform")}, {}),
     "matching": lambda: (client_module(terms=[RepresentationMatching(0.1)]), {}, {}),
-    "lanes, matching": lambda: (
-        wide_lanes(client_module(terms=[RepresentationMatching(0.1)])),
+    "vectorized, matching": lambda: (
+        vectorized(client_module(terms=[RepresentationMatching(0.1)])),
         {"clients_per_round": 5},
         {},
     ),
-    "group_size": lambda: (wide_lanes(client_module()), {"policy": Uneven()}, {}),
+    "vectorized": lambda: (vectorized(client_module()), {"policy": Uneven()}, {}),
     "server optimizer": lambda: (
         Foreign(batchnorm=True, optimizer=sgd),
         {"aggregator": FedAdam(), "clients_per_round": 4, "buffers": "average"},
@@ -268,7 +268,7 @@ CASES = {
         {},
     ),
     "falls of losses": lambda: (
-        wide_lanes(client_module(), fixed_groups=True),
+        vectorized(client_module(), fixed_groups=True),
         {"aggregator": FedPIDAvg(window=2, cancellation=0.0), "clients_per_round": 5},
         {},
     ),
@@ -278,7 +278,7 @@ CASES = {
         {},
     ),
     "gossip": lambda: (
-        wide_lanes(client_module(), fixed_groups=True),
+        vectorized(client_module(), fixed_groups=True),
         {"aggregator": Gossip("ring")},
         {},
     ),
@@ -293,7 +293,7 @@ CASES = {
         {"stream_steps": 3},
     ),
     "layers": lambda: (
-        wide_lanes(client_module(), fixed_groups=True),
+        vectorized(client_module(), fixed_groups=True),
         {"aggregator": FedMA(widths=[8, 5])},
         {},
     ),
@@ -360,8 +360,8 @@ CASES = {
         {"aggregator": GeometricMedian(), "callbacks": [Lose()], "policy": Uneven()},
         {},
     ),
-    "lanes, fixed groups": lambda: (
-        wide_lanes(Foreign(dropout=0.0, optimizer=sgd, metric=False), fixed_groups=True),
+    "vectorized, fixed groups": lambda: (
+        vectorized(Foreign(dropout=0.0, optimizer=sgd, metric=False), fixed_groups=True),
         {"policy": Uneven(), "aggregator": FedAdam()},
         {},
     ),
@@ -375,8 +375,8 @@ CASES = {
         {"aggregator": Scaffold("II"), "clients_per_round": 5, "policy": Uneven()},
         {},
     ),
-    "lanes, gradients of clients": lambda: (
-        wide_lanes(client_module(), fixed_groups=True),
+    "vectorized, gradients of clients": lambda: (
+        vectorized(client_module(), fixed_groups=True),
         {"aggregator": Scaffold("I"), "clients_per_round": 5},
         {},
     ),
@@ -396,13 +396,13 @@ CASES = {
         {},
     ),
     "schedule": lambda: (Scheduled(), {"clients_per_round": 5}, {}),
-    "lanes, schedule": lambda: (
-        wide_lanes(LightlyScheduled(), steps_per_batch=2),
+    "vectorized, schedule": lambda: (
+        vectorized(LightlyScheduled(), steps_per_batch=2),
         {"clients_per_round": 5},
         {},
     ),
-    "lanes, kept": lambda: (
-        wide_lanes(Foreign(dropout=0.0, optimizer=sgd, metric=False), steps_per_batch=2),
+    "vectorized, kept": lambda: (
+        vectorized(Foreign(dropout=0.0, optimizer=sgd, metric=False), steps_per_batch=2),
         {"optimizer_state": "keep", "clients_per_round": 5, "policy": Schedule(num_steps=3)},
         {},
     ),
@@ -493,7 +493,7 @@ class Fail(L.Callback):
 #: Cases with a state that only a third round shows; the others have two.
 LONG = (
     "kept", "falls of losses", "clusters", "stream", "layers", "private", "a policy that learns",
-    "reinforce", "plateau", "stages", "contributions", "lanes, kept",
+    "reinforce", "plateau", "stages", "contributions", "vectorized, kept",
 )  # fmt: skip
 
 

@@ -113,7 +113,9 @@ def test_a_fit_leaves_a_table_a_checkpoint_and_pictures(cli, tmp_path, pictures)
         assert (run / name).stat().st_size > 0
     assert (run / "csv" / "version_0" / "metrics.csv").is_file()
     assert list(run.glob("events.out.tfevents.*"))
-    assert yaml.safe_load((run / "config.yaml").read_text())["federation"]["participation"] == 1.0
+    assert (
+        yaml.safe_load((run / "config.yaml").read_text())["federation"]["client_fraction"] is None
+    )
     rows = rounds(run)
     assert [row["round"] for row in rows] == ["1", "2"]
     assert {"val_acc", "val_loss", "train_loss", "lr", "clients"} <= rows[0].keys()
@@ -121,7 +123,7 @@ def test_a_fit_leaves_a_table_a_checkpoint_and_pictures(cli, tmp_path, pictures)
 
 def test_a_report_is_made_of_runs(cli, tmp_path, pictures):
     for share in (1.0, 0.5):
-        cli(*FIT, f"--federation.participation={share}", "--trainer.default_root_dir=runs")
+        cli(*FIT, f"--federation.client_fraction={share}", "--trainer.default_root_dir=runs")
     out = cli("report", "runs/version_1")
     assert out == "Written to runs/version_1/report.html\n"
     text = (tmp_path / "runs" / "version_1" / "report.html").read_text()
@@ -265,7 +267,7 @@ def test_loggers_get_the_hyperparameters_and_one_row_per_round(cli, tmp_path):
     first, second = (run / "csv" / f"version_{i}" for i in (0, 1))
     for folder, count in ((first, 2), (second, 3), (run, 2)):
         found = yaml.safe_load((folder / "hparams.yaml").read_text())
-        assert (found["rounds"], found["seed"], found["participation"]) == (count, 1, 0.5)
+        assert (found["rounds"], found["seed"], found["client_fraction"]) == (count, 1, 0.5)
         assert (found["partition"], found["partition/classes_per_client"]) == ("ByLabel", 1)
         assert (found["aggregator"], found["sampler"]) == ("FedAvg", "UniformSampler")
         assert (found["policy"], found["policy/num_steps"], found["lr"]) == ("Schedule", 2, 0.1)
@@ -293,7 +295,7 @@ def test_another_logger_leaves_the_rest_in_the_folder_of_the_run(cli, tmp_path, 
 
 def test_two_files_merge_and_flags_reach_the_loop_and_the_checkpoint(cli, tmp_path):
     more = tmp_path / "more.yaml"
-    more.write_text("federation: {participation: 0.5}\ncheckpoint: {filename: final}\n")
+    more.write_text("federation: {client_fraction: 0.5}\ncheckpoint: {filename: final}\n")
     cli(*FIT, "--config", more, "--federation.policy.init_args.num_steps=3")
     run = tmp_path / "runs" / "digits" / "version_0"
     assert (run / "final.ckpt").is_file()
@@ -328,13 +330,13 @@ def test_the_number_of_lines_and_files_does_not_depend_on_the_number_of_clients(
 def test_lanes_are_an_option_and_change_rounding_only(cli, tmp_path):
     cli(*SHIPPED)
     cli(*SHIPPED, "--vectorize=4")
-    plain, group_size = (rounds(tmp_path / "runs" / "digits" / f"version_{i}") for i in (0, 1))
-    for one, other in zip(plain, group_size, strict=True):
+    plain, vectorized = (rounds(tmp_path / "runs" / "digits" / f"version_{i}") for i in (0, 1))
+    for one, other in zip(plain, vectorized, strict=True):
         assert float(one["val_loss"]) == pytest.approx(float(other["val_loss"]), rel=1e-5)
     again = cli("test", "--config", DIGITS)
     assert "test_acc" in again
     for wrong in ("0", "many"):
-        assert "group_size" in cli(*FIT, f"--vectorize={wrong}", expect=2)
+        assert "vectorize" in cli(*FIT, f"--vectorize={wrong}", expect=2)
 
 
 def test_lanes_have_options(cli, tmp_path, monkeypatch):
@@ -353,8 +355,8 @@ def test_lanes_have_options(cli, tmp_path, monkeypatch):
         "--vectorize.compile=false",
         "--vectorize.fast_matmul=auto",
     )
-    config = tmp_path / "lanes.yaml"
-    config.write_text("lanes: {lanes: auto, channels_last: false}")
+    config = tmp_path / "vectorized.yaml"
+    config.write_text("vectorize: {group_size: auto, channels_last: false}")
     cli(*tiny, "--config", str(config))
     assert seen == [
         {"group_size": 3, "compile": False, "fast_matmul": "auto"},
@@ -364,7 +366,7 @@ def test_lanes_have_options(cli, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("option", "named"),
-    [("lanes=0", "group_size"), ("width=3", "compile"), ("compile=maybe", "compile")],
+    [("group_size=0", "group_size"), ("width=3", "compile"), ("compile=maybe", "compile")],
 )
 def test_a_wrong_option_of_lanes_is_named(cli, option, named):
     assert named in cli(*FIT, f"--vectorize.{option}", expect=2)
@@ -390,7 +392,14 @@ def test_the_number_of_threads_is_an_option(cli, monkeypatch):
 
 def test_help_explains_every_option_of_the_federation(cli):
     out = " ".join(cli("fit", "--help").split())
-    for option in ("participation", "min_clients", "buffers", "optimizer_state", "monitor"):
+    for option in (
+        "clients_per_round",
+        "client_fraction",
+        "min_clients",
+        "buffers",
+        "optimizer_state",
+        "monitor",
+    ):
         assert f"--federation.{option}" in out
     assert "a fraction in (0, 1] or a whole number of clients" in out
     assert "it is off" not in out
@@ -421,7 +430,7 @@ def test_every_config_opens_with_its_command_and_its_result(config):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--federation.clients_per_round=0"], "participation must be"),
+        (["--federation.clients_per_round=0"], "clients_per_round must be"),
         (["--federation.client_fraction=1.5"], "got 1.5"),
         (["--federation.aggregator=FedAvgg"], "FedAvgg"),
         (["--federation.policy.init_args.lr=-1"], "lr must be positive and finite, got -1"),
@@ -452,7 +461,7 @@ def test_a_users_mistake_ends_with_a_message_and_leaves_nothing(cli, tmp_path, a
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--federation.client_fraction=7.5"], "participation must be"),
+        (["--federation.client_fraction=7.5"], "client_fraction must be"),
         (["--federation.policy.init_args.lr=-1"], "lr must be"),
         (["--model.init_args.net.init_args.sizes=[64]"], "sizes must be"),
         (
@@ -502,12 +511,12 @@ def test_a_class_that_does_not_exist_is_answered_with_those_that_do(cli, args, n
             ["--trainer.max_epoch=2"],
             "unknown option --trainer.max_epoch: did you mean --trainer.ma",
         ),
-        (["--federation.partcipation=1"], "did you mean --federation.participation?"),
+        (["--federation.client_fractoin=1"], "did you mean --federation.client_fraction?"),
         (
             ["--trainer.max_epochs=ten"],
             "trainer.max_epochs must be a whole number or null, got 'te",
         ),
-        (["--federation.participation=two"], "federation.participation must be a number, got 'two"),
+        (["--federation.client_fraction=two"], "federation.client_fraction must be a number"),
         (["--federation.buffers=mean"], "must be one of 'average', 'server', 'local' or null, got"),
         (
             ["--federation.policy.init_args.lr=fast"],
@@ -702,7 +711,7 @@ def test_task_split_and_method_merge(cli, task, split, method):
     assert config["federation"]["policy"]["class_path"].endswith(policy)
     partition = config["data"]["init_args"]["partition"]["class_path"].split(".")[-1]
     assert partition == {"iid": "IID", "noniid": "ByLabel"}[split]
-    assert config["federation"]["participation"] == 0.5
+    assert config["federation"]["client_fraction"] == 0.5
 
 
 @pytest.mark.parametrize("error", [FederationError("no such batch"), KeyError("no such batch")])

@@ -27,9 +27,9 @@ SHARED = [f"ddp, {case}" for case in processes.SHARED if case != "batchnorm"]
 #: Cases in which logged metrics act on the run.
 ACTS = ["a policy that learns", "reinforce", "plateau", "contributions"]
 #: Vectorized, with groups of clients that do not depend on the number of processes.
-FIXED = ["lanes, fixed groups"]
+FIXED = ["vectorized, fixed groups"]
 #: What two processes train; one and three train everything. One of each kind of message.
-OF_TWO = ["client module", "batchnorm", "kept", "group_size", "losses", "gossip", *ACTS[:1], *FIXED]
+OF_TWO = ["client module", "batchnorm", "kept", "vectorized", "losses", "gossip", *ACTS[:1], *FIXED]
 SHARED_OF_TWO = ["client module", "losses", "batchnorm", "kept"]
 
 
@@ -137,7 +137,7 @@ def test_processes_that_share_samples_have_one_model(found, case, count):
             assert difference(rows, other["store"][client]) == 0
 
 
-@on_two_and_three([c for c in CASES if not c.startswith("group_size")] + FIXED)
+@on_two_and_three([c for c in CASES if not c.startswith("vectorized")] + FIXED)
 def test_the_number_of_processes_does_not_change_a_bit(found, case, count):
     alone = found[1][0][case]
     for each in found[count]:
@@ -169,7 +169,7 @@ def test_with_float32_the_bits_are_the_same(found, count):
 
 def test_the_cases_do_something(found):
     cases = found[1][0]
-    states = [cases[case]["state"] for case in ("client module", "participation", "uniform")]
+    states = [cases[case]["state"] for case in ("client module", "few clients", "uniform")]
     assert difference(states[0], states[1]) > 1e-4
     assert difference(states[0], states[2]) > 1e-4
     assert cases["kept"]["store"]

@@ -276,7 +276,7 @@ def test_a_stop_in_a_round_leaves_the_network_of_before(fit, data, trainer):
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda m: m, lambda m: VectorizedClients(m, group_size=2)], ids=["one", "group_size"]
+    "wrap", [lambda m: m, lambda m: VectorizedClients(m, group_size=2)], ids=["one", "vectorized"]
 )
 def test_checkpoints_of_all_moments(fit, data, tmp_path, wrap):
     """In a round, after an exception: as of the round's start, with the network of before."""

@@ -148,7 +148,7 @@ def test_the_search_is_made_once(fit, data):
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda m: m, lambda m: VectorizedClients(m, group_size=2)], ids=["one", "group_size"]
+    "wrap", [lambda m: m, lambda m: VectorizedClients(m, group_size=2)], ids=["one", "vectorized"]
 )
 def test_it_resumes_bit_equal(fit, data, tmp_path, wrap):
     def run(folder, rounds, **options):

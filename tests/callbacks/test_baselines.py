@@ -55,7 +55,7 @@ def run(fit, skewed):
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda m: m, lambda m: VectorizedClients(m, group_size=3)], ids=["one", "group_size"]
+    "wrap", [lambda m: m, lambda m: VectorizedClients(m, group_size=3)], ids=["one", "vectorized"]
 )
 def test_by_hand(run, skewed, wrap):
     callback = MatchingBaselines()

@@ -799,7 +799,7 @@ def tuned(fit, data):
     return run
 
 
-WRAPS = {"one": lambda m: m, "group_size": lambda m: VectorizedClients(m, 2, compile=False)}
+WRAPS = {"one": lambda m: m, "vectorized": lambda m: VectorizedClients(m, 2, compile=False)}
 
 
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)

@@ -212,7 +212,7 @@ def two_groups(folder, config):
         path = folder(
             f"digits/version_{i}",
             accuracies=(0.1, last),
-            config__yaml=config(seed_everything=i % 2, federation__participation=share),
+            config__yaml=config(seed_everything=i % 2, federation__client_fraction=share),
             environment__json=json.dumps(told),
         )
     return path.parent
@@ -221,7 +221,7 @@ def two_groups(folder, config):
 def test_runs_are_compared_group_by_group(two_groups, tmp_path):
     text = page_of(report(two_groups, tmp_path / "new" / "both.html", title="Mine")).text
     assert "4 runs in 2 groups; runs of a group differ in the seed alone." in text
-    assert "Groups differ in federation.participation." in text
+    assert "Groups differ in federation.client_fraction." in text
     assert "After its last round client_fraction=1.0 has the best val_acc, 0.80 ± 0.14." in text
     assert "client_fraction=0.1 0, 1 2 0.30 ± 0.14 0.30 ± 0.14" in text
     assert (tmp_path / "new" / "both" / "accuracy.png").is_file()
@@ -233,7 +233,7 @@ def test_the_comparison_lists_every_run_and_what_differs(two_groups, undrawn):
     tables = {t.head[0]: t for section in page.sections for t in section.tables}
     head = ["group", "seeds", "rounds", "final val_acc", "best val_acc", "worst tenth of clients"]
     assert tables["group"].head == [*head, "updates dropped", "up and down"]
-    assert tables["option"].rows == [["federation.participation", "0.1", "1"]]
+    assert tables["option"].rows == [["federation.client_fraction", "0.1", "1"]]
     assert [row[0] for row in tables["run"].rows] == [f"digits/version_{i}" for i in range(4)]
     assert [row[4] for row in tables["run"].rows] == ["0.2", "0.4", "0.7", "0.9"]
 

@@ -23,7 +23,7 @@ class Mixed(LightningModule):
         self.configure_optimizers = lambda: kind(self.parameters(), **{"lr": 0.1} | options)
 
 
-@pytest.fixture(params=["plain", "group_size"])
+@pytest.fixture(params=["plain", "vectorized"])
 def host(request):
     """A module's host, plain or in lanes; ``lr`` and others are the optimizer's."""
 

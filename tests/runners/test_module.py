@@ -67,13 +67,13 @@ def test_steps_in_a_batch(agree, tiny, ragged, steps_per_batch, batch_size):
     )
 
 
-@pytest.mark.parametrize(("participation", "lr"), [(0.5, True), (3, False), (1, True)])
-def test_cohorts(agree, train, tiny, participation, lr):
+@pytest.mark.parametrize(("count", "lr"), [(4, True), (3, False), (1, True)])
+def test_cohorts(agree, train, tiny, count, lr):
     policy = train.policy(lr=lr)
     agree(
         lambda: tiny(optimizer=adam),
         ("auto", 2),
-        federation={"participation": participation, "policy": policy},
+        federation={"clients_per_round": count, "policy": policy},
     )
 
 
@@ -498,7 +498,7 @@ def test_a_sample_that_only_fills_a_lane_up_touches_nothing(agree, tiny, client,
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*dropped", "ignore:.*0 clients returned", "ignore:the global model was kept"
+    "ignore:.*dropped", "ignore:.*clients returned, too few", "ignore:the global model was kept"
 )
 def test_a_round_in_which_everyone_diverges_keeps_the_model(train, tiny, flat, ragged):
     federated = ragged()
