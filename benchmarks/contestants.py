@@ -352,7 +352,9 @@ def library(
     module: Any = PlainModule(net) if plain else ClientModule(net, terms, sgd)
     with tempfile.TemporaryDirectory() as folder:
         clock = Clock()
-        loop = FederatedLoop(problem.clients, policy=Schedule(num_steps=problem.steps), seed=SEED)
+        loop = FederatedLoop(
+            clients_per_round=problem.clients, policy=Schedule(num_steps=problem.steps), seed=SEED
+        )
         trainer(
             LONG,
             folder,

@@ -200,7 +200,7 @@ def grown(clients: int, rounds: int = GROWTH.rounds) -> dict[str, float]:
     cohort = min(clients, GROWTH.cohort)
     problem = Federation(GROWTH._replace(clients=clients, cohort=cohort))
     found = library(problem, rounds, group_size=10, compile=False).seconds
-    return {"seconds": median(found[1:]), "MiB": peak() - problem.data.bytes / 2**20}
+    return {"seconds": median(found[1:]), "MiB": peak() - problem.data.nbytes / 2**20}
 
 
 def growth(numbers: Sequence[int], repeats: int) -> dict[int, dict[str, float]]:

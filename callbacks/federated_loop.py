@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -21,6 +20,7 @@ from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO, RoundCheckpoin
 from lightning_fl.callbacks.checks import (
     check_fit,
     check_network,
+    check_options,
     check_smallest_batch,
     one_optimizer,
     warn_of_running_statistics,
@@ -736,58 +736,3 @@ def loop_of(trainer: Trainer) -> FederatedLoop | None:
 def user_module(module: LightningModule) -> LightningModule:
     """Return the user's module, without the lanes that train it."""
     return module.module if isinstance(module, VectorizedClients) else module
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of a loop that are out of range.
-
-    Args:
-        options: Arguments of :class:`FederatedLoop` by name.
-
-    Raises:
-        FederationError: Names the option, its value and what is allowed.
-    """
-    for name, kind in (
-        ("aggregator", Aggregator),
-        ("policy", HyperparameterPolicy),
-        ("sampler", ClientSampler),
-    ):
-        rule = options[name]
-        if rule is not None and not isinstance(rule, kind):
-            hint = f": write {rule.__name__}()" if isinstance(rule, type) else ""
-            raise FederationError(f"{name} must be a {kind.__name__}, got {rule!r}{hint}")
-    count, fraction = options["clients_per_round"], options["client_fraction"]
-    if count is not None and fraction is not None:
-        raise FederationError(
-            f"clients_per_round={count!r} and client_fraction={fraction!r} both say how many"
-            " clients a round samples: give one of them"
-        )
-    is_count = isinstance(count, int | np.integer) and not isinstance(count, bool) and count >= 1
-    if count is not None and not is_count:
-        raise FederationError(
-            f"clients_per_round must be a whole number from 1 up, got {count!r}: for a part of all"
-            " clients set client_fraction"
-        )
-    is_fraction = isinstance(fraction, float | int | np.floating) and 0 < fraction <= 1
-    if fraction is not None and (isinstance(fraction, bool) or not is_fraction):
-        raise FederationError(
-            f"client_fraction must be in (0, 1], got {fraction!r}: for a number of clients set"
-            " clients_per_round"
-        )
-    min_clients = options["min_clients"]
-    if not isinstance(min_clients, int | np.integer) or min_clients < 1:
-        raise FederationError(f"min_clients must be a whole number from 1 up, got {min_clients!r}")
-    for name, allowed in (
-        ("on_client_error", ("skip", "raise")),
-        ("optimizer_state", ("reset", "keep")),
-        ("buffers", ("average", "server", "local", None)),
-    ):
-        if options[name] not in allowed:
-            raise FederationError(f"{name} must be one of {allowed}, got {options[name]!r}")
-    for transform in options["update_transforms"]:
-        if not isinstance(transform, UpdateTransform):
-            raise FederationError(f"update_transforms must be UpdateTransforms, got {transform!r}")
-    if not options["client_state_memory_gb"] >= 0:
-        raise FederationError(
-            f"client_state_memory_gb must be at least 0, got {options['client_state_memory_gb']!r}"
-        )

@@ -35,7 +35,7 @@ class InMemory(TensorDataset):
         return self.tensors[0].device
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Memory that the samples take."""
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
@@ -102,4 +102,4 @@ def fits(data: InMemory, device: torch.device) -> bool:
     """Return whether samples can stay on a GPU: they may take a quarter of its memory."""
     if device.type != "cuda":
         return False
-    return data.bytes <= torch.cuda.get_device_properties(device).total_memory / 4
+    return data.nbytes <= torch.cuda.get_device_properties(device).total_memory / 4

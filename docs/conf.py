@@ -51,10 +51,11 @@ nitpicky = True
 default_role = "py:obj"  # `name`: a link, where there is something of that name
 nitpick_ignore_regex = [
     ("py:obj", r"\w+"),
-    ("py:class", r"(tuple\[~torch\.)?Tensor|Figure|Path"),  # as annotations name them
-    ("py:.*", r"(abc|collections|datetime|enum|os|pathlib)\..*"),
+    ("py:class", r"(tuple\[~torch\.)?Tensor|dict\[\w+|Figure|Path"),  # as annotations name them
+    ("py:.*", r"(abc|collections|datetime|enum|os|pathlib|zipfile)\..*"),
     ("py:.*", r"(jsonargparse|lightning|numpy|torch|torchmetrics)\..*"),
     ("py:.*", r"lightning_fl\.(\w+\.)*_\w+"),
+    ("py:class", r"lightning_fl\.callbacks\.attacks\.ReplaceableData"),  # a protocol of one method
 ]
 
 
@@ -63,6 +64,10 @@ GoogleDocstring._consume_inline_attribute = lambda self: (
     "",
     GoogleDocstring(self._dedent(self._consume_to_end()), self._config).lines(),
 )
+
+
+#: Rooms without public names of their own, whose files are sections of a page.
+BY_FILE = ("lightning_fl.functional", "lightning_fl.federation")
 
 
 def modules(package: ModuleType) -> list[str]:
@@ -74,12 +79,12 @@ def modules(package: ModuleType) -> list[str]:
 def write_api(app: Sphinx) -> None:
     """Write a page a room, so that what is new appears by itself.
 
-    A room that says what is public (``__all__``) is one section, ``functional`` one a file.
+    A room that says what is public (``__all__``) is one section; others have one for each file.
     """
     pages = {"index": "# API\n\n```{toctree}\n:glob:\n\n*\n```\n"}
     for name in modules(lightning_fl):
         room = import_module(name)
-        parts = modules(room) if name == "lightning_fl.functional" else [name]
+        parts = modules(room) if name in BY_FILE else [name]
         title = name.removeprefix("lightning_fl.")
         text = [f"# {title}", ""]
         for part in parts:

@@ -81,7 +81,7 @@ def archive_size(path: str | os.PathLike[str]) -> int:
 
     Raises:
         FederationError: If it cannot be read, or if its content is larger than the file.
-        BadZipFile: If it is no archive.
+        zipfile.BadZipFile: If it is no archive.
     """
     try:
         size = os.path.getsize(path)

@@ -214,7 +214,7 @@ def test_matched_networks_are_checked(linear):
     module = linear(features=6)
     module.net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
     module.forward = module.net.forward
-    rule.prepare(module, (torch.randn(2, 6),))
+    rule.prepare(module, lambda: (torch.randn(2, 6),))
     rule.start(torch.zeros(33))
     good = {name: tensor.clone() for name, tensor in rule.state_dict().items()}
     good |= {"merged": torch.ones(41), "shapes": torch.tensor([[5, 6], [1, 5]])}

@@ -168,7 +168,7 @@ def test_a_changed_plan_has_a_schedule_of_its_own():
         ({"num_steps": (1,)}, r"num_steps has shape \(1,\) for 2 clients"),
         ({"num_steps": 3}, r"num_steps has shape \(\) for 2 clients"),
         ({"lr": torch.ones(3)}, r"lr has shape \(3,\) for 2 clients"),
-        ({"values": {"mu": torch.ones(2, 1)}}, r"mu has shape \(2, 1\) for 2 clients"),
+        ({"hyperparameters": {"mu": torch.ones(2, 1)}}, r"mu has shape \(2, 1\) for 2 clients"),
         ({"num_steps": (3, 0)}, "client 7 would make 0 local steps in round 1"),
         ({"num_steps": (-2, 1)}, "client 4 would make -2 local steps"),
         ({"num_steps": (1.0, 2.0)}, r"num_steps must be whole numbers, got tensor\(\[1., 2.\]\)"),
@@ -187,7 +187,7 @@ def test_a_learning_rate_of_zero_and_any_further_value_are_fine():
     found = plan(
         lr=torch.tensor([0.0, 0.1]), hyperparameters={"mu": torch.tensor([-1.0, float("nan")])}
     )
-    assert found.values["mu"][0] == -1
+    assert found.hyperparameters["mu"][0] == -1
 
 
 @pytest.mark.parametrize(

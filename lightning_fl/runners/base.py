@@ -167,7 +167,7 @@ class ClientRunner(ABC):
     # --- the server's model -----------------------------------------------------------------------
 
     def adopt(self) -> None:
-        """Take back buffers that the module replaced; see :meth:`ModuleTensors.adopt`."""
+        """Take back buffers that the module replaced; see ``ModuleTensors.adopt``."""
         self.tensors.adopt()
 
     def read(self) -> ServerState:

@@ -38,7 +38,7 @@ class VectorizedClients(LightningModule):
 
     Args:
         module: Any LightningModule with automatic optimization.
-        lanes: Clients at once; ``auto`` chooses.
+        group_size: Number of clients that train at once; ``auto`` chooses.
         steps_per_batch: Local steps in one Lightning batch, which saves Lightning's own time a
             step; ``auto`` chooses by memory. Hooks of callbacks see the last of them.
         compile: Make forward and backward pass one compiled graph; ``auto`` does where the time
@@ -56,8 +56,8 @@ class VectorizedClients(LightningModule):
 
     Example:
         >>> from lightning_fl import ClientModule
-        >>> lanes = VectorizedClients(ClientModule(nn.Linear(4, 3)), lanes=10)
-        >>> list(lanes.state_dict())
+        >>> module = VectorizedClients(ClientModule(nn.Linear(4, 3)), group_size=10)
+        >>> list(module.state_dict())
         ['net.weight', 'net.bias']
     """
 

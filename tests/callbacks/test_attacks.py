@@ -173,7 +173,7 @@ def test_a_picture_is_marked_in_its_corner():
 
 
 def test_a_scaled_backdoor_takes_over_the_average_and_clipping_stops_it(simulate):
-    attack = {"target": 0, "size": 2, "value": 8.0, "boost": 8.0}
+    attack = {"target": 0, "size": 2, "trigger_value": 8.0, "boost": 8.0}
     _, plain = simulate(Backdoor([0], **attack), rounds=4, clients=8)
     rule = NormClipping(0.1)
     _, clipped = simulate(Backdoor([0], **attack), rounds=4, clients=8, aggregator=rule)
@@ -252,9 +252,9 @@ def test_attacks_on_data_resume_with_the_checkpoints_seed(simulate, tmp_path, ma
         (lambda: LabelFlip([-1]), "or a list of clients' numbers, got"),
         (lambda: LabelFlip("abc"), "clients must be a fraction"),
         (lambda: LabelFlip(True), "clients must be a fraction"),
-        (lambda: Backdoor(trigger_value=float("nan")), "value must be finite, got nan"),
+        (lambda: Backdoor(trigger_value=float("nan")), "trigger_value must be finite, got nan"),
         (lambda: LabelFlip(-0.1), "clients must be a fraction from 0 to below 1"),
-        (lambda: Backdoor(poison_fraction=0.0), r"poisoned must be in \(0, 1\], got 0.0"),
+        (lambda: Backdoor(poison_fraction=0.0), r"poison_fraction must be in \(0, 1\], got 0.0"),
         (lambda: Backdoor(boost=float("inf")), "boost must be at least 0"),
         (lambda: Backdoor(target=-1), "target must be a whole number from 0"),
         (lambda: Backdoor(size=0), "size must be a whole number from 1"),
@@ -273,7 +273,7 @@ def test_what_does_not_go_together(simulate, trainer, data, blobs, linear, forei
     with pytest.raises(FederationError, match="target must be below 3, got 3"):
         simulate(Backdoor(target=3))
     x, y = blobs().tensors
-    with pytest.raises(FederationError, match="set value, of the mark"):
+    with pytest.raises(FederationError, match="set trigger_value, of the trigger"):
         simulate(Backdoor(), datamodule=data(train=Samples(x, y)))
     with pytest.raises(FederationError, match="FederatedDataModule whose samples have classes"):
         simulate(LabelFlip(), datamodule=data(train=list(blobs())))

@@ -1148,7 +1148,9 @@ def test_a_loader_instead_of_a_federation_is_refused(foreign, trainer, blobs):
 
 
 def test_more_participants_than_clients_are_refused(fit, foreign):
-    with pytest.raises(FederationError, match="clients_per_round=9 clients, there are 4"):
+    with pytest.raises(
+        FederationError, match="clients_per_round=9, and the federation has 4 clients"
+    ):
         fit(foreign(), FederatedLoop(clients_per_round=9))
 
 

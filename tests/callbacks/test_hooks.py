@@ -626,18 +626,18 @@ class Failing(PFNM):
         self._fails("compute")
         return found
 
-    def _note(self, ids, found):
-        self.module_chain.write(found.layers)  # as a search does
-        super()._note(ids, found)
-        self._fails("publish")
+    def _next(self, ids, nets, merged):
+        self.module_chain.write(merged.layers)  # as a search does
+        super()._next(ids, nets, merged)
+        self._fails("load_global_network")
 
     def load_client_network(self):
         super().load_client_network()
         if self.server.numel():
-            self._fails("withdraw")
+            self._fails("load_client_network")
 
 
-@pytest.mark.parametrize("at", ["compute", "publish", "withdraw"])
+@pytest.mark.parametrize("at", ["compute", "load_global_network", "load_client_network"])
 def test_the_exception_of_a_rule_is_the_one_that_is_seen(fit, data, at):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -651,7 +651,7 @@ def test_the_exception_of_a_rule_is_the_one_that_is_seen(fit, data, at):
     )
     with pytest.raises(KeyError, match=f"the rule failed in {at}") as caught:
         fit(module, FederatedLoop(aggregator=rule, seed=2), data(), callbacks=[keep])
-    if at == "withdraw":  # between rounds: nothing is to be put back
+    if at == "load_client_network":  # between rounds: nothing is to be put back
         return
     assert "In round 2, when the updates were aggregated" in notes(caught)
     assert "Afterwards" not in notes(caught)

@@ -40,7 +40,7 @@ def test_samples_may_stay_on_a_device():
     x, y = there.fetch(torch.tensor([4, 0, 5]))
     assert x.device == y.device == device
     assert x.shape == (3, 2)
-    assert data.bytes == 12 * 4 + 6 * 8
+    assert data.nbytes == 12 * 4 + 6 * 8
 
 
 class Own(TensorDataset):

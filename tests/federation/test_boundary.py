@@ -123,9 +123,9 @@ class Run:
         self.module = Module(adam=not group_size).double()  # lanes cannot keep Adam's state
         self.policy = Learning()
         self.loop = FederatedLoop(
-            0.5,
             FedAdam(lr=0.1),
             self.policy,
+            client_fraction=0.5,
             optimizer_state="keep",
             buffers="local",
             seed=0,

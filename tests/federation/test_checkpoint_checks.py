@@ -104,7 +104,7 @@ class Federation:
         store = ClientStore()
         store.load_state_dict(state["store"])
         check_progress(self.trainer, tree)
-        check_rows(store.rows, 4, self.lane, TRANSFORMS)
+        check_rows(store.rows, 4, self.lane, TRANSFORMS, {})
         check_buffers(state["unsaved buffers"], self.buffers)
         check_rule(nn.Module(), state["aggregator"])
 
