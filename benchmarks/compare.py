@@ -50,8 +50,11 @@ def train(checkout: Path, files: Sequence[str], folder: Path, rounds: int) -> di
         line += ["--config", str(checkout / "configs" / f"{name}.yaml")]
     line += [f"--trainer.max_epochs={rounds}", f"--trainer.default_root_dir={folder}"]
     line += ["--trainer.enable_progress_bar=false", "--trainer.check_val_every_n_epoch=1"]
+    # In the checkout: `-m` looks for modules in the working directory before anywhere else.
     environment = os.environ | {"PYTHONPATH": str(checkout)}
-    done = subprocess.run(line, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        line, capture_output=True, text=True, env=environment, cwd=checkout, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{checkout}: {' '.join(files)} failed:\n{done.stderr[-2000:]}")
     (run,) = folder.glob("version_*")

@@ -150,6 +150,22 @@ def test_vectorized_clients_give_the_same(fit, option, group_size):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+def test_gradients_are_corrected_where_a_graph_would_make_the_update(fit, monkeypatch):
+    """Plain SGD of whole groups is part of the compiled graph, which knows no correction."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+    def run(wrap):
+        made, rule = module(), Scaffold()
+        loop = FederatedLoop(rule, Schedule(num_steps=3), seed=1, clients_per_round=4)
+        fit(wrap(made), loop, samples(), rounds=3)
+        return vector(made), rule.control
+
+    plain = run(lambda m: m)
+    graphs = run(lambda m: VectorizedClients(m, 2, compile=True))
+    for found, expected in zip(graphs, plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
 class Uneven(Schedule):
     """Steps and rates that differ from client to client."""
 
