@@ -494,8 +494,9 @@ def is_finite(delta: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
     """
     finite = torch.ones(len(delta), dtype=torch.bool)
     for value in (delta, *extras.values()):
-        if not value.numel():
+        if not value.numel() or not (value.is_floating_point() or value.is_complex()):
             continue
+        value = torch.view_as_real(value) if value.is_complex() else value
         # NaN or infinite if anything is; isfinite() of all would take six times as long.
         lowest, highest = value.aminmax()
         if not (lowest.isfinite() & highest.isfinite()):

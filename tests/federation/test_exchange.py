@@ -1,0 +1,235 @@
+"""Parts of a client's work: what they get, remember, add to gradients and send."""
+
+import pytest
+import torch
+
+from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl.aggregators import FedAvg
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.federation.exchange import ClientPart, MeanLosses
+from lightning_fl.federation.round import is_finite
+from lightning_fl.policies import Schedule
+from lightning_fl.types import FederationError
+
+SIZE = 21  # parameters of the module
+
+
+class Noting(ClientPart):
+    """Counts the rounds of each client, and moves it by a constant gradient."""
+
+    def __init__(self, shift=0.0, sent=None, left=None):
+        self.shift, self.sent, self.left, self.seen = shift, sent, left, []
+
+    def initial_memory(self, federation):
+        return {"rounds": torch.zeros((), dtype=torch.int64)}
+
+    def start(self, client, memory, broadcast):
+        self.seen.append((client.round, client.clients.tolist(), memory["rounds"].tolist()))
+        self.broadcast = broadcast
+        layout = client.federation.layout
+        rows = torch.full((len(client.clients), layout.num_parameters), self.shift)
+        shift = layout.split(rows.double())
+        client.add_to_gradients(lambda params: {n: shift[n] for n in params})
+
+    def end(self, client, memory):
+        memory["rounds"] = memory["rounds"] + 1
+        if self.left is not None:
+            memory |= self.left(len(client.clients))
+        if self.sent is not None:
+            return {"sent": self.sent(client)}
+        return {"lr": client.lr, "steps": client.num_steps, "delta": client.delta.clone()}
+
+
+class Rule(FedAvg):
+    """FedAvg with a part, which notes the updates."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part, self.updates = part, []
+
+    def client_parts(self):
+        return [self.part]
+
+    def broadcast(self, plan):
+        return {"round": torch.tensor([plan.round, 7.0])}
+
+    def update(self, clients):
+        self.updates.append(clients)
+        super().update(clients)
+
+
+class Uneven(Schedule):
+    """Steps and rates that differ from client to client."""
+
+    def sample(self, round, clients):
+        return {"num_steps": 1 + clients % 3, "lr": 0.1 * (1 + clients.double())}
+
+
+def module(optimizer=lambda p: torch.optim.SGD(p, lr=0.1)):
+    torch.manual_seed(0)
+    return ClientModule(torch.nn.Linear(6, 3), optimizer=optimizer).double()
+
+
+def run(fit, data, part, group_size=None, rounds=3, make=module, policy=None, **options):
+    made, rule = make(), Rule(part)
+    user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
+    loop = FederatedLoop(rule, policy or Uneven(), seed=1, clients_per_round=3, **options)
+    fit(user, loop, data(), rounds=rounds)
+    return made, rule, loop
+
+
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_a_part_gets_its_clients_and_sends_with_their_updates(fit, data, group_size):
+    part = Noting()
+    _, rule, loop = run(fit, data, part, group_size)
+    assert torch.equal(part.broadcast["round"], torch.tensor([2.0, 7.0]))
+    for update in rule.updates:
+        clients = update.clients
+        assert torch.equal(update.extras["steps"], 1 + clients % 3)
+        assert torch.equal(update.num_steps, 1 + clients % 3)
+        torch.testing.assert_close(update.extras["lr"], 0.1 * (1 + clients.double()))
+        assert torch.equal(update.lr, update.extras["lr"])
+        assert torch.equal(update.extras["delta"], update.delta)
+    rounds = {}
+    for _, clients, counts in part.seen:
+        for client, count in zip(clients, counts, strict=True):
+            assert count == rounds.get(client, 0)
+            rounds[client] = count + 1
+    assert {c: int(rows["part.0.rounds"]) for c, rows in loop.store.rows.items()} == rounds
+    assert max(rounds.values()) > 1
+    # Two numbers down; a delta and two numbers of 8 bytes up, beside the update.
+    assert loop.rows[0]["bytes_down"] == 3 * (8 * SIZE + 8)
+    assert loop.rows[0]["bytes_up"] == 3 * (8 * SIZE + 8 * SIZE + 16)
+
+
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_a_term_is_added_to_every_gradient(fit, data, group_size):
+    """With plain SGD each local step moves by the rate times the term."""
+    plain, shifted = (run(fit, data, Noting(s), group_size, rounds=1)[1] for s in (0.0, 1e-9))
+    for one, other in zip(plain.updates, shifted.updates, strict=True):
+        moved = (one.num_steps * one.lr)[:, None] * 1e-9
+        torch.testing.assert_close(
+            one.delta - other.delta, moved.expand(-1, SIZE), rtol=1e-4, atol=0
+        )
+
+
+class Inner(torch.optim.Optimizer):
+    """A wrapper whose steps call no hooks, as some packages have them."""
+
+    def __init__(self, params, lr):
+        vars(self).update(vars(torch.optim.SGD(params, lr=lr)))
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.add_(param.grad, alpha=-group["lr"])
+        return loss
+
+    step.hooked = False
+
+
+def test_a_term_reaches_optimizers_that_call_no_hooks(fit, data):
+    def make():
+        return module(lambda p: Inner(p, 0.1))
+
+    policy = Schedule(num_steps=2)
+    one = run(fit, data, Noting(0.5), rounds=1, policy=policy)[0]
+    other = run(fit, data, Noting(0.5), rounds=1, policy=policy, make=make)[0]
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-14)
+
+
+def test_a_term_is_gone_in_the_next_round(fit, data):
+    """Clients of a later stage train without the part of an earlier one."""
+
+    class Once(Noting):
+        def start(self, client, memory, broadcast):
+            if client.round == 0:
+                super().start(client, memory, broadcast)
+
+    _, once, _ = run(fit, data, Once(1.0), rounds=2)
+    _, never, _ = run(fit, data, Noting(0.0), rounds=2)
+    start = [u.delta for u in once.updates[3:]], [u.delta for u in never.updates[3:]]
+    for one, other in zip(*start, strict=True):
+        assert float((one - other).norm()) < 0.5 * float(other.norm())
+
+
+@pytest.mark.filterwarnings("ignore:.*dropped")
+@pytest.mark.parametrize("group_size", [None, 3])
+def test_a_client_that_sends_nan_is_dropped_and_remembers_nothing(fit, data, group_size):
+    def sent(client):
+        return torch.where(client.clients == 2, torch.nan, 1.0)[:, None].expand(-1, 4)
+
+    _, rule, loop = run(fit, data, Noting(sent=sent), group_size)
+    taken = {c for update in rule.updates for c in update.clients.tolist()}
+    assert 2 not in taken
+    assert 2 not in loop.store.rows
+    assert any(row["dropped_clients"] == "2" and row["non_finite"] == 1 for row in loop.rows)
+
+
+@pytest.mark.parametrize(
+    ("left", "message"),
+    [
+        (lambda k: {"more": torch.zeros(k)}, r"leaves \['more', 'rounds'\] .* declare every name"),
+        (lambda k: {"rounds": torch.zeros(k, 2)}, "leaves 'rounds' of shape .* declares"),
+        (lambda k: {"rounds": torch.zeros(k)}, "torch.float32 .* declares .* torch.int64"),
+    ],
+)
+def test_memory_that_was_not_declared_is_refused(fit, data, left, message):
+    with pytest.raises(FederationError, match=message):
+        run(fit, data, Noting(left=left))
+
+
+def test_extras_have_one_row_for_each_client(fit, data):
+    with pytest.raises(FederationError, match="one row for each: sent has the shape"):
+        run(fit, data, Noting(sent=lambda client: torch.zeros(7)))
+
+
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_mean_losses_and_gradients_are_those_of_all_samples(fit, data, group_size):
+    found = {}
+
+    class Measuring(ClientPart):
+        def start(self, client, memory, broadcast):
+            losses, gradients = client.mean_losses(), client.mean_gradients()
+            for row, c in enumerate(client.clients.tolist()):
+                found.setdefault(c, (losses[row], gradients[row]))
+
+        def end(self, client, memory):
+            return {}
+
+    samples = data()
+    made, rule = module(), Rule(Measuring())
+    net = module().net
+    user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
+    fit(user, FederatedLoop(rule, Schedule(num_steps=1), seed=1), samples, rounds=1)
+    assert len(found) == 4
+    for client, (loss, gradient) in found.items():
+        x, y = (t[samples.parts[client]] for t in samples.train.tensors)
+        expected = torch.nn.functional.cross_entropy(net(x), y)
+        grads = torch.autograd.grad(expected, list(net.parameters()))
+        torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
+        expected = torch.cat([g.flatten() for g in grads])
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
+
+
+def test_values_are_checked_whatever_their_type():
+    delta = torch.zeros(2, 3)
+    extras = {"count": torch.tensor([1, 2]), "is": torch.tensor([True, False])}
+    assert is_finite(delta, extras).tolist() == [True, True]
+    extras["phase"] = torch.tensor([[1j], [complex(0, float("inf"))]])
+    assert is_finite(delta, extras).tolist() == [True, False]
+
+
+def test_losses_are_measured_before_and_after():
+    class Client:
+        values = iter([torch.ones(1), torch.zeros(1)])
+
+        def mean_losses(self):
+            return next(self.values)
+
+    part, client = MeanLosses(), Client()
+    part.start(client, {}, {})
+    assert part.end(client, {}) == {"loss_before": torch.ones(1), "loss_after": torch.zeros(1)}
