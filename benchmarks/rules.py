@@ -149,6 +149,20 @@ EXPERIMENTS = {
         ("server/mean", "server/worst", "test_acc"),
         "server/mean",
     ),
+    "drift": Experiment(
+        "Clients of two digits drift apart in a local epoch: what do control variates gain?",
+        "scaffold_mnist",
+        {
+            "SCAFFOLD, option II": (),
+            "SCAFFOLD, option I": ("--federation.aggregator.init_args.option=I",),
+            "FedAvg": (FEDAVG,),
+        },
+    ),
+    "steps": Experiment(
+        "Half of the clients in a round make fewer local steps: does it help to count per step?",
+        "fednova_mnist",
+        {"FedNova": (), "FedAvg": (FEDAVG,)},
+    ),
     "gossip": Experiment(
         "No server: how far do graphs of neighbors come?",
         "gossip_mnist",
