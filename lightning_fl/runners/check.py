@@ -41,7 +41,7 @@ def why_not_mapped(step: VectorizedStep, batch: Any) -> str | None:
     module = step.module
     for m in module.modules():
         if isinstance(m, nn.Embedding) and m.padding_idx is not None:
-            return "vectorized, an Embedding with padding_idx would train its padding"
+            return "an Embedding with padding_idx would train its padding under vmap"
     metrics = [m for m in module.modules() if isinstance(m, Metric)]
     counts = [m._update_count for m in metrics]
     with _without_dropout(module), left_alone(module) as attributes:
