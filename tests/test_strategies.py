@@ -322,7 +322,7 @@ def test_ranks_are_not_asked_before_every_batch(alone, tmp_path, monkeypatch):
 
 
 def test_without_a_federation_it_is_refused(alone, tmp_path):
-    with pytest.raises(FederationError, match="add a FederatedLoop to the callbacks"):
+    with pytest.raises(FederationError, match="requires a FederatedLoop: add one"):
         trainer(tmp_path, callbacks=[]).fit(client_module(), datamodule=federation())
 
 

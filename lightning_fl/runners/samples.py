@@ -71,7 +71,8 @@ class Collated(NamedTuple):
         """Return the reason why the batches cannot be stacked, or None."""
         for leaf in tree_leaves([batch for batch in self.batches if batch is not None]):
             if type(leaf) is not Tensor:
-                return f"its batches contain a {type(leaf).__name__}, but only tensors can stack"
+                kind = type(leaf).__name__
+                return f"its batches contain a {kind}, but only tensors can be stacked"
             if leaf.layout != torch.strided or leaf.is_nested:
                 return f"its batches contain a tensor of layout {leaf.layout}"
         return None
