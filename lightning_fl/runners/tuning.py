@@ -56,7 +56,7 @@ def tune(step: VectorizedStep, samples: Samples, wishes: Wishes) -> None:
         raise FederationError(
             f"{name}.training_step depends on attributes that an earlier step has set"
             f" ({', '.join(names[:3])}). Clients that train at once would share them. Store the"
-            " values in buffers (register_buffer), which each client has of its own, or train the"
+            " values in buffers (register_buffer), which are separate for each client, or train the"
             " module without VectorizedClients"
         )
     why = samples.why_not_stacked() or why_not_mapped(step, samples.pair())
