@@ -540,7 +540,7 @@ def vectorized(case: Case) -> str:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         how = group_size()
-    kinds = "one client after", "not trained in lanes"
+    kinds = "one client after", "is not vectorized"
     messages = [str(w.message) for w in seen if any(kind in str(w.message) for kind in kinds)]
     if not messages:
         return how
@@ -587,7 +587,7 @@ def cell(check: Callable[[], str]) -> str:
     except Exception as error:  # of many kinds: each is a result
         words = " ".join(str(error).split()).replace("|", "/")
         kind = "refused" if type(error).__name__ == "FederationError" else type(error).__name__
-        return f"{kind}: {words.split(': train the module')[0][:200]}"
+        return f"{kind}: {words.split('. To continue, train the module')[0][:200]}"
 
 
 #: Optimizers of other packages: how they are made from parameter groups.

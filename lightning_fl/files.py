@@ -1,4 +1,4 @@
-"""Files: those that may come from anyone, and those that a kill or another run cannot spoil."""
+"""Safe reading of untrusted files, atomic writes, and locks of folders."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from zipfile import ZIP_STORED, ZipFile
 
 from lightning_fl.types import FederationError
 
-#: Bytes of a manifest or a trace that is read: a split of some 8 million samples, or 4 million
-#: faults. Python's objects take up to 25 times as much, so this is about 2 GB of memory.
+#: Maximum size of a manifest or a trace in bytes: a split of about 8 million samples, or 4 million
+#: faults. Python objects take up to 25 times as much, so this is about 2 GB of memory.
 MOST_BYTES = 2**26
 
-#: Where data sets are if no folder is given; if it is not set, in the folder "data".
+#: Environment variable for the default folder of data sets; without it, the folder is "data".
 DATA_VARIABLE = "LIGHTNING_FL_DATA"
 
 _SHORT = reprlib.Repr()
-_SHORT.maxlevel = 2  # the standard six levels are up to 400,000 characters
+_SHORT.maxlevel = 2  # the default of six levels allows 400,000 characters
 
 
 def short_repr(value: Any) -> str:
-    """Return a value as it can be part of a message: short, and without control characters.
+    """Return a representation of a value for messages: short and without control characters.
 
     Example:
         >>> short_repr("x" * 1000)
@@ -40,7 +40,7 @@ def short_repr(value: Any) -> str:
 
 
 def data_root(root: str | Path | None = None) -> str:
-    """Return the folder of data sets: the given one, else that of ``LIGHTNING_FL_DATA``, else data.
+    """Return the folder of data sets: ``root``, else ``$LIGHTNING_FL_DATA``, else ``data``.
 
     Example:
         >>> data_root("/datasets")
@@ -50,17 +50,17 @@ def data_root(root: str | Path | None = None) -> str:
 
 
 def read_text(path: str | Path) -> str:
-    """Read a text in UTF-8 that has no more than `MOST_BYTES`.
+    """Read a text file in UTF-8 of at most ``MOST_BYTES`` bytes.
 
     Raises:
-        OSError: If it cannot be read, or is larger.
-        UnicodeDecodeError: If it is no UTF-8.
+        OSError: If the file cannot be read, or is larger.
+        UnicodeDecodeError: If the file is not UTF-8.
 
     Example:
         >>> "split" in read_text(__file__)
         True
     """
-    with open(path, "rb") as file:  # its size may be a lie, as that of a device
+    with open(path, "rb") as file:  # the reported size may be wrong, as for a device
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise OSError(
@@ -71,17 +71,17 @@ def read_text(path: str | Path) -> str:
 
 
 def archive_size(path: str | os.PathLike[str]) -> int:
-    """Return the size of an archive that ``torch.save`` may have written.
+    """Return the size of an archive written by ``torch.save``.
 
-    ``torch.save`` neither compresses nor stores anything twice. Otherwise some kilobytes could
-    become as many gigabytes in memory.
+    ``torch.save`` does not compress and stores nothing twice. Archives that do are refused, since
+    some kilobytes could become as many gigabytes in memory.
 
     Args:
         path: The file.
 
     Raises:
-        FederationError: If it cannot be read, or if its content is larger than the file.
-        zipfile.BadZipFile: If it is no archive.
+        FederationError: If the file cannot be read, or if its content is larger than the file.
+        zipfile.BadZipFile: If the file is not an archive.
     """
     try:
         size = os.path.getsize(path)
@@ -92,29 +92,29 @@ def archive_size(path: str | os.PathLike[str]) -> int:
     content = sum(entry.file_size for entry in entries)
     if content > size or any(entry.compress_type != ZIP_STORED for entry in entries):
         raise FederationError(
-            f"it is compressed, which torch.save does not do: {size} bytes become {content}"
+            f"it is compressed ({size} bytes expand to {content}), which torch.save never does"
         )
     return size
 
 
 def check_sums(path: str | os.PathLike[str]) -> None:
-    """Compare the content of an archive with the checksums in it, which ``torch.load`` does not.
+    """Verify the checksums in an archive, which ``torch.load`` does not do.
 
-    It takes about a second for each GB.
+    This takes about one second per GB.
 
     Args:
         path: The file.
 
     Raises:
-        FederationError: If they differ.
+        FederationError: If a checksum does not match.
     """
     damaged: str | None = "its list of files"
-    with suppress(Exception), ZipFile(path) as archive:  # of many kinds, where that is damaged
+    with suppress(Exception), ZipFile(path) as archive:  # a damaged list raises many kinds
         damaged = archive.testzip()
     if damaged is not None:
         raise FederationError(
-            f"{path} is damaged: {short_repr(damaged)} in it does not have the checksum that it was"
-            " written with. Resume from another checkpoint"
+            f"{path} is damaged: the checksum of {short_repr(damaged)} does not match. Resume from"
+            " another checkpoint"
         )
 
 
@@ -124,16 +124,17 @@ def write_atomically(
     *,
     durable: bool = True,
 ) -> None:
-    """Write a temporary file in the same folder, then replace the file by it.
+    """Write a file atomically, by a temporary file in the same folder that replaces it.
 
-    A reader, or a run that resumes after a kill, finds the whole old file or the whole new one.
-    The temporary files of killed writers are removed, those of running ones are not.
+    A reader, or a run that resumes after an interruption, finds either the complete old file or the
+    complete new one. Temporary files of killed processes are removed, those of running processes
+    are not.
 
     Args:
         path: The file. Missing folders are created.
         content: Text, bytes, or a function that writes to an open file.
-        durable: Whether to wait for the disk. If not, the file survives a killed process, but not
-            a loss of power.
+        durable: Whether to wait for the disk. Otherwise the file survives a killed process, but not
+            a power failure.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,32 +157,32 @@ def write_atomically(
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove what killed processes left in a folder while they wrote a file.
+    """Remove temporary files that killed processes left in a folder.
 
     Args:
-        folder: Where to look.
-        name: Of the file that they wrote; None is any.
+        folder: The folder.
+        name: Name of the file that was being written; None means any file.
     """
-    # mkstemp puts eight characters between: no pattern of one file fits another's.
+    # mkstemp inserts eight characters, so the pattern of one file does not match another's.
     pattern = "*" if name is None else glob.escape(name)
     for leftover in folder.glob(f".{pattern}.{'?' * 8}.tmp"):
         with suppress(OSError), open(leftover, "r+b") as file:
-            if _lock(file.fileno()):  # its writer is gone
+            if _lock(file.fileno()):  # its writer has ended
                 leftover.unlink()
 
 
 def _locked_file(path: Path) -> tuple[int, str]:
-    """Make a temporary file beside a place; it is locked for as long as it is open."""
+    """Create a temporary file in the folder of a path; it is locked while it is open."""
     while True:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        # Another writer may take it for a leftover before it is locked.
+        # Before it is locked, another writer may remove it as a leftover.
         if _lock(handle) is not False and os.path.exists(name):
             return handle, name
         os.close(handle)
 
 
 def _lock(handle: int) -> bool | None:
-    """Lock an open file and say whether it could be; None where the file system has no locks."""
+    """Lock an open file; return whether that succeeded, or None without support for locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -198,15 +199,15 @@ def _umask() -> int:
 
 
 class FolderLock:
-    """A folder that one run writes to: no other run may, while it lasts.
+    """Lock a folder, so that only one run at a time writes to it.
 
-    The lock is gone with the process, however that ends.
+    The lock ends with the process, even if the process is killed.
 
     Args:
-        folder: The folder, which is made where it is missing.
+        folder: The folder. It is created if it does not exist.
 
     Raises:
-        FederationError: If another run has it.
+        FederationError: If another run holds the lock.
 
     Example:
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -231,11 +232,11 @@ class FolderLock:
                 owner = os.read(handle, 200).decode(errors="replace") or "another process"
                 os.close(handle)
                 raise FederationError(
-                    f"{self.folder} is in use by another run ({short_repr(owner)}): wait until it"
-                    " ends, or give this run a folder of its own (Trainer(default_root_dir=...),"
+                    f"{self.folder} is in use by another run ({short_repr(owner)}). Wait until that"
+                    " run ends, or choose another folder (Trainer(default_root_dir=...),"
                     " RoundCheckpoint(dirpath=...))"
                 )
-            # The owner of before may have removed the file since it was opened.
+            # The previous owner may have removed the file since it was opened.
             if self._path.exists() and os.path.samestat(os.fstat(handle), self._path.stat()):
                 self._handle = handle
             else:
@@ -243,8 +244,8 @@ class FolderLock:
         FolderLock._held.add(self._handle)
         if is_ours is None:
             warnings.warn(
-                f"the file system of {self.folder} has no locks: see to it that no other run"
-                " writes to the folder",
+                f"the file system of {self.folder} does not support locks. Make sure that no other"
+                " run writes to the folder",
                 stacklevel=2,
             )
         os.ftruncate(self._handle, 0)
@@ -252,7 +253,7 @@ class FolderLock:
         remove_leftovers(self.folder)
 
     def release(self) -> None:
-        """Let others have the folder; an empty one that was made for the lock is removed."""
+        """Release the lock; an empty folder that was created for the lock is removed."""
         self._path.unlink(missing_ok=True)
         FolderLock._held.discard(self._handle)
         os.close(self._handle)
@@ -262,7 +263,7 @@ class FolderLock:
 
 
 def _leave_locks_to_parent() -> None:
-    """Close locks in a forked process, which may live on where its parent is killed."""
+    """Close locks in a forked process, since it may outlive a killed parent."""
     for handle in FolderLock._held:
         os.close(handle)
     FolderLock._held.clear()

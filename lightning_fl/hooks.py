@@ -1,4 +1,4 @@
-"""Attributes and methods of one object that are replaced for a while."""
+"""Temporary replacement of attributes and methods of one object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ Method = Callable[..., Any]
 
 @contextmanager
 def attributes_set(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Set attributes of one object, past what ``nn.Module`` does with them; then restore them.
+    """Set attributes of one object within a ``with`` block.
+
+    They are set in its ``__dict__``, without ``nn.Module.__setattr__``.
 
     Args:
         owner: The object.
@@ -31,12 +33,12 @@ def attributes_set(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Method], Method]) -> Iterator[None]:
-    """Replace a method of one object, past what ``nn.Module`` does with attributes.
+    """Replace a method of one object within a ``with`` block.
 
     Args:
-        owner: The object. Others of its class keep their method.
+        owner: The object. Other objects of its class are not affected.
         name: Name of the method.
-        make: Returns the replacement, given the method.
+        make: Function that returns the replacement, given the original method.
 
     Example:
         >>> class Greeter:
@@ -50,7 +52,7 @@ def replaced(owner: Any, name: str, make: Callable[[Method], Method]) -> Iterato
     """
     method = getattr(owner, name)
     replacement = wraps(method)(make(method))
-    # Lightning looks through one decorator for a method's arguments: not through ours and a user's.
+    # Lightning unwraps only one decorator to inspect arguments, and the user may have added one.
     replacement.__dict__["__wrapped__"] = getattr(method, "__wrapped__", method)
     with attributes_set(owner, {name: replacement}):
         yield

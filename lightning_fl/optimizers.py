@@ -1,4 +1,4 @@
-"""Optimizers that PyTorch does not have."""
+"""Optimizers that are not part of PyTorch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from lightning_fl.types import FederationError
 
 
 class Adaptive(torch.optim.Optimizer):
-    r"""Adagrad, Adam and Yogi as servers use them (Reddi et al., 2021, Algorithm 2).
+    r"""Implement Adagrad, Adam and Yogi for servers (Reddi et al., 2021, Algorithm 2).
 
-    With :math:`\Delta = -g`, and without the correction of the bias that ``torch.optim.Adam`` has,
+    With :math:`\Delta = -g`, and without the bias correction of ``torch.optim.Adam``,
 
     .. math:: m \leftarrow \beta_1 m + (1 - \beta_1) \Delta, \qquad
         x \leftarrow x + \eta \frac{m}{\sqrt v + \tau},
 
-    where :math:`v`, which begins at :math:`\tau^2`, becomes :math:`v + \Delta^2` (``adagrad``),
+    where :math:`v` is initialized to :math:`\tau^2` and becomes :math:`v + \Delta^2` (``adagrad``),
     :math:`\beta_2 v + (1 - \beta_2) \Delta^2` (``adam``), or
     :math:`v - (1 - \beta_2) \Delta^2 \operatorname{sign}(v - \Delta^2)` (``yogi``).
 
     Args:
-        params: What to optimize.
-        rule: How :math:`v` moves.
-        lr: :math:`\eta`.
-        betas: :math:`\beta_1, \beta_2`; ``adagrad`` has no use for the second.
-        tau: :math:`\tau`, how adaptive: the smaller, the more.
+        params: Parameters to optimize.
+        rule: The update rule of :math:`v`: ``adagrad``, ``adam`` or ``yogi``.
+        lr: Learning rate :math:`\eta`.
+        betas: Decay rates :math:`\beta_1, \beta_2`; ``adagrad`` ignores the second.
+        tau: Adaptivity :math:`\tau`. Smaller values are more adaptive.
 
     Raises:
         FederationError: If a value is out of range.
@@ -59,13 +59,13 @@ class Adaptive(torch.optim.Optimizer):
         super().__init__(params, options)
 
     def fresh(self, param: Tensor, name: str) -> Tensor:
-        """Return a state of a parameter before the first step: of ``m`` or ``v``."""
+        """Return the initial value of a parameter's state ``m`` or ``v``."""
         tau = next(g["tau"] for g in self.param_groups if any(p is param for p in g["params"]))
         return torch.full_like(param, tau**2 if name == "v" else 0.0)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step."""
+        """Perform a single optimization step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -95,30 +95,31 @@ def _move(rule: str, v: Tensor, square: Tensor, beta2: float) -> None:
 
 
 class PFedMe(torch.optim.Optimizer):
-    r"""A client's step of pFedMe (Dinh et al., 2020, Algorithm 1), on its minibatch.
+    r"""Implement a client's local step of pFedMe (Dinh et al., 2020, Algorithm 1).
 
-    A personal model :math:`\theta` approximates
+    On a minibatch :math:`b`, a personal model :math:`\theta` approximates
     :math:`\arg\min_\theta \ell(\theta; b) + \frac\lambda2 \lVert \theta - w \rVert^2` by :math:`K`
-    steps of gradient descent, and the local model :math:`w` moves towards it:
+    steps of gradient descent. Then the local model :math:`w` moves towards it:
 
     .. math:: \theta \leftarrow \theta - \eta_p (\nabla \ell(\theta; b) + \lambda (\theta - w))
         \quad K \text{ times}, \qquad w \leftarrow w - \eta \lambda (w - \theta).
 
-    The loss is asked for :math:`K` times, so ``step`` needs a closure, as Lightning gives it;
-    without one the gradient stays what it is. The learning rate of a policy is :math:`\eta`. The
-    server's rule :math:`w^{t+1} = (1 - \beta) w^t + \beta \bar w` is
+    The loss is evaluated :math:`K` times, so ``step`` needs a closure, which Lightning passes.
+    Without a closure, all inner steps use the same gradient. The learning rate of a policy is
+    :math:`\eta`. The server's rule :math:`w^{t+1} = (1 - \beta) w^t + \beta \bar w` is
     :class:`~lightning_fl.aggregators.FedOpt` with SGD of learning rate :math:`\beta`. With
-    ``optimizer_state: keep`` the personal model stays with its client, in the state ``theta`` of
-    each parameter, and its next round goes on from there.
+    ``optimizer_state="keep"``, each client keeps its personal model, in the state ``theta`` of each
+    parameter, and continues from it in its next round.
 
     Args:
-        params: What to optimize.
-        lr: :math:`\eta`.
-        personal_lr: :math:`\eta_p`; it needs :math:`\eta_p (L + \lambda) < 2` to converge.
-        lam: :math:`\lambda`.
-        inner_steps: :math:`K`.
-        warm: Go on from the personal model of the local step before, within a round; else each
-            starts from :math:`w`.
+        params: Parameters to optimize.
+        lr: Learning rate :math:`\eta` of the local model.
+        personal_lr: Learning rate :math:`\eta_p` of the personal model. Convergence requires
+            :math:`\eta_p (L + \lambda) < 2`.
+        lam: Strength :math:`\lambda` of the penalty.
+        inner_steps: Number :math:`K` of gradient steps on the personal model.
+        warm: Whether a local step starts from the personal model of the previous one. Otherwise
+            each starts from :math:`w`.
 
     Raises:
         FederationError: If a value is out of range.
@@ -145,28 +146,27 @@ class PFedMe(torch.optim.Optimizer):
             if not 0 < value < float("inf"):
                 raise FederationError(f"{name} must be positive and finite, got {value}")
         if inner_steps < 1 or int(inner_steps) != inner_steps:
-            raise FederationError(
-                f"inner_steps must be a whole number from 1 up, got {inner_steps}"
-            )
+            raise FederationError(f"inner_steps must be an integer >= 1, got {inner_steps}")
         options = {"lr": lr, "personal_lr": personal_lr, "lam": lam}
         super().__init__(params, {**options, "inner_steps": int(inner_steps), "warm": warm})
         if len({group["inner_steps"] for group in self.param_groups}) > 1:
             raise FederationError(
-                "inner_steps is one number for all parameter groups: each asks for the loss anew"
+                "inner_steps must be equal in all parameter groups, since they share the"
+                " evaluations of the loss"
             )
 
     def fresh(self, param: Tensor, name: str) -> Tensor:
-        """Return the personal model of a client that has none yet: its local model."""
+        """Return the initial personal model of a client, which is its local model."""
         return param
 
     @property
     def evaluations(self) -> int:
-        """How often a step asks for the loss: lanes have to know."""
+        """Number of closure evaluations per step, which vectorized training needs to know."""
         return int(max(group["inner_steps"] for group in self.param_groups))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step; the closure is called as often as there are inner steps."""
+        """Perform a single optimization step; the closure is called once per inner step."""
         each = [(p, group) for group in self.param_groups for p in group["params"]]
         each = [(p, group) for p, group in each if p.requires_grad]
         local = [p.clone() for p, _ in each]

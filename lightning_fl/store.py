@@ -1,4 +1,4 @@
-"""State that clients keep from round to round."""
+"""Storage of the state that clients keep between rounds."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: Bytes of a piece of the file that are mapped at once; larger clients have a piece of their own.
+#: Number of bytes that are mapped at once; a larger client gets a mapping of its own size.
 PIECE = 2**26
-#: Where a tensor in the file begins: at a multiple of this many bytes.
+#: Alignment of tensors in the file, in bytes.
 ALIGNED = 64
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class ClientStore:
-    """Named tensors of clients: nothing until a client leaves something, one row each after.
+    """Store named tensors (rows) per client.
 
-    What clients leave during a round counts from the round's end on: a round that is cut short is
-    as if it had not been. Rows are in memory while they are few, else in a file that is mapped into
-    memory: the system keeps of it what is in use. Rows that count are never written over, because a
-    checkpoint may be written from them at any time, until :meth:`release` says that it is not.
+    Tensors that are stored during a round take effect at its end, so that an interrupted round has
+    no effect. Up to a size limit the tensors are in memory, beyond it in a memory-mapped file.
+    Committed tensors are not overwritten before :meth:`release`, since a checkpoint may be written
+    from them at any time.
 
     Args:
-        most: Bytes of rows that stay in memory. With more, all are in the file.
-        folder: Where that is, without a name: it is gone with the process. None is the system's
-            place for temporary files, which may be memory.
+        most: Maximum bytes of tensors in memory. Beyond it, all tensors are in the file.
+        folder: Folder of the file. The file has no name and disappears with the process. None is
+            the system's folder for temporary files, which may be in memory.
 
     Example:
         >>> store = ClientStore()
@@ -48,53 +48,53 @@ class ClientStore:
     def __init__(self, most: float = 2**30, folder: str | Path | None = None) -> None:
         self.most, self.folder = most, folder
         self._rows: dict[int, dict[str, Tensor]] = {}
-        #: What clients left in the round that is not over yet.
+        #: Tensors that were stored in the current round.
         self.new: dict[int, dict[str, Tensor]] = {}
         self._size = 0
-        #: Whose rows are in the file, and the rest of its last piece.
+        #: Clients with tensors in the file, and the free part of its last piece.
         self._mapped: set[int] = set()
         self._free: Bytes = np.empty(0, np.uint8)
-        #: Places in the file that no client's rows are in any more: to be used again, by kind, and
-        #: those that a checkpoint may still be written from.
+        #: Unused places in the file: those that can be reused, by kind, and those that a checkpoint
+        #: may still be written from.
         self._places: dict[Any, list[dict[str, Tensor]]] = defaultdict(list)
         self._left: list[dict[str, Tensor]] = []
 
     @property
     def rows(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """The rows of each client."""
+        """The committed tensors of each client."""
         return self._rows
 
     def snapshot(self) -> Callable[[], list[dict[str, Any]]]:
-        """Return a function that returns the state as of now.
+        """Return a function that returns the current state.
 
         Nothing is copied before it is called. It may be called until the next :meth:`release`.
         """
-        is_large = self._size > max(self.most, PIECE)  # what is too much for memory still is
+        is_large = self._size > max(self.most, PIECE)  # the packed copy would not fit either
         return partial(pack, self._rows, self._piece if is_large else None)
 
     def get(self, client: int) -> dict[str, Tensor]:
-        """Return what a client left in earlier rounds, on the CPU; empty if nothing."""
+        """Return a client's tensors from earlier rounds, on the CPU; empty if there are none."""
         return self._rows.get(client, {})
 
     def put(self, client: int, rows: dict[str, Tensor]) -> None:
-        """Leave a copy of a client's tensors for its next round."""
+        """Store a copy of a client's tensors for its next round."""
         if rows:
             self.new[client] = {
                 name: torch.empty_like(row, device="cpu").copy_(row) for name, row in rows.items()
             }
 
     def commit(self) -> None:
-        """End a round: what clients left in it counts from now on."""
+        """Commit the tensors of the current round."""
         self._size += sum(map(_bytes, self.new.values()))
         self._size -= sum(_bytes(self.get(client)) for client in self.new)
-        rows = self._rows | self.new  # A new dictionary: a checkpoint may hold the old.
+        rows = self._rows | self.new  # A new dictionary, since a checkpoint may hold the old one.
         if self._mapped or self._size > self.most:
             for client in sorted((rows.keys() - self._mapped) | self.new.keys()):
                 rows[client] = self._in_file(client, rows[client])
         self._rows, self.new = rows, {}
 
     def _in_file(self, client: int, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copy a client's rows to a place in the file that nothing is in."""
+        """Copy a client's tensors to an unused place in the file."""
         if client in self._mapped:
             self._left.append(self._rows[client])
         self._mapped.add(client)
@@ -105,48 +105,48 @@ class ClientStore:
         return places
 
     def release(self) -> None:
-        """Let places be used again whose rows were replaced: no checkpoint needs them any more."""
+        """Free the places of replaced tensors, which no checkpoint needs any more."""
         for places in self._left:
             self._places[_kind(places)].append(places)
         self._left = []
 
     def _place(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors in the file like these."""
+        """Return new tensors in the file with the same names, shapes and dtypes."""
         size = sum(_aligned(row.nbytes) for row in rows.values())
         if size > len(self._free):
             self._free = self._piece(max(size, PIECE))
         places = {}
         for name, row in rows.items():
-            if not row.numel():  # torch.save takes several of no size for one
+            if not row.numel():  # torch.save would treat several empty views as one storage
                 places[name] = torch.empty_like(row)
                 continue
-            # Each of its own storage: a checkpoint writes the whole of that.
+            # One storage per tensor, since a checkpoint writes whole storages.
             own = torch.from_numpy(self._free[: row.nbytes])
             places[name] = own.view(row.dtype).view(row.shape)
             self._free = self._free[_aligned(row.nbytes) :]
         return places
 
     def _piece(self, size: int) -> Bytes:
-        """Return memory that is a file's."""
+        """Return memory-mapped bytes of a new temporary file."""
         if self.folder is not None:
             Path(self.folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.folder) as file:
-            if hasattr(os, "posix_fallocate"):  # else a full disk is noticed when it is too late
+            if hasattr(os, "posix_fallocate"):  # otherwise writes to a full disk crash later
                 os.posix_fallocate(file.fileno(), 0, size)
             return np.memmap(file, np.uint8, "w+", shape=size)
 
     def discard(self) -> None:
-        """Forget what clients left in a round that was cut short."""
+        """Discard the tensors of an interrupted round."""
         self.new = {}
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return a copy of all rows; see :func:`pack`."""
+        """Return a copy of all tensors; see :func:`pack`."""
         return self.snapshot()()
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what :meth:`state_dict` returned.
+        """Load the result of :meth:`state_dict`.
 
-        Rows in memory are views of its tensors until their clients leave new ones.
+        Tensors in memory are views of the loaded tensors until their clients store new ones.
         """
         self._rows, self._size, self._mapped, self.new = {}, 0, set(), unpack(state)
         self._left, self._places = [], defaultdict(list)
@@ -157,13 +157,14 @@ def pack(
     rows: Mapping[int, Mapping[str, Tensor]],
     piece: Callable[[int], Bytes] | None = None,
 ) -> list[dict[str, Any]]:
-    """Copy the rows of clients to a few large tensors, one for each name, shape and dtype.
+    """Copy the tensors of clients to a few large tensors, one per name, shape and dtype.
 
     A file of thousands of small tensors takes a hundred times as long to write and to read.
 
     Args:
-        rows: By client and name.
-        piece: Returns memory of so many bytes, to copy them to; None is the usual one.
+        rows: Tensors by client and name.
+        piece: Function that returns memory of a given number of bytes for the copies. None uses
+            ordinary memory.
 
     Example:
         >>> pack({3: {"m": torch.ones(2)}, 5: {"m": torch.zeros(2)}})
@@ -195,7 +196,7 @@ def pack(
 
 
 def unpack(state: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Tensor]]:
-    """Return the rows of each client: views of the large tensors that :func:`pack` has made."""
+    """Return the tensors of each client as views of the large tensors from :func:`pack`."""
     rows: dict[int, dict[str, Tensor]] = {}
     for each in state:
         for client, row in zip(each["clients"].tolist(), each["rows"].unbind(), strict=True):

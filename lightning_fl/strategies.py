@@ -1,4 +1,4 @@
-"""Clients over processes: several GPUs, several nodes, or the cores of one machine."""
+"""Strategy that distributes clients over GPUs, nodes, or the cores of one machine."""
 
 from __future__ import annotations
 
@@ -27,35 +27,38 @@ from torch import Tensor
 from lightning_fl.hooks import replaced
 from lightning_fl.types import FederationError
 
-#: Lightning asks all processes before each batch whether one is to end; here before each n-th.
+#: Lightning synchronizes a stop flag before each batch; here it happens once in so many batches.
 BATCHES_PER_STOP_FLAG = 50
 
 
 class ClientParallelStrategy(DDPStrategy):
-    """Each process trains its share of a round's clients: ``Trainer(strategy="client_parallel")``.
+    """Distribute the clients of a round over processes: ``Trainer(strategy="client_parallel")``.
 
-    Local training synchronizes nothing; the processes meet at the end of a round, to aggregate, and
-    share test samples, and validation samples where nothing acts on validation. The result does not
-    depend on their number, bit for bit, given the same number of threads in each. They are
-    started as Lightning starts those of DDP (by itself on one node, by torchrun or SLURM on many)
-    and talk through NCCL on GPUs and gloo on CPUs.
+    Local training is not synchronized. The processes aggregate at the end of each round. They share
+    the test samples, and also the validation samples if no callback acts on validation metrics. The
+    result does not depend on the number of processes, bit for bit, given the same number of threads
+    in each. Processes are launched as for DDP (by Lightning on one node, by torchrun or SLURM on
+    several nodes) and communicate by NCCL on GPUs and gloo on CPUs.
 
-    What a module logs with ``self.log`` in training is the figure of all clients; in validation and
-    test of all samples, whether it says ``sync_dist`` or not.
+    Values logged with ``self.log`` are reduced over all clients in training, and over all samples
+    in validation and test, regardless of ``sync_dist``.
 
-    A process that dies ends the run on all of them, at the latest at the end of the round; one
-    that hangs, after ``timeout``. The last checkpoint resumes on any number of processes.
+    If a process fails, the run ends on all processes, at the latest at the end of the round. If a
+    process hangs, the run ends after ``timeout``. A run resumes from its last checkpoint on any
+    number of processes.
 
-    For models too large for one device use Lightning's own ``ddp`` instead: every process then
-    trains the same client, on its share of each batch.
+    If a large model needs several devices per client, use Lightning's ``ddp`` instead: all
+    processes then train the same client, each on its share of every batch.
 
     Args:
-        timeout: Seconds, or a timedelta, that a process waits for the others at the end of a round.
-        options: Of Lightning's ``DDPStrategy``, such as ``process_group_backend``.
+        timeout: Maximum time that a process waits for the others at the end of a round, in seconds
+            or as a timedelta.
+        options: Keyword arguments of Lightning's ``DDPStrategy``, such as
+            ``process_group_backend``.
 
     Raises:
-        FederationError: At the start of a fit without a ``FederatedLoop``, which aggregates; if
-            ``timeout`` is not positive.
+        FederationError: If ``timeout`` is not positive. At the start of a fit: if the callbacks
+            contain no ``FederatedLoop``.
 
     Example:
         >>> ClientParallelStrategy(timeout=60).timeout
@@ -67,22 +70,22 @@ class ClientParallelStrategy(DDPStrategy):
         if self.timeout <= timedelta(0):
             raise FederationError(f"timeout must be positive, got {timeout}")
         super().__init__(timeout=self.timeout, **options)
-        #: Whether this process has no client left in the round; the loop says so for each batch.
+        #: Whether this process has no client left in the round; set by the loop for each batch.
         self.is_idle = False
-        #: Whether each process validates on all samples in a fit; the loop says so.
+        #: Whether each process validates on all samples during a fit; set by the loop.
         self.repeats_validation = False
         self._undo = ExitStack()
 
     def setup(self, trainer: Trainer) -> None:
-        """Prepare the module, and what Lightning synchronizes by itself."""
+        """Prepare the module, its logging, and the synchronization of the stop flag."""
         module = self.lightning_module
         assert module is not None
         if trainer.state.fn == TrainerFn.FITTING:
             data = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
             if getattr(data, "plan", None) is None:
                 raise FederationError(
-                    "client_parallel trains clients, of which there are none: add a FederatedLoop"
-                    " to the callbacks, or choose strategy='ddp'"
+                    "strategy='client_parallel' requires a FederatedLoop: add one to the callbacks,"
+                    " or choose strategy='ddp'"
                 )
             self._throttle_stop_flag(trainer)
         for child in module.modules():
@@ -100,25 +103,25 @@ class ClientParallelStrategy(DDPStrategy):
         self._undo.enter_context(replaced(epoch, "_broadcast_sigterm_tensor", at_times))
 
     def teardown(self) -> None:
-        """Let go of module and Trainer."""
+        """Restore the module and the Trainer."""
         self._undo.close()
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        """End the processes that this one has started, which may hang and never hear of it."""
+        """Terminate the processes that this process has launched, since they may hang."""
         super().on_exception(exception)
         if isinstance(self.launcher, _SubprocessScriptLauncher):
             self.launcher.kill(signal.SIGTERM if sys.platform == "win32" else signal.SIGKILL)
 
     def configure_ddp(self) -> None:
-        """Begin everywhere with the parameters of process 0; wrap nothing."""
+        """Broadcast the parameters of process 0, without a DDP wrapper."""
         assert self.model is not None
         _sync_module_states(self.model)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Make a local step; an idle process makes one that teaches nothing.
+        """Make a local step; in an idle process its loss is zero.
 
-        Its gradient is zero and not missing: a gradient scaler needs one.
+        The gradient of that loss is zero instead of missing, since a gradient scaler needs one.
         """
         if not self.is_idle:
             return super().training_step(*args, **kwargs)
@@ -126,7 +129,7 @@ class ClientParallelStrategy(DDPStrategy):
         return 0 * next(p for p in params if p.requires_grad).sum()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over processes; the mean of counts is a fraction, which torch would cut off."""
+        """Reduce over processes, in float64 for integers, since torch would truncate their mean."""
         if isinstance(tensor, Tensor) and not tensor.is_floating_point():
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
@@ -135,9 +138,9 @@ class ClientParallelStrategy(DDPStrategy):
 def _log_for_all(
     strategy: ClientParallelStrategy, trainer: Trainer, log: Callable[..., None]
 ) -> Callable[..., None]:
-    """Make ``self.log`` wait for nobody in local training, and mean all samples elsewhere.
+    """Return a ``self.log`` that synchronizes in validation and test, but not in local training.
 
-    Where each process validates on all samples, nothing is left to reduce.
+    If each process validates on all samples, no reduction is needed.
     """
 
     def wrapped(name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -150,39 +153,40 @@ def _log_for_all(
 
 
 def gathered(value: Any) -> list[Any]:
-    """Return what each process passes, in their order; all have to call it.
+    """Return the values of all processes, in order of rank; all processes must call it.
 
     Raises:
-        FederationError: If one of them died, or does not answer in time.
+        FederationError: If a process failed, or did not respond within the timeout.
     """
     values: list[Any] = [None] * torch.distributed.get_world_size()
     try:
         torch.distributed.all_gather_object(values, value)
     except RuntimeError as error:
         raise FederationError(
-            f"another process died or did not answer in time ({error}): see what it printed. The"
-            " last checkpoint resumes, on any number of processes"
+            f"another process failed or did not respond within the timeout ({error}). See its"
+            " output for the cause. To continue, resume from the last checkpoint, on any number of"
+            " processes"
         ) from error
     return values
 
 
 class ClientLogs:
-    """What ``training_step`` logs in a round, client by client.
+    """Collect the values that ``training_step`` logs in a round, per client.
 
-    Lightning adds up what a process logs, in its order. Here the part of each client is taken out
-    when the client is done, and at the end of the round all are added in the order of the clients:
-    the figures do not depend on which process trained whom.
+    Lightning sums logged values in the order of logging. This class takes the part of each client
+    out when the client is done, and sums the parts in the order of clients at the end of the round.
+    The results then do not depend on the assignment of clients to processes.
     """
 
     def __init__(self) -> None:
         self._parts: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
 
     def take(self, trainer: Trainer, client: int) -> None:
-        """Take out what was logged since the last call.
+        """Take out the values that were logged since the last call.
 
         Args:
-            trainer: Whose loop has logged.
-            client: Position in the plan of the client, or of the first of those that train at once.
+            trainer: The Trainer that logs.
+            client: Position of the client in the plan, or of the first client of a group.
         """
         results: Any = trainer.fit_loop.epoch_loop._results
         part = self._parts.setdefault(client, {})
@@ -194,14 +198,15 @@ class ClientLogs:
                 metric.cumulated_batch_size = torch.zeros_like(samples)
 
     def put_back(self, trainer: Trainer, shared: bool) -> None:
-        """Make what was logged the figure of all clients.
+        """Replace the logged values by those of all clients.
 
         Args:
-            trainer: The Trainer whose loop has logged.
-            shared: Whether processes share the clients: then all have to call it.
+            trainer: The Trainer that logs.
+            shared: Whether the clients are distributed over processes. All processes must then call
+                this method.
 
         Raises:
-            FederationError: If a metric was logged on some processes only: its own ``compute``
+            FederationError: If a metric was logged on some processes only, since its ``compute``
                 would wait for the others.
         """
         parts = self._parts
@@ -225,14 +230,14 @@ class ClientLogs:
 
 
 def _is_sum(metric: Any) -> bool:
-    """Say whether Lightning adds up a logged figure over an epoch, as a mean or as a sum."""
+    """Return whether Lightning accumulates a logged value over an epoch, as a mean or a sum."""
     if not metric.is_tensor or not metric.meta.on_epoch or metric.has_reset:
         return False
     return bool(metric.meta.is_mean_reduction or metric.meta.is_sum_reduction)
 
 
 def _samples(metric: Any) -> Tensor:
-    """Return how many samples a logged mean is of, 0 where it is no mean."""
+    """Return the number of samples in a logged mean; 0 for other reductions."""
     samples: Tensor = getattr(metric, "cumulated_batch_size", torch.zeros((), dtype=torch.int64))
     return samples
 
@@ -246,9 +251,9 @@ def _merge_logs(trainer: Trainer) -> None:
     for key in sorted(set().union(*(found for _, found in everywhere))):
         if missing := [rank for rank, (_, found) in enumerate(everywhere) if key not in found]:
             raise FederationError(
-                f"the metric {key} was logged on some processes, but not on {missing}, whose"
-                " clients did not log it or which had none: log it in every training step, and use"
-                " at most as many processes as clients in a round"
+                f"the metric {key} was not logged on processes {missing}, which had no clients or"
+                " did not log it. Log it in every training step, and use at most as many processes"
+                " as there are clients in a round"
             )
     device = trainer.strategy.root_device
     for key in dict.fromkeys(key for figures, _ in everywhere for key in figures):
@@ -266,11 +271,11 @@ def _merge_logs(trainer: Trainer) -> None:
 
 
 class _Logged(NamedTuple):
-    """One entry of what Lightning keeps of ``self.log`` over an epoch, to be sent elsewhere."""
+    """Hold one accumulated value of ``self.log`` in a form that can be sent to other processes."""
 
     options: dict[str, Any]
     value: Tensor
-    samples: Tensor  # how many, where the figure is a mean
+    samples: Tensor  # number of samples of a mean, otherwise 0
 
 
 def _logged(metric: Any) -> _Logged:
@@ -283,5 +288,5 @@ if "client_parallel" not in StrategyRegistry:
     StrategyRegistry.register(
         "client_parallel",
         ClientParallelStrategy,
-        description="Each process trains its share of a round's clients",
+        description="Distributes the clients of a round over processes",
     )

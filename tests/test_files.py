@@ -83,7 +83,7 @@ def test_without_locks_a_run_goes_on_and_says_so(tmp_path, monkeypatch):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(files.fcntl, "flock", fail)
-    with pytest.warns(UserWarning, match=f"file system of {tmp_path} has no locks"):
+    with pytest.warns(UserWarning, match=f"file system of {tmp_path} does not support locks"):
         lock = FolderLock(tmp_path)
     lock.release()
     write_atomically(tmp_path / "file", lambda file: file.write(b"x"))

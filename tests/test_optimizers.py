@@ -182,7 +182,7 @@ def test_a_round_of_pfedme_is_the_algorithm(fit, linear, blobs):
     [
         ({"lr": 0.0}, "lr must be positive and finite, got 0.0"),
         ({"lam": -1.0}, "lam must be positive"),
-        ({"inner_steps": 0}, "inner_steps must be a whole number from 1 up, got 0"),
+        ({"inner_steps": 0}, "inner_steps must be an integer >= 1, got 0"),
     ],
 )
 def test_wrong_options_of_pfedme(options, words):
@@ -241,7 +241,7 @@ def test_a_state_that_does_not_begin_at_0_is_not_kept_in_lanes(fit, data):
         fit(VectorizedClients(module.double(), 2, compile=False), loop, data(), rounds=1)
 
     run("reset")
-    with pytest.raises(FederationError, match="state does not begin at 0"):
+    with pytest.raises(FederationError, match="initial state is not 0"):
         run("keep")
 
 
@@ -249,5 +249,5 @@ def test_inner_steps_are_one_number():
     groups = [
         {"params": [torch.nn.Parameter(torch.zeros(1))], "inner_steps": count} for count in (1, 2)
     ]
-    with pytest.raises(FederationError, match="inner_steps is one number"):
+    with pytest.raises(FederationError, match="inner_steps must be equal"):
         PFedMe(groups)

@@ -1,4 +1,4 @@
-"""Where clients train: in the user's module itself, or many at once in lanes."""
+"""Runners, which train clients one after another or many at once."""
 
 from lightning_fl.runners.base import BufferPolicy, ClientRunner, TensorList, flat
 from lightning_fl.runners.module import VectorizedClients, client_runner

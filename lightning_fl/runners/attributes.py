@@ -1,4 +1,4 @@
-"""What a training step does to the plain Python attributes of a module."""
+"""Changes that a training step makes to plain Python attributes of a module."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
 from torch.utils._pytree import tree_leaves
 
-#: Where a module keeps its parameters, buffers and children.
+#: Attributes in which ``nn.Module`` stores parameters, buffers and children.
 _OF_TORCH = vars(nn.Module()).keys()
 
 
 class Attributes:
-    """The plain attributes of a module and its children, as they are now.
+    """Take a snapshot of the plain attributes of a module and its children.
 
     Args:
         module: The module.
@@ -40,7 +40,7 @@ class Attributes:
         self._contents = {id(c): (c, copy.copy(c)) for c in _containers(values)}
 
     def restore(self) -> None:
-        """Undo what happened to them since."""
+        """Undo all changes since the snapshot."""
         for (_, own), objects in zip(self._owners, self._before, strict=True):
             for key in own.keys() - objects.keys():
                 del own[key]
@@ -50,7 +50,7 @@ class Attributes:
             (container.extend if isinstance(content, list) else container.update)(content)
 
     def changed(self) -> list[str]:
-        """Return the names of those that are another object now, or hold other objects."""
+        """Return the names of the attributes that were replaced or hold different objects."""
         return [
             f"{name}.{key}".strip(".")
             for (name, own), objects in zip(self._owners, self._before, strict=True)
@@ -66,7 +66,7 @@ class Attributes:
         )
 
     def mapped(self) -> list[str]:
-        """Return the names of those that hold a tensor of ``vmap``, which has escaped from it."""
+        """Return the names of the attributes that hold a tensor leaked from ``vmap``."""
         return [
             f"{name}.{key}".strip(".")
             for name, own in self._owners
@@ -77,7 +77,7 @@ class Attributes:
 
 @contextmanager
 def left_alone(module: nn.Module) -> Iterator[Attributes]:
-    """Undo what happens to a module's plain attributes."""
+    """Undo changes of a module's plain attributes at the end of a ``with`` block."""
     attributes = Attributes(module)
     try:
         yield attributes
@@ -86,7 +86,7 @@ def left_alone(module: nn.Module) -> Iterator[Attributes]:
 
 
 def _items(container: Any) -> list[int]:
-    """Return what a list, a dictionary or a set holds, by identity."""
+    """Return the identities of the items of a list, a dictionary or a set."""
     values = container.values() if isinstance(container, dict) else container
     keys = container.keys() if isinstance(container, dict) else ()
     return [*map(hash, keys), *map(id, values)]

@@ -1,4 +1,4 @@
-"""What a place where clients train offers to the loop."""
+"""``ClientRunner``, the base class of the runners that train clients for the federated loop."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from lightning_fl.types import FederationError, ServerState
 
 BufferPolicy = Literal["average", "server", "local"]
 Rows = Mapping[str, Tensor]
-#: Maps the stacked parameters of the clients in training, ``[k, *shape]`` by name, to what is added
-#: to their gradients.
+#: Maps the stacked parameters of the clients in training, ``[k, *shape]`` by name, to values that
+#: are added to their gradients.
 GradientTerm = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """All numbers of a tensor in one row; a complex number is two."""
+    """Return a tensor as a vector; a complex number becomes two entries."""
     tensor = tensor.detach()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
 
 
 def is_floating(tensor: Tensor) -> bool:
-    """Say whether a tensor holds numbers that can be averaged."""
+    """Return whether a tensor is real or complex floating point, so that it can be averaged."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors on the CPU; those of a dtype in one copy, as each waits for the device."""
+    """Return tensors on the CPU; one copy per dtype, since each copy waits for the device."""
     found = dict(tensors)
     away = {name: t.detach() for name, t in tensors.items() if t.device.type != "cpu"}
     for dtype in {t.dtype for t in away.values()}:
@@ -52,29 +52,29 @@ def to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def local_parameters(module: LightningModule) -> list[str]:
-    """Return the names of parameters that stay with each client.
+    """Return the names of the client-local parameters (``federated_local_parameters``).
 
     Raises:
-        FederationError: If one is not a parameter, or if none is left to share.
+        FederationError: If a name is not a parameter, or if no parameter is left to share.
     """
     names = list(getattr(module, "federated_local_parameters", None) or ())
     known = dict(module.named_parameters())
     for name in names:
         if name not in known:
             raise FederationError(
-                f"{type(module).__name__}.federated_local_parameters names {name!r}, which is no"
-                " parameter"
+                f"{type(module).__name__}.federated_local_parameters names {name!r}, which is"
+                " not a parameter of the module"
             )
     if names and len(set(names)) == len(known):
         raise FederationError(
-            f"all parameters of {type(module).__name__} stay with the clients"
-            " (federated_local_parameters): there is nothing to train together"
+            f"{type(module).__name__}.federated_local_parameters names all parameters, so that none"
+            " is left to aggregate. Leave at least one parameter out of it"
         )
     return names
 
 
 class TensorList:
-    """Tensors read and written as one vector, in one dtype that holds them all."""
+    """Read and write tensors as one vector, in their common promoted dtype."""
 
     def __init__(self, tensors: Iterable[Tensor], empty: torch.dtype) -> None:
         self.tensors = list(tensors)
@@ -102,19 +102,19 @@ class TensorList:
 
 
 class ClientRunner(ABC):
-    """Where clients train: loaded with the server's state, collected after their last step.
+    """Train clients: load the global model, make local steps, collect the client updates.
 
-    A module may name parameters that stay with each client (``federated_local_parameters``): they
-    are neither averaged nor sent. A new client starts from the module's values, and a client finds
-    its own again.
+    A module may name client-local parameters (``federated_local_parameters``), which are neither
+    averaged nor sent. A new client starts from the module's initial values; later its own values
+    are restored.
 
     Args:
-        module: The user's module; between rounds it holds the server's model.
-        buffers: What becomes of floating buffers after a client. ``average``: they are averaged
-            like parameters, integer buffers keep their maximum. ``server``: the server keeps its
-            own. ``local``: each client keeps its own, the server the average.
+        module: The user's module; between rounds it holds the global model.
+        buffers: How floating-point buffers are aggregated. ``average``: they are averaged like
+            parameters, and integer buffers take the maximum. ``server``: the server keeps its own
+            buffers. ``local``: each client keeps its own buffers, the server their average.
         optimizer: The optimizer of local training.
-        keep_optimizer: Whether a client keeps its optimizer's state from round to round.
+        keep_optimizer: Whether a client keeps its optimizer state between rounds.
     """
 
     def __init__(
@@ -129,14 +129,14 @@ class ClientRunner(ABC):
         self.tensors = ModuleTensors(module)
         self.named_parameters, self.named_buffers = self.tensors.parameters, self.tensors.buffers
         self._has_warned_of_late = False
-        #: What a new client's own parameters are.
+        #: Initial values of client-local parameters.
         self.private = {
             name: self.named_parameters[name].detach().clone() for name in local_parameters(module)
         }
         exchanged = {n: p for n, p in self.named_parameters.items() if n not in self.private}
-        #: Parameters that are averaged, by name.
+        #: Aggregated parameters, by name.
         self.shared = {n: p for n, p in exchanged.items() if is_floating(p)}
-        #: Integer parameters, which nothing trains, and integer buffers, by name.
+        #: Integer parameters and buffers, by name.
         self.named_counters = {
             name: tensor
             for name, tensor in {**exchanged, **self.named_buffers}.items()
@@ -146,28 +146,29 @@ class ClientRunner(ABC):
         self.vector = TensorList([*self.shared.values(), *floats], torch.float32)
         self.num_parameters = sum(flat(p).numel() for p in self.shared.values())
         self.counters = TensorList(self.named_counters.values(), torch.int64)
-        #: The optimizer's own learning rate, which a client's is a ratio to. With a scheduler it is
-        #: the first value: the scheduler's factor stays in force.
+        #: The optimizer's learning rate, to which a client's rate is a ratio. With a scheduler it
+        #: is the initial value, so that the scheduler's factor still applies.
         group = optimizer.param_groups[0]
         self.base_lr = float(group.get("initial_lr", group.get("lr", 0.0)))
-        #: Clients in training.
+        #: Number of clients in training.
         self.count = 1
-        #: Samples of each local step and lane of the batch, and who still trains, ``[steps, k]``.
+        #: Number of samples, and whether the client still trains, per local step and client,
+        #: ``[steps, k]``.
         self.sizes = self.active = torch.zeros(0, 1)
         self._ratio, self._own_lr = 1.0, list[Any]()
-        #: What is added to the gradients of the clients in training.
+        #: Terms that are added to the gradients of the clients in training.
         self.gradient_terms: list[GradientTerm] = []
-        #: What the optimizer learns, wherever it keeps it.
+        #: The state of the optimizer.
         self.optimizer_state = OptimizerState(optimizer)
         check_fresh(self.optimizer_state, keep_optimizer)
-        #: The first group's rate in each local step of the clients, without their own ratio.
+        #: Learning rate of the first parameter group in each local step, without client ratios.
         self._step_rates: list[Any] = []
         self._end_steps = around_steps(optimizer, self._before_step, self.end_step)
 
-    # --- the server's model -----------------------------------------------------------------------
+    # --- the global model -------------------------------------------------------------------------
 
     def adopt(self) -> None:
-        """Take back buffers that the module replaced; see ``ModuleTensors.adopt``."""
+        """Restore buffers that the module replaced; see ``ModuleTensors.adopt``."""
         self.tensors.adopt()
 
     def read(self) -> ServerState:
@@ -176,7 +177,7 @@ class ClientRunner(ABC):
         return ServerState(self.vector.read(), self.counters.read())
 
     def write(self, state: ServerState) -> None:
-        """Put a state into the module and make the optimizer fresh."""
+        """Load a state into the module and reset the optimizer."""
         self.adopt()
         self._warn_of_late_buffers()
         self.vector.write(state.vector)
@@ -188,26 +189,26 @@ class ClientRunner(ABC):
         self.gradient_terms = []
 
     def _warn_of_late_buffers(self) -> None:
-        """Say once which buffers clients cannot get fresh, since they are newer than the fit."""
+        """Warn once of buffers that were registered during the fit and cannot be reset."""
         late = [n for n, _ in self.module.named_buffers() if n not in self.named_buffers]
         if late and not self._has_warned_of_late:
             self._has_warned_of_late = True
             rank_zero_warn(
-                f"{type(self.module).__name__} registered the buffer {late[0]} during the fit: it"
-                " passes from client to client and is not averaged. Register it before the fit, or"
-                " run the module once on a sample before"
+                f"{type(self.module).__name__} registered the buffer {late[0]} during the fit, so"
+                " that it is carried over from client to client and not averaged. Register it"
+                " before the fit, or run the module once on a sample before the fit"
             )
 
     def close(self) -> None:
-        """Let go of the optimizer."""
+        """Release the optimizer."""
         self._end_steps()
-        self._restore_lr()  # an exception inside a step comes before the hook after it
+        self._restore_lr()  # after an exception inside a step, its post hook has not run
         if self.wants_fixed:
             vars(self.module)[GLOBAL_PARAMETERS] = {}
 
     @property
     def layout(self) -> VectorLayout:
-        """Where each exchanged tensor lies in the vector."""
+        """The position of each exchanged tensor in the vector."""
         floats = {n: b for n, b in self.named_buffers.items() if is_floating(b)}
         tensors = {**self.shared, **floats}
         shapes = {
@@ -218,9 +219,9 @@ class ClientRunner(ABC):
         return VectorLayout(shapes, self.num_parameters, is_complex, counters, self.vector.dtype)
 
     def trained_mask(self) -> Tensor | None:
-        """Return which entries of the exchanged parameters are trained; None means all.
+        """Return the mask of trainable entries, ``[P]``; None means all.
 
-        Asked each round: a callback may thaw layers.
+        Computed anew every round, since a callback may unfreeze layers.
         """
         params = self.shared.values()
         if all(p.requires_grad for p in params):
@@ -229,47 +230,49 @@ class ClientRunner(ABC):
 
     @property
     def wants_fixed(self) -> bool:
-        """Whether the module has a place for the parameters that its client starts from."""
+        """Whether the module asks for the parameters that its client starts from."""
         return self.tensors.wants_start
 
     # --- clients ----------------------------------------------------------------------------------
 
     @abstractmethod
     def load(self, state: ServerState, rows: Sequence[Rows], lr: Sequence[float]) -> None:
-        """Begin clients, one a lane, with the tensors that they kept for themselves.
+        """Start clients from a server state and restore their local tensors.
 
         Args:
-            state: What they start from: vectors ``[k, P]``, counters ``[C]``.
-            rows: What :meth:`rows` returned at the end of their last round.
-            lr: Learning rates of the first parameter group; the others keep their ratio to it.
+            state: The state that they start from: vectors ``[k, P]``, counters ``[C]``.
+            rows: The clients' tensors from :meth:`rows` at the end of their last round.
+            lr: Learning rates of the first parameter group, one per client. The other groups keep
+                their ratio to the first.
 
         Raises:
-            FederationError: If the optimizer has no learning rate to be a ratio to.
+            FederationError: If a client's learning rate differs from the optimizer's, and the
+                optimizer's is 0 or missing.
         """
 
-    def begin_batch(  # noqa: B027  # one client has the samples that it has
+    def begin_batch(  # noqa: B027  # a sequential runner does not need the sizes
         self, sizes: Callable[[], Tensor], active: Tensor
     ) -> None:
-        """Note what the local steps of a Lightning batch are made of.
+        """Record the sizes of the local steps of a Lightning batch.
 
         Args:
-            sizes: Returns the samples of each step and client, ``[steps, k]``.
-            active: Which clients still train in each step, ``[steps, k]``.
+            sizes: Returns the number of samples of each step and client, ``[steps, k]``.
+            active: Mask of the clients that still train in each step, ``[steps, k]``.
         """
 
     @abstractmethod
     def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
-        """Return the clients' moves away from ``state``, ``[k, P]``, and counters, ``[k, C]``.
+        """Return the client updates, ``[k, P]``, and counters, ``[k, C]``.
 
         Args:
-            state: What they started from.
+            state: The state that the clients started from.
         """
 
     @abstractmethod
     def client_parameters(self) -> dict[str, Tensor]:
         """Return the exchanged parameters of the clients in training, ``[k, *shape]`` by name.
 
-        They are the tensors themselves, without gradients: what is written to them is trained on.
+        The tensors are detached but not copied: writing to them changes the clients' models.
         """
 
     @abstractmethod
@@ -277,22 +280,22 @@ class ClientRunner(ABC):
         """Return each client's task loss in the first local step of a Lightning batch, ``[k]``.
 
         Args:
-            outputs: What Lightning kept of the training step: of the batch's last local step.
+            outputs: Lightning's outputs of ``training_step`` in the batch's last local step.
         """
 
     @contextmanager
-    def client(self, lane: int) -> Iterator[None]:
-        """Let the module have a client's tensors for a while, to read and write them."""
+    def client(self, row: int) -> Iterator[None]:
+        """Put a client's tensors into the module within a ``with`` block."""
         yield
 
     @abstractmethod
     def rows(self) -> list[dict[str, Tensor]]:
-        """Return the tensors that each client keeps for itself."""
+        """Return the local tensors of each client, by name."""
 
     def _moved(self, local: Tensor, state: ServerState) -> Tensor:
-        """How far local vectors, ``[k, P]``, which are used up, are from where they started."""
+        """Return the updates of local vectors, ``[k, P]``, which are overwritten."""
         at = self.num_parameters
-        # A buffer may hold infinity for good, as attention masks do: what stayed has not moved.
+        # A constant buffer may hold infinities, as attention masks do: inf - inf would be nan.
         kept = local[:, at:] == state.vector[:, at:]
         delta = local.sub_(state.vector)
         delta[:, at:].masked_fill_(kept, 0)
@@ -301,21 +304,21 @@ class ClientRunner(ABC):
         return delta
 
     def choices(self) -> dict[str, bool]:
-        """Return what was chosen by timing: a resumed run must not choose again."""
+        """Return the choices made by timing, which a resumed run must repeat."""
         return {}
 
-    def choose(self, choices: Mapping[str, bool]) -> None:  # noqa: B027  # one lane has none
-        """Take over what :meth:`choices` returned."""
+    def choose(self, choices: Mapping[str, bool]) -> None:  # noqa: B027  # sequential has none
+        """Restore the choices that :meth:`choices` returned."""
 
     # --- gradients --------------------------------------------------------------------------------
 
     def add_to_gradients(self, term: GradientTerm) -> None:
-        """Add a term to the gradients of all further steps of the clients in training."""
+        """Add a term to the gradients of all later steps of the clients in training."""
         self.gradient_terms.append(term)
 
     @torch.no_grad()
     def _complete_gradients(self) -> None:
-        """Add the terms to the gradients; a parameter without a gradient gets the terms alone."""
+        """Add the terms to the gradients; a missing gradient counts as zero."""
         params = self.client_parameters()
         for term in self.gradient_terms:
             for name, value in term(params).items():
@@ -326,29 +329,30 @@ class ClientRunner(ABC):
 
     @abstractmethod
     def _trained_tensor(self, name: str) -> nn.Parameter:
-        """Return what the optimizer trains in the place of an exchanged parameter."""
+        """Return the tensor in the optimizer that holds an exchanged parameter."""
 
     # --- learning rates ---------------------------------------------------------------------------
 
     def _ratios(self, lr: Sequence[float]) -> list[float]:
-        """Return the clients' rates as ratios to the optimizer's; their steps begin."""
+        """Reset the record of steps and return the clients' rates as ratios to the optimizer's."""
         self._step_rates, self.gradient_terms = [], []
         for rate in lr:
             if rate != self.base_lr and not self.base_lr:
                 raise FederationError(
-                    f"the policy sets lr={rate} as a ratio to the optimizer's own learning rate,"
-                    " which is 0 or missing: give the optimizer a positive lr"
+                    f"the policy sets lr={rate}, but the optimizer's learning rate is 0 or missing,"
+                    " and client rates are applied as ratios to it. Give the optimizer a positive"
+                    " lr"
                 )
         return [rate / self.base_lr if self.base_lr else 1.0 for rate in lr]
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
-        """Set the client's rate inside the step only: the module's schedulers own the groups.
+        """Set the client's learning rate for this step only, since schedulers also change it.
 
         Returns:
-            Other arguments of the step, where gradients are to be completed after its closure. The
-            first is the optimizer.
+            New arguments of the step, the optimizer first, if the closure must be wrapped to add
+            the gradient terms; otherwise None.
         """
         self.optimizer_state.before_step()
         if self._ratio != 1:
@@ -370,9 +374,9 @@ class ClientRunner(ABC):
         return (optimizer,), {**kwargs, "closure": completed}
 
     def end_step(self, *_: Any) -> None:
-        """Note the step's rate, which hooks may have set inside it, and put the group's own back.
+        """Record the step's learning rate, which hooks may have set, and restore the group's.
 
-        A rate that is a tensor is copied, not read: reading waits for the device.
+        A rate that is a tensor is copied instead of read, since reading waits for the device.
         """
         lr = self._own_lr[0] if self._own_lr else self.optimizer.param_groups[0].get("lr", 0.0)
         self._step_rates.append(lr.detach().clone() if isinstance(lr, Tensor) else lr)
@@ -383,14 +387,14 @@ class ClientRunner(ABC):
         """Return the mean learning rate of a client's local steps, with schedulers.
 
         Args:
-            steps: Local steps of the client.
-            lr: Its learning rate without schedulers.
+            steps: Number of local steps of the client.
+            lr: The client's learning rate without schedulers.
         """
         rates = self._step_rates[:steps] or [self.base_lr]
-        if isinstance(rates[0], Tensor):  # to read one by one is to wait for each
+        if isinstance(rates[0], Tensor):  # one read instead of a wait for each
             rates = torch.stack([rate.reshape(()) for rate in rates]).tolist()
         mean = rates[0] if len(set(rates)) == 1 else fmean(rates)
-        if mean == self.base_lr or not self.base_lr:  # exactly, without a rounded ratio
+        if mean == self.base_lr or not self.base_lr:  # avoids the rounding of a ratio
             return lr
         return mean if lr == self.base_lr else mean * (lr / self.base_lr)
 

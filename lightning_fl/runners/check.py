@@ -1,4 +1,4 @@
-"""What a module's step does in lanes, before it is trained so."""
+"""Checks that a vectorized step agrees with the module's own, before training starts."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from lightning_fl.runners.tensors import is_equal
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.runners.watch import Watch
 
-#: What a step makes, gradients, and frozen parameters after it.
+#: The outcome of a step, gradients, and frozen parameters after the step.
 Result = tuple[Outcome, list[Tensor], list[Tensor]]
 
 
 def why_not_mapped(step: VectorizedStep, batch: Any) -> str | None:
-    """Compare a step of two clients, mapped and one after the other, in float64.
+    """Compare vectorized and sequential steps of two clients in float64.
 
     Args:
-        step: The step, whose first two clients are compared; their tensors are left alone.
+        step: The step. Its first two clients are compared; their tensors are not changed.
         batch: Batches of two clients, stacked.
 
     Returns:
-        What is wrong: an exception, other losses, gradients, buffers or frozen parameters, a step
-        that writes to parameters that it trains, or a torchmetrics metric that the step updates,
-        which fails silently in lanes. None if all is well.
+        The reason why the step cannot be vectorized, or None. Reasons are an exception; different
+        losses, gradients, buffers or frozen parameters; writes to trained parameters; and an update
+        of a torchmetrics metric, which would be silently wrong under ``vmap``.
     """
     module = step.module
     for m in module.modules():
         if isinstance(m, nn.Embedding) and m.padding_idx is not None:
-            return "an Embedding with padding_idx trains its padding when it is mapped"
+            return "an Embedding with padding_idx would train its padding under vmap"
     metrics = [m for m in module.modules() if isinstance(m, Metric)]
     counts = [m._update_count for m in metrics]
     with _without_dropout(module), left_alone(module) as attributes:
@@ -49,15 +49,15 @@ def why_not_mapped(step: VectorizedStep, batch: Any) -> str | None:
         try:
             try:
                 own, written = trial.by_itself()
-            except Exception:  # a step written for single precision, maybe
+            except Exception:  # the step may not support double precision
                 trial.use_its_precision()
                 own, written = trial.by_itself()
             if names := sorted(written.intersection(trial.trained)):
-                return f"its training_step writes to {names[0]}, which it trains"
-            with left_alone(module):  # it begins as the module's own does
+                return f"training_step writes to the trained parameter {names[0]}"
+            with left_alone(module):  # same initial attributes as in the module's own step
                 alone = trial.stacked(at_once=False)
             other, mapped = trial.stacked(at_once=False, seed=1), trial.stacked(at_once=True)
-        except Exception as error:  # vmap has no rule for an operation, or the user's own mistake
+        except Exception as error:  # an operation without vmap rule, or a mistake of the user
             return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         finally:
             used = [m for m, n in zip(metrics, counts, strict=True) if m._update_count != n]
@@ -66,19 +66,19 @@ def why_not_mapped(step: VectorizedStep, batch: Any) -> str | None:
         if used:
             return f"training_step updates the metric {type(used[0]).__name__}"
         if names := attributes.mapped():
-            return f"training_step keeps tensors in {names[0]}"
+            return f"training_step stores tensors in the attribute {names[0]}"
     if not trial.agree(alone, other):
-        return None  # random by numbers of its own: there is nothing to compare with
+        return None  # the step is random, so results cannot be compared
     if not trial.agree(own, tree_map(lambda t: t[0], alone)):
         return (
-            "its step gives other results on parameters that it is handed than on its own, so"
-            " it reaches them in another way than by its attributes (a list of them, say)"
+            "training_step gives different results with other parameters in place of the module's,"
+            " so it does not access them as attributes of the module (but in a list, for example)"
         )
-    return None if trial.agree(alone, mapped) else "mapped over lanes it gives other results"
+    return None if trial.agree(alone, mapped) else "its vectorized step gives different results"
 
 
 class _Trial:
-    """A step of the first two clients, on copies of their tensors in float64.
+    """Make a step of the first two clients on copies of their tensors in float64.
 
     Args:
         step: The step.
@@ -89,16 +89,20 @@ class _Trial:
         self.stacks, self.module, self.batch = step.stacks, step.module, batch
         self.local = LocalStep(step.module)
         self.local.batch_idx = step.local.batch_idx
-        #: Names of the parameters that are trained.
+        #: Names of the trained parameters.
         self.trained = [name for name, p in self.stacks.params.items() if p.requires_grad]
         self._wide, self._exactness = {torch.float32: torch.float64}, 1e-8
 
     def use_its_precision(self) -> None:
-        """Make steps in the precision of the module."""
+        """Use the precision of the module instead of float64."""
         self._wide, self._exactness = {}, 1e-4
 
     def by_itself(self) -> tuple[Result, set[str]]:
-        """Make the first client's step by the module itself; also return what it writes to."""
+        """Make the first client's step in the module itself.
+
+        Returns:
+            The result, and the names of the tensors that the step has written to.
+        """
         stacks = self.stacks
         fixed = {n: t if stacks.fixed_is_shared else t[0] for n, t in self._fixed().items()}
         values = {n: p.detach()[0] for n, p in self._params().items()}
@@ -122,8 +126,8 @@ class _Trial:
         """Make the step of both clients on stacked tensors.
 
         Args:
-            at_once: Whether to map it; else one client follows the other.
-            seed: Of its random numbers.
+            at_once: Whether to vectorize it; otherwise the clients train one after another.
+            seed: Seed of the random numbers.
         """
         params, fixed = self._params(), self._fixed()
         with seeded_rng(seed, self.module.device), torch.enable_grad():
@@ -143,7 +147,7 @@ class _Trial:
         return outcome, found, self._frozen(params)
 
     def agree(self, one: Result, other: Result) -> bool:
-        """Return whether two results differ by rounding alone."""
+        """Return whether two results differ by rounding only."""
         exactness = self._exactness
         pairs = zip(_numbers(one), _numbers(other), strict=True)
         return all(
@@ -162,8 +166,8 @@ class _Trial:
         for name, leaf in leaves.items():
             is_trained = params[name].requires_grad
             if is_floating(leaf):
-                # Clients start alike: a little apart, a mix-up of lanes shows. So does a frozen
-                # copy that the step makes equal to the trained parameters.
+                # Clients start from equal values. Perturb them to reveal mixed-up clients, and
+                # frozen copies that the step makes equal to the trained parameters.
                 leaf[1] *= 1 + (2**-6 if is_trained else 2**-7)
             leaf.requires_grad_(is_trained)
         return leaves
@@ -179,10 +183,10 @@ class _Trial:
 
 
 def mixes_samples(step: VectorizedStep, batch: Any) -> bool:
-    """Return whether samples of weight 0 change a client's loss: something takes their mean.
+    """Return whether samples of weight 0 change a client's loss, as in a mean over the batch.
 
     Args:
-        step: The step of a module that knows weights; its first client is looked at.
+        step: The step of a module that supports sample weights. Its first client is checked.
         batch: Samples, ``[k, B, ...]``.
     """
     stacks, module = step.stacks, step.module
@@ -213,19 +217,19 @@ def mixes_samples(step: VectorizedStep, batch: Any) -> bool:
 
 
 def carried(step: VectorizedStep, samples: Samples) -> list[str]:
-    """Return the plain attributes through which a local step changes another one.
+    """Return the plain attributes through which one local step affects another.
 
-    A client's step is made with the attributes as they are, twice, and after the step of another
-    client, always on the same tensors, batch and random numbers. Only what it returns is compared:
-    a list of losses for the end of an epoch carries nothing.
+    A client's step is made twice from the current attributes and once after the step of another
+    client, each time on the same tensors, batch and random numbers. Only the returned losses and
+    gradients are compared, so that a list of losses for the end of an epoch is allowed.
 
     Args:
-        step: The step; nothing of its clients or its module is changed.
-        samples: Of the local step.
+        step: The step; its clients and its module are not changed.
+        samples: The samples of the local step.
 
     Returns:
-        The names of all attributes that a step changes, if another step depends on them. None if
-        not, or if the step is random by other generators than torch's.
+        The names of all attributes that a step changes, if another step depends on them. The list
+        is empty if none does, or if the step draws from random generators other than torch's.
     """
     module = step.module
 
@@ -265,7 +269,7 @@ def _numbers(result: Result) -> list[Tensor]:
 
 @contextmanager
 def _without_dropout(module: nn.Module) -> Iterator[None]:
-    """Let nothing drop out: lanes draw other numbers."""
+    """Disable dropout, since vectorized steps draw different random numbers."""
     layers = [(layer, layer.p) for layer in module.modules() if isinstance(layer, _DropoutNd)]
     try:
         for layer, _ in layers:

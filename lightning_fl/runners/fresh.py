@@ -1,4 +1,4 @@
-"""Proof, before a fit, that an optimizer can be made fresh for each client."""
+"""Check, before a fit, that an optimizer can be reset for each client."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from lightning_fl.runners.optimizer_values import params_of, tensors_in, varies
 from lightning_fl.runners.tensors import is_equal
 from lightning_fl.types import FederationError
 
-#: What schedulers set in parameter groups.
+#: Keys of parameter groups that schedulers set.
 _SCHEDULED = ("lr", "momentum", "betas")
-#: Steps of one client and of the next in a trial; the first is no multiple of usual periods.
+#: Steps of two successive clients in a trial. The first is not a multiple of common periods.
 FIRST_STEPS, NEXT_STEPS = 13, 23
 
 
 def check_fresh(state: OptimizerState, keep: bool) -> None:
-    """Refuse an optimizer that cannot be made fresh for the next client.
+    """Check that an optimizer can be reset for the next client.
 
-    A small copy of it trains one client, is reset, and trains the next client. The next client's
-    steps must be those of an unused copy, bit for bit.
+    A small copy of the optimizer trains one client, is reset, and trains the next client. The next
+    client's steps must equal those of an unused copy bit for bit.
 
     Args:
-        state: Of the optimizer, which is left alone; what steps change is noted in it.
+        state: State of the optimizer. The optimizer is not changed; the entries that its steps
+            change are recorded in ``state.learned``.
         keep: Whether clients keep the state of their optimizers.
 
     Raises:
-        FederationError: If they differ, or if the copy cannot make steps at all.
+        FederationError: If the steps differ, or if the copy cannot make steps at all.
     """
     name, params = type(state.optimizer).__name__, params_of(state.optimizer)
     if state.is_simple:
@@ -48,10 +49,10 @@ def check_fresh(state: OptimizerState, keep: bool) -> None:
             goes_on = not keep or _goes_on(state)
     except FederationError:
         raise
-    except Exception as error:  # of many kinds
+    except Exception as error:  # third-party optimizers raise many kinds
         raise FederationError(
-            f"{name} cannot be tried at the start of the fit, to see that a client's optimizer"
-            f" starts fresh ({type(error).__name__}: {error}): choose another optimizer"
+            f"the check that {name} can be reset for each client failed at the start of the fit"
+            f" ({type(error).__name__}: {error}). Choose another optimizer"
         ) from error
     if [p._version for p in params] != versions:
         raise FederationError(not_fresh(state.optimizer, "references to the module's parameters"))
@@ -65,8 +66,8 @@ def check_fresh(state: OptimizerState, keep: bool) -> None:
             )
         if has_scheduler and key in _SCHEDULED:
             raise FederationError(
-                f"{name} changes {key} of its parameter groups in its steps, and a learning-rate"
-                " scheduler does, too: leave the scheduler out, or choose another optimizer"
+                f"both {name} and a learning-rate scheduler change {key} of the parameter groups."
+                " Remove the scheduler, or choose another optimizer"
             )
     state.learned = {place: set(keys) for place, keys in copied.learned.items()}
     if not goes_on:
@@ -74,7 +75,12 @@ def check_fresh(state: OptimizerState, keep: bool) -> None:
 
 
 def _trained(state: OptimizerState, used: bool) -> tuple[list[Tensor], OptimizerState]:
-    """Return the last parameters of a client, whose optimizer another client used before or not."""
+    """Return the final parameters of a client.
+
+    Args:
+        state: State of the optimizer.
+        used: Whether another client has used the optimizer before.
+    """
     random = torch.Generator().manual_seed(0)
     optimizer, copied = state.replica(
         lambda param: param.new_zeros(trial_shape(state, param.shape))
@@ -91,7 +97,7 @@ def _trained(state: OptimizerState, used: bool) -> tuple[list[Tensor], Optimizer
 
 
 def _goes_on(state: OptimizerState) -> bool:
-    """Return whether a copy that loads what another copy keeps continues as that copy does."""
+    """Return whether a copy that loads the state of another copy continues like that copy."""
     random = torch.Generator().manual_seed(0)
     (optimizer, copied), (other, restored) = (
         state.replica(torch.zeros_like, every=True) for _ in range(2)

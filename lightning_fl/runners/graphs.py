@@ -23,11 +23,11 @@ _OPTIONS = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
 
 
 class Graphs:
-    """Compiled forms of a module's local step in lanes.
+    """Compile a module's vectorized local step.
 
-    Gradients are one graph for any optimizer. With ``torch.optim.SGD`` its update is in the graph
-    too, which saves writing the gradients and reading them again. On a GPU they are CUDA graphs,
-    which launch all of a step at once.
+    For any optimizer, one graph computes the gradients. For ``torch.optim.SGD`` the graph includes
+    the update, which saves writing and reading the gradients. On a GPU, CUDA graphs launch the
+    whole step at once.
 
     Args:
         local: The step.
@@ -41,9 +41,9 @@ class Graphs:
         self._sgd_step = compiled(sgd_step, on_a_gpu)
 
     def can_update(self) -> bool:
-        """Say whether the optimizer is one whose update can be in the graph, and has begun."""
+        """Return whether the graph can include the update: SGD, with momentum buffers present."""
         groups, made = self.optimizer.param_groups, self.optimizer
-        # Ours set the client's rate; those of others see the update itself.
+        # One pair of hooks is the runner's, for learning rates. Others must see the update.
         hooks = (made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks)
         if any(len(each) > 1 for each in hooks):
             return False
@@ -54,7 +54,7 @@ class Graphs:
         )
 
     def gradients(self, params: Tensors, *tensors: Any, **how: Any) -> tuple[Tensors, Outcome]:
-        """Return gradients and what the step made; see :meth:`LocalStep.gradients`."""
+        """Return the gradients and the outcome of a step; see :meth:`LocalStep.gradients`."""
         found: tuple[Tensors, Outcome] = self._gradients(self.local, params, *tensors, **how)
         return found
 
@@ -62,20 +62,20 @@ class Graphs:
         """Make the step and the optimizer's update; see :meth:`LocalStep.many`.
 
         Args:
-            params: Parameters, ``[k, ...]``, which are changed.
-            tensors: What else the step is given.
+            params: Parameters, ``[k, ...]``, updated in place.
+            tensors: Further positional arguments of :meth:`LocalStep.many`.
             ratio: Factor of the learning rates.
-            how: Its options.
+            how: Keyword arguments of :meth:`LocalStep.many`.
         """
         for param in params.values():
-            if param.is_cuda:  # a CUDA graph writes to tensors that stay where they are
+            if param.is_cuda:  # a CUDA graph needs fixed addresses
                 torch._dynamo.mark_static_address(param)
         names = {id(p): name for name, p in params.items()}
         groups, rates, buffers = [], [], []
         for group in self.optimizer.param_groups:
             own = [p for p in group["params"] if p.requires_grad]
             groups.append(([names[id(p)] for p in own], {o: group[o] for o in _OPTIONS}))
-            # A tensor: with a number in it, every new rate would be a new graph.
+            # A tensor, since a Python number would recompile the graph for every new rate.
             rates.append(torch.tensor(float(group["lr"]) * ratio, dtype=torch.float64))
             state = self.optimizer.state
             buffers.append(
@@ -96,7 +96,7 @@ def sgd_step(
     *tensors: Any,
     **how: Any,
 ) -> Outcome:
-    """Make a local step and SGD's update, in place, for each parameter group."""
+    """Make a local step and SGD's in-place update of each parameter group."""
     grads, outcome = local.gradients(params, *tensors, **how)
     for (names, options), rate, momentum in zip(groups, rates, buffers, strict=True):
         sgd(
@@ -113,9 +113,9 @@ def sgd_step(
 
 
 def reads_batch_idx(module: LightningModule) -> bool:
-    """Say whether the code of ``training_step`` reads its argument ``batch_idx`` at all.
+    """Return whether the code of ``training_step`` reads its argument ``batch_idx``.
 
-    A step whose code is not known, as of a decorator, may do so.
+    If the code is not available, as for some decorators, the answer is True.
     """
     step: Any = module.training_step
     code = getattr(getattr(step, "__func__", step), "__code__", None)
@@ -133,7 +133,7 @@ def reads_batch_idx(module: LightningModule) -> bool:
 
 
 def depends_on_batch_idx(local: LocalStep, *tensors: Any, **how: Any) -> bool:
-    """Say whether another ``batch_idx`` makes another graph of a step; nothing is compiled."""
+    """Return whether a new ``batch_idx`` changes the graph of a step; nothing is compiled."""
     traced = torch.compile(_own(LocalStep.gradients), dynamic=False, backend="eager")
     at, graphs = local.batch_idx, []
     try:
@@ -142,7 +142,7 @@ def depends_on_batch_idx(local: LocalStep, *tensors: Any, **how: Any) -> bool:
             with left_alone(local.module):
                 traced(local, *tensors, **how)
             graphs.append(counters["frames"]["total"])
-    except Exception:  # the compiler's to say
+    except Exception:  # compiling will raise it again
         return False
     finally:
         local.batch_idx = at
@@ -150,12 +150,12 @@ def depends_on_batch_idx(local: LocalStep, *tensors: Any, **how: Any) -> bool:
 
 
 def compiled(function: Callable[..., Any], on_a_gpu: bool) -> Callable[..., Any]:
-    """Compile a function; torch checks before each call that its graph still holds.
+    """Compile a function; torch checks before each call that its graph is still valid.
 
     Args:
         function: The function.
-        on_a_gpu: Whether to make CUDA graphs. What they return is copied, since the next launch
-            writes over it.
+        on_a_gpu: Whether to use CUDA graphs. Their outputs are copied, since the next launch
+            overwrites them.
     """
     mode = "reduce-overhead" if on_a_gpu else None
     graph: Callable[..., Any] = torch.compile(_own(function), dynamic=False, mode=mode)
@@ -165,7 +165,7 @@ def compiled(function: Callable[..., Any], on_a_gpu: bool) -> Callable[..., Any]
 
 
 def _own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a function, its code too: torch counts the graphs of each, and gives up at eight."""
+    """Copy a function with its code, since torch allows only eight graphs per code object."""
     assert isinstance(function, FunctionType)
     own = FunctionType(function.__code__.replace(), function.__globals__)
     own.__kwdefaults__ = function.__kwdefaults__

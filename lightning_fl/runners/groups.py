@@ -1,4 +1,4 @@
-"""How many clients train at once, and how many local steps one Lightning batch holds."""
+"""Number of clients that train at once, and number of local steps in one Lightning batch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch import nn
 
 from lightning_fl.types import FederationError
 
-#: Enough to fill a processor's vector units.
+#: Number of clients that fills a processor's vector units.
 FEW_LANES = 10
-#: Bytes that stay in a processor's cache.
+#: Bytes that fit into a processor's cache.
 CACHE = 2**25
-#: Samples of one Lightning batch: more take longer, since their memory is new each time.
+#: Maximum bytes of samples in one Lightning batch. Larger batches are slower, since their memory is
+#: allocated anew each time.
 BATCH_BYTES = 4 * 2**20
-#: Local steps of one Lightning batch: Lightning's own time is nothing beside them.
+#: Maximum number of local steps in one Lightning batch, enough to hide Lightning's overhead.
 MOST_STEPS = 50
 
 
@@ -29,20 +30,20 @@ def num_lanes(
     batch_bytes: int,
     memory: int,
 ) -> int:
-    """Return how many clients train at once.
+    """Return the number of clients that train at once.
 
-    ``auto`` takes as many as have parameters and samples in a processor's cache. It takes few for
-    convolutions, whose hidden layers need much more memory than that.
+    ``auto`` chooses the number of clients with parameters and samples that fit into a processor's
+    cache together. It is small for convolutions, since their activations need much more memory.
 
     Args:
         module: The user's module.
-        option: The number that the user asks for, or ``auto``.
+        option: The user's ``group_size``, a number or ``auto``.
         clients: Number of clients in the round.
-        batch_bytes: Bytes of a client's batch.
-        memory: Bytes of memory of the device, for this process.
+        batch_bytes: Size of a client's batch in bytes.
+        memory: Memory of the device for this process in bytes.
 
     Raises:
-        FederationError: If so many clients do not fit into memory.
+        FederationError: If the clients do not fit into memory.
     """
     size = model_bytes(module)
     most = memory // (4 * size)  # parameters, gradients, optimizer, workspace
@@ -51,8 +52,9 @@ def num_lanes(
         return min(max(FEW_LANES, many), max(most, 1), clients)
     if min(option, clients) > most:
         raise FederationError(
-            f"{option} lanes of {size / 2**20:.0f} MiB each do not fit into memory"
-            f" with their gradients: set lanes to at most {most}, or to auto"
+            f"group_size={option} does not fit into memory: {option} clients of"
+            f" {size / 2**20:.0f} MiB each, with gradients and optimizer state. Set group_size to"
+            f" at most {most}, or to auto"
         )
     return min(option, clients)
 
@@ -63,10 +65,10 @@ def num_steps(
     """Return the number of local steps in one Lightning batch.
 
     Args:
-        option: The number that the user asks for, or ``auto``.
+        option: The user's ``steps_per_batch``, a number or ``auto``.
         group_size: Number of clients that train at once.
-        batch_bytes: Bytes of a client's batch.
-        stepwise: Whether the loader fetches one local step of them only.
+        batch_bytes: Size of a client's batch in bytes.
+        stepwise: Whether the loader fetches one local step at a time.
     """
     if option != "auto":
         return option
@@ -76,7 +78,7 @@ def num_steps(
 
 
 def model_bytes(module: nn.Module) -> int:
-    """Return the bytes of the parameters and buffers of a module, at least 1."""
+    """Return the size of a module's parameters and buffers in bytes, at least 1."""
     tensors = [*module.parameters(), *module.buffers()]
     return sum(t.numel() * t.element_size() for t in tensors) or 1
 
@@ -87,7 +89,7 @@ def has_convolutions(module: nn.Module) -> bool:
 
 
 def device_memory(device: torch.device, processes: int) -> int:
-    """Return the bytes of all memory of a device: what is free just now differs from run to run.
+    """Return the total memory of a device in bytes; free memory would differ between runs.
 
     Args:
         device: The device.

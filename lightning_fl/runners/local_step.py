@@ -20,15 +20,15 @@ Tensors = dict[str, Tensor]
 
 
 class Outcome(NamedTuple):
-    """What a local step makes, of one client or stacked.
+    """Hold the results of a local step, of one client or stacked.
 
     Args:
         loss: The loss to minimize.
-        task_loss: What a client reports of it: ``task_loss`` of a step that returns a dictionary
-            with it, else the loss.
-        logs: What the module logged, by name, and the batch size that it gave with it, NaN if none.
-        recorded: The loss that a module with a method ``federated_record`` notes;
-            empty without one.
+        task_loss: The loss that a client reports: ``task_loss`` if the step returns a dictionary
+            with that key, else the loss.
+        logs: Logged values and their batch sizes, by name; NaN without a batch size.
+        recorded: The loss that a module with a method ``federated_record`` records; empty without
+            that method.
         buffers: The module's buffers after the step.
     """
 
@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
 
 
 def reported_loss(out: Any) -> Tensor | None:
-    """Return the loss that a client tells the server, of what a ``training_step`` returned."""
+    """Return the loss that a client reports to the server, from the output of ``training_step``."""
     loss = out.get("loss") if isinstance(out, Mapping) else out
     if loss is None:
         return None
@@ -56,27 +56,27 @@ _LOG_OPTIONS = list(signature(LightningModule.log).parameters)[3:]
 
 
 class LocalStep(nn.Module):
-    """A module's ``training_step`` without side effects.
+    """Run a module's ``training_step`` without side effects.
 
-    The module sees the client's tensors instead of its own: parameters, buffers, and, where it has
-    such attributes, ``federated_global_parameters`` (the parameters that the client started from,
-    by name) and ``federated_sample_weight`` (``[batch]``, summing to 1, or None for equal weights).
-    A method ``federated_record`` is called once for all lanes.
+    The module sees the client's parameters and buffers instead of its own. If it has these
+    attributes, it also gets ``federated_global_parameters`` (the parameters that the client started
+    from, by name) and ``federated_sample_weight`` (``[batch]``, summing to 1, or None for equal
+    weights). A method ``federated_record`` is called once for all clients.
     """
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
         self.module: LightningModule = module
-        #: The clients' own local step, which the module gets as its ``batch_idx``.
+        #: Index of the clients' local step, passed to the module as ``batch_idx``.
         self.batch_idx = 0
-        #: Options of what the module logged, by name, and the metrics that it logged.
+        #: Options of logged values, and logged metrics, by name.
         self.log_options: dict[str, dict[str, Any]] = {}
         self.metrics: dict[str, Metric] = {}
         #: Whether the module logged something without a batch size.
         self.wants_batch_size = False
-        # Whatever its name is, as Lightning has it.
+        # By position, whatever its name is, as in Lightning.
         self._takes_batch_idx = len(signature(module.training_step).parameters) > 1
-        # A tensor has one name for us and every owner's name for torch.
+        # functional_call needs every name of a shared tensor; elsewhere it has one name.
         names = {id(t): n for n, t in [*module.named_parameters(), *module.named_buffers()]}
         self._places = [
             (f"module.{prefix}{'.' * bool(prefix)}{leaf}", names[id(tensor)])
@@ -87,7 +87,7 @@ class LocalStep(nn.Module):
         self._first_place = {name: place for place, name in reversed(self._places)}
 
     def forward(self, batch: Any) -> Any:
-        """Run the module's own step; ``functional_call`` reaches it through here."""
+        """Run the module's training step; ``functional_call`` calls this method."""
         step: Callable[..., Any] = self.module.training_step
         return step(batch, self.batch_idx) if self._takes_batch_idx else step(batch)
 
@@ -112,18 +112,18 @@ class LocalStep(nn.Module):
     def _noted(
         self, run: Callable[[], Any], fixed: Tensors, batch: Any, weight: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]], Tensors]:
-        """Run the module's step; return its losses, and what it logged and recorded."""
+        """Run the module's step and return its losses, logged values and recorded losses."""
         logs: dict[str, tuple[Tensor, Tensor]] = {}
         recorded: Tensors = {}
 
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
             options |= dict(zip(_LOG_OPTIONS, args, strict=False))
             self.log_options[name] = options
-            if isinstance(value, Metric):  # it keeps its own sums, where lanes come one by one
+            if isinstance(value, Metric):  # it accumulates by itself in sequential steps
                 self.metrics[name] = value
                 return
             size = options.pop("batch_size", None)
-            if size is None or (weight is not None and size == len(weight)):  # filled up
+            if size is None or (weight is not None and size == len(weight)):  # size with padding
                 size, self.wants_batch_size = torch.nan, True
             value = self._on_device(value)
             size = torch.full((), size, dtype=torch.float64, device=value.device)
@@ -145,13 +145,14 @@ class LocalStep(nn.Module):
         task_loss = reported_loss(out)
         if loss is None or task_loss is None:
             raise FederationError(
-                "training_step returns no loss for a batch, which lanes cannot leave out: train the"
-                " module itself instead of VectorizedClients(module)"
+                "training_step returned no loss for a batch. Vectorized clients cannot skip"
+                " batches: return a loss for every batch, or train the module without"
+                " VectorizedClients"
             )
         return (loss, task_loss), logs, recorded
 
     def _on_device(self, value: Any) -> Tensor:
-        """Return a value that was logged, a number too, on the device of the module."""
+        """Return a logged value as a tensor on the device of the module."""
         device = self.module.device
         if not isinstance(value, Tensor):
             return torch.full((), value, device=device)
@@ -168,16 +169,16 @@ class LocalStep(nn.Module):
         fixed_is_shared: bool,
         at_once: bool,
     ) -> Outcome:
-        """Make the step of many clients: every tensor has the lane in front.
+        """Make the step of many clients; the first dimension of every tensor is the client.
 
         Args:
             params: Parameters, ``[k, ...]``.
             buffers: Buffers, ``[k, ...]``.
-            fixed: What the clients started from, ``[k, ...]``, or ``[...]`` where it is shared.
+            fixed: Parameters that the clients started from, ``[k, ...]``, or ``[...]`` if shared.
             batch: Samples, ``[k, B, ...]``.
             weight: Sample weights, ``[k, B]``, or None.
-            fixed_is_shared: Whether all clients started from the same.
-            at_once: Whether to map the step over the lanes; else they run one after another.
+            fixed_is_shared: Whether all clients started from the same parameters.
+            at_once: Whether to vectorize the step; otherwise clients run one after another.
         """
         shared: dict[str, Any] = {"fixed": fixed, "weight": weight}
         own: dict[str, Any] = {"params": params, "buffers": buffers, "batch": batch}
@@ -186,20 +187,22 @@ class LocalStep(nn.Module):
         if weight is not None:
             own["weight"] = shared.pop("weight")
 
-        def step(lane: dict[str, Any]) -> Outcome:
-            return self.one(**shared, **lane)
+        def step(client: dict[str, Any]) -> Outcome:
+            return self.one(**shared, **client)
 
         return (_mapped if at_once else _one_after_another)(step, own)
 
     def by_itself(self, fixed: Tensors, batch: Any) -> tuple[Outcome, Tensors]:
-        """Make the step by the module's own tensors, as training without lanes does.
+        """Make the step on the module's own tensors, as in sequential training.
 
         Args:
-            fixed: What the client started from; none leaves the module what it has.
+            fixed: Parameters that the client started from. If empty, the module's attribute is not
+                changed.
             batch: The client's batch.
 
         Returns:
-            What the step made, but for buffers, and gradients of the parameters that have one.
+            The outcome of the step without buffers, and the gradients of the parameters that have
+            one, by name.
         """
         (loss, task_loss), logs, recorded = self._noted(lambda: self(batch), fixed, batch, None)
         wanted = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
@@ -212,7 +215,7 @@ class LocalStep(nn.Module):
         return Outcome(loss.detach(), task_loss.detach(), logs, recorded, {}), grads
 
     def gradients(self, params: Tensors, *tensors: Any, **how: Any) -> tuple[Tensors, Outcome]:
-        """Return the gradients of the sum of losses and what the step made; see :meth:`many`."""
+        """Return the gradients of the sum of losses and the step's outcome; see :meth:`many`."""
         wanted = {name: param for name, param in params.items() if param.requires_grad}
 
         def total(wanted: Tensors) -> tuple[Tensor, Outcome]:
@@ -232,11 +235,11 @@ def _mapped(step: Callable[[Any], Outcome], stacked: dict[str, Any]) -> Outcome:
 def _one_after_another(step: Callable[[Any], Outcome], stacked: dict[str, Any]) -> Outcome:
     leaves, tree = tree_flatten(stacked)
     count = next(len(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-    if count == 1:  # views, whose gradients need no copy
+    if count == 1:  # views need no copy of gradients
         only = [t.squeeze(0) if isinstance(t, Tensor) else t for t in leaves]
         outcome = step(tree_unflatten(only, tree))
         return tree_map(lambda t: t.unsqueeze(0), outcome)  # type: ignore[no-any-return]
-    # unbind, not indexing: going back, it writes each lane's gradient once.
-    group_size = [t.unbind(0) if isinstance(t, Tensor) else (t,) * count for t in leaves]
-    each = [step(tree_unflatten([lane[i] for lane in group_size], tree)) for i in range(count)]
+    # unbind instead of indexing: its backward pass writes each client's gradient once.
+    unbound = [t.unbind(0) if isinstance(t, Tensor) else (t,) * count for t in leaves]
+    each = [step(tree_unflatten([rows[i] for rows in unbound], tree)) for i in range(count)]
     return tree_map(lambda *t: torch.stack(t), *each)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What a module logs in the local steps of a Lightning batch, of all its clients."""
+"""Values that a module logs in the local steps of a Lightning batch, for all clients."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from lightning_fl.runners.samples import Samples
 
 
 class StepLogs:
-    """The values that a module logs, until the last local step of a Lightning batch.
+    """Collect the values that a module logs, until the last local step of a Lightning batch.
 
     Args:
-        local: The module's step, which knows the options of what is logged.
+        local: The module's step, which holds the options of the logged values.
     """
 
     def __init__(self, local: LocalStep) -> None:
         self._local = local
-        #: Of each name and local step: values, weights, and who trains, ``[k]`` each.
+        #: By name, one tuple per local step: values, weights and mask of active clients, ``[k]``.
         self._noted: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
 
     def clear(self) -> None:
-        """Forget what was logged in the last batch."""
+        """Discard the values of the last batch."""
         self._noted = {}
 
     def note(self, outcome: Outcome, samples: Samples, sizes: Tensor, active: Tensor) -> None:
-        """Keep what a local step logged, and let the module record the losses of its clients.
+        """Store the logged values of a local step, and pass losses to ``federated_record``.
 
         Args:
-            outcome: What the step made.
-            samples: What each client trained on.
+            outcome: The outcome of the step.
+            samples: The samples of each client.
             sizes: Number of samples of each client, ``[k]``.
-            active: Who still trains, ``[k]``.
+            active: Mask of the clients that still train, ``[k]``.
         """
         device = outcome.loss.device
         if outcome.logs:
             counts = samples.counts() if self._local.wants_batch_size else sizes
-            # Copies to the device do not wait for it, and nothing is read back.
+            # Asynchronous copies; nothing is read back from the device.
             counts, trains = (t.to(device, non_blocking=True) for t in (counts, active))
             for name, (value, size) in outcome.logs.items():
                 weight = size.where(~size.isnan(), counts) * trains
@@ -55,7 +55,7 @@ class StepLogs:
         """Log one value for all steps and clients of the batch.
 
         Args:
-            log: Logs a value with a name and options.
+            log: The function that logs a value under a name, with options.
             module: The user's module, which logs its metrics itself.
         """
         for name, noted in self._noted.items():

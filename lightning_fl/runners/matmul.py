@@ -1,4 +1,4 @@
-"""oneDNN's matrix products, which are twice as fast as torch's default on many processors."""
+"""Matrix products by oneDNN, twice as fast as torch's default on many processors."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-#: Largest relative error that single precision explains; bfloat16's is a thousand times larger.
+#: Maximum relative error of single precision; that of bfloat16 is a thousand times larger.
 MOST_ERROR = 2e-6
 
 
 def allow_fast_matmul(
     option: bool | Literal["auto"], shapes: Iterable[tuple[int, int]], device: torch.device
 ) -> Callable[[], None]:
-    """Let oneDNN compute products of float32 matrices on a CPU, if its results are as exact.
+    """Compute products of float32 matrices on a CPU by oneDNN, if its results are as exact.
 
-    ``torch.backends.mkldnn.matmul.fp32_precision = "bf16"`` hands products to oneDNN and permits it
-    lower precision. Without instructions for that it computes in float32; a processor with them
-    may not. So ``auto`` compares with float64 first, for the shapes that are needed.
+    ``torch.backends.mkldnn.matmul.fp32_precision = "bf16"`` selects oneDNN and permits it lower
+    precision. A processor without bfloat16 instructions computes in float32 nevertheless; a
+    processor with them may not. ``auto`` therefore compares with float64 first, for the given
+    shapes.
 
     Args:
-        option: ``auto`` with that comparison, True without, False for torch's default.
-        shapes: Rows and columns of weight matrices.
-        device: Where the module is.
+        option: ``auto`` to use oneDNN after that comparison, True to use it without comparison,
+            False for torch's default.
+        shapes: Rows and columns of the weight matrices.
+        device: Device of the module.
 
     Returns:
-        What puts the setting back.
+        A function that restores the setting.
     """
     backend = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # made at run time
     if option is False or device.type != "cpu" or not torch.backends.mkldnn.is_available():

@@ -1,4 +1,4 @@
-"""Memory that was freed and is needed again a step later."""
+"""Setting of the C library that keeps freed memory for the next step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 @cache
 def keep_freed_memory() -> bool:
-    """Let glibc keep freed memory for the process, instead of giving it back to the system.
+    """Keep freed memory in the process instead of returning it to the system (glibc only).
 
-    Stacked tensors are made anew in every step. Beyond 128 KiB glibc takes their memory from the
-    system each time, which has to fill it with zeros, page by page: that takes longer than the
-    arithmetic of a small model. From here on it keeps up to 1 GiB, and blocks up to 32 MiB.
+    Stacked tensors are allocated anew in every step. Above 128 KiB, glibc requests their memory
+    from the system each time, which fills it with zeros page by page. For a small model this takes
+    longer than the arithmetic. After this call, glibc keeps up to 1 GiB, in blocks of up to 32 MiB.
 
     Returns:
-        Whether it does: elsewhere than on Linux with glibc nothing happens.
+        Whether the setting was changed; always False without Linux and glibc.
     """
     if sys.platform != "linux":
         return False

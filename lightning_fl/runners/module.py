@@ -1,4 +1,4 @@
-"""``VectorizedClients``: a LightningModule that trains many clients of another one at once."""
+"""``VectorizedClients``: a wrapper of a LightningModule that trains many clients at once."""
 
 from __future__ import annotations
 
@@ -24,35 +24,38 @@ from lightning_fl.types import ClientBatches, FederationError, check_package
 
 
 class VectorizedClients(LightningModule):
-    r"""Train many clients of a LightningModule at once; a ``FederatedLoop`` drives it.
+    r"""Train many clients of a LightningModule at once; use it with a ``FederatedLoop``.
 
-    The module's own ``training_step``, ``configure_optimizers`` and ``self.log`` run on stacked
-    parameters, ``[lanes, ...]``. The loss is the sum of the lanes' losses,
-    :math:`\sum_k L_k(w_k)`, so one step of an optimizer that treats every number alike is a step of
-    every client as if it were alone: lanes change results by rounding only (and random layers,
-    whose numbers come in another order). Everything else is the module's: validation, test,
-    prediction, checkpoints.
+    The module's ``training_step``, ``configure_optimizers`` and ``self.log`` run on stacked
+    parameters, ``[k, ...]`` for ``k`` clients. The loss is the sum of the clients' losses,
+    :math:`\sum_k L_k(w_k)`, so one step of an elementwise optimizer is an independent step of every
+    client. Results differ from sequential training by rounding only, and in random layers, which
+    draw their numbers in a different order. Validation, test, prediction and checkpoints are those
+    of the module.
 
-    A module that cannot be mapped over lanes is trained one client after another, with a warning
-    that says why: the first step is compared with the module's own, in float64.
+    The first step is compared with the module's own step in float64. A module that cannot be
+    vectorized trains its clients one after another, with a warning that gives the reason.
 
     Args:
         module: Any LightningModule with automatic optimization.
-        group_size: Number of clients that train at once; ``auto`` chooses.
-        steps_per_batch: Local steps in one Lightning batch, which saves Lightning's own time a
-            step; ``auto`` chooses by memory. Hooks of callbacks see the last of them.
-        compile: Make forward and backward pass one compiled graph; ``auto`` does where the time
-            that is left pays for it.
-        fast_matmul: Let oneDNN multiply matrices on a CPU: ``auto`` if that is as exact.
-        channels_last: Keep images and filters of 2-d convolutions with their channels last in
-            memory; ``auto`` does on a CPU, where that is faster.
-        fixed_groups: Choose which clients train at once from all clients of a round, and give whole
-            groups to processes. Results then are bit for bit the same on any number of processes;
-            with fewer groups than processes some processes are idle. It needs a number of lanes.
+        group_size: Number of clients that train at once. ``auto`` chooses it.
+        steps_per_batch: Number of local steps in one Lightning batch. More steps reduce Lightning's
+            overhead per step. ``auto`` chooses by memory. Callback hooks run for the last step
+            only.
+        compile: Whether to compile forward and backward pass. ``auto`` compiles if the remaining
+            run is long enough to pay for it.
+        fast_matmul: Whether oneDNN multiplies matrices on a CPU. ``auto`` uses it if it is as
+            exact.
+        channels_last: Whether to store images and filters of 2-d convolutions in channels-last
+            memory format. ``auto`` does so on a CPU, where it is faster.
+        fixed_groups: Whether to group the clients independently of the number of processes and
+            assign whole groups to processes. Results are then bit for bit the same on any number of
+            processes. With fewer groups than processes, some processes are idle. Requires a number
+            for ``group_size``.
 
     Raises:
-        FederationError: If an option is out of range; at the start of a fit, if the optimizer looks
-            at several clients at once (LBFGS, LARS).
+        FederationError: If an option is out of range. At the start of a fit: if the optimizer mixes
+            the parameters of several clients (LBFGS, LARS).
 
     Example:
         >>> from lightning_fl import ClientModule
@@ -78,7 +81,7 @@ class VectorizedClients(LightningModule):
         for name, value in (("group_size", group_size), ("steps_per_batch", steps_per_batch)):
             is_number = isinstance(value, int) and not isinstance(value, bool)
             if value != "auto" and not (is_number and value >= 1):
-                raise FederationError(f"{name} must be auto or a number from 1 up, got {value!r}")
+                raise FederationError(f"{name} must be auto or an integer >= 1, got {value!r}")
         for name, option in (
             ("compile", compile),
             ("fast_matmul", fast_matmul),
@@ -88,8 +91,8 @@ class VectorizedClients(LightningModule):
                 raise FederationError(f"{name} must be auto, true or false, got {option!r}")
         if fixed_groups and group_size == "auto":
             raise FederationError(
-                "fixed_groups needs a number of lanes: auto depends on the memory of the machine."
-                " Set lanes"
+                "fixed_groups=True requires a number for group_size: group_size='auto' depends on"
+                " the memory of the machine"
             )
         self.fixed_groups = fixed_groups
         self.module = module
@@ -102,20 +105,20 @@ class VectorizedClients(LightningModule):
         self.stack: dict[str, nn.Parameter] = {}
         self.host: VmapRunner | None = None
         overridden = hooks_of(module)
-        #: Why the module trains by itself, one client after another; None if it does not.
+        #: Why the clients train one after another; None if they are vectorized.
         self.reason = why_alone(module, overridden)
         if self.reason is not None:
-            rank_zero_warn(f"{type(module).__name__} is not trained in lanes: {self.reason}")
+            rank_zero_warn(f"{type(module).__name__} is not vectorized: {self.reason}")
             overridden += ["training_step", "configure_optimizers"]
         for name in overridden:
             vars(self)[name] = getattr(module, name)
 
         vars(self)["_is_made"] = True
 
-    # --- what is the module's ---------------------------------------------------------------------
+    # --- the wrapped module -----------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module, where lanes have none: callbacks ask for them."""
+        """Return an attribute of the wrapped module; callbacks read them."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -127,7 +130,7 @@ class VectorizedClients(LightningModule):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the module, where lanes have none of that name."""
+        """Set an attribute of the wrapped module, unless the wrapper has one of that name."""
         is_own = name in vars(self) or hasattr(type(self), name) or name == "module"
         is_modules = not is_own and vars(self).get("_is_made", False)
         if not is_modules or (name.startswith("_") and not hasattr(self.module, name)):
@@ -138,7 +141,7 @@ class VectorizedClients(LightningModule):
         setattr(self.module, name, value)
 
     def _refuse_while_training(self, name: str) -> None:
-        """Refuse what would be the global model's where a caller expects a client's.
+        """Refuse access to the global model where a caller expects a client's model.
 
         Raises:
             FederationError: If clients are in training.
@@ -146,9 +149,9 @@ class VectorizedClients(LightningModule):
         if self.host is not None and self.host.is_loaded:
             raise FederationError(
                 f"a callback uses {type(self.module).__name__}.{name} while {self.host.count}"
-                " clients train at once: it has one value for each of them. Use it between rounds"
-                " (on_train_epoch_start, on_validation_start, on_train_epoch_end), write a hook"
-                " on_client_end of the module, or train the module without VectorizedClients"
+                " clients train at once, and each client has its own value. Use it between rounds"
+                " (on_train_epoch_start, on_validation_start, on_train_epoch_end), define a hook"
+                " on_client_end in the module, or train the module without VectorizedClients"
             )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,20 +159,20 @@ class VectorizedClients(LightningModule):
         return self.module(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's own state: a checkpoint loads into the module without lanes."""
+        """Return the state of the wrapped module, so that a checkpoint loads into it directly."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the module's own state."""
+        """Load the state of the wrapped module."""
         return self.module.load_state_dict(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the server's parameters; not while clients train, who have their own."""
+        """Return the parameters of the global model; refused while clients train."""
         self._refuse_while_training("parameters()")
         return super().named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Return the server's buffers; not while clients train, who have their own."""
+        """Return the buffers of the global model; refused while clients train."""
         self._refuse_while_training("buffers()")
         return super().named_buffers(*args, **kwargs)
 
@@ -180,7 +183,7 @@ class VectorizedClients(LightningModule):
 
     @property
     def hparams_initial(self) -> Any:
-        """The module's hyperparameters as it was given them."""
+        """The module's initial hyperparameters."""
         return self.module.hparams_initial
 
     @property
@@ -189,7 +192,7 @@ class VectorizedClients(LightningModule):
 
     @_current_fx_name.setter
     def _current_fx_name(self, name: str | None) -> None:
-        vars(self)["_hook"] = name  # The module's own self.log asks for it.
+        vars(self)["_hook"] = name  # self.log of the wrapped module reads it.
         if "module" in self._modules:
             self.module._current_fx_name = name
 
@@ -206,12 +209,12 @@ class VectorizedClients(LightningModule):
     # --- training ---------------------------------------------------------------------------------
 
     def layout(self, clients: int, batch_bytes: int, stepwise: bool) -> tuple[int, int]:
-        """Return how many clients train at once, and local steps in a Lightning batch.
+        """Return the number of clients in a group and of local steps in a Lightning batch.
 
         Args:
-            clients: In the round.
-            batch_bytes: What a client's batch takes of memory.
-            stepwise: Whether the loader fetches one local step of them only.
+            clients: Number of clients in the round.
+            batch_bytes: Size of a client's batch in bytes.
+            stepwise: Whether the loader fetches one local step at a time.
         """
         processes = 1 if self._trainer is None else self._trainer.num_devices
         memory = device_memory(self.device, processes)
@@ -219,7 +222,7 @@ class VectorizedClients(LightningModule):
         return group_size, num_steps(self.steps_per_batch, group_size, batch_bytes, stepwise)
 
     def configure_optimizers(self) -> Any:
-        """Let the module make its optimizer, and give that the stacked parameters."""
+        """Create the module's optimizer and replace its parameters by the stacked ones."""
         made = self.module.configure_optimizers()
         params = dict(self.module.named_parameters())
         self.stack = {
@@ -235,20 +238,20 @@ class VectorizedClients(LightningModule):
         return made
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Take the samples of the batch apart, by local step and client.
+        """Split the batch by local step and client.
 
         Args:
             batch: The samples of several local steps and clients.
-            batch_idx: Local steps that these clients have made before.
+            batch_idx: Number of local steps that these clients have made before.
         """
         if (host := self.host) is None:
             if self.reason is not None:
                 return
             raise FederationError(
-                "VectorizedClients is trained by a FederatedLoop: add one to the callbacks"
+                "VectorizedClients requires a FederatedLoop: add one to the callbacks"
             )
         host.logs.clear()
-        if not len(host.active):  # this process waits for others
+        if not len(host.active):  # this process has no clients and waits for the others
             return
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set by the connector
         if not data.has_samples_in_front and not isinstance(batch, ClientBatches):
@@ -258,7 +261,7 @@ class VectorizedClients(LightningModule):
         host.batch = BatchSamples(batch, host.sizes, host.active, fetch)
 
     def _fetch(self, fetch: Callable[[int, bool], Any]) -> Callable[[int, bool], Any]:
-        """Return a function that fetches a local step as the loader and Lightning would."""
+        """Return a function that fetches and transfers the batches of a local step."""
         if self.device.type == "cpu" and not changes_transfers(self.trainer):
             return fetch
 
@@ -270,11 +273,11 @@ class VectorizedClients(LightningModule):
         return fetch_and_transfer
 
     def on_client_start(self) -> None:
-        """Call the module's hook for each client, with its tensors; what it writes is kept."""
+        """Call the module's hook once per client, on the client's own tensors."""
         self._call_for_each("on_client_start")
 
     def on_client_end(self) -> None:
-        """Call the module's hook for each client, with its tensors; what it writes is kept."""
+        """Call the module's hook once per client, on the client's own tensors."""
         self._call_for_each("on_client_end")
 
     def _call_for_each(self, name: str) -> None:
@@ -284,8 +287,8 @@ class VectorizedClients(LightningModule):
         if self.host is None:
             hook()
             return
-        for lane in range(self.host.count):
-            with self.host.client(lane):
+        for row in range(self.host.count):
+            with self.host.client(row):
                 hook()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -295,7 +298,7 @@ class VectorizedClients(LightningModule):
         assert host.batch is not None
         step = host.step
         host.vectorized.local.batch_idx = host.steps_before + step
-        # Mapped over lanes no module can keep its samples: their memory can be used again.
+        # A vectorized module cannot hold on to its samples, so their memory can be reused.
         samples = host.batch.samples(step, may_reuse=host.stacks.maps)
         if host.count > 1 and not host.is_ready:
             host.is_ready = True
@@ -307,7 +310,7 @@ class VectorizedClients(LightningModule):
         return total
 
     def _wishes(self, host: VmapRunner) -> Wishes:
-        """Return what is to be chosen, and whether what is left of the run is worth compiling."""
+        """Return the options of :func:`tune`."""
         trainer = self.trainer
         rounds = (trainer.max_epochs or 0) - trainer.current_epoch
         steps = rounds * trainer.num_training_batches * len(host.sizes)
@@ -321,7 +324,7 @@ class VectorizedClients(LightningModule):
         optimizer: torch.optim.Optimizer | LightningOptimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Make the local steps of the batch, of all clients at once."""
+        """Make all local steps of the batch, each for all clients at once."""
         if (host := self.host) is None or not len(host.active):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
             return
@@ -337,14 +340,14 @@ class VectorizedClients(LightningModule):
             else:
                 self._light_step(host, optimizer)
             host.after_step(before, active)
-            if not is_last:  # Lightning steps schedulers after the last
+            if not is_last:  # Lightning itself steps the schedulers after the last local step
                 self._step_schedulers()
         host.step = 0
 
     def _light_step(
         self, host: VmapRunner, optimizer: torch.optim.Optimizer | LightningOptimizer
     ) -> None:
-        """Make a local step without Lightning's hooks, which take as long as a small model."""
+        """Make a local step without Lightning's hooks, which cost as much as a small model."""
         trainer = self.trainer
         bare: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         for param in host.stacks.params.values():
@@ -387,13 +390,13 @@ def client_runner(
     optimizer: torch.optim.Optimizer,
     keep_optimizer: bool,
 ) -> ClientRunner:
-    """Return where the clients of a module train: in itself, or in its lanes.
+    """Return the runner of a module: sequential, or vectorized for ``VectorizedClients``.
 
     Args:
         module: The user's module, or ``VectorizedClients`` of it.
-        buffers: What becomes of floating buffers; see :class:`ClientRunner`.
+        buffers: How floating-point buffers are aggregated; see :class:`ClientRunner`.
         optimizer: The optimizer of local training.
-        keep_optimizer: Whether a client keeps its optimizer's state from round to round.
+        keep_optimizer: Whether a client keeps its optimizer state between rounds.
     """
     if not isinstance(module, VectorizedClients):
         return SequentialRunner(module, buffers, optimizer, keep_optimizer)

@@ -1,4 +1,4 @@
-"""What an optimizer learns, wherever it keeps it: reset for each client, or kept for it."""
+"""The complete state of an optimizer, which is reset for each client or kept per client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_fl.runners.optimizer_values import (
 from lightning_fl.types import FederationError
 
 Rows = Mapping[str, Tensor]
-#: Where values are: the number of the optimizer, the kind of the place, and its index.
+#: Location of values: the index of the optimizer, the kind of the place, and its index.
 Place = tuple[int, str, int]
 
 #: Prefixes of the names that :meth:`OptimizerState.rows` returns.
@@ -34,15 +34,16 @@ _ABSENT = object()
 
 
 class OptimizerState:
-    """Everything that an optimizer learns in its steps.
+    """Track, reset, save and restore the complete state of an optimizer.
 
-    The optimizers of ``torch.optim`` keep it in ``state``. Others also keep counters and estimates
-    in parameter groups, in attributes, or in an inner optimizer (Lookahead). An entry that changes
-    inside ``step`` is learned: a fresh client starts from the value that was last set outside
-    ``step``. Entries that only schedulers, callbacks and modules change are left alone.
+    The optimizers of ``torch.optim`` store it in ``state``. Others also store counters and
+    estimates in parameter groups, in attributes, or in an inner optimizer (Lookahead). An entry
+    that changes inside ``step`` belongs to the state and is called learned: a new client starts
+    from the value that was last set outside ``step``. Entries that only schedulers, callbacks and
+    modules change are not touched.
 
     Args:
-        optimizer: The optimizer; it has not made a step yet.
+        optimizer: The optimizer, before its first step.
 
     Raises:
         FederationError: If the optimizer copies its parameters before its first step.
@@ -51,11 +52,11 @@ class OptimizerState:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.optimizers = with_inner(optimizer)
-        #: Whether ``state`` holds everything, so that there is nothing to watch.
+        #: Whether ``state`` holds everything, so that no other place needs tracking.
         self.is_simple = f"{type(optimizer).__module__}.".startswith("torch.optim.")
         #: Keys that changed inside a step, by place.
         self.learned: dict[Place, set[str]] = {}
-        #: Examples of what a client keeps besides ``state``; empty if clients keep nothing.
+        #: Examples of learned values outside ``state``; empty if clients keep no state.
         self.kept: dict[str, Tensor] = {}
         #: Values that were last set outside a step.
         self.set_outside: dict[Place, dict[str, Any]] = {}
@@ -78,7 +79,7 @@ class OptimizerState:
     # --- steps ------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Copy every value that was set since the last step."""
+        """Copy all values that were set since the last step."""
         if self.is_simple:
             return
         places = dict(self.places())
@@ -91,7 +92,7 @@ class OptimizerState:
                     outside.pop(key, None)
 
     def after_step(self) -> None:
-        """Note which entries the step changed."""
+        """Record the entries that the step changed."""
         if self.is_simple:
             return
         for place, keys in self._changes().items():
@@ -99,13 +100,13 @@ class OptimizerState:
                 self.learned.setdefault(place, set()).update(keys)
 
     def watch(self) -> Callable[[], None]:
-        """Note from now on what steps change; return a function that ends it."""
+        """Start to record the changes of steps; return a function that stops it."""
         return around_steps(
             self.optimizer, lambda *_: self.before_step(), lambda *_: self.after_step()
         )
 
     def reset(self) -> None:
-        """Bring the optimizer back to what it was before its first step."""
+        """Restore the state before the first step."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
         if self.is_simple:
@@ -118,7 +119,7 @@ class OptimizerState:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Restore what the optimizer holds now, after others have reset it."""
+        """Restore the current state at the end of a ``with`` block."""
         states = [dict(optimizer.state) for optimizer in self.optimizers]
         values = [
             (entries, key, entries.get(key, _ABSENT)) for _, key, entries in self._learned_entries()
@@ -150,13 +151,14 @@ class OptimizerState:
             for place, values in self.places()
         }
 
-    # --- what a client keeps ----------------------------------------------------------------------
+    # --- state kept per client --------------------------------------------------------------------
 
     def rows(self) -> dict[str, Tensor]:
-        """Return what was learned, as tensors.
+        """Return the state as tensors, by name.
 
-        ``optimizer.<parameter>.<name>`` is the optimizer's own state of a parameter. Other tensors
-        are ``learned.<optimizer>.<kind>.<index>.<name>``, other numbers ``number.`` and the same.
+        Names are ``optimizer.<parameter>.<name>`` for the optimizer's ``state`` of a parameter,
+        ``learned.<optimizer>.<kind>.<index>.<name>`` for other tensors, and
+        ``number.<optimizer>.<kind>.<index>.<name>`` for other numbers.
 
         Raises:
             FederationError: If a value is neither a tensor nor a number.
@@ -185,7 +187,7 @@ class OptimizerState:
         raise FederationError(not_kept(self.optimizer, f"{key}, which is not a tensor"))
 
     def load(self, rows: Rows) -> None:
-        """Put back what :meth:`rows` returned, into an optimizer that was reset."""
+        """Load the tensors of :meth:`rows` into an optimizer that was reset."""
         params = [(p, group) for group in self.optimizer.param_groups for p in group["params"]]
         places = dict(self.places())
         for name, row in rows.items():
@@ -193,7 +195,7 @@ class OptimizerState:
             if kind_of_row == "optimizer":
                 index, _, key = rest.partition(".")
                 param, group = params[int(index)]
-                # As in torch's own load: step counters stay on the CPU, unless the step is fused.
+                # As in load_state_dict: step counters stay on the CPU, unless the step is fused.
                 on_device = any(group.get(flag) is True for flag in ("capturable", "fused"))
                 device = param.device if row.ndim or on_device else row.device
                 self.optimizer.state[param][key] = row.to(device, copy=True, non_blocking=True)
@@ -218,7 +220,7 @@ class OptimizerState:
     # --- places -----------------------------------------------------------------------------------
 
     def states(self) -> Iterator[tuple[Place, Any, dict[str, Any]]]:
-        """Yield the states of parameters, each with its place and its parameter."""
+        """Yield the place, the parameter and the entries of each parameter state."""
         order = {id(p): i for i, p in enumerate(params_of(self.optimizer))}
         for which, optimizer in enumerate(self.optimizers):
             if any(optimizer.state is other.state for other in self.optimizers[:which]):
@@ -229,17 +231,17 @@ class OptimizerState:
                 yield (which, kind, index), param, entries if is_known else {"state": entries}
 
     def places(self) -> Iterator[tuple[Place, dict[str, Any]]]:
-        """Yield the other places for what is learned: attributes and parameter groups."""
+        """Yield the other places of learned values: attributes and parameter groups."""
         seen = set()
         for which, optimizer in enumerate(self.optimizers):
             yield (which, "attribute", 0), vars(optimizer)
             for i, group in enumerate(optimizer.param_groups):
-                if id(group) not in seen:  # an outer optimizer has those of its inner one
+                if id(group) not in seen:  # an outer optimizer shares groups with its inner one
                     seen.add(id(group))
                     yield (which, "group", i), group
 
     def learned_keys(self) -> list[tuple[Place, str]]:
-        """Return the entries besides ``state`` that were learned."""
+        """Return the place and key of each learned entry outside ``state``."""
         return [(place, key) for place, keys in self.learned.items() for key in sorted(keys)]
 
     def _learned_entries(self) -> list[tuple[Place, str, dict[str, Any]]]:
@@ -254,31 +256,34 @@ class OptimizerState:
             return value
         try:
             return copy.deepcopy(value, memo)
-        except Exception:  # of many kinds: locks, handles, tensors inside of a graph
+        except Exception:  # locks, file handles and tensors of a graph raise different kinds
             return value
 
     def _restore_state(self) -> None:
-        """Fill the empty states with what they were before the first step."""
+        """Fill the empty states with their values before the first step."""
         params = params_of(self.optimizer)
         for (which, _, index), entries in self._initial.items():
             param = params[index]
             for name, value in entries.items():
                 entry = self._copied(value)
-                if isinstance(value, Tensor) and value.ndim:  # one number: see may_depend_on
+                if isinstance(value, Tensor) and value.ndim:  # all entries equal: may_depend_on
                     entry = torch.full_like(param, value.flatten()[0].item(), dtype=value.dtype)
                 self.optimizers[which].state[param][name] = entry
 
-    # --- a copy to try ----------------------------------------------------------------------------
+    # --- copies for trials ------------------------------------------------------------------------
 
     def replica(
         self, convert: Callable[[Tensor], Tensor], every: bool = False
     ) -> tuple[Optimizer, OptimizerState]:
-        """Return an unused optimizer of the same kind, groups and options, on other tensors.
+        """Return an unused optimizer of the same class, groups and options, on other tensors.
 
         Args:
-            convert: From a parameter to the tensor in its place.
-            every: Whether to take every parameter. Otherwise two of each kind are enough, unless
-                the optimizer holds tensors of its own, one for each.
+            convert: Function from a parameter to the tensor that replaces it.
+            every: Whether to copy all parameters. Otherwise two of each kind are copied, unless the
+                optimizer holds tensors per parameter outside ``state``.
+
+        Returns:
+            The optimizer and its state.
         """
         params = self._converted(convert, every or holds_tensors(self.optimizers))
         optimizer = _copied_onto(params, self.optimizers)
@@ -297,7 +302,7 @@ class OptimizerState:
     def _converted(
         self, convert: Callable[[Tensor], Tensor], every: bool
     ) -> dict[int, nn.Parameter]:
-        """Return the parameters of a copy, by the ``id`` of those that they stand for."""
+        """Return the parameters of a copy, by the ``id`` of the original parameters."""
         params: dict[int, nn.Parameter] = {}
         seen: dict[tuple[Any, ...], int] = {}
         for i, group in enumerate(self.optimizer.param_groups):
@@ -324,8 +329,8 @@ def _copied_onto(params: Mapping[int, nn.Parameter], optimizers: Sequence[Optimi
     """Return a copy of the first optimizer with other parameters and an empty state.
 
     Args:
-        params: The new parameters, by the ``id`` of those that they replace. Others are left out.
-        optimizers: An optimizer and those inside it.
+        params: The new parameters, by the ``id`` of the originals. Other parameters are left out.
+        optimizers: An optimizer and its inner optimizers.
     """
     memo: dict[int, Any] = dict(params)
     for optimizer in optimizers:
@@ -341,14 +346,17 @@ def _copied_onto(params: Mapping[int, nn.Parameter], optimizers: Sequence[Optimi
                 attributes[name] = OrderedDict()  # hooks
             elif name == "state":
                 attributes[name] = type(value)(dict) if hasattr(value, "default_factory") else {}
-            elif name != "step":  # a scheduler's, which counts
+            elif name != "step":  # the wrapper of a scheduler, which counts steps
                 attributes[name] = copy.deepcopy(value, memo)
     copied: Optimizer = memo[id(optimizers[0])]
     return copied
 
 
 def _wake(optimizer: Optimizer) -> None:
-    """Let a copy learn: a warm-up starts at 0, and schedulefree has a mode for training."""
+    """Prepare a copy for training: set a positive learning rate, and training mode if it has one.
+
+    A warm-up starts at a learning rate of 0, and optimizers of schedulefree have modes.
+    """
     for group in optimizer.param_groups:
         rate = group.get("initial_lr", group.get("lr"))
         if rate is not None and not rate:
@@ -362,14 +370,14 @@ def _wake(optimizer: Optimizer) -> None:
 def not_fresh(optimizer: Optimizer, what: str) -> str:
     """Return the message for an optimizer that cannot be reset."""
     return (
-        f"{type(optimizer).__name__} cannot start fresh for each client: it holds {what}. Choose"
-        " another optimizer, or let it make this state in its first step, in optimizer.state"
+        f"{type(optimizer).__name__} cannot be reset for each client: it holds {what}. Choose"
+        " another optimizer, or create this state in optimizer.state in its first step"
     )
 
 
 def not_kept(optimizer: Optimizer, what: str) -> str:
     """Return the message for an optimizer whose learned values a client cannot keep."""
     return (
-        f"optimizer_state: keep cannot keep all that {type(optimizer).__name__} learns: it holds"
-        f" {what}. Choose reset, or another optimizer"
+        f"optimizer_state='keep' does not support {type(optimizer).__name__}: it holds {what}."
+        " Choose optimizer_state='reset' or another optimizer"
     )

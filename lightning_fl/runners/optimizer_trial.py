@@ -1,4 +1,4 @@
-"""Steps of small copies of an optimizer, by which it is tried before a fit."""
+"""Trial steps of small copies of an optimizer, for checks before a fit."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.optim import Optimizer
 from lightning_fl.runners.optimizer_state import NUMBERS, OptimizerState
 from lightning_fl.runners.optimizer_values import holds_tensors, params_of
 
-#: Rows and columns of a tensor in a trial: some optimizers treat matrices from 128 on differently.
+#: Maximum sizes of dimensions in a trial; some optimizers treat matrices from 128 on differently.
 _LONG, _SHORT = 130, 3
 
 
 def trial_shape(state: OptimizerState, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a tensor in a trial: as many dimensions, of a small size.
+    """Return the shape of a tensor in a trial: the same number of dimensions, but small.
 
     Args:
-        state: Of the optimizer to try.
+        state: State of the optimizer to check.
         shape: Shape of its parameter.
     """
-    if holds_tensors(state.optimizers):  # they fit the parameters as they are
+    if holds_tensors(state.optimizers):  # these tensors require the original shapes
         return tuple(shape)
     long = sorted(range(len(shape)), key=lambda i: -shape[i])[:2]
     return tuple(min(n, _LONG if i in long else _SHORT) for i, n in enumerate(shape))
@@ -36,18 +36,18 @@ def take_steps(
     ratio: float = 1.0,
     with_closure: bool = True,
 ) -> list[Tensor]:
-    """Let an optimizer make steps, and return the parameters after the last.
+    """Make steps of an optimizer, and return the parameters after the last step.
 
-    The gradients that it gets depend on the parameters, since some optimizers evaluate them at
-    several points (SAM).
+    The gradients depend on the parameters, since some optimizers evaluate them at several points
+    (SAM).
 
     Args:
         optimizer: The optimizer.
         starts: Values of its parameters before the first step.
-        gradients: Of each step, one gradient for each parameter; None for no gradient.
-        ratio: The share of each step that the parameters take.
-        with_closure: Whether steps get a closure. Lightning always passes one; lanes pass none
-            in most steps.
+        gradients: For each step, one gradient per parameter; None for no gradient.
+        ratio: Factor that scales the change of parameters in each step.
+        with_closure: Whether steps get a closure. Lightning always passes one; vectorized training
+            passes none in most steps.
     """
     params = params_of(optimizer)
     for param, start in zip(params, starts, strict=True):
@@ -72,12 +72,12 @@ def random_problem(
 ) -> tuple[list[Tensor], list[list[Tensor | None]]]:
     """Return random parameters and gradients for :func:`take_steps`.
 
-    Gradients are a drift and noise, in some steps larger than in others.
+    Gradients are the sum of a drift and noise, with a scale that varies between steps.
 
     Args:
-        optimizer: The optimizer, whose parameters give shapes and dtypes.
+        optimizer: The optimizer; its parameters give shapes and dtypes.
         steps: Number of steps.
-        random: The source of the numbers.
+        random: The random generator.
     """
 
     def normal(like: Tensor) -> Tensor:
@@ -97,14 +97,14 @@ def random_problem(
 
 
 def stood_still(optimizer: Optimizer, ends: Sequence[Tensor], starts: Sequence[Tensor]) -> bool:
-    """Return whether no trained parameter moved, so that a comparison would prove nothing."""
+    """Return whether no trained parameter changed, so that a comparison is meaningless."""
     trained = [p.requires_grad and p.numel() > 0 for p in params_of(optimizer)]
     pairs = zip(ends, starts, trained, strict=True)
     return any(trained) and not any(is_on and not torch.equal(a, b) for a, b, is_on in pairs)
 
 
 def scalars(state: OptimizerState) -> dict[str, Any]:
-    """Return single numbers that were learned, each one for all entries of a tensor."""
+    """Return the learned values that are single numbers, which all entries of a tensor share."""
     values = {
         f"{which}.{index}.{name}": value
         for (which, _, index), _, entries in state.states()

@@ -1,4 +1,4 @@
-"""The values that an optimizer holds, wherever it holds them, and whether they have changed."""
+"""Access to all values that an optimizer holds, and detection of their changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-#: Attributes of an optimizer that are not learned, or that are compared elsewhere.
+#: Attributes of an optimizer that are not part of its state, or that are compared elsewhere.
 _NOT_LEARNED = {
     *("state", "param_groups", "defaults", "step", "zero_grad"),
     *("_opt_called", "_step_count", "_zero_grad_profile_name"),
@@ -29,7 +29,7 @@ def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def optimizers_in(configured: Any) -> Iterator[Optimizer]:
-    """Yield the optimizers in the result of ``configure_optimizers``, whatever its form."""
+    """Yield the optimizers in the result of ``configure_optimizers``, in any of its forms."""
     if isinstance(configured, Optimizer):
         yield configured
     elif isinstance(configured, dict):
@@ -87,8 +87,8 @@ def around_steps(
     Args:
         optimizer: The optimizer.
         before: Called before each step with the optimizer, the arguments of ``step`` (the first is
-            the optimizer) and its keyword arguments. It may return other ones.
-        after: Called after each step.
+            the optimizer) and its keyword arguments. It may return replacements of both.
+        after: Called after each step with the same arguments.
 
     Returns:
         A function that ends the calls.
@@ -125,7 +125,7 @@ def around_steps(
 
 
 def may_learn(key: str, kind: str = "attribute") -> bool:
-    """Return whether an entry may hold what an optimizer learns.
+    """Return whether an entry may be part of the state of an optimizer.
 
     Args:
         key: Name of the entry.
@@ -161,7 +161,7 @@ def holds_other_parameters(optimizer: Optimizer) -> bool:
 
 
 def holds_tensors(optimizers: Sequence[Optimizer]) -> bool:
-    """Return whether tensors are anywhere but in the lists of parameters and in ``state``."""
+    """Return whether optimizers hold tensors other than their parameters and ``state``."""
     for optimizer in optimizers:
         values = [value for key, value in vars(optimizer).items() if may_learn(key)]
         for group in optimizer.param_groups:
@@ -187,9 +187,9 @@ def may_depend_on(value: Tensor, param: Tensor) -> bool:
 
 
 class _Identity:
-    """An object in a comparison: equal to the same object in the same version.
+    """Compare objects by identity and version.
 
-    It holds the object, so that no other object gets its address.
+    The object is referenced, so that no other object can get its address.
     """
 
     def __init__(self, value: Any, version: int = 0) -> None:
@@ -205,12 +205,12 @@ class _Identity:
 def mark(value: Any, params: set[int], depth: int = 0) -> Any:
     """Return an object that compares unequal once a value has changed.
 
-    Nothing is read from a device: a tensor counts as changed once its version is another.
+    Nothing is read from a device: a tensor counts as changed if its version has changed.
 
     Args:
         value: The value.
-        params: The ``id`` of the parameters of the optimizer, whose versions do not count.
-        depth: How deep the value is nested.
+        params: The ``id`` of each parameter of the optimizer; their versions are ignored.
+        depth: Nesting depth of the value.
     """
     if isinstance(value, Tensor):
         return _Identity(value, 0 if id(value) in params else value._version)

@@ -1,4 +1,4 @@
-"""The samples of a local step, of all clients that train at once."""
+"""Samples of a local step, for all clients that train at once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_fl.types import ClientBatches, FederationError
 
 
 class Padded(NamedTuple):
-    """Samples that are in front in every tensor, which the library itself has put there.
+    """Hold stacked samples, padded to the same number per client by the library's own loader.
 
     Args:
-        tensors: The samples, ``[k, B, ...]``, of which a client has the first ``sizes``.
+        tensors: The samples, ``[k, B, ...]``; those after a client's size are padding.
         sizes: Number of samples of each client, ``[k]``.
-        is_full: Whether it is known that all clients train, each on all ``B`` samples.
+        is_full: Whether all clients are known to train on all ``B`` samples.
     """
 
     tensors: Any
@@ -28,7 +28,7 @@ class Padded(NamedTuple):
     is_full: bool = False
 
     def client(self, row: int) -> Any:
-        """Return the batch of one client as the client alone would get it."""
+        """Return the batch of one client as in sequential training."""
         size = int(self.sizes[row])
         return tree_map(lambda t: t[row, :size], self.tensors)
 
@@ -37,49 +37,52 @@ class Padded(NamedTuple):
         return self.sizes
 
     def why_not_stacked(self) -> None:
-        """Return None: they are stacked already."""
+        """Return None, since the samples are stacked already."""
 
     def pair(self) -> Any:
-        """Return batches of two clients, stacked: those samples that both have."""
+        """Return stacked batches of two clients, cut to the smaller size."""
         size = int(self.sizes[:2].min())
         return tree_map(lambda t: t[:2, :size], self.tensors)
 
 
 class Collated(NamedTuple):
-    """Batches that were collated client by client; nothing is known of their axes.
+    """Hold batches that were collated per client; the meaning of their axes is unknown.
 
     Args:
-        batches: The batch of each client; None of a client that is done.
+        batches: The batch of each client; None for a client that is done.
     """
 
     batches: Sequence[Any]
 
     def client(self, row: int) -> Any:
-        """Return the batch of one client as the client alone would get it."""
+        """Return the batch of one client as in sequential training."""
         return self.batches[row]
 
     def pair(self) -> Any:
-        """Return batches of two clients, stacked; twice the same where no two are alike."""
+        """Return stacked batches of two clients, or one batch twice if all shapes differ."""
         _, stacked = max(self.groups(), key=lambda group: len(group[0]))
         return tree_map(lambda t: t[:2] if len(t) > 1 else t.expand(2, *t.shape[1:]), stacked)
 
     def counts(self) -> Tensor:
-        """Return the batch size that Lightning would take each client's batch for, ``[k]``."""
+        """Return the batch size of each client as Lightning infers it, ``[k]``."""
         return torch.tensor([_batch_size(batch) for batch in self.batches])
 
     def why_not_stacked(self) -> str | None:
-        """Return what in the batches keeps them from being stacked; None if nothing does."""
+        """Return the reason why the batches cannot be stacked, or None."""
         for leaf in tree_leaves([batch for batch in self.batches if batch is not None]):
             if type(leaf) is not Tensor:
-                return f"its batches hold a {type(leaf).__name__} where lanes need a tensor"
+                kind = type(leaf).__name__
+                return f"its batches contain a {kind}, but only tensors can be stacked"
             if leaf.layout != torch.strided or leaf.is_nested:
-                return f"its batches hold a tensor of layout {leaf.layout}"
+                return f"its batches contain a tensor of layout {leaf.layout}"
         return None
 
     def groups(self) -> list[tuple[Tensor, Any]]:
-        """Return the clients whose batches have the same structure and shapes, and those, stacked.
+        """Return groups of clients with batches of the same structure and shapes.
 
-        A client's whole batch becomes one element of the stack, whatever its axes mean.
+        Returns:
+            For each group, the rows of its clients and their stacked batches. A client's whole
+            batch is one element of the stack, whatever its axes mean.
         """
         alike: dict[Any, list[int]] = {}
         for row, batch in enumerate(self.batches):
@@ -107,15 +110,15 @@ def _batch_size(batch: Any) -> int:
 
 
 class BatchSamples:
-    """The samples of a Lightning batch, local step by local step.
+    """Split a Lightning batch into local steps.
 
     Args:
-        batch: The samples of all steps, or of the first step where the others are fetched: batches
-            collated client by client, or tensors with the samples in front.
-        sizes: Samples of each local step and client, ``[steps, k]``.
-        active: Who trains in each local step, ``[steps, k]``.
-        fetch: Returns the tensors of a later step from its number and whether their memory may be
-            reused; None if the batch holds all steps.
+        batch: The samples of all steps, or of the first step if the others are fetched. Either
+            batches collated per client, or tensors with the samples in the first dimension.
+        sizes: Number of samples of each local step and client, ``[steps, k]``.
+        active: Mask of the clients that train in each local step, ``[steps, k]``.
+        fetch: Function that returns the tensors of a later step, given its index and whether their
+            memory may be reused. None if the batch holds all steps.
     """
 
     def __init__(
@@ -136,8 +139,8 @@ class BatchSamples:
         """Return the samples of a local step.
 
         Args:
-            step: Number of the local step in the batch.
-            may_reuse: Whether the next step may write over the memory of these samples.
+            step: Index of the local step in the batch.
+            may_reuse: Whether the next step may overwrite the memory of these samples.
         """
         count = self._sizes.shape[1]
         if isinstance(self._batch, ClientBatches):
@@ -157,9 +160,9 @@ def _by_step(batch: Any, steps: int, clients: int) -> Any:
         if not isinstance(value, Tensor) or value.ndim == 0 or len(value) % (steps * clients):
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise FederationError(
-                f"a hook of the data or the precision has changed the number of samples: got {got}"
-                f" for {steps} local steps of {clients} clients. Train the module"
-                " without VectorizedClients"
+                "a transfer hook of the data module or the precision plugin changed the number of"
+                f" samples: got {got} for {steps} local steps of {clients} clients. Remove the"
+                " hook, or train the module without VectorizedClients"
             )
         return value.view(steps, clients, len(value) // (steps * clients), *value.shape[1:])
 
@@ -167,7 +170,7 @@ def _by_step(batch: Any, steps: int, clients: int) -> Any:
 
 
 def each_of(function: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function with a batch, or with each of the batches that clients have."""
+    """Call a function with a batch, or with the batch of each client."""
     if not isinstance(batch, ClientBatches):
         return function(batch, *args, **kwargs)
     return ClientBatches(None if own is None else function(own, *args, **kwargs) for own in batch)

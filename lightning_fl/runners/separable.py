@@ -1,4 +1,4 @@
-"""Whether an optimizer can train many clients at once, each as if it were alone."""
+"""Check that an optimizer can train many clients at once, each independently of the others."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from lightning_fl.runners.optimizer_trial import (
 from lightning_fl.runners.optimizer_values import holds_other_parameters, params_of
 from lightning_fl.types import FederationError
 
-#: Steps of a trial: enough for estimates that need some steps to begin.
+#: Number of steps of a trial, enough for estimates with a warm-up.
 STEPS = 25
 #: Factors of the gradients of two clients.
 SCALES = (0.03, 1e3)
-#: Relative and absolute difference of two steps in float64 that is rounding.
+#: Relative and absolute tolerance for rounding differences in float64.
 RTOL, ATOL = 1e-8, 1e-13
 
-#: Optimizers that treat all numbers alike, with steps proportional to their rate: known, not tried.
+#: Optimizers known to be elementwise, with steps proportional to the learning rate.
 PROPORTIONAL = {
     *(torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta),
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam),
@@ -41,85 +41,86 @@ ShapeOf = Callable[[Sequence[int]], tuple[int, ...]]
 
 
 def fresh(optimizer: Optimizer, param: Tensor, name: str) -> Tensor:
-    """Return the state of a parameter before the first step: zero, or what the optimizer says."""
+    """Return the initial state of a parameter: zero, or the result of the optimizer's ``fresh``."""
     made = getattr(optimizer, "fresh", None)
     value: Tensor = torch.zeros_like(param) if made is None else made(param, name)
     return value.detach().clone()
 
 
 def check_separable(state: OptimizerState, keep: bool) -> bool:
-    """Refuse an optimizer whose step for one client depends on the clients beside it.
+    """Check that an optimizer's step for one client does not depend on the other clients.
 
-    Some optimizers of torch are known. Others are tried: see :func:`check_by_trial`.
+    Some optimizers of torch are known to qualify. Others are checked by :func:`check_by_trial`.
 
     Args:
-        state: Of an optimizer of stacked parameters, ``[lanes, ...]``, which is left alone.
+        state: State of an optimizer of stacked parameters, ``[k, ...]``; it is not changed.
         keep: Whether clients keep the state of their optimizers.
 
     Returns:
         Whether a step is proportional to its learning rate.
 
     Raises:
-        FederationError: If they differ, as with norms of whole tensors (LARS), estimates that all
-            parameters share (Prodigy), or line searches (LBFGS).
+        FederationError: If a step depends on other clients, as with norms of whole tensors (LARS),
+            estimates that all parameters share (Prodigy), or line searches (LBFGS).
     """
     is_known = type(state.optimizer) in PROPORTIONAL and not holds_other_parameters(state.optimizer)
     return True if is_known and not keep else check_by_trial(state, keep)
 
 
 def check_by_trial(state: OptimizerState, keep: bool) -> bool:
-    """Do :func:`check_separable` for any optimizer.
+    """Check any optimizer by a trial; see :func:`check_separable`.
 
-    Small copies of the optimizer, with its own groups and options, train two clients apart and
-    stacked. Their gradients differ much in size.
+    Small copies of the optimizer, with the same groups and options, train two clients separately
+    and stacked. The gradients of the two clients differ strongly in scale.
     """
     optimizer = state.optimizer
     name, device = type(optimizer).__name__, params_of(optimizer)[0].device
-    refused = f"{name} cannot train clients in lanes"
-    remedy = (
-        "train the module itself instead of VectorizedClients(module), or choose another optimizer"
-    )
+    refused = f"{name} cannot train vectorized clients"
+    remedy = "train the module without VectorizedClients, or choose another optimizer"
     if holds_other_parameters(optimizer):
         raise FederationError(
-            f"{refused}: it holds parameters outside of its parameter groups: {remedy}"
+            f"{refused}: it holds parameters outside of its parameter groups. To continue, {remedy}"
         )
     try:
         with seeded_rng(0, device):
             for with_closure in (True, False):
                 both, singles = _trial(state, with_closure)
-                for lane, single in enumerate(singles):
+                for row, single in enumerate(singles):
                     if stood_still(single.state.optimizer, single.ends, single.starts):
                         raise ValueError("a copy of it makes no step")
-                    if not _agree(_lane_of(both.ends, lane), single.ends, single.starts):
+                    if not _agree(_row_of(both.ends, row), single.ends, single.starts):
                         raise FederationError(
-                            f"{refused}: its step for one client depends on the others (norms of"
-                            f" whole tensors or estimates for all of them): {remedy}"
+                            f"{refused}: its step for one client depends on the other clients (by"
+                            f" norms of whole tensors or shared estimates). To continue, {remedy}"
                         )
             first = singles[0]
             is_linear = _is_linear(state, first)
     except FederationError:
         raise
-    except Exception as error:  # of many kinds
-        raise FederationError(f"{refused} ({type(error).__name__}: {error}): {remedy}") from error
+    except Exception as error:  # third-party optimizers raise many kinds
+        raise FederationError(
+            f"{refused} ({type(error).__name__}: {error}). To continue, {remedy}"
+        ) from error
     one, other = (scalars(single.state) for single in singles)
     for key in sorted(scalars(both.state)):
         if one.get(key) != other.get(key):
             raise FederationError(
-                f"{refused}: it learns {key.rpartition('.')[2]}, which is one number for all"
-                f" clients: {remedy}"
+                f"{refused}: its estimate {key.rpartition('.')[2]} is one number for all clients."
+                f" To continue, {remedy}"
             )
     if keep:
         _check_kept(both.state, remedy)
         if not _begins_at_fresh(state, first):
             raise FederationError(
-                f"optimizer_state: keep does not work in lanes with {name}, whose state does not"
-                f" begin at 0: give it a method fresh(param, name), choose reset, or {remedy}"
+                f"optimizer_state='keep' does not support vectorized clients with {name}: its"
+                " initial state is not 0. Add a method fresh(param, name) to the optimizer, choose"
+                f" optimizer_state='reset', or {remedy}"
             )
     return is_linear
 
 
 def _check_kept(state: OptimizerState, remedy: str) -> None:
-    """Refuse to keep what is one value for all clients."""
+    """Check that the state holds no values that all clients share."""
     name = type(state.optimizer).__name__
     shared = [key.rpartition(".")[2] for key in scalars(state)]
     shared += [key for key in state.rows() if not key.startswith("optimizer.")]
@@ -127,14 +128,14 @@ def _check_kept(state: OptimizerState, remedy: str) -> None:
         shared.append("the first step of its dampening")
     if shared:
         raise FederationError(
-            f"optimizer_state: keep does not work in lanes with {name}, whose {shared[0]} is one"
-            f" for all: choose reset, or {remedy}"
+            f"optimizer_state='keep' does not support vectorized clients with {name}: all clients"
+            f" share {shared[0]}. Choose optimizer_state='reset', or {remedy}"
         )
 
 
 @dataclass
 class _Run:
-    """What a copy of the optimizer was given, and where it ended."""
+    """Hold the inputs and the final parameters of a trial."""
 
     state: OptimizerState
     starts: list[Tensor]
@@ -143,7 +144,7 @@ class _Run:
 
 
 def _trial(state: OptimizerState, with_closure: bool) -> tuple[_Run, list[_Run]]:
-    """Train two clients stacked, then apart."""
+    """Train two clients stacked, then separately."""
 
     def run(shape: Callable[..., Tensor], given: Any = None) -> _Run:
         optimizer, learned = state.replica(partial(shape, shape_of=partial(trial_shape, state)))
@@ -154,14 +155,14 @@ def _trial(state: OptimizerState, with_closure: bool) -> tuple[_Run, list[_Run]]
 
     both = run(_stack_of_two)
     parts = [
-        (_lane_of(both.starts, lane), [_lane_of(each, lane) for each in both.gradients])
-        for lane in range(2)
+        (_row_of(both.starts, row), [_row_of(each, row) for each in both.gradients])
+        for row in range(2)
     ]
     return both, [run(_alone, part) for part in parts]
 
 
 def _is_linear(state: OptimizerState, run: _Run) -> bool:
-    """Say whether half the learning rate makes half of each step."""
+    """Return whether half the learning rate gives half of each step."""
     halves = []
     for ratio, factor in ((0.5, 1.0), (1.0, 0.5)):
         optimizer, _ = state.replica(partial(_alone, shape_of=partial(trial_shape, state)))
@@ -173,7 +174,7 @@ def _is_linear(state: OptimizerState, run: _Run) -> bool:
 
 
 def _begins_at_fresh(state: OptimizerState, run: _Run) -> bool:
-    """Say whether a state from :func:`fresh` is as good as none."""
+    """Return whether a state from :func:`fresh` is equivalent to an empty state."""
     used, _ = state.replica(partial(_alone, shape_of=partial(trial_shape, state)))
     take_steps(used, run.starts, run.gradients[:1])
     ends = []
@@ -194,7 +195,7 @@ def _begins_at_fresh(state: OptimizerState, run: _Run) -> bool:
 
 
 def _alone(stack: Tensor, shape_of: ShapeOf) -> Tensor:
-    """Return a small tensor, in double precision, like one lane of a stack."""
+    """Return a small tensor in double precision, like one row of a stack."""
     dtype = stack.dtype
     if stack.is_complex() or stack.is_floating_point():
         dtype = torch.complex128 if stack.is_complex() else torch.float64
@@ -209,17 +210,17 @@ def _problem_of_two(optimizer: Optimizer) -> tuple[list[Tensor], list[list[Tenso
     starts, gradients = random_problem(optimizer, STEPS, torch.Generator().manual_seed(0))
     for gradient in (gradient for each in gradients for gradient in each):
         if gradient is not None:
-            for lane, scale in zip(gradient, SCALES, strict=True):
-                lane.mul_(scale)
+            for row, scale in zip(gradient, SCALES, strict=True):
+                row.mul_(scale)
     return starts, gradients
 
 
-def _lane_of(tensors: Sequence[Any], lane: int) -> list[Any]:
-    return [None if tensor is None else tensor[lane] for tensor in tensors]
+def _row_of(tensors: Sequence[Any], row: int) -> list[Any]:
+    return [None if tensor is None else tensor[row] for tensor in tensors]
 
 
 def _agree(one: Sequence[Tensor], other: Sequence[Tensor], starts: Sequence[Tensor]) -> bool:
-    """Say whether two runs from the same start differ by rounding alone."""
+    """Return whether two runs from the same start differ by rounding only."""
     for a, b, start in zip(one, other, starts, strict=True):
         if not (a.is_floating_point() or a.is_complex()) or not a.numel():
             continue

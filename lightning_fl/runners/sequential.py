@@ -1,4 +1,4 @@
-"""One lane: the user's module itself."""
+"""``SequentialRunner``, which trains clients one after another in the user's module."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lightning_fl.types import ServerState
 
 
 class SequentialRunner(ClientRunner):
-    """One lane: a LightningModule's own parameters, in place."""
+    """Train one client at a time, on the LightningModule's own parameters."""
 
     def load(self, state: ServerState, rows: Sequence[Rows], lr: Sequence[float]) -> None:
-        """Begin a client; see :meth:`ClientRunner.load`."""
+        """Start a client; see :meth:`ClientRunner.load`."""
         (kept,), (self._ratio,) = rows, self._ratios(lr)
         self.write(ServerState(state.vector[0], state.counters))
         if self.wants_fixed:
@@ -39,7 +39,7 @@ class SequentialRunner(ClientRunner):
         )
 
     def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
-        """Return the client's move and its counters; see :meth:`ClientRunner.collect`."""
+        """Return the client's update and counters; see :meth:`ClientRunner.collect`."""
         self.adopt()
         delta = self._moved(self.vector.read()[None], state)
         return delta, (state.counters if self.buffers == "server" else self.counters.read())[None]
@@ -57,7 +57,7 @@ class SequentialRunner(ClientRunner):
         return torch.full((1,), torch.nan) if loss is None else loss.reshape(1)
 
     def rows(self) -> list[dict[str, Tensor]]:
-        """Return the tensors that the client keeps for itself."""
+        """Return the local tensors of the client, by name."""
         self.adopt()
         rows = {f"parameter.{n}": self.named_parameters[n].detach() for n in self.private}
         if self.buffers == "local":

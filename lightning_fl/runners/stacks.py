@@ -1,4 +1,4 @@
-"""Storage of the tensors of several clients, stacked."""
+"""Storage of the stacked tensors of several clients."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors
 
 
 class Stacks:
-    """Parameters and buffers of the clients that train at once, stacked, ``[k, ...]``.
+    """Store the stacked parameters and buffers of the clients that train at once, ``[k, ...]``.
 
     Args:
         tensors: The tensors of the user's module.
-        params: Stacked parameters by name, which the optimizer holds. They are replaced where
-            the number of clients changes.
-        wants_channels_last: Whether images and filters have their channels last in memory where
-            that is possible.
+        params: Stacked parameters by name, as in the optimizer. They are replaced when the number
+            of clients changes.
+        wants_channels_last: Whether to store images and filters in channels-last memory format if
+            possible.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class Stacks:
         self.tensors, self.module = tensors, tensors.module
         self.params, self.wants_channels_last = params, wants_channels_last
         self.buffers: Tensors = {}
-        #: Parameters that the clients started from, ``[k, ...]``, or ``[...]`` where all started
-        #: from the same; empty if the module does not ask for them.
+        #: Parameters that the clients started from, ``[k, ...]``, or ``[...]`` if they are equal
+        #: for all clients; empty if the module does not ask for them.
         self.fixed: Tensors = {}
         self.fixed_is_shared = True
-        #: Whether the step is mapped over the clients; else they train one after another.
+        #: Whether steps are vectorized; otherwise the clients train one after another.
         self.at_once = True
         #: Number of clients.
         self.count = 1
@@ -43,42 +43,42 @@ class Stacks:
 
     @property
     def first(self) -> nn.Parameter:
-        """The first stacked parameter, an example of device and dtype."""
+        """The first stacked parameter, for its device and dtype."""
         return next(iter(self.params.values()))
 
     @property
     def maps(self) -> bool:
-        """Whether the step is mapped over the clients that are in training."""
+        """Whether the step of the clients in training is vectorized."""
         return self.at_once and self.count > 1
 
     @property
     def channels_last(self) -> bool:
-        """Whether images and filters have their channels last in memory, client by client.
+        """Whether each client's images and filters are stored in channels-last memory format.
 
-        Not where the step is mapped: with such filters two convolutions, one after the other, get
-        wrong gradients under vmap for a batch of one sample (torch 2.14), without an error.
+        Disabled for vectorized steps: under ``vmap``, two successive convolutions with such filters
+        silently get wrong gradients for a batch of one sample (torch 2.14).
         """
         return self.wants_channels_last and not self.maps
 
     def train_one_by_one(self) -> None:
-        """Do not map the step over the clients."""
+        """Switch to sequential steps."""
         self.at_once = False
         for param in self.params.values():
             param.data = self.laid_out(param.data)
 
     def laid_out(self, stack: Tensor) -> Tensor:
-        """Return a stack of tensors in the layout in memory that the clients train with."""
+        """Return a stack of tensors in the memory layout that the clients train with."""
         if not self.channels_last or stack.ndim != 5:
             return stack
         _, n, c, h, w = stack.shape
-        # By its strides: contiguous() takes one channel for first and last at once.
+        # Compare strides: with one channel, contiguous() accepts both memory formats.
         strides = (n * c * h * w, c * h * w, 1, c * w, c)
         if stack.stride() == strides:
             return stack
         return stack.new_empty_strided(stack.shape, strides).copy_(stack)
 
     def _resize(self, count: int, optimizer: torch.optim.Optimizer) -> None:
-        """Make room for a number of clients."""
+        """Allocate stacks for a number of clients."""
         self.count = count
         resized = {
             id(param): (
@@ -114,7 +114,7 @@ class Stacks:
             count: Number of clients.
             starts: Parameters and buffers by name, ``[k, ...]``, or ``[...]`` for all clients.
             is_shared: Whether all clients start from the same parameters.
-            optimizer: Gets the new stacks where the number of clients has changed.
+            optimizer: The optimizer; it gets the new stacks if the number of clients has changed.
         """
         self._resize(count, optimizer)
         for name, param in self.params.items():
@@ -134,10 +134,10 @@ class Stacks:
 
     @contextmanager
     def client(self, row: int) -> Iterator[None]:
-        """Let the module have the tensors of a client within a ``with`` block.
+        """Put a client's tensors into the module within a ``with`` block.
 
-        They are views of the stacks, so that what the module writes to them in place is there
-        already. What it replaces, by ``data`` or as a buffer, is copied.
+        The tensors are views of the stacks, so that in-place writes of the module arrive there.
+        Tensors that it replaces, by ``data`` or as a buffer, are copied back.
         """
         start: dict[str, Tensors] = {}
         if self.tensors.wants_start:
@@ -153,7 +153,7 @@ class Stacks:
 
     @contextmanager
     def values(self, values: Tensors) -> Iterator[None]:
-        """Let the module have these values; what it writes is in them afterwards."""
+        """Put values into the module within a ``with`` block, and copy its writes back to them."""
         own = {**self.tensors.parameters, **self.tensors.buffers}
         before = {name: tensor.data for name, tensor in own.items()}
         try:
@@ -169,7 +169,7 @@ class Stacks:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Undo what a step writes to parameters and buffers by itself, as averages are."""
+        """Undo a step's own writes to parameters and buffers, such as moving averages."""
         tensors: Tensors = {**self.params, **self.buffers}
         before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         try:
@@ -179,5 +179,5 @@ class Stacks:
                 tensors[name].data.copy_(value)
 
     def versions(self) -> list[int]:
-        """Return the versions of the parameters, which tell whether they were written to."""
+        """Return the version counters of the parameters, which every write increments."""
         return [param._version for param in self.params.values()]

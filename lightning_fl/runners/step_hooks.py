@@ -1,4 +1,4 @@
-"""Hooks for each step of training, of a module, its data and the callbacks beside it."""
+"""Detection of per-step training hooks in modules, data modules and callbacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-#: Hooks of a module for each step of its training, which lanes do not call.
+#: Per-step hooks of a module, which vectorized training does not call.
 STEP_HOOKS = (
     "on_before_batch_transfer",
     "on_after_batch_transfer",
@@ -44,7 +44,7 @@ _HOOKS = {
 
 
 def hooks_of(module: LightningModule) -> list[str]:
-    """Return the names of the hooks that a module defines itself."""
+    """Return the names of the hooks that a module overrides."""
 
     def is_own(name: str) -> bool:
         inherited = getattr(LightningModule, name, None)
@@ -55,23 +55,23 @@ def hooks_of(module: LightningModule) -> list[str]:
 
 
 def why_alone(module: LightningModule, hooks: Sequence[str]) -> str | None:
-    """Return what keeps a module from lanes, whatever its step does; None if nothing does.
+    """Return the reason why a module cannot be vectorized regardless of its step, or None.
 
     Args:
         module: The module.
-        hooks: What :func:`hooks_of` returns for it.
+        hooks: Names of its hooks, from :func:`hooks_of`.
     """
     if own := [name for name in STEP_HOOKS if name in hooks]:
-        return f"it has a hook for each step or batch of a client: {', '.join(sorted(own))}"
+        return f"it overrides hooks that run per step or batch: {', '.join(sorted(own))}"
     if any(isinstance(m, nn.Embedding) and m.max_norm for m in module.modules()):
-        return "an Embedding with max_norm changes its own weights in the forward pass"
+        return "an Embedding with max_norm changes its weights in the forward pass"
     if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters()):
-        return "its parameters have hooks of their own"
+        return "its parameters have hooks"
     return None
 
 
 def changes_transfers(trainer: Trainer) -> bool:
-    """Return whether the precision or the data module changes samples on their way."""
+    """Return whether the precision plugin or the data module overrides the transfer of batches."""
     plugin: Any = trainer.precision_plugin
     data = trainer.datamodule  # type: ignore[attr-defined]  # set by the connector
     return type(plugin).convert_input is not Precision.convert_input or any(
@@ -80,7 +80,7 @@ def changes_transfers(trainer: Trainer) -> bool:
 
 
 def sees_gradients(trainer: Trainer) -> bool:
-    """Return whether a callback sees gradients in every step, and may change them."""
+    """Return whether a callback overrides a hook in which it can read or change gradients."""
     return any(
         is_overridden(hook, callback, Callback)
         for callback in trainer.callbacks  # type: ignore[attr-defined]  # a connector's

@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_map
 
 from lightning_fl.types import FederationError
 
-#: Attribute of a module that holds the parameters that its client started from, if it has one.
+#: Optional attribute of a module for the parameters that its client started from.
 GLOBAL_PARAMETERS = "federated_global_parameters"
 
 
 class ModuleTensors:
-    """The parameters and buffers of a module, by name, as they are when a fit starts.
+    """Hold the parameters and buffers of a module, by name, at the start of a fit.
 
     Args:
         module: The module. Its expanded buffers are copied, since they cannot be written to.
@@ -39,7 +39,7 @@ class ModuleTensors:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Copy buffers that the module replaced (``self.seen = self.seen + 1``) into its first.
+        """Copy buffers that the module replaced (``self.seen = self.seen + 1``) into the originals.
 
         Raises:
             FederationError: If the shape of a buffer has changed.
@@ -49,15 +49,15 @@ class ModuleTensors:
                 if now.shape != buffer.shape:
                     raise FederationError(
                         f"{type(self.module).__name__} changed the shape of its buffer {name} from"
-                        f" {tuple(buffer.shape)} to {tuple(now.shape)}, so clients cannot be"
-                        " averaged: give it its final shape before the fit"
+                        f" {tuple(buffer.shape)} to {tuple(now.shape)}, so that clients cannot be"
+                        " averaged. Give the buffer its final shape before the fit"
                     )
                 buffer.copy_(now)
                 owner._buffers[name] = buffer
 
     @property
     def wants_start(self) -> bool:
-        """Whether the module has a place for the parameters that its client starts from."""
+        """Whether the module asks for the parameters that its client starts from."""
         return getattr(self.module, GLOBAL_PARAMETERS, None) is not None
 
 
@@ -68,19 +68,19 @@ def unflatten(rows: Tensor, like: Tensor) -> Tensor:
     """Return rows, ``[k, n]``, as a stack of tensors of the shape and dtype of another."""
     shape = (len(rows), *like.shape)
     if like.is_complex():
-        # A copy: numbers in the middle of a vector need not begin at an even place.
+        # A copy, since view_as_complex requires an even offset.
         return torch.view_as_complex(rows.reshape(*shape, 2).clone()).to(like.dtype)
     return rows.reshape(shape).to(like.dtype)
 
 
 def flatten(stack: Tensor) -> Tensor:
-    """Return a stack of tensors as rows, ``[k, n]``; a complex number is two."""
+    """Return a stack of tensors as rows, ``[k, n]``; a complex number becomes two entries."""
     stack = stack.detach()
     return (torch.view_as_real(stack) if stack.is_complex() else stack).reshape(len(stack), -1)
 
 
 def beside(values: Tensor, stack: Tensor) -> Tensor:
-    """Return one value for each client, ``[k]``, in the shape that multiplies a stack."""
+    """Return one value per client, ``[k]``, in a shape that broadcasts over a stack."""
     return placed(values, stack).view(-1, *[1] * (stack.ndim - 1))
 
 
@@ -90,18 +90,18 @@ def placed(small: Tensor, like: Tensor) -> Tensor:
 
 
 def select(stacks: Any, rows: Tensor) -> Any:
-    """Return some rows of all tensors in nested containers."""
+    """Return the given rows of all tensors in nested containers."""
     return tree_map(
         lambda t: t.index_select(0, placed(rows, t)) if isinstance(t, Tensor) else t, stacks
     )
 
 
 def scattered(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Return the values of some clients at their rows of a stack of zeros.
+    """Return a stack of zeros with the values of some clients at their rows.
 
     Args:
-        values: The values, ``[rows, ...]``.
-        rows: Their rows in the stack.
+        values: The values, ``[n, ...]``.
+        rows: Their rows in the stack, ``[n]``.
         count: Length of the stack.
     """
     values = values.detach()

@@ -1,4 +1,4 @@
-"""How the clients of a run train, chosen by checks and timing at its first local step."""
+"""Choice of vectorized or sequential steps, by checks and timing at the first local step."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from lightning_fl.runners.tensors import select
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.types import FederationError
 
-#: Seconds that compiling takes, and the share of a step that it saves, on the safe side.
+#: Conservative estimates of the seconds that compiling takes and the share of a step that it saves.
 COMPILING_TAKES, COMPILING_SAVES = 10, 0.5
-#: Seconds of trials, after which there is no other.
+#: Seconds of timing after which no further trial starts.
 LONG = 1.0
 
 
 class Wishes(NamedTuple):
-    """What a user leaves to be chosen.
+    """Hold the options of :func:`tune`.
 
     Args:
-        timed: Whether the faster of mapped and sequential steps is chosen by timing.
-        compile: Whether to compile; ``auto`` compiles where that pays.
+        timed: Whether to choose the faster of vectorized and sequential steps by timing.
+        compile: Whether to compile. ``auto`` compiles vectorized steps if ``pays``.
         pays: Whether the run is long enough for compiling to pay.
     """
 
@@ -40,24 +40,24 @@ class Wishes(NamedTuple):
 
 
 def tune(step: VectorizedStep, samples: Samples, wishes: Wishes) -> None:
-    """Check that mapped steps do what the module does, and choose the fastest way to train.
+    """Check that vectorized steps agree with the module's own, and choose the fastest way to train.
 
     Args:
-        step: The step, which takes over what is chosen.
-        samples: Of the first local step.
-        wishes: What is to be chosen.
+        step: The step; the choices are stored in it.
+        samples: The samples of the first local step.
+        wishes: The user's options.
 
     Raises:
-        FederationError: If a step depends on what an earlier one left in plain attributes, of
-            which there is one for all clients.
+        FederationError: If a step depends on plain attributes that an earlier step has set, since
+            all clients share them.
     """
     name, stacks = type(step.module).__name__, step.stacks
     if names := carried(step, samples):
         raise FederationError(
-            f"{name}.training_step depends on what an earlier step has left in its attributes"
-            f" ({', '.join(names[:3])}). Clients that train at once would share them: keep it"
-            " in a buffer (register_buffer), of which each client has its own, or train the"
-            " module itself instead of VectorizedClients(module)"
+            f"{name}.training_step depends on attributes that an earlier step has set"
+            f" ({', '.join(names[:3])}). Clients that train at once would share them. Store the"
+            " values in buffers (register_buffer), which are separate for each client, or train the"
+            " module without VectorizedClients"
         )
     why = samples.why_not_stacked() or why_not_mapped(step, samples.pair())
     if why is not None:
@@ -75,7 +75,7 @@ def tune(step: VectorizedStep, samples: Samples, wishes: Wishes) -> None:
             stacks.train_one_by_one()
     may_compile = wishes.compile is True or (wishes.compile and wishes.pays and stacks.at_once)
     if may_compile and (why := why_not_compiled(step, samples)) is not None:
-        rank_zero_warn(f"lanes are not compiled: {why}")
+        rank_zero_warn(f"the vectorized step is not compiled: {why}")
     elif may_compile:
         step.compile()
     how = "at once" if stacks.at_once else "one after another, which is faster"
@@ -84,34 +84,35 @@ def tune(step: VectorizedStep, samples: Samples, wishes: Wishes) -> None:
 
 
 def compiling_pays(num_parameters: int, samples: int, steps: float) -> bool:
-    """Return whether a run is long enough to compile, by its work: not by time, which varies.
+    """Return whether a run is long enough for compiling to pay.
 
-    A step costs 6 operations a parameter and sample, at about 100 GFLOP/s, or Python's time.
+    The decision rests on an estimate of the work, since timings vary. A step takes 6 operations per
+    parameter and sample at about 100 GFLOP/s, and at least the overhead of Python.
 
     Args:
         num_parameters: Number of trained parameters of a client.
-        samples: Number of samples of a step of all clients.
-        steps: Number of steps that are left.
+        samples: Number of samples in a step of all clients.
+        steps: Number of remaining steps.
     """
     step_seconds = max(2e-3, 6 * num_parameters * samples / 1e11)
     return steps * step_seconds * COMPILING_SAVES > COMPILING_TAKES
 
 
 def why_not_compiled(step: VectorizedStep, samples: Samples) -> str | None:
-    """Return what keeps a step from being compiled; None if nothing does.
+    """Return the reason why a step cannot be compiled, or None.
 
-    A graph has zeros where the step leaves a parameter without a gradient: momentum and weight
-    decay would move it. And each value of ``batch_idx`` would be another graph.
+    A graph returns zeros for a parameter without a gradient, which momentum and weight decay would
+    then change. Each value of ``batch_idx`` would need another graph.
     """
     if unused := unused_parameters(step, samples):
         return (
-            f"the first step does not use {unused[0]}. Freeze it with"
-            " requires_grad_(False), or leave it out, to have them compiled"
+            f"the first step does not use {unused[0]}. To compile it, freeze the parameter with"
+            " requires_grad_(False) or remove it"
         )
     if uses_batch_idx(step, samples):
         return (
-            "training_step uses batch_idx, and each of its values would"
-            " be compiled anew. Leave it out of training_step to have them compiled"
+            "training_step uses batch_idx, so that each value would be compiled anew. To compile"
+            " it, do not use batch_idx in training_step"
         )
     return None
 
@@ -120,7 +121,7 @@ def why_not_compiled(step: VectorizedStep, samples: Samples) -> str | None:
 
 
 def seconds(step: Callable[[], None], repeats: int = 3) -> float:
-    """Return the shortest of several times, after one that is not counted; of few, if long."""
+    """Return the minimum of several timings after a warm-up; long steps are repeated less often."""
     times = list[float]()
     while len(times) <= repeats and sum(times) < LONG:
         start = perf_counter()
@@ -132,7 +133,7 @@ def seconds(step: Callable[[], None], repeats: int = 3) -> float:
 
 
 def trial(step: VectorizedStep, samples: Samples, at_once: bool) -> None:
-    """Make a step forward and back, of which nothing remains."""
+    """Make a forward and backward pass without side effects."""
     everyone = torch.ones(step.stacks.count, dtype=torch.bool)
     with seeded_rng(0), step.stacks.untouched(), torch.enable_grad():
         if not at_once:
@@ -144,7 +145,7 @@ def trial(step: VectorizedStep, samples: Samples, at_once: bool) -> None:
 
 
 def unused_parameters(step: VectorizedStep, samples: Samples) -> list[str]:
-    """Return the names of the parameters that a step gives no gradient."""
+    """Return the names of the parameters that get no gradient in a step."""
     with seeded_rng(0), step.stacks.untouched(), torch.enable_grad():
         total, _ = step.mapped(samples, torch.ones(step.stacks.count, dtype=torch.bool))
     wanted = {name: p for name, p in step.stacks.params.items() if p.requires_grad}
@@ -153,7 +154,7 @@ def unused_parameters(step: VectorizedStep, samples: Samples) -> list[str]:
 
 
 def uses_batch_idx(step: VectorizedStep, samples: Samples) -> bool:
-    """Return whether a step depends on ``batch_idx``, as far as a graph of it shows."""
+    """Return whether the graph of a step depends on ``batch_idx``."""
     if not reads_batch_idx(step.module):
         return False
     stacks, rows = step.stacks, torch.arange(2)

@@ -1,4 +1,4 @@
-"""The local step of several clients: mapped over their stacked tensors, or one after another."""
+"""The local step of several clients: at once with ``vmap``, or one after another."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning_fl.runners.samples import Collated, Padded, Samples
 from lightning_fl.runners.stacks import Stacks
 from lightning_fl.runners.tensors import beside, first_samples, placed, scattered, select
 
-#: Shapes of batches that are compiled.
+#: Maximum number of batch shapes to compile.
 MOST_GRAPHS = 2
 
 
 class VectorizedStep:
-    """The forward pass of a local step of all clients, such that going back gives gradients.
+    """Compute the losses of a local step of all clients, ready for the backward pass.
 
     Args:
         stacks: The tensors of the clients.
@@ -33,7 +33,7 @@ class VectorizedStep:
         module = stacks.module
         self.stacks, self.module, self.optimizer = stacks, module, optimizer
         self.local = LocalStep(module)
-        #: Whether clients with fewer samples than others are filled up with samples of weight 0.
+        #: Whether smaller batches are padded with samples of weight 0.
         self.weighted = getattr(module, "federated_knows_weights", False) and not any(
             isinstance(m, _BatchNorm) for m in module.modules()
         )
@@ -46,22 +46,22 @@ class VectorizedStep:
         self._has_warned = False
 
     def compile(self) -> None:
-        """Compile forward and backward pass to one graph for each shape of batches."""
+        """Compile forward and backward pass into one graph per batch shape."""
         self.graphs = Graphs(self.local, self.optimizer)
 
     def loss(
         self, samples: Samples, active: Tensor, rate: float | None = None
     ) -> tuple[Tensor, Outcome]:
-        """Make the forward pass of all clients, and keep the buffers of those who still train.
+        """Make the forward pass of all clients, and update the buffers of the active clients.
 
         Args:
-            samples: What each client trains on.
-            active: Who still trains, ``[k]``.
-            rate: Factor of the optimizer's learning rates with which a graph may also update the
+            samples: The samples of each client.
+            active: Mask of the clients that still train, ``[k]``.
+            rate: Factor of the optimizer's learning rates, with which a graph may also update the
                 parameters. None leaves the update to the optimizer.
 
         Returns:
-            The sum of losses, to go back from, and what else the step makes.
+            The sum of losses, for the backward pass, and the outcome of the step.
         """
         self.has_updated = False
         if isinstance(samples, Padded) and self.stacks.channels_last:
@@ -90,10 +90,10 @@ class VectorizedStep:
     # --- one client after another -----------------------------------------------------------------
 
     def one_by_one(self, samples: Samples, active: Tensor) -> tuple[Tensor, Outcome]:
-        """Make the steps of clients one after another, each forward and back before the next.
+        """Make the clients' steps one after another, each with its backward pass.
 
-        The module makes each step by itself, with the client's tensors in the place of its own. A
-        client that is done makes no step: a module may count them.
+        Each step runs on the module itself, with the client's tensors in place. A client that is
+        done makes no step, since a module may count its steps.
         """
         rows, outcomes = active.nonzero()[:, 0], []
         known: Tensors = {}
@@ -109,20 +109,21 @@ class VectorizedStep:
         return _with_gradients(stacked.loss, self.stacks.params, known), stacked
 
     def _gradient_memory(self, name: str) -> Tensor:
-        """Return memory for a gradient, the same each step: new memory takes longer than a copy."""
+        """Return memory for a gradient; it is reused, since allocating takes longer than a copy."""
         param = self.stacks.params[name]
         if name not in self._gradients or self._gradients[name].shape != param.shape:
             self._gradients[name] = torch.empty_like(param)
         return self._gradients[name]
 
-    # --- mapped -----------------------------------------------------------------------------------
+    # --- vectorized -------------------------------------------------------------------------------
 
     def mapped(
         self, samples: Samples, active: Tensor, rate: float | None = None
     ) -> tuple[Tensor, Outcome]:
-        """Map the step over the clients; train one after another where that fails.
+        """Make the step of all clients at once, or one after another if that fails.
 
-        The first step was checked, and yet a later one may do what cannot be mapped.
+        The first step was checked, but a later step may use operations that ``vmap`` does not
+        support.
         """
         versions = self.stacks.versions()
         try:
@@ -131,7 +132,7 @@ class VectorizedStep:
             return self._groups(samples.groups(), bool(active.all()), rate)
         except Exception as error:
             if versions != self.stacks.versions():
-                raise  # half of the step is done
+                raise  # the step has already written to parameters
             self.stacks.train_one_by_one()
             result = self.one_by_one(samples, active)
             rank_zero_warn(
@@ -143,10 +144,10 @@ class VectorizedStep:
     def _padded(
         self, samples: Padded, active: Tensor, rate: float | None
     ) -> tuple[Tensor, Outcome]:
-        """Map the step over clients that have their samples in front.
+        """Make the step of clients whose samples are padded.
 
-        Clients with fewer samples than others are weighted where the module knows weights.
-        Otherwise they are mapped by themselves: filling them up would change their means.
+        If the module supports sample weights, padding gets weight 0. Otherwise clients with the
+        same number of samples form a group, since padding would change their means.
         """
         batch, sizes, is_full = samples
         if is_full:
@@ -167,7 +168,7 @@ class VectorizedStep:
     def _groups(
         self, groups: list[tuple[Tensor, Any]], is_whole: bool, rate: float | None
     ) -> tuple[Tensor, Outcome]:
-        """Map the step over each group of clients that have batches of the same shape."""
+        """Make the step of each group of clients with batches of the same shape."""
         if is_whole and len(groups) == 1:
             return self._all(groups[0][1], None, rate)
         outcomes = [self._some(rows, batch) for rows, batch in groups]
@@ -176,7 +177,7 @@ class VectorizedStep:
         return total, tree_map(lambda *t: scattered(torch.cat(t), at, self.stacks.count), *outcomes)
 
     def _some(self, rows: Tensor, batch: Any) -> Outcome:
-        """Make the step of a few clients, whose batches are ``[rows, ...]``."""
+        """Make the step of some clients; their batches are ``[len(rows), ...]``."""
         stacks = self.stacks
         params: Tensors = select(dict(stacks.params), rows)
         outcome = self.local.many(
@@ -188,13 +189,13 @@ class VectorizedStep:
             fixed_is_shared=stacks.fixed_is_shared,
             at_once=True,
         )
-        for name, param in stacks.params.items():  # what the step wrote: a teacher's average
+        for name, param in stacks.params.items():  # the step may write, as an EMA teacher does
             if params[name]._version:
                 param.data.index_copy_(0, placed(rows, param), params[name].detach())
         return outcome
 
     def _all(self, batch: Any, weight: Tensor | None, rate: float | None) -> tuple[Tensor, Outcome]:
-        """Make the step of all clients, whose batches are ``[k, ...]``."""
+        """Make the step of all clients; their batches are ``[k, ...]``."""
         stacks = self.stacks
         params: Tensors = dict(stacks.params)
         tensors = (params, stacks.buffers, stacks.fixed, batch, weight)
@@ -204,14 +205,16 @@ class VectorizedStep:
                 return self._compiled(self.graphs, rate, *tensors, **how)
             except Exception as error:  # torch.compile and the compilers below it fail in many ways
                 self.graphs = None
-                rank_zero_warn(f"lanes are not compiled ({type(error).__name__}: {error})")
+                rank_zero_warn(
+                    f"the vectorized step is not compiled: {type(error).__name__}: {error}"
+                )
         outcome = self.local.many(*tensors, **how)
         return outcome.loss.sum(), outcome
 
     def _compiled(
         self, graphs: Graphs, rate: float | None, *tensors: Any, **how: Any
     ) -> tuple[Tensor, Outcome]:
-        """Make a step by graphs: the optimizer finds gradients, or nothing left to do."""
+        """Make a compiled step, which yields gradients or also updates the parameters."""
         grads: Tensors = {}
         with torch.no_grad():
             if rate is not None and graphs.can_update():
@@ -222,7 +225,7 @@ class VectorizedStep:
         return _with_gradients(outcome.loss, self.stacks.params, grads), outcome
 
     def _is_worth_a_graph(self, batch: Any) -> bool:
-        """Groups come in two sizes at most; a rest of a client's samples is not worth a graph."""
+        """Return whether to compile for a batch's shape: only the first shapes are frequent."""
         shape = tuple(t.shape for t in tree_leaves(batch))
         if len(self._shapes) < MOST_GRAPHS:
             self._shapes.add(shape)
@@ -230,9 +233,9 @@ class VectorizedStep:
 
 
 class _Known(torch.autograd.Function):
-    """A loss whose gradients are known already: its backward pass puts them in their place.
+    """Assign known gradients to parameters in the backward pass of a loss.
 
-    They are not handed to autograd, which would copy each.
+    They bypass autograd, which would copy each of them.
     """
 
     @staticmethod
@@ -245,7 +248,7 @@ class _Known(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[None, ...]:
         scale, grads = outer[0], ctx.grads
-        # To look at it would wait for a device: there gradients are multiplied by 1, too.
+        # Reading the scale would wait for a GPU, so there gradients are multiplied even by 1.
         if grads and (scale.device.type != "cpu" or scale != 1):
             grads = torch._foreach_mul(grads, scale)
         for param, grad in zip(ctx.params, grads, strict=True):
@@ -256,7 +259,7 @@ class _Known(torch.autograd.Function):
 def _with_gradients(
     loss: Tensor, params: Mapping[str, nn.Parameter], grads: Mapping[str, Tensor]
 ) -> Tensor:
-    """Return the sum of losses, such that going back gives these gradients."""
+    """Return the sum of losses; its backward pass yields the given gradients."""
     anchor = next(param for param in params.values() if param.requires_grad)
     wanted = [params[name] for name in grads]
     total: Tensor = _Known.apply(anchor, loss, wanted, list(grads.values()))

@@ -1,4 +1,4 @@
-"""Many lanes: clients that train at once on stacked tensors."""
+"""``VmapRunner``, which trains several clients at once on stacked tensors."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from lightning_fl.types import FederationError, ServerState
 
 
 class VmapRunner(ClientRunner):
-    """Clients in lanes: every tensor of the user's module stacked, ``[k, ...]``.
+    """Train clients at once: every tensor of the user's module is stacked, ``[k, ...]``.
 
-    One step of the optimizer is a step of every client as if it were alone: the loss is the sum
-    over the lanes, and the optimizer does the same to every number.
+    The loss is the sum over the clients and the optimizer is elementwise, so one optimizer step is
+    an independent step of every client.
 
     Args:
         module: The user's module.
-        buffers: What becomes of floating buffers; see :class:`ClientRunner`.
+        buffers: How floating-point buffers are aggregated; see :class:`ClientRunner`.
         optimizer: The optimizer of the stacked parameters.
-        keep_optimizer: Whether a client keeps its optimizer's state from round to round.
+        keep_optimizer: Whether a client keeps its optimizer state between rounds.
         params: The stacked parameters, by name.
         fast_matmul: Whether oneDNN multiplies matrices on a CPU.
-        channels_last: Whether images and filters may have their channels last in memory.
+        channels_last: Whether images and filters may be stored in channels-last memory format.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class VmapRunner(ClientRunner):
         self.stacks = Stacks(self.tensors, params, channels_last)
         self.vectorized = VectorizedStep(self.stacks, optimizer)
         self.logs = StepLogs(self.vectorized.local)
-        #: What :meth:`close` undoes.
+        #: Callbacks that :meth:`close` runs.
         self.undo = ExitStack()
         matrices = (p.flatten(1) for p in self.named_parameters.values() if p.ndim > 1)
         self.undo.callback(
@@ -65,23 +65,23 @@ class VmapRunner(ClientRunner):
         )
         if self.stacks.first.device.type == "cpu":
             keep_freed_memory()
-        #: Whether clients are in the lanes, from their first hook to the end of their last step.
+        #: Whether the stacks hold clients in training, from their first hook to their last step.
         self.is_loaded = False
-        #: Whether it is chosen how to train.
+        #: Whether :func:`tune` has chosen how to train.
         self.is_ready = False
-        #: The samples of the Lightning batch, and which of its local steps is next.
+        #: The samples of the Lightning batch, and the index of its next local step.
         self.batch: BatchSamples | None = None
         self.step = 0
-        #: Local steps that these clients had made before the batch.
+        #: Number of local steps that these clients made before the batch.
         self.steps_before = 0
-        #: How often the optimizer asks for the loss in a local step, and how often it has.
+        #: Number of closure evaluations per local step, and those done in the current step.
         self.evaluations, self.evaluation = int(getattr(optimizer, "evaluations", 1)), 0
-        #: Whether nothing happens between backward pass and update, so that a graph may do both.
+        #: Whether one graph may compute gradients and update, since nothing runs between them.
         self.may_update = True
         #: Task losses in the batch's first local step, ``[k]``.
         self.first_losses = torch.empty(0)
-        self._lane_ratios: Tensor | None = None
-        #: Parameters when the optimizer's step begins, where lanes have rates of their own.
+        self._client_ratios: Tensor | None = None
+        #: Parameters before the optimizer step, if clients have different learning rates.
         self._start: list[Tensor] = []
         self._floating = [n for n, b in self.named_buffers.items() if is_floating(b)]
 
@@ -89,15 +89,16 @@ class VmapRunner(ClientRunner):
 
     @torch.no_grad()
     def load(self, state: ServerState, rows: Sequence[Rows], lr: Sequence[float]) -> None:
-        """Begin clients; see :meth:`ClientRunner.load`."""
+        """Start clients; see :meth:`ClientRunner.load`."""
         self.adopt()
         self.is_loaded = True
         self.optimizer_state.reset()
         known = {id(param) for param in self.stacks.params.values()}
         if any(id(param) not in known for param, _ in self._optimized()):
             raise FederationError(
-                "the optimizer has parameters that are not in the lanes, given to it after the"
-                " start or not the module's own: train the module without VectorizedClients"
+                "the optimizer has parameters that are not stacked: they were added after the start"
+                " of the fit or do not belong to the module. Train the module without"
+                " VectorizedClients"
             )
         self.count = len(rows)
         self._set_rates(lr, state.vector)
@@ -106,21 +107,22 @@ class VmapRunner(ClientRunner):
         self._load_rows(rows)
 
     def _set_rates(self, lr: Sequence[float], like: Tensor) -> None:
-        """Set the clients' learning rates: one for all, or one for each lane."""
+        """Set the clients' learning rates: one for all, or one per client."""
         ratios = self._ratios(lr)
-        self._ratio, self._lane_ratios = ratios[0], None
+        self._ratio, self._client_ratios = ratios[0], None
         if any(ratio != ratios[0] for ratio in ratios):
             if not self.is_linear:
                 raise FederationError(
-                    f"clients in lanes cannot have learning rates of their own with"
-                    f" {type(self.optimizer).__name__}, whose step is not proportional to it: use"
-                    " one rate for all, or train the module without VectorizedClients"
+                    "vectorized clients cannot have different learning rates with"
+                    f" {type(self.optimizer).__name__}, since its step is not proportional to the"
+                    " rate. Use one rate for all clients, or train the module without"
+                    " VectorizedClients"
                 )
             self._ratio = 1.0
-            self._lane_ratios = placed(torch.tensor(ratios, dtype=torch.float64), like)
+            self._client_ratios = placed(torch.tensor(ratios, dtype=torch.float64), like)
 
     def _starts(self, state: ServerState) -> Tensors:
-        """Return what parameters and buffers begin with; one value for what clients keep."""
+        """Return the initial parameters and buffers; client-local parameters are not stacked."""
         names = [*self.shared, *self._floating]
         pieces = dict(zip(names, state.vector.split(self.vector.sizes, dim=1), strict=True))
         counters = state.counters.expand(self.count, -1).split(self.counters.sizes, dim=1)
@@ -129,10 +131,10 @@ class VmapRunner(ClientRunner):
         return {name: unflatten(rows, own[name]) for name, rows in pieces.items()} | self.private
 
     def _load_rows(self, rows: Sequence[Rows]) -> None:
-        """Put back what clients kept; a client without anything starts from what an optimizer says.
+        """Restore the clients' local tensors.
 
-        That is zero, unless the optimizer has a method ``fresh``, from a parameter and the name of
-        a state to its value at first.
+        The optimizer state of a new client is zero, unless the optimizer has a method ``fresh``
+        that maps a parameter and the name of a state to its initial value.
         """
         stacks = {f"buffer.{name}": buffer for name, buffer in self.stacks.buffers.items()}
         stacks |= {f"parameter.{name}": self.stacks.params[name].detach() for name in self.private}
@@ -141,22 +143,22 @@ class VmapRunner(ClientRunner):
             for key in sorted({key for kept in rows for key in kept if key.startswith(prefix)}):
                 name = key.removeprefix(prefix)
                 self.optimizer.state[param][name] = stacks[key] = fresh(self.optimizer, param, name)
-        for lane, kept in enumerate(rows):
+        for i, kept in enumerate(rows):
             for key, row in kept.items():
-                stacks[key][lane].copy_(row, non_blocking=True)
+                stacks[key][i].copy_(row, non_blocking=True)
 
     def begin_batch(self, sizes: Callable[[], Tensor], active: Tensor) -> None:
-        """Note the samples of each client; see :meth:`ClientRunner.begin_batch`."""
+        """Record the sizes of local steps; see :meth:`ClientRunner.begin_batch`."""
         self.sizes, self.active = sizes(), active
 
     def write(self, state: ServerState) -> None:
-        """Put a state into the module: no client is in training."""
+        """Load a state into the module; no client is in training."""
         super().write(state)
         self.is_loaded = False
 
     @torch.no_grad()
     def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
-        """Return the clients' moves and counters; see :meth:`ClientRunner.collect`."""
+        """Return the client updates and counters; see :meth:`ClientRunner.collect`."""
         self.is_loaded = False
         stacks: Tensors = {**self.stacks.params, **self.stacks.buffers}
         floating = [flatten(stacks[name]) for name in (*self.shared, *self._floating)]
@@ -174,9 +176,9 @@ class VmapRunner(ClientRunner):
         return self.stacks.params[name]
 
     @contextmanager
-    def client(self, lane: int) -> Iterator[None]:
-        """Let the module have a client's tensors for a while; see :meth:`Stacks.client`."""
-        with self.stacks.client(lane):
+    def client(self, row: int) -> Iterator[None]:
+        """Put a client's tensors into the module; see :meth:`Stacks.client`."""
+        with self.stacks.client(row):
             yield
 
     def reported(self, outputs: Any) -> Tensor:
@@ -184,7 +186,7 @@ class VmapRunner(ClientRunner):
         return self.first_losses
 
     def rows(self) -> list[dict[str, Tensor]]:
-        """Return the tensors that each client keeps for itself."""
+        """Return the local tensors of each client, by name."""
         params = self.stacks.params
         kept: Tensors = {f"parameter.{name}": params[name].detach() for name in self.private}
         if self.buffers == "local":
@@ -192,10 +194,10 @@ class VmapRunner(ClientRunner):
         if self.keep_optimizer:
             kept |= self.optimizer_state.rows()
         kept = to_cpu(kept)
-        return [{key: stack[lane] for key, stack in kept.items()} for lane in range(self.count)]
+        return [{key: stack[i] for key, stack in kept.items()} for i in range(self.count)]
 
     def choices(self) -> dict[str, bool]:
-        """Return what was chosen; see :meth:`ClientRunner.choices`."""
+        """Return the choices of :func:`tune`; see :meth:`ClientRunner.choices`."""
         if not self.is_ready:
             return {}
         step, at_once = self.vectorized, self.stacks.at_once
@@ -206,7 +208,7 @@ class VmapRunner(ClientRunner):
         }
 
     def choose(self, choices: Mapping[str, bool]) -> None:
-        """Take over choices; see :meth:`ClientRunner.choose`."""
+        """Restore choices; see :meth:`ClientRunner.choose`."""
         if choices:
             self.is_ready = True
             self.vectorized.weighted = choices.get("weighted", self.vectorized.weighted)
@@ -216,7 +218,7 @@ class VmapRunner(ClientRunner):
                 self.vectorized.compile()
 
     def close(self) -> None:
-        """Let go of the optimizer, and undo what the lanes have set elsewhere."""
+        """Release the optimizer and undo global settings."""
         super().close()
         self.undo.close()
 
@@ -226,20 +228,20 @@ class VmapRunner(ClientRunner):
         """Make the forward pass of all clients in the next local step.
 
         Args:
-            samples: What each client trains on.
+            samples: The samples of each client.
 
         Returns:
-            The sum of losses, to go back from.
+            The sum of losses, for the backward pass.
         """
         active, versions = self.active[self.step], self.stacks.versions()
         rate = None
-        if self.may_update and self._lane_ratios is None and not self.gradient_terms:
-            # Inside the optimizer's own step its groups have the client's rate already.
+        if self.may_update and self._client_ratios is None and not self.gradient_terms:
+            # Inside the optimizer step the parameter groups already hold the client's rate.
             rate = 1.0 if self._own_lr else self._ratio
         total, outcome = self.vectorized.loss(samples, active, rate)
-        # A module that trains by itself can write to its parameters without a new version.
+        # Sequential steps can write to parameters without a new version.
         may_have_written = not self.stacks.maps or versions != self.stacks.versions()
-        if self._lane_ratios is not None and self.evaluations == 1 and may_have_written:
+        if self._client_ratios is not None and self.evaluations == 1 and may_have_written:
             self._note_start()
         if self.step == 0:
             self.first_losses = outcome.task_loss
@@ -248,38 +250,43 @@ class VmapRunner(ClientRunner):
 
     @torch.no_grad()
     def before_step(self, active: Tensor) -> list[Tensor]:
-        """Return what :meth:`after_step` needs of the time before the local step."""
-        if self._lane_ratios is not None:
+        """Return the tensors that :meth:`after_step` restores for clients that are done."""
+        if self._client_ratios is not None:
             self._note_start()
         return [] if active.all() else [tensor.clone() for tensor in self._stepped()]
 
     @torch.no_grad()
     def _note_start(self) -> None:
-        """Note where the optimizer's step begins: behind what the module itself has written."""
+        """Record the parameters before the optimizer step, after writes of the module itself."""
         self._start = [p.detach().clone() for p in self.stacks.params.values() if p.requires_grad]
 
     @torch.no_grad()
     def after_step(self, before: list[Tensor], active: Tensor) -> None:
-        r"""Give each lane its learning rate, and take the step back where a client was done.
+        r"""Apply each client's learning rate, and undo the step of clients that were done.
 
         For an optimizer that is linear in its rate, a step at :math:`\eta_k` is
         :math:`w + \frac{\eta_k}{\eta} (w' - w)`, where :math:`w'` is the step at :math:`\eta`.
         """
-        if self._lane_ratios is not None:
+        if self._client_ratios is not None:
             trained = [p.detach() for p in self.stacks.params.values() if p.requires_grad]
             for now, start in zip(trained, self._start, strict=True):
-                now.copy_(start.lerp(now, beside(self._lane_ratios, now).to(now.dtype)))
+                now.copy_(start.lerp(now, beside(self._client_ratios, now).to(now.dtype)))
         for now, old in zip(self._stepped(), before, strict=False):
             now.copy_(torch.where(beside(active, now), now, old))
 
     def _stepped(self) -> list[Tensor]:
-        """What a step changes: parameters, then the optimizer's state if somebody keeps it."""
+        """Return the tensors that a step changes: parameters, and optimizer state if it is kept."""
         params = [param.detach() for param in self.stacks.params.values()]
         return params + (list(self.optimizer_state.rows().values()) if self.keep_optimizer else [])
 
     @torch.no_grad()
     def clip(self, value: float, algorithm: str) -> None:
-        """Clip gradients, each lane by its own norm as ``clip_grad_norm_`` does."""
+        """Clip gradients, each client's by its own norm as in ``clip_grad_norm_``.
+
+        Args:
+            value: The maximum value or norm.
+            algorithm: ``value`` or ``norm``.
+        """
         grads = [param.grad for param, _ in self._optimized() if param.grad is not None]
         if not grads:
             return

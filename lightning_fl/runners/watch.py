@@ -1,4 +1,4 @@
-"""Which of a module's tensors some code reads and writes."""
+"""Detection of reads and writes of a module's tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Watch(TorchDispatchMode):
-    """Note the tensors whose memory operations read and write, under whatever alias.
+    """Record the tensors that operations read and write, also through views and aliases.
 
     Args:
         tensors: The tensors to watch, by name.
@@ -34,7 +34,7 @@ class Watch(TorchDispatchMode):
 
     @property
     def written(self) -> set[str]:
-        """Names of the tensors that were written to, or whose ``data`` is another."""
+        """Names of the tensors that were written to, or got a new ``data``."""
         before = self._memories
         return self._changed | {n for n, t in self._tensors.items() if _memory(t) != before[n]}
 
@@ -45,13 +45,13 @@ class Watch(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Note the tensors among the arguments, and run the operation."""
+        """Record the tensors among the arguments, and run the operation."""
         kwargs = kwargs or {}
         values = zip(func._schema.arguments, args, strict=False)
         named = ((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs)
         for argument, value in [*values, *named]:
             alias = argument.alias_info
-            if alias is not None and not alias.is_write:  # a view: what uses it is noted
+            if alias is not None and not alias.is_write:  # a view; its use is recorded later
                 continue
             for tensor in tree_leaves(value):
                 if isinstance(tensor, Tensor) and (name := self._names.get(_memory(tensor))):
@@ -60,5 +60,5 @@ class Watch(TorchDispatchMode):
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return where the memory of a tensor begins; 0 for one that has none, as sparse ones."""
+    """Return the address of a tensor's storage; 0 for a layout without one, such as sparse."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0

@@ -289,7 +289,7 @@ def test_a_flipped_bit_is_noticed(tmp_path, weights_only):
     finally:
         set_crc32_options(before)
     AtomicCheckpointIO().load_checkpoint(path, weights_only=weights_only)
-    with pytest.raises(FederationError, match=r"last.ckpt is damaged: .* the checksum that it was"):
+    with pytest.raises(FederationError, match=r"last.ckpt is damaged: the checksum of"):
         AtomicCheckpointIO().load_checkpoint(flipped(path, 1.5), weights_only=weights_only)
 
 

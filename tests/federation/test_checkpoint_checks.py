@@ -605,7 +605,7 @@ def test_an_archive_that_unpacks_to_more_is_refused(content, tmp_path, method, t
         for name in old.namelist():
             new.writestr(name, old.read(name))
         new.filelist *= times  # the same bytes in many places
-    with pytest.raises(FederationError, match="it is compressed, which"):
+    with pytest.raises(FederationError, match=r"it is compressed .*, which"):
         AtomicCheckpointIO().load_checkpoint(tmp_path / "bomb.ckpt")
 
 

@@ -255,7 +255,7 @@ def test_a_scheduler_stays_in_force(host):
 def test_no_learning_rate_can_have_no_ratio(host):
     made = host(lr=0.0)
     load(made, lr=0.0)
-    with pytest.raises(FederationError, match=r"sets lr=0.5 .* give the optimizer a positive lr"):
+    with pytest.raises(FederationError, match=r"sets lr=0.5.* Give the optimizer a positive lr"):
         load(made, lr=0.5)
 
 

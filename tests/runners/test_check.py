@@ -167,9 +167,9 @@ def mistake(module, outputs, loss):
     [
         (Recurrent, None, False, "RuntimeError: .*lstm"),
         (lambda: Words(padding_idx=0), None, True, "Embedding with padding_idx"),
-        (Counting, None, False, "mapped .* gives other results"),
+        (Counting, None, False, "vectorized .* gives different results"),
         # Dropout, which lanes draw differently, does not hide it.
-        (lambda: nn.Sequential(nn.Dropout(), Counting()), None, False, "other results"),
+        (lambda: nn.Sequential(nn.Dropout(), Counting()), None, False, "different results"),
         (mlp(), use_item, False, "RuntimeError: .*item"),
         (mlp(), use_branch, False, "RuntimeError: .*data-dependent control flow"),
         (mlp(), use_metric, False, "training_step updates the metric Total"),

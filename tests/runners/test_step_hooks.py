@@ -47,7 +47,7 @@ def test_a_hook_for_each_step_is_a_reason_to_train_in_the_module(train, tiny, fl
     kind = type("Hooked", (tiny.kind,), {hook: lambda self, *args: calls.append(1)})
     plain, module = tiny(), tiny(kind)
     train(plain)
-    with pytest.warns(UserWarning, match=f"Hooked is not trained in lanes: .* {hook}"):
+    with pytest.warns(UserWarning, match=f"Hooked is not vectorized: .* {hook}"):
         train(module, 3)
     assert torch.equal(flat(module), flat(plain))
     assert len(calls) > 7
@@ -59,12 +59,12 @@ def test_what_a_module_does_to_a_batch_is_done_to_a_clients_own(agree, tiny):
         def on_after_batch_transfer(self, batch, dataloader_idx):
             return batch[0] - batch[0].mean(0), batch[1]
 
-    with pytest.warns(match="not trained in lanes: .* on_after_batch_transfer"):
+    with pytest.warns(match="not vectorized: .* on_after_batch_transfer"):
         agree(lambda: tiny(Centers), (3,))
 
 
 def test_parameters_with_hooks_are_trained_by_themselves(tiny):
     module = tiny()
     module.net[0].weight.register_hook(lambda gradient: gradient * 0)
-    with pytest.warns(UserWarning, match="hooks of their own"):
+    with pytest.warns(UserWarning, match="its parameters have hooks"):
         assert VectorizedClients(module).reason

@@ -94,7 +94,7 @@ def test_an_embedding_that_is_wrong_in_a_later_batch_only(agree, tiny, words):
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*one client after another", "ignore:.*not trained in lanes")
+@pytest.mark.filterwarnings("ignore:.*one client after another", "ignore:.*not vectorized")
 @pytest.mark.parametrize(
     "options",
     [
@@ -170,7 +170,7 @@ def test_a_step_without_a_loss_is_refused(agree, tiny):
             loss = super().training_step(batch, batch_idx)
             return None if batch[1][0] == 0 else loss
 
-    with pytest.raises(FederationError, match="returns no loss"):
+    with pytest.raises(FederationError, match="returned no loss"):
         agree(lambda: tiny(Now), (3,))
 
 
@@ -210,7 +210,9 @@ def test_a_step_is_counted_by_client(agree, tiny, kind, steps_per_batch):
 
 
 def test_a_step_that_uses_its_number_is_not_compiled(agree, tiny):
-    with pytest.warns(UserWarning, match="lanes are not compiled: training_step uses batch_idx"):
+    with pytest.warns(
+        UserWarning, match="vectorized step is not compiled: training_step uses batch_idx"
+    ):
         agree(
             lambda: tiny(Counted),
             (3,),

@@ -109,7 +109,7 @@ def test_a_graph_that_cannot_be_compiled_loses_no_update(agree, tiny, data, monk
         return fail
 
     monkeypatch.setattr(torch, "compile", compile)
-    with pytest.warns(UserWarning, match="lanes are not compiled .*there is no compiler"):
+    with pytest.warns(UserWarning, match="vectorized step is not compiled: .*there is no compiler"):
         agree(
             lambda: tiny(tiny.kind, optimizer),
             group_size=(4,),
@@ -146,7 +146,7 @@ class Unused(Odd):
         return self.kind(self.parameters(), lr=0.1, weight_decay=0.1, **self.options)
 
 
-@pytest.mark.filterwarnings("ignore:lanes are not compiled")
+@pytest.mark.filterwarnings("ignore:the vectorized step is not compiled")
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_what_has_no_gradient_does_not_decay_in_a_graph(agree, tiny, data, uncompiled, kind):
     federation = {"policy": Schedule(num_steps=3)}
@@ -278,5 +278,5 @@ class Listed(Odd):
 
 
 def test_parameters_that_are_reached_by_a_list_train_one_client_after_another(agree, tiny, ragged):
-    with pytest.warns(UserWarning, match="reaches them in another way"):
+    with pytest.warns(UserWarning, match="does not access them as attributes"):
         agree(lambda: tiny(Listed), group_size=(4,), datamodule=ragged)

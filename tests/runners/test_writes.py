@@ -80,7 +80,7 @@ def test_what_only_later_steps_write_to_frozen_parameters_is_kept(agrees, tiny, 
 
 def test_what_a_step_writes_to_frozen_parameters_is_kept_where_graphs_were_asked_for(agrees, tiny):
     """torch cannot compile such a step; it says so and the step stays right."""
-    with pytest.warns(UserWarning, match="lanes are not compiled"):
+    with pytest.warns(UserWarning, match="vectorized step is not compiled"):
         agrees(lambda: tiny(Averaging, without_gradient), group_size=(3,), compile=True)
 
 
@@ -132,7 +132,7 @@ CLAMPS = [
 
 @pytest.mark.parametrize(("clamp", "is_first"), CLAMPS)
 def test_what_a_step_writes_to_the_parameters_that_it_trains_is_kept(agrees, tiny, clamp, is_first):
-    with pytest.warns(UserWarning, match=r"writes to net\.0\.weight, which it trains"):
+    with pytest.warns(UserWarning, match=r"writes to the trained parameter net\.0\.weight"):
         agrees(lambda: tiny(Clamping, clamp, is_first), group_size=(3,), steps_per_batch=2)
 
 
