@@ -127,8 +127,8 @@ class Shards(Partition):
         if num_shards > len(labels):
             raise FederationError(
                 f"{num_clients} clients with shards_per_client={self.shards_per_client} need "
-                f"at least {num_shards} samples, got {len(labels)}: set shards_per_client to at most "
-                f"{len(labels) // num_clients} or use fewer clients"
+                f"at least {num_shards} samples, got {len(labels)}: set shards_per_client to at "
+                f"most {len(labels) // num_clients} or use fewer clients"
             )
         order, _ = _by_class(labels, generator)
         shards = order.tensor_split(num_shards)

@@ -210,14 +210,20 @@ class Payload:
     ("content", "words"),
     [
         (lambda path: Payload(path / "ran"), "only arrays are allowed, it contains posix.mkdir"),
-        (lambda path: {"data": [Payload(path / "ran")], "labels": []}, "more than arrays"),
+        (lambda path: {"data": [Payload(path / "ran")], "labels": []}, "only arrays are allowed"),
         (lambda path: [3], "is not a CIFAR-10 file"),
-        (lambda path: {"data": np.zeros((2, 3072)), "labels": [0, 1]}, "it has float64 of shape"),
+        (
+            lambda path: {"data": np.zeros((2, 3072)), "labels": [0, 1]},
+            "it contains float64 images of shape",
+        ),
         (
             lambda path: {"data": np.zeros((2, 9), np.uint8), "labels": [0, 1]},
-            "shape .2, 9., labels of .2,",
+            "shape .2, 9. and labels of shape .2,",
         ),
-        (lambda path: {"data": np.zeros((1, 3072), np.uint8), "labels": [10]}, "labels of .1,"),
+        (
+            lambda path: {"data": np.zeros((1, 3072), np.uint8), "labels": [10]},
+            "labels of shape .1,",
+        ),
     ],
 )
 def test_pictures_from_strangers_cannot_run_code(tmp_path, content, words):
