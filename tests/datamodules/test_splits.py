@@ -227,7 +227,7 @@ def test_only_rules_that_know_their_clients_can_do_without_a_number(tmp_path):
     again = federated(partition=FromManifest(tmp_path / "split.json"), num_clients=None)
     assert again.num_clients == len(again.parts) == 6
     for rule in (IID(), ByLabel(), Dirichlet()):
-        with pytest.raises(FederationError, match="does not determine .*: set num_clients"):
+        with pytest.raises(FederationError, match=r"does not determine .*: set num_clients"):
             federated(partition=rule, num_clients=None)
 
 
@@ -336,7 +336,7 @@ def test_samples_arrive_in_steps(blobs):
 
 def test_a_stream_needs_a_sample_a_step(blobs):
     data = FederatedDataModule(blobs(), num_clients=10, val_size=0, stream_steps=13)
-    with pytest.raises(FederationError, match="stream_steps=13 needs .*, but client 0 has 12"):
+    with pytest.raises(FederationError, match=r"stream_steps=13 needs .*, but client 0 has 12"):
         data.setup("fit")
     with pytest.raises(FederationError, match="stream_steps must be an integer of at least 1"):
         FederatedDataModule(blobs(), stream_steps=0)
