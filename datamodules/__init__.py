@@ -1,4 +1,4 @@
-"""Data sets split over clients; one data set a file."""
+"""Data modules that split a data set over clients; one file per data set."""
 
 from lightning_fl.datamodules.audio import AudioDataModule, Augment, Clip, Clips, LogMel
 from lightning_fl.datamodules.cifar10 import CIFAR10

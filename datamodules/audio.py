@@ -1,4 +1,4 @@
-"""What data sets of spoken words have in common: clips in memory, features on the device."""
+"""Base class of data sets of spoken words: clips in memory, features on the device."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from lightning_fl.files import data_root
 from lightning_fl.partition import Partition
 from lightning_fl.types import FederationError
 
-#: Clips whose features are computed at once, where all are wanted.
+#: Number of clips per chunk when the features of all clips are precomputed.
 CHUNK = 500
-#: Samples a second that a file may have.
+#: Minimum and maximum sampling rate of a file, in Hz.
 RATES = (1_000, 768_000)
 
 
 class Clip(NamedTuple):
-    """A file, what is said in it, and who says it."""
+    """Path, label and speaker of a recording."""
 
     path: Path
     label: int
@@ -37,7 +37,7 @@ class Clip(NamedTuple):
 
 
 class Clips(InMemory):
-    """Clips and their labels in memory, and who speaks: the keys of ``Natural``."""
+    """Clips and labels in memory. The speakers are the keys of ``Natural``."""
 
     def __init__(self, clips: Tensor, labels: Tensor, keys: list[str]) -> None:
         super().__init__(clips, labels)
@@ -45,37 +45,40 @@ class Clips(InMemory):
 
 
 def read_wav(path: Path, rate: int, samples: int) -> Tensor:
-    """Read a clip as ``samples`` numbers at ``rate`` a second: resampled, padded or cropped.
+    """Read a clip, resample it to ``rate`` and pad or crop it to ``samples`` samples.
 
-    What is short has silence after it; of what is long the middle is kept. Channels are averaged.
+    Short clips are padded with silence at the end. Long clips are cropped to their middle. Channels
+    are averaged.
 
     Args:
         path: A WAV file of any sample format.
-        rate: Wanted, in Hz.
-        samples: Wanted number.
+        rate: Target sampling rate, in Hz.
+        samples: Target number of samples.
 
     Returns:
         int16, ``[samples]``.
 
     Raises:
-        ValueError: If the file is damaged, cut short or empty.
+        ValueError: If the file is damaged, truncated or empty.
     """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Reached EOF prematurely", wavfile.WavFileWarning)
             found, data = wavfile.read(path)
-    except Exception as error:  # scipy raises what the bytes lead to
-        raise ValueError(f"{path} is not a WAV file that can be read: {error}") from error
+    except Exception as error:  # scipy raises errors of many types for damaged files
+        raise ValueError(f"{path} is not a readable WAV file: {error}") from error
     if not data.size:
         raise ValueError(f"{path} has no samples")
     wave = _floating(data)
     if not wave.isfinite().all():
-        raise ValueError(f"{path} has samples that are not finite")
+        raise ValueError(f"{path} has non-finite samples")
     wave = wave.mean(1) if wave.ndim == 2 else wave
     if not RATES[0] <= found <= RATES[1]:
-        raise ValueError(f"{path} has {found} samples a second, not {RATES[0]} to {RATES[1]}")
+        raise ValueError(
+            f"{path} has a sampling rate of {found} Hz, allowed is {RATES[0]} to {RATES[1]} Hz"
+        )
     if found != rate:
-        # Close is enough: the filter is as large as the product of the two.
+        # An approximate ratio: the size of the filter grows with numerator and denominator.
         ratio = Fraction(found, rate).limit_denominator(1000)
         wave = resample(wave, ratio.numerator, ratio.denominator)
     if len(wave) >= samples:
@@ -87,7 +90,7 @@ def read_wav(path: Path, rate: int, samples: int) -> Tensor:
 
 
 def _floating(data: np.ndarray) -> Tensor:
-    """Samples from -1 to 1, whatever their format."""
+    """Convert samples of any format to float32 in [-1, 1]."""
     if data.dtype == np.uint8:
         return torch.from_numpy(data.astype(np.float32) / 2**7 - 1)
     if np.issubdtype(data.dtype, np.integer):
@@ -96,13 +99,14 @@ def _floating(data: np.ndarray) -> Tensor:
 
 
 class LogMel(nn.Module):
-    r"""Log-mel spectrograms of whole batches, :math:`\log(10^{-6} + \mathrm{mel}(x))`.
+    r"""Compute log-mel spectrograms of a batch, :math:`\log(10^{-6} + \mathrm{mel}(x))`.
 
     Args:
-        rate: Of the clips, in Hz.
-        samples: Of a clip.
-        size: Mel bands, and frames in time: an image is ``[1, size, size]``.
-        normalize: ``clip`` gives each clip mean 0 and standard deviation 1; ``none`` leaves it.
+        rate: Sampling rate of the clips, in Hz.
+        samples: Number of samples per clip.
+        size: Number of mel bands and of time frames; a spectrogram is ``[1, size, size]``.
+        normalize: ``clip`` scales each clip to mean 0 and standard deviation 1; ``none`` does not
+            scale.
 
     Example:
         >>> LogMel(8000, 8000)(torch.zeros(2, 8000, dtype=torch.int16)).shape
@@ -115,13 +119,13 @@ class LogMel(nn.Module):
         super().__init__()
         hop = max(1, samples // size)
         self.size, self.normalize = size, normalize
-        # Windows of twice the hop, a power of two: at 16 kHz 64 ms every 31 ms.
+        # The window is twice the hop, rounded up to a power of two: at 16 kHz 64 ms every 31 ms.
         self.mel = MelSpectrogram(
             rate, n_fft=1 << (2 * hop - 1).bit_length(), hop_length=hop, n_mels=size, power=2.0
         )
 
     def forward(self, clips: Tensor) -> Tensor:
-        """Return ``[n, 1, size, size]`` for int16 or floating clips, ``[n, samples]``."""
+        """Return spectrograms ``[n, 1, size, size]`` of int16 or float clips ``[n, samples]``."""
         dtype = self.mel.mel_scale.fb.dtype
         wave = clips.to(dtype) / 2**15 if clips.dtype == torch.int16 else clips.to(dtype)
         x = (self.mel(wave)[..., : self.size] + 1e-6).log()
@@ -134,20 +138,21 @@ class LogMel(nn.Module):
 
 
 class Augment(nn.Module):
-    """Random changes of clips and of their spectrograms, each sample its own.
+    """Augment clips and their spectrograms, with independent random draws for each sample.
 
     Args:
-        time_shift: Largest shift either way, as a share of the clip; silence moves in.
-        noise: Largest standard deviation of white noise, as a share of full scale.
-        mask: Largest width of one band of frequencies, and one of time, that are set to 0
-            (SpecAugment), in bands and frames; 0 for none.
+        time_shift: Maximum shift in both directions, as a fraction of the clip; the gap is filled
+            with silence.
+        noise: Maximum standard deviation of white noise, as a fraction of full scale.
+        mask: Maximum width of one frequency mask, in mel bands, and of one time mask, in frames
+            (SpecAugment). Masked values are 0. 0 disables masking.
     """
 
     def __init__(self, time_shift: float = 0.1, noise: float = 0.005, mask: int = 4) -> None:
         super().__init__()
         for name, value, most in (("time_shift", time_shift, 1.0), ("noise", noise, 1.0)):
             if not 0 <= value <= most:
-                raise FederationError(f"{name} must be from 0 to {most:g}, got {value}")
+                raise FederationError(f"{name} must be in [0, {most:g}], got {value}")
         if mask < 0:
             raise FederationError(f"mask must be at least 0, got {mask}")
         self.time_shift, self.noise, self.mask = time_shift, noise, mask
@@ -156,7 +161,7 @@ class Augment(nn.Module):
         )
 
     def clips(self, clips: Tensor) -> Tensor:
-        """Shift clips, ``[n, samples]``, and add noise; returns floating numbers from -1 to 1."""
+        """Shift clips, ``[n, samples]``, and add noise; return float32 in [-1, 1]."""
         wave = clips.float() / 2**15 if clips.dtype == torch.int16 else clips
         n, samples = wave.shape
         if most := int(self.time_shift * samples):
@@ -170,40 +175,41 @@ class Augment(nn.Module):
         return wave
 
     def spectrograms(self, x: Tensor) -> Tensor:
-        """Mask a band of frequencies and a stretch of time of each, ``[n, 1, bands, frames]``."""
+        """Mask one frequency band and one time span of each sample, ``[n, 1, bands, frames]``."""
         masked: Tensor = self.masks(x) if self.mask else x
         return masked
 
 
 class AudioDataModule(FederatedDataModule, ABC):
-    """Spoken words in memory as int16; log-mel spectrograms are computed on the training device.
+    """Keep clips in memory as int16 and compute log-mel spectrograms on the training device.
 
-    Whole batches become ``[n, 1, 32, 32]`` after they were moved to the device.
+    Each batch becomes ``[n, 1, 32, 32]`` after its transfer to the device.
 
     Args:
-        root: Folder of data sets. None is the folder that the environment variable
-            ``LIGHTNING_FL_DATA`` names, or ``data`` if it is not set.
-        seconds: Length of a clip; shorter ones are padded, longer ones cropped.
-        image_size: Mel bands and frames.
-        normalize: ``clip`` gives each spectrogram mean 0 and standard deviation 1, ``none`` leaves
-            it as it is.
-        cache_features: Compute all spectrograms once, at the start, and keep them instead of clips.
-        augment: Random changes in training; None for none.
-        skip_damaged: Leave out files that cannot be read, with a warning, instead of ending.
-        partition: Rule that splits the training samples over clients; ``Natural`` makes speakers
-            clients; None is ``IID``.
-        num_clients: Number of clients; None, where the rule knows it.
-        batch_size: Samples a local step; None is a client's whole data.
-        options: Those of :class:`FederatedDataModule`.
+        root: Folder of data sets. None means the folder in the environment variable
+            ``LIGHTNING_FL_DATA``, or ``data`` if it is not set.
+        seconds: Length of a clip; shorter clips are padded, longer clips are cropped.
+        image_size: Number of mel bands and of time frames.
+        normalize: ``clip`` scales each spectrogram to mean 0 and standard deviation 1; ``none``
+            does not scale.
+        cache_features: Compute all spectrograms once, at the start, and keep them instead of the
+            clips.
+        augment: Data augmentation in training; None disables it.
+        skip_damaged: Skip unreadable files with a warning instead of raising an error.
+        partition: Rule that splits the training samples over clients; ``Natural`` makes each
+            speaker a client; None means ``IID``.
+        num_clients: Number of clients; None if the rule determines it.
+        batch_size: Samples per local step; None means all samples of a client.
+        options: Options of :class:`FederatedDataModule`.
 
     Raises:
-        FederationError: If the files are not there, one is damaged, or an option is out of range.
+        FederationError: If the files are missing, one is damaged, or an option is out of range.
     """
 
-    #: Samples a second that clips are brought to.
+    #: Sampling rate of all clips after resampling, in Hz.
     rate: ClassVar[int] = 16_000
     num_classes: ClassVar[int] = 10
-    #: How to come by the files.
+    #: How to obtain the files; part of an error message.
     remedy: ClassVar[str]
 
     def __init__(
@@ -224,15 +230,15 @@ class AudioDataModule(FederatedDataModule, ABC):
             partition=partition, num_clients=num_clients, batch_size=batch_size, **options
         )
         if not 0 < seconds < 3600:
-            raise FederationError(f"seconds must be positive, got {seconds}")
+            raise FederationError(f"seconds must be in (0, 3600), got {seconds}")
         if image_size < 1:
             raise FederationError(f"image_size must be at least 1, got {image_size}")
         if normalize not in ("clip", "none"):
             raise FederationError(f"normalize must be clip or none, got {normalize!r}")
         if cache_features and augment is not None and (augment.time_shift or augment.noise):
             raise FederationError(
-                "cache_features keeps spectrograms, and augment changes clips (time_shift, noise):"
-                " set both to 0, or cache_features to false"
+                "cache_features=true stores spectrograms, so augment cannot change the clips:"
+                " set time_shift and noise of augment to 0, or cache_features to false"
             )
         self.root, self.skip_damaged = data_root(root), skip_damaged
         self.cache_features, self.augment = cache_features, augment
@@ -242,14 +248,14 @@ class AudioDataModule(FederatedDataModule, ABC):
     @property
     @abstractmethod
     def folder(self) -> Path:
-        """Where the clips are."""
+        """Folder of the clips."""
 
     @abstractmethod
     def clips(self, part: Literal["train", "val", "test"]) -> list[Clip] | None:
-        """Return the clips of a part; None, where there is no such part."""
+        """Return the clips of a part; None if the data set has no such part."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the clips, those of the server's validation too, where the data set has some."""
+        """Read the clips, including the validation clips if the data set has some."""
         if self.val is None and stage in {"fit", "validate", None}:
             self.val = self._read("val")
         super().setup(stage)
@@ -261,8 +267,8 @@ class AudioDataModule(FederatedDataModule, ABC):
     def _read(self, part: Literal["train", "val", "test"]) -> Clips | None:
         if not self.folder.is_dir():
             raise FederationError(
-                f"{type(self).__name__} is not under {self.folder}: set root to the folder that"
-                f" holds it, or {self.remedy}"
+                f"{type(self).__name__} was not found in {self.folder}: set root to the folder that"
+                f" contains it, or {self.remedy}"
             )
         clips = self.clips(part)
         if clips is None:
@@ -276,22 +282,20 @@ class AudioDataModule(FederatedDataModule, ABC):
                 damaged.append(str(error))
         if damaged and not self.skip_damaged:
             raise FederationError(
-                f"{len(damaged)} of {len(clips)} clips are damaged: {damaged[0]}. Fetch them again,"
-                " or leave them out with skip_damaged=true (data.init_args.skip_damaged)"
+                f"{len(damaged)} of {len(clips)} clips are damaged: {damaged[0]}. Download them"
+                " again, or skip them with skip_damaged=true (data.init_args.skip_damaged)"
             )
         if not kept:
-            raise FederationError(f"{type(self).__name__} has no {part} clips under {self.root!r}")
+            raise FederationError(f"{type(self).__name__} has no {part} clips in {self.root!r}")
         if damaged:
-            rank_zero_warn(
-                f"{len(damaged)} clips are damaged and left out: {', '.join(damaged[:3])}"
-            )
+            rank_zero_warn(f"skipped {len(damaged)} damaged clips: {', '.join(damaged[:3])}")
         x = torch.stack(waves)
         if self.cache_features:
             x = torch.cat([self.features(chunk) for chunk in x.split(CHUNK)])
         return Clips(x, torch.tensor([clip.label for clip in kept]), [c.speaker for c in kept])
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Turn clips into spectrograms, on the device where they are."""
+        """Convert clips to spectrograms on the device of the batch."""
         x, *rest = batch
         trainer = self.trainer
         augment = self.augment if trainer is not None and trainer.training else None

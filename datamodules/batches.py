@@ -1,4 +1,4 @@
-"""Which samples make up each batch of a round and of an evaluation."""
+"""Select the samples of each batch, in training and evaluation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_fl.types import FederationError, RoundPlan
 
 @dataclass(frozen=True)
 class Batching:
-    """How a client's samples become batches.
+    """Describe how the samples of a client are grouped into batches.
 
     Args:
-        size: Samples per batch; None, or more than the client has, is all of them.
-        replacement: Draw every batch from all samples instead of passing over them.
-        drop_last: Leave out the incomplete batch of a pass, unless it is the only one.
+        size: Samples per batch; None, or more samples than the client has, means all of them.
+        replacement: Draw each batch from all samples, with replacement, instead of making passes.
+        drop_last: Drop the incomplete batch of a pass, unless it is the only one.
 
     Example:
         >>> batching = Batching(size=4)
@@ -33,7 +33,7 @@ class Batching:
     drop_last: bool = False
 
     def full(self, n: Tensor) -> Tensor:
-        """Return the size of a full batch of clients with ``n`` samples, ``[k]``."""
+        """Return the full batch size of clients with ``n`` samples, ``[k]``."""
         return n if self.size is None else n.clamp(max=self.size)
 
     def count(self, n: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Batching:
 
         Args:
             n: Samples of each client, ``[k]``.
-            start: Number of batches before.
+            start: Index of the first batch.
             count: Number of batches.
 
         Returns:
@@ -68,12 +68,12 @@ class Batching:
 def client_batches(
     part: Tensor, batching: Batching, generator: torch.Generator
 ) -> Iterator[Tensor]:
-    """Yield a client's batches without end, one shuffled pass over its samples after another.
+    """Yield an infinite stream of a client's batches, reshuffled in every pass over its samples.
 
     Args:
         part: Indices of the client's samples, ``[n]``.
-        batching: How they become batches.
-        generator: Source of the order.
+        batching: How samples are grouped into batches.
+        generator: Random generator of the order.
 
     Example:
         >>> batches = client_batches(torch.arange(5), Batching(2), torch.Generator().manual_seed(0))
@@ -93,15 +93,15 @@ def client_batches(
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of a batch, and the keys of the random streams that their transforms may use.
+    """Hold the samples of a batch and the keys of the random streams of their transforms.
 
     Args:
         index: Indices of the samples, ``[n]``.
-        keys: One key for the batch, or one for each client and local step in it.
-        sizes: Number of samples of each client and local step, which are collated separately; None
+        keys: One key for the batch, or one key per client and local step.
+        sizes: Number of samples per client and local step, to collate them separately; None
             collates all samples together.
-        stepwise: Number of local steps, of equal size, of which only the first is fetched; 0
-            fetches the whole batch.
+        stepwise: Number of local steps of equal size in the batch. Only the first step is fetched
+            with the batch; 0 fetches the whole batch.
     """
 
     index: Tensor
@@ -111,36 +111,37 @@ class Batch:
 
     @classmethod
     def evaluation(cls, index: Tensor, seed: int) -> Batch:
-        """Return a batch of validation, test or prediction."""
+        """Return a batch for validation, test or prediction."""
         return cls(index, [(seed, RandomStream.EVALUATION_SAMPLES, int(index[0]))])
 
 
 class OwnBatches(DistributedSampler[Batch]):
-    """Whole batches, for a loader with ``batch_size=None``.
+    """Base class of samplers of whole batches, for a loader with ``batch_size=None``.
 
-    It is a DistributedSampler in name only: Lightning then leaves it as it is on several processes,
-    instead of distributing the batches again.
+    It inherits from DistributedSampler only so that Lightning does not replace it by a distributed
+    sampler when several processes train.
     """
 
     def __init__(self) -> None:
-        """Skip the constructor of torch, which distributes samples."""
+        """Skip torch's constructor, which distributes samples."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the batches depend on the plan alone."""
+        """Do nothing: the batches depend only on the plan."""
 
 
 class RoundBatches(OwnBatches):
-    """The batches of a round, client after client; iterating twice gives the same batches.
+    """Yield the batches of a round, one client after another, or one group after another.
 
-    With several clients (lanes) or local steps per batch the samples are in the order ``[steps,
-    lanes, samples]``. A lane with fewer samples than another, or none left, is padded with its own
-    first sample, unless the samples of each client are collated separately.
+    Every iteration gives the same batches. With several clients or local steps per batch, the
+    samples are in the order ``[steps, k, samples]`` for ``k`` clients. A client with fewer samples
+    than another, or with no steps left, is padded with its own first sample, unless the samples of
+    each client are collated separately.
 
     Args:
         plan: Plan of the round.
         parts: Indices of each client's samples.
-        batching: How the samples of a client become batches.
-        rank: Which share of every batch to take (DDP inside a client).
+        batching: How samples are grouped into batches.
+        rank: Index of the share of each batch that this process takes (DDP inside a client).
         world_size: Number of shares.
         apart: Whether to collate the samples of each client and local step separately.
     """
@@ -164,7 +165,7 @@ class RoundBatches(OwnBatches):
         plan, steps, clients = self.plan, self.plan.num_steps.tolist(), self.plan.clients.tolist()
         streams: dict[int, Iterator[Tensor]] = {}
         for step in plan.schedule:
-            if not step.rows:  # no client on this process: one sample, which the loop ignores
+            if not step.rows:  # no client on this process: the loop ignores this sample
                 yield Batch(self.parts[clients[0]][:1], [(plan.seed, RandomStream.SAMPLES)])
                 continue
             if step.first:
@@ -180,7 +181,7 @@ class RoundBatches(OwnBatches):
                 yield Batch(torch.cat(index), keys, [len(part) for part in index])
                 continue
             samples = torch.cat(_padded(index))
-            # A process without a share takes one sample, to which the loop gives no weight.
+            # A process with an empty share takes one sample, which the loop weights with 0.
             share = samples[self.rank :: self.world_size]
             stepwise = step.steps if plan.stepwise else 0
             yield Batch(share if len(share) else samples[:1], keys, stepwise=stepwise)
@@ -191,7 +192,7 @@ class RoundBatches(OwnBatches):
 
 
 def _padded(rows: list[Tensor]) -> list[Tensor]:
-    """Pad rows to one length with their own first elements."""
+    """Pad all rows to the same length with their first elements."""
     length = max(len(row) for row in rows)
     return [
         row if len(row) == length else torch.cat([row, row[:1].expand(length - len(row))])
@@ -200,11 +201,11 @@ def _padded(rows: list[Tensor]) -> list[Tensor]:
 
 
 class EvaluationBatches(OwnBatches):
-    """Samples in order, in the same number of batches on every process.
+    """Yield all samples in order, with the same number of batches on every process.
 
     Args:
         n: Number of samples.
-        batch_size: Largest number of samples per batch.
+        batch_size: Maximum number of samples per batch.
         seed: Seed of the run, for random transforms.
         rank: Index of this process.
         world_size: Number of processes that share the samples.
@@ -218,8 +219,8 @@ class EvaluationBatches(OwnBatches):
     ) -> None:
         if n < world_size:
             raise FederationError(
-                f"{n} samples cannot be evaluated by {world_size} processes, each needs one at"
-                " least: lower devices, or use more samples"
+                f"{n} samples cannot be evaluated by {world_size} processes, because each process"
+                " needs at least one: lower devices, or use more samples"
             )
         if world_size == 1:
             batches = torch.arange(n).split(batch_size)

@@ -1,4 +1,4 @@
-"""Training on the samples of all clients together: the centralized baseline."""
+"""Centralized baseline: training on the pooled samples of all clients."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lightning_fl.types import RoundPlan
 
 
 class EpochBatches(OwnBatches):
-    """Shuffled batches, in a new order each time that a loader starts an epoch.
+    """Yield shuffled batches, in a new order in each epoch.
 
-    An epoch is a round of one client that holds all samples.
+    An epoch is a round with one client that holds all samples.
 
     Args:
-        trainer: Knows the epoch; None is epoch 0.
+        trainer: Trainer that provides the epoch; None means epoch 0.
         part: Indices of the samples, ``[n]``.
-        batching: How they become batches.
+        batching: How samples are grouped into batches.
         seed: Seed of the run.
-        rank: Which share of every batch to take.
+        rank: Index of the share of each batch that this process takes.
         world_size: Number of shares.
     """
 
@@ -53,14 +53,14 @@ class EpochBatches(OwnBatches):
 
 
 def _position(trainer: Trainer | None) -> tuple[int, int]:
-    """Return the epoch that a loader starts, and how many of its batches are done already."""
+    """Return the index of the epoch, and the number of its batches that are already done."""
     if trainer is None:
         return 0, 0
     loop: Any = trainer.fit_loop  # its counters are typed as their base class, with fewer fields
     if not loop.is_resuming:
         return trainer.current_epoch, 0
-    # The loader starts before the loop has corrected what the checkpoint holds: for a checkpoint
-    # at the end of an epoch, or in its last batch, current_epoch still is that epoch.
+    # The loader starts before Lightning corrects the restored counters. For a checkpoint at the end
+    # of an epoch, or in its last batch, current_epoch is still that epoch.
     epoch, batch = loop.epoch_progress.current, loop.epoch_loop.batch_progress
     if epoch.started == epoch.processed:
         return epoch.processed, 0

@@ -1,4 +1,4 @@
-"""Scikit-learn's digits: the embedded default."""
+"""Scikit-learn's digits, the default data set, which needs no download."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightning_fl.functional.randomness import RandomStream, generator
 
 
 class Digits(ImageDataModule):
-    """1,797 handwritten digits that come with scikit-learn, ``[1, 8, 8]``: nothing to download.
+    """1,797 handwritten digits, ``[1, 8, 8]``, which are part of scikit-learn.
 
-    There is no official test set: 359 samples with the labels' proportions, always the same, are
-    the test set here. Options are those of :class:`ImageDataModule`.
+    There is no official test set. This class uses a fixed, stratified test set of 359 samples.
+    Options are those of :class:`ImageDataModule`.
 
     Raises:
         FederationError: If an option is out of range.

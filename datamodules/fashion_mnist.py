@@ -10,7 +10,7 @@ from lightning_fl.datamodules.images import TorchvisionDataModule
 
 
 class FashionMNIST(TorchvisionDataModule):
-    """Fashion-MNIST: 60,000 + 10,000 pictures of clothes in ten classes, ``[1, 28, 28]``."""
+    """Fashion-MNIST: 60,000 training and 10,000 test images of clothing, ``[1, 28, 28]``."""
 
     mean, std = (0.2860,), (0.3530,)
 

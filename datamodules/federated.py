@@ -1,4 +1,4 @@
-"""Any map-style data set, split over clients."""
+"""Data module that splits any map-style data set over clients."""
 
 from __future__ import annotations
 
@@ -34,39 +34,44 @@ from lightning_fl.types import FederationError, RoundPlan, check_package
 
 
 class FederatedDataModule(LightningDataModule):
-    """Federate map-style data sets: clients hold disjoint parts of ``train``.
+    """Split map-style data sets over clients. Clients hold disjoint parts of ``train``.
 
-    Under a :class:`~lightning_fl.callbacks.FederatedLoop` the training loader yields the batches
-    of the round's clients, one client after the other. Without one it yields shuffled batches of
-    all training data, the centralized baseline, with a warning. A child class overrides
+    With a :class:`~lightning_fl.callbacks.FederatedLoop`, the training loader yields the batches of
+    the sampled clients, one client after another. Without it, the loader yields shuffled batches of
+    all training data (the centralized baseline) and a warning is shown. Subclasses override
     :meth:`load`.
 
     Args:
         train: Training samples. A ``TensorDataset`` is read one whole batch at a time.
         val: The server's validation samples; None holds them out of ``train`` before the split.
         test: Test samples.
-        partition: Rule that splits ``train`` over clients; None is
+        partition: Rule that splits ``train`` over clients; None means
             :class:`~lightning_fl.partition.IID`.
-        num_clients: Number of clients; None if the rule knows it (``Natural``, ``FromManifest``).
-        batch_size: Samples per local step; None is all samples of a client.
-        val_size: How much to hold out: a fraction of ``train`` or a count; 0 for none. The held-out
-            samples have the labels' proportions.
-        local_test_size: Fraction of each client's samples, in [0, 1), that it does not train on:
-            its own test samples, for :class:`~lightning_fl.callbacks.PersonalizedEvaluation`. They
-            have the proportions of its labels.
-        stream_steps: Number of steps of a stream: each client's samples arrive in so many parts,
-            drawn at random, one per round; after the last the first comes again.
+        num_clients: Number of clients; None if the rule determines it (``Natural``,
+            ``FromManifest``).
+        batch_size: Samples per local step; None means all samples of a client.
+        val_size: Validation samples to hold out: a fraction of ``train`` or a number of samples; 0
+            for none. The hold-out is stratified by label.
+        local_test_size: Fraction of each client's samples, in [0, 1), to hold out as local test
+            samples for :class:`~lightning_fl.callbacks.PersonalizedEvaluation`. The hold-out is
+            stratified by label.
+        stream_steps: Number of steps of a data stream. The samples of each client are divided at
+            random into this number of parts, and each round trains on one part. After the last
+            part, the stream starts again.
         labels: Labels of ``train`` for the rule, ``[n]``; None reads them from the data set.
-        keys: Key of each training sample for ``Natural``, ``[n]``, names or numbers (speaker,
-            writer...); None reads the data set's attribute ``keys``.
-        replacement: Draw each batch from all samples of the client, instead of passing over them in
-            a random order.
-        drop_last: Leave out the incomplete batch at the end of a pass, unless it is the only one.
-            A BatchNorm layer cannot train on a batch of one sample.
+        keys: Key of each training sample for ``Natural``, ``[n]``, names or numbers (such as
+            speakers or writers); None reads the attribute ``keys`` of the data set.
+        replacement: Draw each batch from all samples of the client, with replacement, instead of
+            making passes over them in random order.
+        drop_last: Drop the incomplete batch at the end of a pass, unless it is the only one. A
+            BatchNorm layer cannot train on a batch of one sample.
         eval_batch_size: Samples per batch in validation, test and prediction.
-        num_workers: Loader processes; 0 loads in the main process, best for data in memory.
-        collate_fn: Makes a batch of the samples of one client's local step; None is torch's own.
-        seed: Seed of hold-out and split; None is that of ``seed_everything``, else 0.
+        num_workers: Number of loader processes; 0 loads in the main process, which is fastest for
+            data in memory.
+        collate_fn: Function that makes a batch from the samples of one client's local step; None
+            means ``default_collate`` of torch.
+        seed: Seed of the hold-out and the split; None means the seed of ``seed_everything``, or 0
+            without one.
 
     Raises:
         FederationError: If an option is out of range, a data set is missing or iterable-style, or
@@ -105,11 +110,11 @@ class FederatedDataModule(LightningDataModule):
         super().__init__()
         if partition is not None and not isinstance(partition, Partition):
             raise FederationError(
-                f"partition must be a rule, as in partition=IID(), or None, got {partition!r}"
+                f"partition must be a Partition, such as IID(), or None, got {partition!r}"
             )
         if not 0 <= local_test_size < 1:
             raise FederationError(f"local_test_size must be in [0, 1), got {local_test_size}")
-        #: Map-style data sets; None before :meth:`setup`, or where there is none.
+        #: Map-style data sets; None before :meth:`setup`, or if there is no such data set.
         self.train: Any = train
         self.val: Any = val
         self.test: Any = test
@@ -125,9 +130,9 @@ class FederatedDataModule(LightningDataModule):
         self.num_workers = integer("num_workers", num_workers, 0)
         self.collate_fn = collate_fn or default_collate
         self.seed = None if seed is None else integer("seed", seed, 0)
-        #: Returns the plan of the round; set by the loop.
+        #: Function that returns the plan of the round; set by the loop.
         self.plan: Callable[[], RoundPlan] | None = None
-        #: Whether processes share the validation samples in a fit; set by the loop.
+        #: Whether processes share the validation samples during a fit; set by the loop.
         self.shares_validation = True
         self.split = Split()
         self._present([])
@@ -135,14 +140,14 @@ class FederatedDataModule(LightningDataModule):
         self._has_warned = False
 
     def _present(self, parts: list[Tensor]) -> None:
-        #: Training samples of each client that have arrived.
+        #: Training samples of each client in the current step of the stream.
         self.present = parts
-        #: Number of them, ``[num_clients]``.
+        #: Number of samples in ``present``, ``[num_clients]``.
         self.num_samples = torch.tensor([len(part) for part in parts], dtype=torch.int64)
 
     @property
     def trainer(self) -> Trainer | None:
-        """The Trainer, which sets itself here at the start of a fit or test."""
+        """Trainer; set by Lightning at the start of a fit or test."""
         return self._trainer
 
     @trainer.setter
@@ -151,10 +156,10 @@ class FederatedDataModule(LightningDataModule):
         self._trainer = trainer
 
     def load(self, train: bool) -> Dataset[Any] | None:
-        """Return the training or the test samples; a child class reads its files here.
+        """Return the training or the test samples. Subclasses read their files here.
 
         Args:
-            train: Whether training samples are wanted.
+            train: Whether to return the training samples.
         """
         samples: Dataset[Any] | None = self.train if train else self.test
         return samples
@@ -165,7 +170,7 @@ class FederatedDataModule(LightningDataModule):
         """Load the data, hold out validation samples and split the rest, once.
 
         Args:
-            stage: Lightning's stage; None is all.
+            stage: Lightning's stage; None means all stages.
         """
         if stage in {"test", "predict", None}:
             test = self.load(train=False) if self.test is None else self.test
@@ -191,10 +196,11 @@ class FederatedDataModule(LightningDataModule):
         count = len(split.held_out if self.val is None else self.val)
         if 0 < count < (processes := self._processes()[1]):
             raise FederationError(
-                f"{count} validation samples cannot be shared by {processes} processes, each"
-                " needs one at least: raise val_size, or lower devices"
+                f"{count} validation samples cannot be shared by {processes} processes, because"
+                " each process needs at least one: raise val_size, or lower devices"
             )
-        # From here on nothing fails: a second try would take held-out samples for given ones.
+        # Assigned only after all checks: a second setup() would mistake the held-out samples for
+        # samples passed as val.
         if self.val is None and len(split.held_out):
             self.val = subset(train, split.held_out)
         self.split, self.num_clients = split, len(split.parts)
@@ -202,12 +208,12 @@ class FederatedDataModule(LightningDataModule):
 
     @property
     def parts(self) -> list[Tensor]:
-        """Training samples of each client, over the whole stream; empty before :meth:`setup`."""
+        """Training samples of each client in the whole stream; empty before :meth:`setup`."""
         return self.split.parts
 
     @property
     def local_tests(self) -> list[Tensor]:
-        """Each client's own test samples, which are in no part; empty without them."""
+        """Local test samples of each client, disjoint from ``parts``; empty if there are none."""
         return self.split.local_tests
 
     @property
@@ -216,13 +222,13 @@ class FederatedDataModule(LightningDataModule):
         return self.split.labels
 
     def advance(self, round: int) -> bool:
-        """Let the samples of a round arrive: those of its step of the stream.
+        """Advance the stream: load the samples of the round's step into :attr:`present`.
 
         Args:
             round: Index of the round.
 
         Returns:
-            Whether there is a stream, in which rounds have samples of their own.
+            Whether the data is a stream, so that samples change from round to round.
         """
         if self.stream_steps == 1:
             return False
@@ -231,19 +237,19 @@ class FederatedDataModule(LightningDataModule):
 
     @property
     def class_counts(self) -> Tensor | None:
-        """Number of each client's samples of each class that have arrived, ``[clients, classes]``.
+        """Number of present samples of each client and class, ``[num_clients, classes]``.
 
-        None if classes are unknown. Classes are numbers from 0 up.
+        None if the classes are unknown. Classes are integers from 0.
         """
         return self.split.class_counts(self.present)
 
     @property
     def checksum(self) -> str:
-        """A digest of the split."""
+        """Checksum of the split."""
         return self.split.checksum
 
     def manifest(self) -> Manifest:
-        """Describe the split: rule, parameters, seed, indices and class counts of each client."""
+        """Return the manifest of the split: rule, parameters, seed, indices and class counts."""
         return self.split.manifest(self.partition, len(self.train), run_seed(self.seed))
 
     # --- batches of clients -----------------------------------------------------------------------
@@ -254,25 +260,25 @@ class FederatedDataModule(LightningDataModule):
 
     @property
     def batches_per_epoch(self) -> Tensor:
-        """Batches in one pass over each client's samples, ``[num_clients]``."""
+        """Number of batches in one pass over each client's samples, ``[num_clients]``."""
         return self._batching.count(self.num_samples)
 
     @property
     def smallest_batch(self) -> Tensor:
-        """Samples in the smallest batch of one pass over each client's samples, ``[num_clients]``.
+        """Size of the smallest batch in one pass over each client's samples, ``[num_clients]``.
 
-        BatchNorm cannot train on a batch of one sample; ``drop_last`` leaves out the incomplete
-        batch, yet a client of one sample keeps its own.
+        BatchNorm cannot train on a batch of one sample. ``drop_last`` drops the incomplete batch,
+        except for a client that has only this batch.
         """
         sizes = torch.tensor([[len(part) for part in parts] for parts in self.split.stream_steps])
         return self._batching.smallest(sizes).amin(0)
 
     def batch_sizes(self, clients: Tensor, start: int, count: int) -> Tensor:
-        """Return the samples in local steps ``start`` to ``start + count`` of clients.
+        """Return the batch sizes of local steps ``start`` to ``start + count``, excluded.
 
         Args:
             clients: Ids of the clients, ``[k]``.
-            start: Number of steps before.
+            start: Index of the first step.
             count: Number of steps.
 
         Returns:
@@ -282,19 +288,19 @@ class FederatedDataModule(LightningDataModule):
 
     @property
     def has_samples_in_front(self) -> bool:
-        """Whether the first axis of every tensor in a batch is known to be that of the samples.
+        """Whether the first axis of every tensor in a batch is known to be the sample axis.
 
-        All other samples are collated client by client.
+        Otherwise the samples are collated client by client.
         """
         return has_samples_in_front(self.train, self.collate_fn, type(self))
 
     @property
     def can_fetch_steps(self) -> bool:
-        """Whether a round's batches can be fetched one local step at a time: only from memory."""
+        """Whether local steps can be fetched one at a time, which requires data in memory."""
         return self.has_samples_in_front and self.num_workers == 0
 
     def local_steps(self) -> Callable[[int, bool], Any]:
-        """Return how to fetch the local steps of the next batch of a plan that is ``stepwise``."""
+        """Return a function that fetches the local steps of the next ``stepwise`` batch."""
         return self._reader.local_steps()
 
     def samples_of(self, client: int, test: bool = False) -> Iterator[Any]:
@@ -302,7 +308,7 @@ class FederatedDataModule(LightningDataModule):
 
         Args:
             client: Id of the client.
-            test: Whether to yield its own test samples instead.
+            test: Whether to yield the client's local test samples instead.
         """
         batches = self._batches(self.train)
         part = (self.local_tests if test else self.present)[client]
@@ -310,11 +316,11 @@ class FederatedDataModule(LightningDataModule):
             yield batches[Batch.evaluation(index, batches.seed)]
 
     def steps_of(self, client: int, generator: torch.Generator) -> Iterator[Any]:
-        """Yield batches of a client's training samples without end, as a round would.
+        """Yield an infinite stream of a client's training batches, batched as in a round.
 
         Args:
             client: Id of the client.
-            generator: Source of the order.
+            generator: Random generator of the order.
         """
         batches = self._batches(self.train)
         for index in client_batches(self.present[client], self._batching, generator):
@@ -329,20 +335,20 @@ class FederatedDataModule(LightningDataModule):
         return self._loader(self._reader, sampler)
 
     def _round(self, plan: RoundPlan) -> RoundBatches:
-        # Processes share the clients, or else the samples of each batch.
+        # Processes share either the clients or the samples of each batch.
         processes = self._processes() if plan.world_size == 1 else (0, 1)
         is_alone = plan.group_size == plan.steps_per_batch == 1
         apart = not is_alone and not self.has_samples_in_front
         return RoundBatches(plan, self.present, self._batching, *processes, apart)
 
     def _epochs(self) -> EpochBatches:
-        """Return the batches of the centralized baseline, with a warning that it is one."""
+        """Return the batches of the centralized baseline, and warn once that it is used."""
         if self.trainer is not None and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                "this fit is no federation: the Trainer has no FederatedLoop, so the module trains"
-                f" on the samples of all {self.num_clients} clients together, as a centralized"
-                " baseline. To train a federation, use Trainer(callbacks=[FederatedLoop(), ...])"
+                "The Trainer has no FederatedLoop, so the module trains on the pooled samples of"
+                f" all {self.num_clients} clients, as a centralized baseline. For federated"
+                " training, use Trainer(callbacks=[FederatedLoop(), ...])."
             )
         pooled, seed = torch.cat(self.parts).sort().values, run_seed(self.seed)
         return EpochBatches(self.trainer, pooled, self._batching, seed, *self._processes())
@@ -369,12 +375,12 @@ class FederatedDataModule(LightningDataModule):
         return self.test
 
     def evaluation_loader(self, data: Any, shared: bool = True) -> DataLoader[Any]:
-        """Return a loader of any samples, in order, as the server's own are read.
+        """Return a loader that reads samples in order, as in validation.
 
         Args:
-            data: The samples, a map-style data set.
-            shared: Whether several processes share them; else each reads all, in the batches that
-                one process reads.
+            data: Map-style data set.
+            shared: Whether several processes share the samples; if False, each process reads all of
+                them, in the same batches as a single process.
         """
         processes = self._processes() if shared else (0, 1)
         batches = self._batches(in_memory(data, "data"))
@@ -391,43 +397,43 @@ class FederatedDataModule(LightningDataModule):
         return round_loader(batches, sampler, device, self.num_workers, batch_size)
 
     def _processes(self) -> tuple[int, int]:
-        """Return the index of this process, and the number of processes."""
+        """Return the index of this process and the number of processes."""
         trainer = self.trainer
         return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
 
     # --- samples ----------------------------------------------------------------------------------
 
     def replace_samples(self, train: Dataset[Any]) -> None:
-        """Train on other samples at the same indices, until :meth:`restore_samples`.
+        """Replace the training samples until :meth:`restore_samples`; indices stay the same.
 
         Args:
-            train: As many samples as there are, a map-style data set.
+            train: Map-style data set with the same number of samples.
         """
         self._original = self._original or self.train
         self.train = in_memory(train, "train")
 
     def restore_samples(self) -> None:
-        """Train on the original samples again."""
+        """Restore the original training samples."""
         self.train, self._original = self._original or self.train, None
 
     def example(self) -> Any:
-        """Return two training samples (one, if there is no other) as the module gets them."""
-        with seeded_rng(0):  # their transforms may draw
+        """Return a batch of the first two training samples (or the only one), as in training."""
+        with seeded_rng(0):  # transforms may draw random numbers
             samples = [self.train[i] for i in range(min(2, len(self.train)))]
             batch = self.on_before_batch_transfer(self.collate_fn(samples), 0)
             return self.on_after_batch_transfer(batch, 0)
 
     @cached_property
     def sample_bytes(self) -> int:
-        """Memory that a training sample takes on the device, with its numbers as float32."""
-        with seeded_rng(0):  # its transforms may draw
+        """Size of a training sample as float32, in bytes."""
+        with seeded_rng(0):  # transforms may draw random numbers
             sample = self.train[0]
         return 4 * sum(t.numel() if isinstance(t, Tensor) else 1 for t in tree_leaves(sample))
 
     @property
     def module_dtype(self) -> torch.dtype:
-        """The dtype of the module in training; torch's default without one."""
+        """Dtype of the module in training; torch's default dtype without a module."""
         module = None if self.trainer is None else self.trainer.lightning_module
         dtype = torch.get_default_dtype() if module is None else module.dtype
-        assert isinstance(dtype, torch.dtype)  # Lightning says "or str"
+        assert isinstance(dtype, torch.dtype)  # Lightning's annotation also allows str
         return dtype

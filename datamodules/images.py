@@ -1,4 +1,4 @@
-"""What data sets of images have in common."""
+"""Base classes of image data sets."""
 
 from __future__ import annotations
 
@@ -17,33 +17,36 @@ from lightning_fl.types import FederationError
 
 
 class ImageDataModule(FederatedDataModule):
-    """Images in memory as bytes, ``[n, channels, height, width]``, normalized on the device.
+    """Keep images in memory as bytes, ``[n, channels, height, width]``; normalize on the device.
 
-    A child states its files, its number of classes and its statistics.
+    Subclasses define the files, the number of classes, and the mean and standard deviation.
 
     Args:
-        partition: Rule that splits the training samples over clients; None is ``IID``.
-        num_clients: Number of clients; None, where the rule knows it.
-        batch_size: Samples a local step; None is a client's whole data.
-        val_size: How much of the training data to hold out for the server's validation, before the
-            split: a fraction or a count. The held-out samples have the labels' proportions.
-        replacement: Draw each batch anew from all samples of the client, instead of passing over
-            them in a random order.
-        drop_last: Leave out the incomplete batch at the end of a pass, unless it is the only one.
-        eval_batch_size: Samples a batch in validation, test and prediction.
-        seed: Seed of hold-out and split; None is that of ``seed_everything``, else 0.
-        local_test_size: Fraction of each client's samples that are its own test samples.
-        stream_steps: A stream: each client's samples arrive in so many parts, one a round.
-        client_rotations: Make groups of clients that see the world differently: the images of
-            client ``i`` are turned by ``client_rotations[i % len(client_rotations)]`` degrees,
-            multiples of 90. Validation and test images are turned by each of them in turn.
+        partition: Rule that splits the training samples over clients; None means ``IID``.
+        num_clients: Number of clients; None if the rule determines it.
+        batch_size: Samples per local step; None means all samples of a client.
+        val_size: Training samples to hold out for the server's validation, before the split: a
+            fraction or a number of samples. The hold-out is stratified by label.
+        replacement: Draw each batch from all samples of the client, with replacement, instead of
+            making passes over them in random order.
+        drop_last: Drop the incomplete batch at the end of a pass, unless it is the only one.
+        eval_batch_size: Samples per batch in validation, test and prediction.
+        seed: Seed of the hold-out and the split; None means the seed of ``seed_everything``, or 0
+            without one.
+        local_test_size: Fraction of each client's samples to hold out as its local test samples.
+        stream_steps: Number of steps of a data stream: the samples of each client are divided into
+            this number of parts, and each round trains on one part.
+        client_rotations: Rotations, in degrees and multiples of 90, that make groups of clients
+            with different feature distributions. The images of client ``i`` are rotated by
+            ``client_rotations[i % len(client_rotations)]``. Validation and test images are rotated
+            by each of the angles in turn.
 
     Raises:
         FederationError: If an option is out of range, or the rule cannot split the data.
     """
 
     num_classes: ClassVar[int] = 10
-    #: The value of white.
+    #: Pixel value of white.
     white: ClassVar[float] = 255.0
     #: Mean and standard deviation of each channel over the training set, in units of ``white``.
     mean: ClassVar[tuple[float, ...]]
@@ -84,7 +87,7 @@ class ImageDataModule(FederatedDataModule):
         )
 
     def setup(self, stage: str | None = None) -> None:
-        """Load and split the data, and turn each client's images, once."""
+        """Load and split the data, and rotate each client's images, once."""
         is_split, is_tested = bool(self.parts), self.test is not None
         super().setup(stage)
         if not self.client_rotations:
@@ -96,7 +99,7 @@ class ImageDataModule(FederatedDataModule):
             self._turn(self.test, self._dealt(self.test))
 
     def _dealt(self, data: Any) -> list[Tensor]:
-        """Deal samples to the client_rotations, one after another."""
+        """Assign samples to the rotations in turn."""
         n, each = 0 if data is None else len(data), len(self.client_rotations)
         return [torch.arange(n)[i::each] for i in range(each)]
 
@@ -109,19 +112,19 @@ class ImageDataModule(FederatedDataModule):
 
     @property
     def checksum(self) -> str:
-        """A digest of the split and of what was done to the images."""
+        """Checksum of the split and the rotations."""
         turned = f"-turned-{self.client_rotations}" if self.client_rotations else ""
         return super().checksum + turned
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Turn bytes to numbers of mean 0 and standard deviation 1, in the module's dtype."""
+        """Normalize images to mean 0 and standard deviation 1, in the module's dtype."""
         x, *rest = batch
         dtype = self.module_dtype
         shift, scale = self._statistics(x.device, dtype)
         return x.to(dtype).sub_(shift).div_(scale), *rest
 
     def _statistics(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        # Cached: new ones would cost two transfers to the device per step.
+        # Cached, because new tensors would cost two transfers to the device per step.
         if (device, dtype) not in self._cache:
             shift, scale = (
                 torch.tensor(v, dtype=dtype, device=device).mul_(self.white)[:, None, None]
@@ -132,17 +135,19 @@ class ImageDataModule(FederatedDataModule):
 
 
 class TorchvisionDataModule(ImageDataModule, ABC):
-    """One of torchvision's data sets, read from ``root`` in torchvision's layout.
+    """Base class of torchvision data sets, read from ``root`` in torchvision's layout.
+
+    The test set is the official one.
 
     Args:
-        root: Folder of data sets. None is the folder that the environment variable
-            ``LIGHTNING_FL_DATA`` names, or ``data`` if it is not set.
-        download: Fetch the files into ``root`` if they are not there.
-        options: Those of :class:`ImageDataModule`. The official test set is the test set.
+        root: Folder of data sets. None means the folder in the environment variable
+            ``LIGHTNING_FL_DATA``, or ``data`` if it is not set.
+        download: Download the files into ``root`` if they are missing.
+        options: Options of :class:`ImageDataModule`.
 
     Raises:
-        FederationError: If the files are not there and ``download`` is off, or an option is out
-            of range.
+        FederationError: If the files are missing and ``download`` is off, or an option is out of
+            range.
     """
 
     def __init__(self, root: str | None = None, download: bool = False, **options: Any) -> None:
@@ -154,7 +159,7 @@ class TorchvisionDataModule(ImageDataModule, ABC):
         """Return torchvision's data set."""
 
     def prepare_data(self) -> None:
-        """Download, where that was asked for."""
+        """Download the files if ``download`` is set."""
         if self.download:
             self.open(train=True, download=True)
             self.open(train=False, download=True)
@@ -166,8 +171,8 @@ class TorchvisionDataModule(ImageDataModule, ABC):
             data = self.open(train, download=False)
         except (RuntimeError, FileNotFoundError) as error:
             raise FederationError(
-                f"{name} is not under root={self.root!r}: set root to the folder that holds it, or"
-                " fetch it with download=true (data.init_args.download)"
+                f"{name} was not found in root={self.root!r}: set root to the folder that contains"
+                " it, or download it with download=true (data.init_args.download)"
             ) from error
         images = torch.as_tensor(data.data)
         images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()

@@ -25,27 +25,27 @@ _SAMPLEWISE = {"lightning", "lightning_fl"}
 
 
 class Batches(Dataset[Any]):
-    """The data set of a loader: whole batches of another data set, by :class:`Batch`.
+    """Data set of whole batches of another data set, indexed by :class:`Batch`.
 
-    The transforms of samples draw from the random stream of their batch, so that neither the order
-    of clients nor the number of loader workers changes what they draw.
+    The transforms of samples draw from the random stream of their batch. Their random numbers do
+    not depend on the order of clients or the number of loader workers.
 
     Args:
-        data: A map-style data set.
-        collate: Makes a batch of a list of samples.
+        data: Map-style data set.
+        collate: Function that makes a batch from a list of samples.
         seed: Seed of the run.
     """
 
     def __init__(self, data: Any, collate: Collate, seed: int = 0) -> None:
         self.data, self.collate, self.seed = data, collate, seed
-        #: Samples of the stepwise batches that were handed out, ``[steps, n]`` each.
+        #: Indices of the stepwise batches that were fetched, ``[steps, n]`` each.
         self._waiting: deque[Tensor] = deque()
 
     def __len__(self) -> int:
         return len(self.data)
 
     def __getitems__(self, index: list[int]) -> Any:
-        """Return a batch of torch's own sampler, in prediction."""
+        """Return a batch of torch's sampler, which prediction uses."""
         return self[Batch.evaluation(torch.tensor(index), self.seed)]
 
     def __getitem__(self, batch: Batch) -> Any:
@@ -69,19 +69,19 @@ class Batches(Dataset[Any]):
             return self.collate([self.data[i] for i in index.tolist()])
 
     def local_steps(self) -> Callable[[int, bool], Any]:
-        """Return how to fetch the local steps of the next stepwise batch.
+        """Return a function that fetches the local steps of the next stepwise batch.
 
-        The function takes the step, and whether it may overwrite what it returned before.
+        The function takes the index of the step, and whether it may overwrite its last result.
         """
         steps = self._waiting.popleft()
         return lambda step, reuse: self.data.fetch(steps[step], reuse)
 
 
 class RoundLoader(DataLoader[Any]):
-    """A loader that Lightning may resume: its batches depend on the plan alone."""
+    """Loader that Lightning can resume, because its batches depend only on the plan."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: there is no state besides the plan."""
+        """Return an empty dictionary: there is no state besides the plan."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -89,13 +89,13 @@ class RoundLoader(DataLoader[Any]):
 
 
 def has_samples_in_front(data: Any, collate: Collate, kind: type[LightningDataModule]) -> bool:
-    """Return whether the first axis of every tensor in a batch is known to be that of the samples.
+    """Return whether the first axis of every tensor in a batch is known to be the sample axis.
 
-    It is for tensors in memory, unless a hook of a child class may change whole batches.
+    This holds for tensors in memory, unless a hook of a subclass may change whole batches.
 
     Args:
-        data: A map-style data set.
-        collate: Makes a batch of a list of samples.
+        data: Map-style data set.
+        collate: Function that makes a batch from a list of samples.
         kind: Class of the data module, with its hooks.
     """
     hooks = (
@@ -117,14 +117,14 @@ def round_loader(
     num_workers: int = 0,
     batch_size: int | None = None,
 ) -> RoundLoader:
-    """Return a loader, which reads from the GPU where all samples fit there.
+    """Return a loader. It keeps the samples on the GPU if they fit.
 
     Args:
-        batches: What to read.
-        sampler: Which batches; None reads all samples in order.
+        batches: Data set of batches.
+        sampler: Sampler of batches; None reads all samples in order.
         device: Device of the training.
         num_workers: Number of loader processes.
-        batch_size: Samples per batch, without a sampler.
+        batch_size: Samples per batch if there is no sampler.
     """
     is_near = False
     if isinstance(batches.data, InMemory):
@@ -140,7 +140,7 @@ def round_loader(
         collate_fn=_identity,
         num_workers=num_workers,
         pin_memory=device.type == "cuda" and not is_near,
-        # Without its own generator, every loader draws a seed from the global one.
+        # Without this generator, every loader would draw a seed from the global generator.
         generator=torch.Generator(),
     )
 

@@ -10,7 +10,7 @@ from lightning_fl.datamodules.images import TorchvisionDataModule
 
 
 class MNIST(TorchvisionDataModule):
-    """MNIST: 60,000 + 10,000 handwritten digits, ``[1, 28, 28]``."""
+    """MNIST: 60,000 training and 10,000 test images of handwritten digits, ``[1, 28, 28]``."""
 
     mean, std = (0.1307,), (0.3081,)
 

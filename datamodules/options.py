@@ -1,4 +1,4 @@
-"""Checks of the options of a data module."""
+"""Validate the options of a data module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_fl.types import FederationError
 
 
 def integer(name: str, value: Any, minimum: int, allowed: str = "") -> int:
-    """Return an integer of Python or numpy as one of Python; refuse other values by name."""
+    """Return a Python or numpy integer as a Python integer; raise for other values."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -23,7 +23,7 @@ def integer(name: str, value: Any, minimum: int, allowed: str = "") -> int:
 
 
 def fraction_or_count(name: str, value: Any) -> int | float:
-    """Return a fraction in [0, 1) as a float, or a count as an integer; refuse other values."""
+    """Return a fraction in [0, 1) as float, or a count as int; raise for other values."""
     if isinstance(value, float | np.floating) and 0 <= value < 1:
         return float(value)
-    return integer(name, value, 0, "a fraction in [0, 1) or a count of samples")
+    return integer(name, value, 0, "a fraction in [0, 1) or a number of samples")

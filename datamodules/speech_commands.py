@@ -1,4 +1,4 @@
-"""Speech Commands: one-second clips of single words (Warden, 2018)."""
+"""Speech Commands, one-second clips of single words (Warden, 2018)."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ VERSION = "speech_commands_v0.02"
 class SpeechCommands(AudioDataModule):
     """Ten keywords of Speech Commands v0.02, ``[1, 32, 32]`` log-mel spectrograms.
 
-    The lists of the data set say which clips are for validation (the server's) and which for the
-    test; the rest is training data. A speaker is in one part only, and ``Natural`` makes training
-    speakers clients.
+    The validation and test clips are listed in files of the data set; all other clips are training
+    data. Each speaker is in one part only. ``Natural`` makes each training speaker a client.
 
     Args:
-        download: Fetch the files into ``root`` if they are not there.
-        keywords: The words, in the order of their labels.
-        options: Those of :class:`AudioDataModule`.
+        download: Download the files into ``root`` if they are missing.
+        keywords: Words in the order of their labels.
+        options: Options of :class:`AudioDataModule`.
 
     Raises:
-        FederationError: If the files are not there and ``download`` is off, or a keyword has none.
+        FederationError: If the files are missing and ``download`` is off, or a keyword has no
+            files.
     """
 
-    remedy = "fetch it with download=true (data.init_args.download)"
+    remedy = "download it with download=true (data.init_args.download)"
 
     def __init__(
         self,
@@ -43,28 +43,30 @@ class SpeechCommands(AudioDataModule):
     ) -> None:
         super().__init__(root, **options)
         if not keywords or len(set(keywords)) != len(keywords):
-            raise FederationError(f"keywords must be different words, got {list(keywords)}")
+            raise FederationError(f"keywords must be distinct words, got {list(keywords)}")
         self.download, self.keywords = download, list(keywords)
 
     @property
     def folder(self) -> Path:
-        """Where torchaudio puts the words' folders."""
+        """Folder in which torchaudio stores the clips, one folder per word."""
         return Path(self.root, "SpeechCommands", VERSION)
 
     def prepare_data(self) -> None:
-        """Download, where that was asked for."""
+        """Download the files if ``download`` is set."""
         if self.download and not self.folder.is_dir():
             Path(self.root).mkdir(parents=True, exist_ok=True)
             SPEECHCOMMANDS(self.root, VERSION, download=True)
 
     def clips(self, part: Literal["train", "val", "test"]) -> list[Clip] | None:
-        """Return the clips of a part, by the lists of the data set."""
+        """Return the clips of a part, according to the lists of the data set."""
         lists = {"val": "validation_list.txt", "test": "testing_list.txt"}
         named = {name: self._listed(file) for name, file in lists.items()}
         if part == "val" and not named["val"]:
             return None
         if part == "test" and not named["test"]:
-            raise FederationError(f"{self.folder / lists['test']} is missing or empty")
+            raise FederationError(
+                f"{self.folder / lists['test']} is missing or empty: download the data set again"
+            )
         found = []
         for label, word in enumerate(self.keywords):
             paths = sorted(Path(self.folder, word).glob("*.wav"))

@@ -1,4 +1,4 @@
-"""Which training samples are the server's, a client's, or a client's in a step of a stream."""
+"""Split the training samples between the server, the clients and the steps of a stream."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from lightning_fl.types import FederationError
 
 @dataclass(frozen=True)
 class Split:
-    """Indices of the training samples that the server and each client hold, in ascending order.
+    """Hold the indices of the server's and each client's samples, in ascending order.
 
     Args:
         labels: Label of each training sample, ``[n]``; None if labels are unknown.
         held_out: Samples that no client holds.
         parts: Training samples of each client.
-        local_tests: Each client's own test samples, which are in no part; empty if there are none.
-        stream_steps: Training samples of each client in each step of a stream.
+        local_tests: Local test samples of each client, disjoint from ``parts``; empty if there are
+            none.
+        stream_steps: Training samples of each client in each step of the stream.
     """
 
     labels: Tensor | None = None
@@ -36,7 +37,7 @@ class Split:
 
     @property
     def clients(self) -> list[Tensor]:
-        """All samples of each client, its own test samples too."""
+        """All samples of each client, including its local test samples."""
         if not self.local_tests:
             return self.parts
         pairs = zip(self.parts, self.local_tests, strict=True)
@@ -44,7 +45,7 @@ class Split:
 
     @property
     def checksum(self) -> str:
-        """A digest of the split."""
+        """Checksum of the split."""
         return checksum([part for parts in self.stream_steps for part in parts])
 
     def class_counts(self, parts: list[Tensor]) -> Tensor | None:
@@ -54,7 +55,7 @@ class Split:
             parts: Samples of each client.
 
         Returns:
-            The counts; None if labels are unknown or no numbers from 0 up.
+            Counts; None if labels are unknown or not integers from 0.
         """
         labels = self.labels
         if labels is None or labels.is_floating_point() or int(labels.min()) < 0:
@@ -63,15 +64,16 @@ class Split:
         return torch.stack([labels[part].bincount(minlength=classes) for part in parts])
 
     def manifest(self, rule: Partition, n: int, seed: int) -> Manifest:
-        """Describe the split.
+        """Return the manifest of the split.
 
         Args:
-            rule: The rule that made it.
+            rule: Rule of the split.
             n: Number of training samples.
             seed: Seed of the split.
         """
-        labels = torch.zeros(n) if self.labels is None else self.labels  # floating: no classes
-        # With the test samples: a run with the manifest splits them off again.
+        # Float labels stand for unknown classes.
+        labels = torch.zeros(n) if self.labels is None else self.labels
+        # Including local test samples: a run with this manifest splits them off again.
         return Manifest.of(rule, self.clients, labels, seed)
 
 
@@ -90,13 +92,13 @@ def split_samples(
     """Hold out validation samples and split the rest over clients.
 
     Args:
-        data: The training samples.
-        rule: The rule that splits.
-        num_clients: Number of clients; None asks the rule.
+        data: Training samples.
+        rule: Rule of the split.
+        num_clients: Number of clients; None if the rule determines it.
         labels: Labels that replace those of the data set.
         keys: Keys that replace those of the data set.
         val_size: Fraction or number of samples to hold out.
-        local_test_size: Fraction of each client's samples that are its own test samples.
+        local_test_size: Fraction of each client's samples to hold out as local test samples.
         stream_steps: Number of steps of the stream.
         seed: Seed of the split.
 
@@ -117,7 +119,7 @@ def split_samples(
 
 
 def labels_of(data: Any) -> Tensor | None:
-    """Return the labels that a data set provides (``targets``, ``labels``, last tensor)."""
+    """Return the labels of a data set (``targets``, ``labels`` or the last tensor), or None."""
     if isinstance(data, Subset):
         labels = labels_of(data.dataset)
         return None if labels is None else labels[torch.as_tensor(data.indices)]
@@ -130,20 +132,20 @@ def labels_of(data: Any) -> Tensor | None:
 
 
 def _class_labels(data: Any, given: Sequence[int] | None) -> Tensor | None:
-    """Return one number per training sample, ``[n]``: the given, or those of the data set."""
+    """Return one number per training sample, ``[n]``: given labels or those of the data set."""
     n, labels = len(data), labels_of(data) if given is None else _numbers(given)
     if labels is not None and labels.shape == (n,):
         return labels
     if given is not None:
         got = "none" if labels is None else f"shape {tuple(labels.shape)}"
         raise FederationError(
-            f"labels must be one number for each of the {n} training samples, got {got}"
+            f"labels must have one number for each of the {n} training samples, got {got}"
         )
     return None
 
 
 def _numbers(values: Any) -> Tensor | None:
-    """Return values as a tensor; None for names, boxes, methods and the like."""
+    """Return values as a tensor; None if they are not numeric, such as names or methods."""
     try:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
@@ -153,13 +155,13 @@ def _numbers(values: Any) -> Tensor | None:
 def _split_by(
     rule: Partition, data: Any, labels: Tensor | None, keys: Sequence[int | str] | None
 ) -> Tensor:
-    """Return what the rule splits by, ``[n]``: keys, labels, or values that it ignores."""
+    """Return the rule's input, ``[n]``: keys, labels, or zeros for rules that ignore it."""
     n, name = len(data), type(rule).__name__
     if rule.splits_by == "keys":
         keys = getattr(data, "keys", None) if keys is None else keys
         if keys is None or callable(keys):
             raise FederationError(f"{name} needs a key for each training sample: pass keys=")
-        # Names and numbers alike: clients come in ascending order of their keys.
+        # Keys may be names or numbers. Clients are in ascending order of their keys.
         by = torch.as_tensor(np.unique(np.asarray(keys), return_inverse=True)[1])
         if by.shape != (n,):
             raise FederationError(
@@ -168,19 +170,19 @@ def _split_by(
         return by
     if labels is None and rule.splits_by == "labels":
         raise FederationError(
-            f"{name} needs a label for each training sample, and {type(data).__name__} has"
-            " neither targets nor labels (one number a sample): pass labels="
+            f"{name} needs a label for each training sample, but {type(data).__name__} has"
+            " neither targets nor labels (one number per sample): pass labels="
         )
     return torch.zeros(n, dtype=torch.int64) if labels is None else labels
 
 
 def hold_out(labels: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Split indices into (kept, held out); the held-out ones have the labels' proportions.
+    """Split indices into kept and held-out samples, stratified by label.
 
     Args:
         labels: Label of each sample, ``[n]``.
         count: Number of samples to hold out.
-        generator: Source of the choice.
+        generator: Random generator of the choice.
 
     Example:
         >>> kept, held = hold_out(torch.tensor([0] * 8 + [1] * 4), 3, torch.Generator())
@@ -189,7 +191,8 @@ def hold_out(labels: Tensor, count: int, generator: torch.Generator) -> tuple[Te
     """
     order = torch.randperm(len(labels), generator=generator)
     order = order[labels[order].argsort(stable=True)]
-    # Sorted by label, every n/count-th sample: each label gets its share, rounded up or down.
+    # Every n/count-th sample in the order of labels: the count of each label is its share, rounded
+    # up or down.
     at = ((torch.arange(count, dtype=torch.float64) + 0.5) * len(labels) / count).long()
     mask = torch.ones(len(labels), dtype=torch.bool)
     mask[at] = False
@@ -197,14 +200,14 @@ def hold_out(labels: Tensor, count: int, generator: torch.Generator) -> tuple[Te
 
 
 def _held_out(rule: Partition, labels: Tensor, val_size: int | float, seed: int) -> Tensor:
-    """Return the samples that no client holds: those that the rule leaves out, else a part."""
+    """Return the samples that no client holds: those of the rule, or else ``val_size``."""
     n = len(labels)
     if (held := rule.held_out(n)) is not None:
         return held
     count = round(val_size * n) if isinstance(val_size, float) else val_size
     if count >= n:
         raise FederationError(
-            f"val_size={val_size} holds out all of the {n} training samples: lower it"
+            f"val_size={val_size} holds out all {n} training samples: lower val_size"
         )
     return hold_out(labels, count, generator(seed, RandomStream.HOLD_OUT))[1]
 
@@ -212,15 +215,15 @@ def _held_out(rule: Partition, labels: Tensor, val_size: int | float, seed: int)
 def _local_tests(
     parts: list[Tensor], labels: Tensor, fraction: float, seed: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Split the samples of each client into training samples and its own test samples."""
+    """Split the samples of each client into training samples and local test samples."""
     if not fraction:
         return parts, []
     kept, tests = [], []
     for client, part in enumerate(parts):
         if len(part) < 2:
             raise FederationError(
-                f"local_test_size={fraction}, but client {client} has one sample alone: give every"
-                " client two or more (min_size of a partition), or set it to 0"
+                f"local_test_size={fraction} needs at least 2 samples per client, but client"
+                f" {client} has 1: raise min_size of the partition, or set local_test_size to 0"
             )
         count = min(max(1, round(fraction * len(part))), len(part) - 1)
         train, test = hold_out(
@@ -239,9 +242,9 @@ def _in_steps(parts: list[Tensor], stream_steps: int, seed: int) -> list[list[Te
     for client, part in enumerate(parts):
         if len(part) < stream_steps:
             raise FederationError(
-                f"stream_steps={stream_steps}, but client {client} has {len(part)} samples, less"
-                " than one for each step: lower it, or give every client more (min_size of a"
-                " partition)"
+                f"stream_steps={stream_steps} needs at least {stream_steps} samples per client, but"
+                f" client {client} has {len(part)}: lower stream_steps, or raise min_size of the"
+                " partition"
             )
         random = generator(seed, RandomStream.ARRIVALS, client)
         order = part[torch.randperm(len(part), generator=random)]

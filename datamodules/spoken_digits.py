@@ -15,8 +15,8 @@ NAME = re.compile(r"(?P<digit>[0-9])_(?P<speaker>.+)_(?P<index>[0-9]+)\.wav")
 class SpokenDigits(AudioDataModule):
     """Free Spoken Digit Dataset: six speakers, digits 0 to 9, 8 kHz, ``[1, 32, 32]`` spectrograms.
 
-    Clips 0 to 4 of each speaker and digit are the test set, as its authors have it. ``Natural``
-    makes speakers clients.
+    The test set is the official one, clips 0 to 4 of each speaker and digit. ``Natural`` makes each
+    speaker a client.
     """
 
     rate: ClassVar[int] = 8_000
@@ -24,7 +24,7 @@ class SpokenDigits(AudioDataModule):
 
     @property
     def folder(self) -> Path:
-        """Where the recordings are."""
+        """Folder of the recordings."""
         return Path(self.root, "free-spoken-digit-dataset", "recordings")
 
     def clips(self, part: Literal["train", "val", "test"]) -> list[Clip] | None:
@@ -35,7 +35,8 @@ class SpokenDigits(AudioDataModule):
         for path in sorted(self.folder.glob("*.wav")):
             if (name := NAME.fullmatch(path.name)) is None:
                 raise FederationError(
-                    f"{path} is no clip of this data set: it has names as 7_theo_3.wav"
+                    f"{path} is not a clip of this data set: file names must be"
+                    " <digit>_<speaker>_<index>.wav, such as 7_theo_3.wav"
                 )
             if (int(name["index"]) < 5) == (part == "test"):
                 found.append(Clip(path, int(name["digit"]), name["speaker"]))

@@ -1,4 +1,4 @@
-"""Samples in memory: whole batches by index, and on the device where they fit."""
+"""Samples in memory, indexed by whole batches, and kept on the device if they fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class InMemory(TensorDataset):
     def __init__(self, *tensors: Tensor) -> None:
         if len({len(t) for t in tensors}) != 1:
             raise FederationError(
-                f"the tensors of a data set must have one length, got {[len(t) for t in tensors]}"
+                f"all tensors of a data set must have the same length, got lengths"
+                f" {[len(t) for t in tensors]}"
             )
         super().__init__(*tensors)
         self._buffers: dict[int, tuple[Tensor, ...]] = {}
@@ -36,11 +37,11 @@ class InMemory(TensorDataset):
 
     @property
     def nbytes(self) -> int:
-        """Memory that the samples take."""
+        """Size of the samples in bytes."""
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
     def on(self, device: torch.device) -> InMemory:
-        """Return the samples on a device: themselves, or a copy that is made once."""
+        """Return the samples on a device: this data set, or a cached copy."""
         if all(t.device == device for t in self.tensors):
             return self
         if self._copy is None or self._copy.device != device:
@@ -52,11 +53,11 @@ class InMemory(TensorDataset):
 
         Args:
             index: Indices of the samples, ``[n]``.
-            reuse: Whether to overwrite the result of the last such call of this length. Allocating
-                new memory takes several times as long as the copy.
+            reuse: Whether to overwrite the result of the last call with ``reuse`` and this length.
+                Allocating new memory takes several times as long as the copy.
         """
         index = index.to(self.device, non_blocking=True)
-        # index_select, not t[index]: several times faster for the batches of small clients.
+        # index_select is several times faster than t[index] for small batches.
         if not reuse:
             return tuple(t.index_select(0, index) for t in self.tensors)
         n = len(index)
@@ -68,10 +69,10 @@ class InMemory(TensorDataset):
 
 
 def in_memory(data: Any, name: str) -> Any:
-    """Check that a data set is map-style, and give a ``TensorDataset`` its fast path.
+    """Check that a data set is map-style, and convert a ``TensorDataset`` to :class:`InMemory`.
 
     Args:
-        data: The data set, or None.
+        data: Data set or None.
         name: Name of the option, for error messages.
 
     Raises:
@@ -82,24 +83,24 @@ def in_memory(data: Any, name: str) -> Any:
     is_map_style = isinstance(data, Sized) and hasattr(data, "__getitem__")
     if isinstance(data, IterableDataset) or not is_map_style:
         raise FederationError(
-            f"{name} must be a map-style data set (with len() and []), got {type(data).__name__}:"
-            " clients hold parts of it by index"
+            f"{name} must be a map-style data set (with len() and []), because clients hold parts"
+            f" of it by index, got {type(data).__name__}"
         )
     if not len(data):
         raise FederationError(f"{name} has no samples")
-    # Exactly this class: a child class may do something else with its samples.
+    # Not for subclasses, which may change their samples.
     return InMemory(*data.tensors) if type(data) is TensorDataset else data
 
 
 def subset(data: Any, index: Tensor) -> InMemory | Subset[Any]:
-    """Return some samples of a map-style data set; of samples in memory a copy in memory."""
+    """Return a subset of a map-style data set; a copy if the samples are in memory."""
     if isinstance(data, InMemory):
         return InMemory(*data.fetch(index))
     return Subset(data, index.tolist())
 
 
 def fits(data: InMemory, device: torch.device) -> bool:
-    """Return whether samples can stay on a GPU: they may take a quarter of its memory."""
+    """Return whether samples fit on a GPU, in at most a quarter of its memory."""
     if device.type != "cuda":
         return False
     return data.nbytes <= torch.cuda.get_device_properties(device).total_memory / 4

@@ -1,4 +1,4 @@
-"""The layers of a module whose hidden neurons have no order of their own."""
+"""Read and write the layers of a module with permutable hidden neurons."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ Layers = list[tuple[Tensor, Tensor]]
 
 
 class LayerStack:
-    """A module that is convolutions and linear layers, with the same function on each neuron.
+    """View a module as a stack of convolutions and linear layers with elementwise activations.
 
-    Neurons are the filters of convolutions and the units of linear layers. Weights are read as
-    ``[out, in, ...]``: those of a convolution have its kernel behind, those of a linear layer after
-    a convolution the pixels of a map. Layers can be given other widths: their parameters are the
-    same objects, of other shapes.
+    Neurons are the filters of convolutions and the units of linear layers. Weights have the shape
+    ``[out, in, ...]``. The last axes are the kernel of a convolution, or the pixels of a channel
+    for a linear layer after a convolution. Layers can be resized: their parameters remain the same
+    objects with other shapes.
 
     Args:
-        module: What has no parameters but those of ``nn.Linear`` and ``nn.Conv2d`` layers, with
-            biases, convolutions first.
+        module: Module with no parameters except those of ``nn.Conv2d`` and ``nn.Linear`` layers,
+            all with biases, convolutions first.
 
     Raises:
-        FederationError: If it has others, buffers, or layers that do not follow each other.
+        FederationError: If the module has other parameters, buffers, or layers with sizes that do
+            not match.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
@@ -43,7 +44,7 @@ class LayerStack:
         found = {n: m for n, m in module.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
         #: Layers by name, from input to output.
         self.layers: dict[str, nn.Linear | nn.Conv2d] = found
-        # By name: on its way to a device a module may get new parameters.
+        # By name, because a transfer to another device may replace the parameters.
         self._trained = {name for name, p in module.named_parameters() if p.requires_grad}
         inside = {id(p) for layer in found.values() for p in layer.parameters()}
         kinds = (
@@ -55,27 +56,26 @@ class LayerStack:
         for kind, tensor in kinds:
             if id(tensor) not in inside:
                 raise FederationError(
-                    f"{name} has a {kind}, whose neurons cannot be matched: use convolutions and"
-                    " linear layers with activations between them, and no terms with parameters of"
-                    " their own"
+                    f"{name} has a {kind}, which neural matching does not support: use only"
+                    " Conv2d and Linear layers with activations between them, and no terms with"
+                    " parameters"
                 )
         if len(found) < 2 or any(layer.bias is None for layer in found.values()):
             raise FederationError(
-                f"{name} needs two layers or more, each with a bias, for its hidden neurons to be"
-                " matched"
+                f"{name} must have two or more layers, each with a bias, for neural matching"
             )
         if isinstance(last := [*found.values()][-1], nn.Conv2d):
             raise FederationError(
-                f"{name} ends with a {type(last).__name__}: neurons can be matched where a linear"
-                " layer is the last"
+                f"{name} ends with a {type(last).__name__}: for neural matching the last layer"
+                " must be Linear"
             )
-        #: Behind ``[out, in]``: the kernel of a convolution, pixels of a linear layer after one.
+        #: Axes after ``[out, in]``: kernel of a convolution, or pixels of a channel.
         self._kernels = [_kernel(layer) for layer in found.values()]
         for i, ((above, one), (below, other)) in enumerate(pairwise(found.items())):
             if isinstance(other, nn.Conv2d) and other.groups > 1:
                 raise FederationError(
-                    f"{name}.{below} is a convolution in {other.groups} groups, whose filters see"
-                    " some of those before only: they cannot be matched"
+                    f"{name}.{below} is a convolution with groups={other.groups}, which neural"
+                    " matching does not support: use groups=1"
                 )
             outs, ins = _ends(one)[0], _ends(other)[1]
             is_flattened = isinstance(one, nn.Conv2d) and isinstance(other, nn.Linear)
@@ -83,13 +83,14 @@ class LayerStack:
                 self._kernels[i + 1] = (ins // outs,)
             elif ins != outs or (isinstance(one, nn.Linear) and isinstance(other, nn.Conv2d)):
                 raise FederationError(
-                    f"{name}.{above} has {outs} outputs and {below}, the next layer, {ins} inputs:"
-                    " neurons can be matched where layers follow each other, convolutions first"
+                    f"{name}.{above} has {outs} outputs, but the next layer, {below}, has {ins}"
+                    " inputs: for neural matching each layer must feed the next, convolutions"
+                    " first"
                 )
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Of each layer, neurons and neurons before."""
+        """Number of neurons of each layer, and of the layer before."""
         found = [_ends(layer) for layer in self.layers.values()]
         outs = [found[0][1], *(out for out, _ in found)]
         return [(out, into) for into, out in pairwise(outs)]
@@ -104,12 +105,12 @@ class LayerStack:
 
     def _tensors(self) -> Iterator[tuple[Tensor, Tensor]]:
         for layer in self.layers.values():
-            assert layer.bias is not None  # it was checked
+            assert layer.bias is not None  # checked in __init__
             yield layer.weight, layer.bias
 
     @torch.no_grad()
     def write(self, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Set weights and biases, whatever their shapes."""
+        """Set weights and biases of any shapes."""
         own = zip(self.layers.values(), self._tensors(), layers, strict=True)
         for layer, params, (weight, bias) in own:
             if isinstance(layer, nn.Linear):
@@ -123,7 +124,7 @@ class LayerStack:
 
     @contextmanager
     def holding(self, layers: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """Let the module have other weights for a while."""
+        """Set weights and biases temporarily."""
         before = self.read()
         self.write(layers)
         try:
@@ -132,18 +133,18 @@ class LayerStack:
             self.write(before)
 
     def fit_to(self, state_dict: Mapping[str, Any], prefix: str = "") -> None:
-        """Take the shapes of a state dictionary, to be loaded."""
+        """Resize the layers to the shapes of a state dictionary before it is loaded."""
         keys = [(f"{prefix}{n}.weight", f"{prefix}{n}.bias") for n in self.layers]
         if all(key in state_dict for pair in keys for key in pair):
             self.write([(state_dict[weight], state_dict[bias]) for weight, bias in keys])
 
     def pack(self, layers: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return weights and biases, of whatever shapes, as a vector in the module's order."""
+        """Return weights and biases of any shapes as a vector, in the module's order."""
         tensors = dict(zip(self._names(), (t for pair in layers for t in pair), strict=True))
         return torch.cat([tensors[n].reshape(-1) for n, _ in self.module.named_parameters()])
 
     def unpack(self, vector: Tensor, shapes: Sequence[tuple[int, int]]) -> Layers:
-        """Undo :meth:`pack`, for layers of these :attr:`shapes`."""
+        """Reverse :meth:`pack` for layers with these :attr:`shapes`."""
         sizes: dict[str, tuple[int, ...]] = {}
         for name, (out, into), kernel in zip(self.layers, shapes, self._kernels, strict=True):
             sizes[f"{name}.weight"], sizes[f"{name}.bias"] = (out, into, *kernel), (out,)
@@ -154,7 +155,7 @@ class LayerStack:
         return list(zip(each[::2], each[1::2], strict=True))
 
     def drawn(self) -> Layers:
-        """Return weights and biases as the layers draw them."""
+        """Return newly initialized weights and biases; the module is unchanged."""
         before = self.read()
         for layer in self.layers.values():
             layer.reset_parameters()
@@ -163,7 +164,7 @@ class LayerStack:
         return found
 
     def freeze(self, count: int) -> None:
-        """Keep the lowest layers from being trained, the others as they came."""
+        """Freeze the first ``count`` layers and restore ``requires_grad`` of the others."""
         for i, (prefix, layer) in enumerate(self.layers.items()):
             for name, param in layer.named_parameters(prefix=prefix):
                 param.requires_grad_(i >= count and name in self._trained)
@@ -172,17 +173,17 @@ class LayerStack:
         return [f"{name}.{kind}" for name in self.layers for kind in ("weight", "bias")]
 
     def check_order(self, x: Tensor) -> bool:
-        """Refuse a module whose output changes with the order of its hidden neurons.
+        """Check that the output does not depend on the order of the hidden neurons.
 
         Args:
-            x: A batch of inputs.
+            x: Batch of inputs.
 
         Returns:
-            Whether a neuron with weights of zero, which no gradient moves, adds nothing to the
-            output: a function on neurons that maps 0 to 0.
+            Whether neurons with zero weights add nothing to the output, that is, whether the
+            activations map 0 to 0. Such neurons receive no gradient.
 
         Raises:
-            FederationError: If the order counts, as with residual connections.
+            FederationError: If the order matters, as with residual connections.
         """
         layers, count = self.read(), len(self.layers)
         x = x.to(layers[0][0].dtype) if x.is_floating_point() else x
@@ -192,16 +193,16 @@ class LayerStack:
                 before = self.module(x)
             for i in range(count - 1):
                 (w, b), (v, c) = wide[i : i + 2]
-                # Not merely turned round: what looks at neighbors would not see that.
+                # Not a reversal, which functions of neighboring neurons may not detect.
                 order = torch.cat([torch.arange(1, len(b), 2), torch.arange(0, len(b), 2)])
                 moved = [*wide[:i], (w[order], b[order]), (v[:, order], c), *wide[i + 2 :]]
                 with self.holding(moved):
                     after = self.module(x)
                 if not torch.allclose(before, after, rtol=1e-3, atol=1e-3 * float(before.std())):
                     raise FederationError(
-                        f"{type(self.module).__name__} has hidden neurons whose order counts (a"
-                        " connection past a layer, a function of several neurons at once): they"
-                        " cannot be matched"
+                        f"the output of {type(self.module).__name__} depends on the order of its"
+                        " hidden neurons, as with skip connections or functions of several"
+                        " neurons: neural matching does not support this"
                     )
             quiet = [(torch.zeros_like(w), torch.zeros_like(b)) for w, b in layers[:-1]]
             with self.holding([*quiet, wide[-1]]):
@@ -209,12 +210,12 @@ class LayerStack:
 
 
 def _ends(layer: nn.Linear | nn.Conv2d) -> tuple[int, int]:
-    """Return how many outputs and inputs a layer has."""
+    """Return the numbers of outputs and inputs of a layer."""
     if isinstance(layer, nn.Linear):
         return layer.out_features, layer.in_features
     return layer.out_channels, layer.in_channels
 
 
 def _kernel(layer: nn.Linear | nn.Conv2d) -> tuple[int, ...]:
-    """Return what is behind ``[out, in]`` in a layer's own weight."""
+    """Return the axes after ``[out, in]`` in the weight of a layer."""
     return tuple(layer.kernel_size) if isinstance(layer, nn.Conv2d) else ()

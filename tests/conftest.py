@@ -170,7 +170,7 @@ def trainer(tmp_path):
     def make(loop=None, rounds=3, callbacks=(), **options):
         loop = FederatedLoop(buffers="average") if loop is None else loop
         if loop is False:  # on purpose
-            warnings.filterwarnings("ignore", "this fit is no federation")
+            warnings.filterwarnings("ignore", "The Trainer has no FederatedLoop")
         options = {
             "accelerator": "cpu",
             "logger": False,

@@ -137,10 +137,10 @@ def test_a_report_is_made_of_runs(cli, tmp_path, pictures):
 
 
 def test_a_report_of_what_is_no_run_is_an_error(cli, tmp_path):
-    message = "lightning-fl: error: there is no folder nowhere: give report the folder of a run"
+    message = "lightning-fl: error: folder nowhere does not exist: pass the folder of a run"
     assert cli("report", "nowhere", expect=2).startswith(message)
     assert "required: runs" in cli("report", expect=2)
-    assert "has no rounds.csv" in cli("report", ".", expect=2)
+    assert "has a rounds.csv" in cli("report", ".", expect=2)
     assert not list(tmp_path.iterdir())
 
 

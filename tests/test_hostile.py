@@ -253,7 +253,7 @@ def written(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ('"seed": 0', '"seed": 0, "seed": 0', "the name 'seed' is there twice"),
+        ('"seed": 0', '"seed": 0, "seed": 0', "duplicate key 'seed'"),
         ('"seed": 0', '"seed": ' + "9" * 5000, "Exceeds the limit"),
         ('"0": 2', '"00": 2', "'class_counts' must map"),
         ('"0": 2', '" 0": 2', "'class_counts' must map"),

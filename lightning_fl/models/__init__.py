@@ -1,4 +1,4 @@
-"""Networks of the papers."""
+"""Networks used in the papers."""
 
 from lightning_fl.models.cnn import CifarCNN, FashionCNN, KeywordCNN, LeNet
 from lightning_fl.models.mlp import MLPClassifier

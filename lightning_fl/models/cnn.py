@@ -1,4 +1,4 @@
-"""Convolutional networks of the papers; the order is convolution, pooling, ReLU."""
+"""Convolutional networks used in the papers, in the order convolution, pooling, ReLU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _ConvNet(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits, ``[batch, classes]``."""
-        return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]  # as torch has it
+        return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]  # torch's own annotations
 
 
 def _check(**sizes: int | None) -> None:
@@ -37,12 +37,12 @@ def _check(**sizes: int | None) -> None:
 
 
 class CifarCNN(_ConvNet):
-    """5x5 convolutions of 32 and 64 maps, a layer of 1024 units (Mostafa, 2019, section 5).
+    """5x5 convolutions with 32 and 64 channels, and 1024 hidden units (Mostafa, 2019, section 5).
 
     Args:
-        width: Maps of the first convolution; the second has twice as many.
+        width: Channels of the first convolution; the second convolution has twice as many.
         hidden: Units of the fully connected layer.
-        num_classes: Classes.
+        num_classes: Number of classes.
         in_channels: Channels of the 32x32 inputs.
 
     Raises:
@@ -65,14 +65,14 @@ class CifarCNN(_ConvNet):
 
 
 class KeywordCNN(_ConvNet):
-    """Four 3x3 convolutions of 64 maps, pooling after each pair (Mostafa, 2019, section 4).
+    """Four 3x3 convolutions with 64 channels, pooled after each pair (Mostafa, 2019, section 4).
 
-    A layer of 1024 units follows. Inputs are 32x32 log-mel spectrograms.
+    A fully connected layer of 1024 units follows. Inputs are 32x32 log-mel spectrograms.
 
     Args:
-        width: Maps of each convolution.
+        width: Channels of each convolution.
         hidden: Units of the fully connected layer.
-        num_classes: Classes.
+        num_classes: Number of classes.
         in_channels: Channels of the 32x32 inputs.
 
     Raises:
@@ -99,14 +99,14 @@ class KeywordCNN(_ConvNet):
 
 
 class FashionCNN(_ConvNet):
-    """3x3 convolutions of 32 and 64 maps, unpadded, on 28x28 inputs (Ben Mansour et al., 2022).
+    """Unpadded 3x3 convolutions with 32 and 64 channels, 28x28 inputs (Ben Mansour et al., 2022).
 
-    Two poolings leave 64 x 5 x 5 = 1600 features, which go to the classes directly.
+    The 64 x 5 x 5 = 1600 features after two poolings are connected directly to the classes.
 
     Args:
-        width: Maps of the first convolution; the second has twice as many.
-        hidden: Units of a further fully connected layer; None for none.
-        num_classes: Classes.
+        width: Channels of the first convolution; the second convolution has twice as many.
+        hidden: Units of an additional fully connected layer; None for no such layer.
+        num_classes: Number of classes.
 
     Raises:
         FederationError: If a size is not positive.
@@ -127,14 +127,14 @@ class FashionCNN(_ConvNet):
 
 
 class LeNet(_ConvNet):
-    """5x5 convolutions of 20 and 50 maps, unpadded, on 28x28 inputs, and a layer of 500 units.
+    """Unpadded 5x5 convolutions with 20 and 50 channels, 28x28 inputs, and 500 hidden units.
 
-    What "LeNet" is in papers on matching (Wang et al., 2020), after LeCun et al. (1998).
+    This is the "LeNet" of papers on neural matching (Wang et al., 2020), after LeCun et al. (1998).
 
     Args:
-        width: Maps of the first convolution; the second has two and a half times as many.
+        width: Channels of the first convolution; the second convolution has 2.5 times as many.
         hidden: Units of the fully connected layer.
-        num_classes: Classes.
+        num_classes: Number of classes.
         in_channels: Channels of the inputs.
 
     Raises:

@@ -11,13 +11,13 @@ from lightning_fl.types import FederationError
 
 
 class MLPClassifier(nn.Sequential):
-    """Fully connected layers with ReLU between them, from flattened inputs to logits.
+    """Fully connected layers with ReLU activations, from flattened inputs to logits.
 
     Args:
-        sizes: Widths from input to classes; ``[784, 100, 100, 10]`` is Mostafa's (2019) for MNIST.
+        sizes: Widths from input to classes; Mostafa (2019) uses ``[784, 100, 100, 10]`` for MNIST.
 
     Raises:
-        FederationError: If there are fewer than two sizes, or one is not positive.
+        FederationError: If there are fewer than two sizes, or a size is not positive.
 
     Example:
         >>> import torch
@@ -28,7 +28,8 @@ class MLPClassifier(nn.Sequential):
     def __init__(self, sizes: Sequence[int]) -> None:
         if len(sizes) < 2 or min(sizes) < 1:
             raise FederationError(
-                f"sizes must be two or more positive widths, input to classes, got {list(sizes)}"
+                "sizes must be two or more positive widths, from input to classes, got"
+                f" {list(sizes)}"
             )
         layers: list[nn.Module] = [nn.Flatten()]
         for width_in, width_out in pairwise(sizes):

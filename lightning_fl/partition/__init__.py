@@ -1,4 +1,4 @@
-"""Splits of a data set over clients, the manifest that records one, and its picture."""
+"""Rules that split a data set over clients, manifests of splits, and plots of splits."""
 
 from lightning_fl.partition.base import Partition
 from lightning_fl.partition.manifest import FromManifest, Manifest, checksum

@@ -1,4 +1,4 @@
-"""What every rule is, and what the files beside this one share."""
+"""Base class of partition rules, and helpers that the rules share."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_fl.types import FederationError
 
 
 class Partition(ABC):
-    """A rule that splits the samples of a data set over clients.
+    """Base class of rules that split the samples of a data set over clients.
 
-    A child writes `split`. Its constructor keeps every argument as an attribute of the same name:
-    they are what `parameters`, `repr` and the manifest show.
+    Subclasses implement `split`. The constructor must store each argument as an attribute of the
+    same name, because `parameters`, `repr` and the manifest read them.
 
     Example:
         >>> class Halves(Partition):
@@ -28,30 +28,30 @@ class Partition(ABC):
     """
 
     splits_by: Literal["labels", "keys", "samples"] = "labels"
-    """What the rule is given: classes, keys (speakers, writers...), or anything of that length."""
+    """Input of the rule: classes, keys (such as speakers), or any values, one per sample."""
 
     @abstractmethod
     def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
-        """Assign every sample to one client; the input is already checked, order does not matter.
+        """Assign every sample to one client, in any order. `__call__` has validated the input.
 
         Args:
-            labels: Class (or key) of each sample, ``[N]``.
-            num_clients: At most ``N``.
-            generator: The only source of randomness.
+            labels: Class (or key, see `splits_by`) of each sample, ``[N]``.
+            num_clients: Number of clients, from 1 to ``N``.
+            generator: CPU generator, the only source of randomness.
         """
 
     def __call__(
         self, labels: Tensor, num_clients: int, generator: torch.Generator
     ) -> list[Tensor]:
-        """Split the samples: disjoint, complete, no client empty.
+        """Split the samples into disjoint, non-empty parts that cover all samples.
 
         Args:
             labels: Class (or key, see `splits_by`) of each sample, ``[N]``.
-            num_clients: From 1 to ``N``.
-            generator: A CPU generator; the same state gives the same clients.
+            num_clients: Number of clients, from 1 to ``N``.
+            generator: CPU generator; the same state gives the same split.
 
         Returns:
-            One int64 tensor of ascending sample numbers a client.
+            One int64 tensor of ascending sample indices per client.
 
         Raises:
             FederationError: If the input or the rule's parameters do not allow such a split.
@@ -59,8 +59,8 @@ class Partition(ABC):
         if not isinstance(labels, Tensor) or labels.ndim != 1:
             got = f"shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels)
             raise FederationError(
-                f"labels must be a tensor with one number a sample, [N], got {got}: "
-                "pass torch.as_tensor(targets), and argmax(1) of one-hot rows"
+                f"labels must be a tensor with one number per sample, [N], got {got}: "
+                "pass torch.as_tensor(targets), or argmax(1) of one-hot labels"
             )
         if not isinstance(generator, torch.Generator) or generator.device.type != "cpu":
             raise FederationError(
@@ -70,13 +70,13 @@ class Partition(ABC):
         at_least_one("num_clients", num_clients)
         if num_clients > len(labels):
             raise FederationError(
-                f"{num_clients} clients cannot share {len(labels)} samples, since each needs one: "
-                f"set num_clients to at most {len(labels)} or use more data"
+                f"{num_clients} clients cannot share {len(labels)} samples, because each client "
+                f"needs at least one: set num_clients to at most {len(labels)} or use more data"
             )
         parts = [part.sort().values for part in self.split(labels.cpu(), num_clients, generator)]
         fault = fault_of(parts, len(labels), complete=True)
         if len(parts) != num_clients:
-            fault = f"it makes {len(parts)} clients"
+            fault = f"it returns {len(parts)} clients"
         if fault:
             raise FederationError(
                 f"{self!r} cannot split {len(labels)} samples over {num_clients} clients: {fault}; "
@@ -85,21 +85,21 @@ class Partition(ABC):
         return parts
 
     def count_clients(self, labels: Tensor) -> int:
-        """Return the number of clients where the rule itself knows it.
+        """Return the number of clients, for rules that determine it.
 
         Raises:
-            FederationError: If it does not, as most rules.
+            FederationError: If the rule does not determine it, as for most rules.
         """
         raise FederationError(
-            f"{type(self).__name__} splits over any number of clients: set num_clients"
+            f"{type(self).__name__} does not determine the number of clients: set num_clients"
         )
 
     def held_out(self, num_samples: int) -> Tensor | None:
-        """Return the samples that the rule keeps from all clients; None leaves it to the data."""
+        """Return the samples to hold out; None lets the data module choose them."""
         return None
 
     def parameters(self) -> dict[str, Any]:
-        """The constructor's arguments by name."""
+        """Return the arguments of the constructor by name."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def __repr__(self) -> str:
@@ -108,25 +108,25 @@ class Partition(ABC):
 
 
 def at_least_one(name: str, value: int) -> int:
-    """Return an argument that is a positive integer, refuse any other by its name."""
+    """Return an argument if it is a positive integer, raise otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise FederationError(f"{name} must be an integer of at least 1, got {value!r}: set {name}")
+        raise FederationError(f"{name} must be an integer of at least 1, got {value!r}")
     return value
 
 
 def classes_of(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return labels in ascending order [C], each sample's place among them [N], sizes [C]."""
+    """Return the distinct labels, ascending, [C], each sample's index into them [N], counts [C]."""
     if labels.is_floating_point() or labels.is_complex():
         raise FederationError(
-            f"this rule groups samples by integers, got labels of {labels.dtype}: pass class "
-            "numbers (or keys), or use IID or QuantitySkew"
+            f"this rule needs integer labels, got {labels.dtype}: pass integer class labels "
+            "(or keys), or use IID or QuantitySkew"
         )
     classes, codes, sizes = labels.unique(return_inverse=True, return_counts=True)
     return classes, codes, sizes
 
 
 def fault_of(parts: Sequence[Tensor], num_samples: int, complete: bool = False) -> str | None:
-    """Return what keeps `parts` from being a split of the samples, if anything."""
+    """Return why `parts` is not a valid split of the samples; None if it is valid."""
     if not len(parts):
         return "there are no clients"
     sizes = torch.tensor([len(part) for part in parts])
@@ -136,7 +136,7 @@ def fault_of(parts: Sequence[Tensor], num_samples: int, complete: bool = False) 
 def fault_of_samples(
     samples: Tensor, sizes: Tensor, num_samples: int, complete: bool = False
 ) -> str | None:
-    """Do the same for all clients' samples in one tensor, and how many are each one's."""
+    """Return the same for the concatenated samples of all clients and the clients' sizes."""
     if not sizes.all():
         return f"client {sizes.tolist().index(0)} gets no sample"
     samples, position = samples.sort()
@@ -144,13 +144,13 @@ def fault_of_samples(
     if (outside := (samples < 0) | (samples >= num_samples)).any():
         return (
             f"client {owner[outside][0]} gets sample {samples[outside][0]}, "
-            f"which is not among 0 to {num_samples - 1}"
+            f"which is not in [0, {num_samples - 1}]"
         )
     if (twice := samples[1:] == samples[:-1]).any():
         i = int(twice.nonzero()[0])
         a, b = sorted(owner[i : i + 2].tolist())
-        return f"sample {samples[i]} goes to client {a} and to client {b}"
+        return f"sample {samples[i]} is assigned to client {a} and to client {b}"
     if complete and len(samples) < num_samples:
         gap = (samples != torch.arange(len(samples))).nonzero()
-        return f"sample {int(gap[0]) if len(gap) else len(samples)} goes to no client"
+        return f"sample {int(gap[0]) if len(gap) else len(samples)} is assigned to no client"
     return None

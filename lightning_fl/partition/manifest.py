@@ -1,4 +1,4 @@
-"""The file that records a split, and the rule that repeats it."""
+"""Manifest files, which record a split, and the rule that reproduces a recorded split."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ FORMAT = "lightning_fl partition 1"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a split was and how it came about, as a JSON file that people can read.
+    """Record a split and its rule, as a human-readable JSON file.
 
     Args:
         rule: Class name of the rule.
-        parameters: Its constructor's arguments.
+        parameters: Arguments of the rule's constructor.
         seed: Seed of the generator.
-        num_samples: Size ``N`` of the data set; samples that are held out have no client.
-        clients: Sample numbers of each client.
-        class_counts: Samples of each class, client by client; empty where labels are no integers.
+        num_samples: Size ``N`` of the data set, including held-out samples.
+        clients: Sample indices of each client.
+        class_counts: Number of samples per class for each client; empty if labels are not integers.
         checksum: `checksum` of the clients.
 
     Example:
@@ -55,22 +55,22 @@ class Manifest:
         """Record a split.
 
         Args:
-            rule: The rule that made it.
-            parts: Sample numbers of each client.
-            labels: Class of each sample, ``[N]``, also for a rule that splits by keys.
-            seed: Seed of the generator the rule was given.
+            rule: Rule of the split.
+            parts: Sample indices of each client.
+            labels: Class of each sample, ``[N]``, even if the rule splits by keys.
+            seed: Seed of the rule's generator.
 
         Raises:
-            FederationError: If clients are empty or share samples, or the labels do not fit.
+            FederationError: If clients are empty or share samples, or the labels do not match.
         """
         if fault := fault_of(parts, len(labels)):
             raise FederationError(
-                f"no manifest for these parts of {len(labels)} samples: {fault}; pass the parts "
-                "as the rule returned them, and all labels"
+                f"parts are not a valid split of {len(labels)} samples: {fault}; pass the parts "
+                "as returned by the rule, and the labels of all samples"
             )
         return cls(
             rule=type(rule).__name__,
-            # As JSON reads them back: a path becomes a string, a tuple a list.
+            # Convert to JSON types, so that the manifest equals the one read from the file.
             parameters=json.loads(json.dumps(rule.parameters(), default=str)),
             seed=seed,
             num_samples=len(labels),
@@ -80,7 +80,7 @@ class Manifest:
         )
 
     def write(self, path: str | Path) -> None:
-        """Write the file, one line a client; a reader sees the old file or the new one, no half."""
+        """Write the file atomically, one line per client."""
         fields = [f'"format": {json.dumps(FORMAT)}']
         for name in ("rule", "parameters", "seed", "num_samples", "checksum"):
             fields.append(f'"{name}": {json.dumps(getattr(self, name))}')
@@ -91,18 +91,18 @@ class Manifest:
 
     @classmethod
     def read(cls, path: str | Path) -> Manifest:
-        """Read a file that `write` wrote.
+        """Read a file written by `write`.
 
         Raises:
-            FederationError: If the file is missing, no manifest, or larger than
-                `lightning_fl.files.MOST_BYTES`, if it is no split of its samples, or if it was
-                changed after it was written.
+            FederationError: If the file is missing, not a manifest, larger than
+                `lightning_fl.files.MOST_BYTES`, not a valid split of its samples, or changed after
+                it was written.
         """
 
         def refuse(what: str) -> FederationError:
             return FederationError(
-                f"partition manifest {path}: {what}; restore the file, or write it anew from the "
-                "rule, its parameters and its seed"
+                f"partition manifest {path}: {what}; restore the file, or create it again with "
+                "the same rule, parameters and seed"
             )
 
         try:
@@ -116,32 +116,32 @@ class Manifest:
             raise refuse(f"format must be {FORMAT!r}, got {short_repr(got)}")
         values = []
         for name, kind in _FIELDS.items():
-            # `type is`, since for isinstance true is an int.
+            # `type is`, because isinstance accepts bool as int.
             if type(data.get(name)) is not kind:
                 got = short_repr(data.get(name))
                 raise refuse(f"{name!r} must be of type {kind.__name__}, got {got}")
             values.append(data[name])
         manifest = cls(*values)
-        # No tensor is as large as this number, yet the indices below it have to fit into int64.
+        # Indices must fit into int64.
         num_samples = min(manifest.num_samples, 2**63 - 1)
         for client, indices in enumerate(manifest.clients):
             if type(indices) is not list or not all(
                 type(i) is int and 0 <= i < num_samples for i in indices
             ):
                 raise refuse(
-                    f"client {client} must be a list of sample numbers from 0 to "
-                    f"{num_samples - 1}, got {short_repr(indices)}"
+                    f"client {client} must be a list of sample indices in "
+                    f"[0, {num_samples - 1}], got {short_repr(indices)}"
                 )
         if not manifest.clients:
             raise refuse("there are no clients")
-        # All in one: a tensor for each of millions of clients would take much memory.
+        # One tensor: separate tensors for millions of clients would take too much memory.
         sizes = torch.tensor([len(indices) for indices in manifest.clients])
         samples = torch.tensor([i for indices in manifest.clients for i in indices]).long()
         if fault := fault_of_samples(samples, sizes, num_samples):
             raise refuse(fault)
         if (found := _digest(samples, sizes)) != manifest.checksum:
             raise refuse(
-                f"the indices were edited: their checksum is {found}, the file says "
+                f"the indices were edited: their checksum is {found}, but the file has "
                 f"{short_repr(manifest.checksum)}"
             )
         try:
@@ -152,7 +152,7 @@ class Manifest:
         if len(totals) != len(sizes) or any(
             total not in (None, size) for total, size in zip(totals, sizes.tolist(), strict=True)
         ):
-            raise refuse("'class_counts' does not add up to the sizes of the clients")
+            raise refuse("'class_counts' does not add up to the numbers of samples of the clients")
         return replace(manifest, class_counts=class_counts)
 
 
@@ -168,11 +168,11 @@ _FIELDS = {
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dictionary, in which JSON would let the last of equal names win."""
+    """Make a dictionary; raise for duplicate keys, of which JSON would keep the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the name {short_repr(name)} is there twice")
+        raise ValueError(f"duplicate key {short_repr(name)}")
     return found
 
 
@@ -185,10 +185,10 @@ def _counts(row: dict[Any, Any]) -> dict[int, int]:
 
 
 def checksum(parts: Sequence[Tensor]) -> str:
-    """SHA-256 of the clients' sizes, then their indices, as little-endian int64: a split's name.
+    """Return the SHA-256 of the clients' sizes followed by their indices, as little-endian int64.
 
     Args:
-        parts: Sample numbers of each client; their order counts.
+        parts: Sample indices of each client; the order matters.
 
     Returns:
         64 hexadecimal digits, the same on every platform.
@@ -206,7 +206,7 @@ def _digest(samples: Tensor, sizes: Tensor) -> str:
 
 
 def _class_counts(parts: Sequence[Tensor], labels: Tensor) -> list[dict[int, int]]:
-    """Samples of each class, client by client; none for labels that are no integers."""
+    """Return the number of samples per class for each client; empty for non-integer labels."""
     if labels.is_floating_point() or labels.is_complex():
         return [{} for _ in parts]
     labels = labels.cpu().long()
@@ -214,15 +214,16 @@ def _class_counts(parts: Sequence[Tensor], labels: Tensor) -> list[dict[int, int
 
 
 class FromManifest(Partition):
-    """The split that a manifest file holds, after a check that it fits the data.
+    """Reproduce the split of a manifest file, after a check that the file matches the data.
 
-    Samples that no client of the manifest holds are held out for the server's validation again.
+    Samples that belong to no client of the manifest are held out for the server's validation.
 
     Args:
-        path: A file that `Manifest.write` wrote. It is read when the data are split.
+        path: File written by `Manifest.write`. It is read when the data is split.
 
     Raises:
-        FederationError: If the file is damaged, or is of other data or another number of clients.
+        FederationError: If the file is damaged, or does not match the data or the number of
+            clients.
 
     Example:
         >>> import tempfile
@@ -241,7 +242,7 @@ class FromManifest(Partition):
         self.path = path
 
     def count_clients(self, labels: Tensor) -> int:
-        """Return the manifest's number of clients."""
+        """Return the number of clients of the manifest."""
         return len(Manifest.read(self.path).clients)
 
     def held_out(self, num_samples: int) -> Tensor | None:
@@ -255,25 +256,25 @@ class FromManifest(Partition):
     def _check(self, what: str, theirs: int, ours: int) -> None:
         if theirs != ours:
             raise FederationError(
-                f"{self.path} is for {theirs} {what}, the run has {ours}: use the data and "
-                "num_clients that the manifest was written for, or another manifest"
+                f"{self.path} is for {theirs} {what}, but the run has {ours}: use the data and "
+                "num_clients of the manifest, or another manifest"
             )
 
     def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
-        """See `Partition.split`; here `labels` are those of the samples that clients hold."""
+        """See `Partition.split`. `labels` are the labels of the samples that are not held out."""
         manifest = Manifest.read(self.path)
         self._check("clients", len(manifest.clients), num_clients)
         parts = [torch.tensor(indices) for indices in manifest.clients]
         held = torch.cat(parts).sort().values
         self._check("samples that clients hold", len(held), len(labels))
         parts = [torch.searchsorted(held, part) for part in parts]
-        # The same number of samples in another order would silently train on another split.
+        # The same samples in another order would silently give another split.
         counts = zip(manifest.class_counts, _class_counts(parts, labels), strict=True)
         for client, (written, found) in enumerate(counts):
             if written and found and written != found:
                 raise FederationError(
-                    f"{self.path} gives client {client} the classes {short_repr(written)}, the "
-                    f"data {short_repr(found)}: they differ or are in another order; load the "
-                    "data that the manifest was written for"
+                    f"{self.path} gives client {client} the classes {short_repr(written)}, but "
+                    f"the data gives {short_repr(found)}: the samples differ or are in another "
+                    "order; load the data of the manifest"
                 )
         return parts

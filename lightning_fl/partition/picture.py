@@ -1,4 +1,4 @@
-"""The picture of a split."""
+"""Plot a split."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 def plot(
     parts: Sequence[Tensor], labels: Tensor, class_names: Sequence[str] | None = None
 ) -> Figure:
-    """Draw which client holds how many samples of which class, and the clients' sizes above.
+    """Plot the number of samples per client and class, below the total number per client.
 
-    Up to 50 clients are columns of dots whose area is the count, more are columns of a heat map
-    whose color follows the root of the count, as a dot's diameter does.
+    Up to 50 clients are drawn as columns of dots with areas proportional to the counts. More
+    clients are drawn as a heat map. Its colors are proportional to the square root of the counts,
+    like the diameters of the dots.
 
     Args:
-        parts: Sample numbers of each client.
-        labels: Class of each sample, ``[N]``, integers.
-        class_names: Name of class ``i`` at place ``i``.
+        parts: Sample indices of each client.
+        labels: Integer class of each sample, ``[N]``.
+        class_names: Class names; entry ``i`` is the name of class ``i``.
 
     Returns:
-        A figure that belongs to no window; ``figure.savefig("split.png")`` writes it.
+        A figure without a window; ``figure.savefig("split.png")`` writes it.
 
     Raises:
         FederationError: If a class has no name.
@@ -50,8 +51,8 @@ def plot(
     if class_names is not None:
         if int(classes[0]) < 0 or int(classes[-1]) >= len(class_names):
             raise FederationError(
-                f"class_names has {len(class_names)} names, the labels go from {classes[0]} to "
-                f"{classes[-1]}: give one name for each class, or None"
+                f"class_names has {len(class_names)} names, but the labels are from {classes[0]} "
+                f"to {classes[-1]}: pass one name for each class, or None"
             )
         names = [class_names[label] for label in classes.tolist()]
     num_clients, num_classes = len(parts), len(classes)

@@ -1,4 +1,4 @@
-"""The rules that split a data set over clients."""
+"""Rules that split a data set over clients."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from lightning_fl.types import FederationError
 
 
 class IID(Partition):
-    r"""Deal the samples at random, in equal numbers.
+    r"""Assign the samples at random, in equal numbers.
 
-    By default the classes are ignored (McMahan et al., 2017, section 3): the class counts of
-    clients vary as those of random samples do. With ``stratified=True`` each class is shuffled and
-    divided separately (Yurochkin et al., 2019, supplement 4, "homogeneous"; Ben Mansour et al.,
-    2022), so that all clients have the same class distribution: of a class of :math:`n` samples
-    each of :math:`K` clients holds :math:`\lfloor n / K \rfloor` or :math:`\lceil n / K \rceil`.
-    Classes with fewer samples than clients are missing from some clients. Either way the sizes of
-    clients differ by at most one.
+    By default the classes are ignored (McMahan et al., 2017, section 3), so the class counts of
+    clients vary at random. With ``stratified=True`` each class is shuffled and divided separately
+    (Yurochkin et al., 2019, supplement 4, "homogeneous"; Ben Mansour et al., 2022), so that all
+    clients have the same class distribution: for a class with :math:`n` samples and :math:`K`
+    clients, each client holds :math:`\lfloor n / K \rfloor` or :math:`\lceil n / K \rceil` samples.
+    Classes with fewer samples than clients are missing from some clients. In both cases the sizes
+    of clients differ by at most one.
 
     Args:
-        stratified: Whether each class is divided separately. This needs the class of each sample.
+        stratified: Whether to divide each class separately. This requires the class of each sample.
 
     Raises:
         FederationError: If ``stratified`` is not a boolean.
@@ -48,21 +48,22 @@ class IID(Partition):
         if not self.stratified:
             return list(torch.randperm(len(labels), generator=generator).tensor_split(num_clients))
         order, _ = _by_class(labels, generator)
-        # Dealt in turn, each class goes on where the one before ended: sizes are equal, too.
+        # Each class continues at the client after the last one of the previous class, so that the
+        # sizes of clients are equal, too.
         return [order[client::num_clients] for client in range(num_clients)]
 
 
 class ByLabel(Partition):
     r"""Give each client `n` classes: client `i` holds classes :math:`(i n + j) \bmod C, j < n`.
 
-    Classes are ordered by label, which may be any integers. A class is divided as equally as
-    possible among the clients that hold it. One class a client is the extreme of label skew.
+    Classes are ordered by label; labels may be any integers. Each class is divided as equally as
+    possible among its clients. One class per client is the extreme case of label skew.
 
     Args:
-        classes_per_client: The number `n`.
+        classes_per_client: Number of classes per client, `n`.
 
     Raises:
-        FederationError: If `n` exceeds the number of classes, or some class would have no client.
+        FederationError: If `n` exceeds the number of classes, or a class would have no client.
 
     Example:
         >>> labels = torch.tensor([7, 9, 7, 9, 8, 8])
@@ -80,7 +81,7 @@ class ByLabel(Partition):
         if n > num_classes:
             raise FederationError(
                 f"classes_per_client is {n}, but the labels have {num_classes} classes: "
-                f"set it to at most {num_classes}"
+                f"set classes_per_client to at most {num_classes}"
             )
         if num_clients * n < num_classes:
             raise FederationError(
@@ -99,13 +100,13 @@ class ByLabel(Partition):
 
 
 class Shards(Partition):
-    """Sort by label, cut into equal shards, deal them at random (McMahan et al., 2017, section 3).
+    """Sort by label and assign equal shards at random (McMahan et al., 2017, section 3).
 
-    With two shards "most clients will only have examples of two digits". Within a class the order
-    is random.
+    With two shards per client "most clients will only have examples of two digits". The order of
+    samples within a class is random.
 
     Args:
-        shards_per_client: Shards that each client gets.
+        shards_per_client: Number of shards per client.
 
     Raises:
         FederationError: If there are more shards than samples.
@@ -126,8 +127,8 @@ class Shards(Partition):
         if num_shards > len(labels):
             raise FederationError(
                 f"{num_clients} clients with shards_per_client={self.shards_per_client} need "
-                f"{num_shards} samples, got {len(labels)}: set shards_per_client to at most "
-                f"{len(labels) // num_clients} or use fewer clients"
+                f"at least {num_shards} samples, got {len(labels)}: set shards_per_client to at "
+                f"most {len(labels) // num_clients} or use fewer clients"
             )
         order, _ = _by_class(labels, generator)
         shards = order.tensor_split(num_shards)
@@ -138,17 +139,18 @@ class Shards(Partition):
 class Dirichlet(Partition):
     r"""Divide each class over the clients in proportions :math:`p_c \sim \mathrm{Dir}_K(\alpha)`.
 
-    This is the split of Yurochkin et al. (2019), without their retries; Hsu et al. (2019) draw the
-    classes of each client instead. Small `alpha` gives clients of few classes and of very different
-    sizes, large `alpha` equal ones. There is one draw: a client below `min_size` is topped up with
-    random samples of whichever client is then the largest.
+    This is the split of Yurochkin et al. (2019), without their retries. Hsu et al. (2019) draw the
+    class proportions of each client instead. A small `alpha` gives clients with few classes and
+    very different sizes; a large `alpha` gives nearly equal clients. The proportions are drawn
+    once. Clients with fewer than `min_size` samples receive random samples of the currently largest
+    client.
 
     Args:
-        alpha: Concentration, above 0.
-        min_size: Samples that every client has at least.
+        alpha: Concentration, greater than 0.
+        min_size: Minimum number of samples per client.
 
     Raises:
-        FederationError: If the data are too few for `min_size`.
+        FederationError: If there are too few samples for `min_size`.
 
     Example:
         >>> labels = torch.arange(10).repeat(100)
@@ -168,16 +170,16 @@ class Dirichlet(Partition):
 
 
 class QuantitySkew(Partition):
-    r"""Clients of the same classes but of sizes :math:`N p, p \sim \mathrm{Dir}_K(\alpha)`.
+    r"""Give clients IID samples of different sizes :math:`N p, p \sim \mathrm{Dir}_K(\alpha)`.
 
     Li et al. (2022, "Federated learning on non-IID data silos", section 4.3).
 
     Args:
-        alpha: Concentration, above 0; small values give few large clients and a long tail.
-        min_size: Samples that every client has at least.
+        alpha: Concentration, greater than 0; small values give few large clients and a long tail.
+        min_size: Minimum number of samples per client.
 
     Raises:
-        FederationError: If the data are too few for `min_size`.
+        FederationError: If there are too few samples for `min_size`.
 
     Example:
         >>> parts = QuantitySkew(alpha=0.5)(torch.zeros(900), 6, torch.Generator().manual_seed(0))
@@ -193,16 +195,16 @@ class QuantitySkew(Partition):
 
     def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
         """See `Partition.split`."""
-        # One class for all: what is left of the Dirichlet rule is the sizes.
+        # With a single class, the Dirichlet rule varies only the sizes.
         one_class = torch.zeros(len(labels), dtype=torch.long)
         return _dirichlet(one_class, num_clients, self.alpha, self.min_size, generator)
 
 
 class Natural(Partition):
-    """Natural clients, one a key (speaker, writer, device), in ascending order of the keys.
+    """Make each key (speaker, writer, device) a client, in ascending order of the keys.
 
-    With fewer clients than keys whole keys are dealt, the largest first, to the client that has
-    fewest samples so far (Graham, 1969). Nothing is random.
+    If there are fewer clients than keys, each key is assigned as a whole, in descending order of
+    size, to the client with the fewest samples so far (Graham, 1969). The rule is deterministic.
 
     Raises:
         FederationError: If there are more clients than keys.
@@ -219,12 +221,12 @@ class Natural(Partition):
         return len(labels.unique())
 
     def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
-        """See `Partition.split`; here `labels` are the keys."""
+        """See `Partition.split`. `labels` are the keys."""
         keys, codes, sizes = classes_of(labels)
         if num_clients > len(keys):
             raise FederationError(
-                f"{num_clients} clients need as many keys, the data have {len(keys)}: "
-                f"set num_clients to {len(keys)} (one client a key) or fewer"
+                f"{num_clients} clients need at least {num_clients} keys, but the data has "
+                f"{len(keys)}: set num_clients to at most {len(keys)} (one client per key)"
             )
         owner = torch.arange(len(keys))
         if num_clients < len(keys):
@@ -239,21 +241,22 @@ class Natural(Partition):
 def _concentration(alpha: float) -> float:
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise FederationError(
-            f"alpha must be a finite number above 0, got {alpha!r}: small values skew the clients "
-            "(0.1), large ones make them alike (100); use IID for equal clients"
+            f"alpha must be a finite number greater than 0, got {alpha!r}: small values, such as "
+            "0.1, give skewed clients, large values, such as 100, similar clients; for equal "
+            "clients use IID"
         )
     return alpha
 
 
 def _by_class(labels: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Samples sorted by class and shuffled within [N], and the sizes of the classes [C]."""
+    """Return samples sorted by class and shuffled within each, [N], and the class sizes, [C]."""
     _, codes, sizes = classes_of(labels)
     order = torch.randperm(len(labels), generator=generator)
     return order[codes[order].argsort(stable=True)], sizes
 
 
 def _group(samples: Tensor, owner: Tensor, num_clients: int) -> list[Tensor]:
-    """The samples of each client, where ``owner[i]`` is the client of ``samples[i]``."""
+    """Return the samples of each client; ``owner[i]`` is the client of ``samples[i]``."""
     sizes = owner.bincount(minlength=num_clients)
     return list(samples[owner.argsort(stable=True)].split(sizes.tolist()))
 
@@ -261,25 +264,25 @@ def _group(samples: Tensor, owner: Tensor, num_clients: int) -> list[Tensor]:
 def _dirichlet(
     labels: Tensor, num_clients: int, alpha: float, min_size: int, generator: torch.Generator
 ) -> list[Tensor]:
-    """Draw p_c ~ Dir(alpha) over clients for each class c, cut the classes, top up the clients."""
+    """Draw p_c ~ Dir(alpha) for each class c, divide the classes, and enforce `min_size`."""
     if num_clients * min_size > len(labels):
         raise FederationError(
             f"{num_clients} clients with min_size={min_size} need {num_clients * min_size} samples,"
-            f" the data have {len(labels)}: set min_size to at most {len(labels) // num_clients} or"
-            f" num_clients to at most {len(labels) // min_size}"
+            f" but the data has {len(labels)}: set min_size to at most"
+            f" {len(labels) // num_clients} or num_clients to at most {len(labels) // min_size}"
         )
     order, sizes = _by_class(labels, generator)
-    # torch has no gamma variates from a generator.
+    # torch cannot draw gamma variates from a generator.
     rng = np.random.default_rng(int(torch.randint(2**63 - 1, (), generator=generator)))
     shape = (len(sizes), num_clients)
-    # Gamma(a) = Gamma(a + 1) U^(1/a), as logarithms relative to the row's largest U: for small
-    # alpha every plain variate is 0.
+    # Gamma(a) = Gamma(a + 1) U^(1/a), computed as logarithms relative to the largest U of the row:
+    # for small alpha all plain variates underflow to 0.
     log_u = -rng.standard_exponential(shape)
     with np.errstate(over="ignore"):
         log_u = (log_u - log_u.max(1, keepdims=True)) / alpha
     log_gamma = np.log(rng.standard_gamma(alpha + 1, shape)) + log_u
     shares = np.exp(log_gamma - log_gamma.max(1, keepdims=True)).cumsum(1)
-    # One random offset a class makes the expected counts exactly p_c n_c, also where n_c < K.
+    # One random offset per class makes the expected counts exactly p_c n_c, even if n_c < K.
     total = sizes.numpy()[:, None]
     cuts = np.floor(shares / shares[:, -1:] * total + rng.random((len(sizes), 1)))
     counts = torch.from_numpy(np.diff(np.minimum(cuts, total), prepend=0, axis=1)).long()
@@ -288,7 +291,7 @@ def _dirichlet(
 
 
 def _top_up(parts: list[Tensor], min_size: int, generator: torch.Generator) -> list[Tensor]:
-    """Move random samples from whichever client is the largest to those below `min_size`."""
+    """Move random samples from the currently largest client to clients below `min_size`."""
     short = [client for client, part in enumerate(parts) if len(part) < min_size]
     if not short:
         return parts
@@ -297,8 +300,8 @@ def _top_up(parts: list[Tensor], min_size: int, generator: torch.Generator) -> l
     heapq.heapify(largest)
     for client in short:
         while len(hands[client]) < min_size:
-            # A client that still is short has an old entry, yet never the top one: as the samples
-            # suffice for all, some client has more than min_size.
+            # Clients below min_size have outdated entries, but never the top one: there are enough
+            # samples, so some client has more than min_size.
             size, donor = largest[0]
             heapq.heapreplace(largest, (size + 1, donor))
             hands[client].append(hands[donor].pop())

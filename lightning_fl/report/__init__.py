@@ -1,4 +1,4 @@
-"""A page about a run, or several side by side: ``lightning-fl report RUN [RUN ...]``."""
+"""HTML reports on one run or several runs: ``lightning-fl report RUN [RUN ...]``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_fl.types import FederationError
 
 __all__ = ["Group", "Run", "find_runs", "group", "read_run", "report"]
 
-#: Pictures that a report may have beside it.
+#: Names of the PNG files that belong to a report.
 NAMES = (
     "accuracy",
     "cost",
@@ -37,32 +37,34 @@ def report(
     output: str | Path | None = None,
     title: str | None = None,
 ) -> Path:
-    """Write a page about one run, or about several and what sets them apart.
+    """Write a report on one run, or a comparison of several runs.
 
-    One HTML file that needs nothing else, no network either, and its pictures as PNG files in a
-    folder of the same name beside it. The same runs give the same files, byte for byte.
+    The report is a self-contained HTML file, which needs no network. Its figures are also written
+    as PNG files, to a folder of the same name next to it. The same runs give the same files, byte
+    for byte.
 
     Args:
-        runs: Folders of runs, or folders that hold some as ``version_0``, ``version_1``, ... Runs
-            that differ in the seed alone are shown as their mean and spread.
-        output: The file, ``.html``; None is ``report.html``, in the folder of the run if there is
-            one run, else here. A report that is there already is replaced.
-        title: Of the page; None is made of the run's name.
+        runs: Folders of runs, or folders that contain runs as ``version_0``, ``version_1``, ...
+            Runs that differ only in the seed are shown as mean and standard deviation.
+        output: Path of the report, ``.html``; None means ``report.html``, in the folder of the run
+            for a single run, in the working directory for several runs. An existing report is
+            replaced.
+        title: Title of the page; None derives it from the name of the run.
 
     Returns:
-        The file.
+        Path of the report.
 
     Raises:
-        FederationError: If there is no run, its table of rounds cannot be read, or the file cannot
-            be written.
+        FederationError: If there is no run, its table of rounds cannot be read, or the report
+            cannot be written.
     """
     folders, left_out = find_runs([runs] if isinstance(runs, str | Path) else runs)
     if not folders:
-        raise FederationError("there is no run to report: name a folder, as runs/digits")
+        raise FederationError("no run to report: pass the folder of a run, such as runs/digits")
     alone = len(folders) == 1
     path = Path(output or (folders[0] / "report.html" if alone else "report.html"))
     if path.suffix != ".html" or path.is_dir():
-        raise FederationError(f"the output is a file that ends in .html, got {path}")
+        raise FederationError(f"output must be a file name that ends in .html, got {path}")
     found = [read_run(folder) for folder in folders]
     page = about_run(found[0], title) if alone else about_groups(group(found), title, left_out)
     pictures = {p.name: p.content for section in page.sections for p in section.pictures}
@@ -70,13 +72,13 @@ def report(
         for name in NAMES:
             place = path.with_suffix("") / f"{name}.png"
             if (content := pictures.get(name)) is None:
-                place.unlink(missing_ok=True)  # of an earlier report
+                place.unlink(missing_ok=True)  # left by an earlier report
             else:
                 _write(place, content)
         _write(path, html(page).encode())
     except OSError as error:
         raise FederationError(
-            f"{path} cannot be written ({error}): choose another output"
+            f"{path} could not be written ({error}): choose another output"
         ) from error
     return path
 
@@ -86,7 +88,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def html(page: Report) -> str:
-    """Return a page: whatever it shows of files is text, never markup.
+    """Render a page as HTML. All contents are escaped.
 
     Example:
         >>> "&lt;script&gt;" in html(Report("<script>", [], [], []))
@@ -96,7 +98,7 @@ def html(page: Report) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
     environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
-    # Bytes 16 to 19 of a PNG file; pictures have 110 dots an inch, a page 96.
+    # Bytes 16 to 19 of a PNG file are its width. Figures have 110 dots per inch, a page has 96.
     environment.filters["width"] = lambda content: int.from_bytes(content[16:20]) * 96 // 110
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     return environment.from_string(template).render(report=page, version=__version__)

@@ -1,4 +1,4 @@
-"""Sections about the clients of one run: their samples, their rounds, their accuracies."""
+"""Sections on the clients of a run: partition, participation and accuracies."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from lightning_fl.report.run import Row, Run
 from lightning_fl.report.scores import client_scores, finite, total
 from lightning_fl.report.words import counted, number
 
-#: Counts by kind and place, as :func:`stacked` draws them.
+#: Counts by kind and x position, the input of :func:`stacked`.
 Counts = dict[str, dict[int, int]]
-#: What each kind of :class:`PersonalizedEvaluation` is, for the reader.
+#: Descriptions of the kinds of :class:`PersonalizedEvaluation`.
 MEANINGS = {
-    "server": "the server's model as it is",
-    "personal": "after some local steps",
-    "kept": "the personal model that the optimizer keeps",
-    "local": "training alone",
+    "server": "the global model",
+    "personal": "the global model after local fine-tuning",
+    "kept": "the personal model in the client's optimizer state",
+    "local": "a model trained by the client alone",
 }
-#: More clients than these are not drawn one by one.
+#: Maximum number of clients that are drawn as one bar each.
 MOST_CLIENTS = 60
 
 
 def partition(run: Run) -> Section | None:
-    """Say who holds what; None where that is not known."""
+    """Describe the partition of the data; None if it is unknown."""
     if not (sizes := run.partition.get("sizes")):
         return None
     ordered, classes = sorted(sizes), run.partition["classes"]
     text = (
         f"{split_rule(run)}, seed {run.partition.get('seed')}: {counted(len(sizes), 'client')} with"
-        f" {number(ordered[0])} to {number(ordered[-1])} samples, {number(median(ordered))} at the"
-        " median"
+        f" {number(ordered[0])} to {number(ordered[-1])} samples (median"
+        f" {number(median(ordered))})"
     )
     if classes:
         few, many = min(classes), max(classes)
-        text += f", of {few if few == many else f'{few} to {many}'} classes each"
+        text += f" of {few if few == many else f'{few} to {many}'} classes each"
         text = text.replace("of 1 classes each", "of one class each")
     caption = (
-        "Above, how many samples each client holds; below, of which classes, the larger or darker"
-        " the more."
+        "Top: number of samples per client. Bottom: number of samples per client and class; larger"
+        " dots or darker colors are more samples."
     )
     content = run.pictures.get("partition.png")
     pictures = [Picture("partition", content, caption)] if content else []
@@ -53,7 +53,7 @@ def partition(run: Run) -> Section | None:
 
 
 def participation(run: Run) -> Section:
-    """Draw which clients were sampled, and which updates were dropped."""
+    """Show which clients were sampled, and which updates were dropped."""
     lost = {int(row["round"]): row["dropped"] for row in run.rows if row.get("dropped", 0) > 0}
     count = sum(finite(lost.values()))
     text = f"In each round {sampled(run)}."
@@ -74,24 +74,28 @@ def participation(run: Run) -> Section:
         by_panel[label] = counts
         across.append(xlabel)
         text += _range_of_rounds(sorted(times.values()))
-    more = [] if run.faults is not None else ["--trainer.callbacks+=ClientFaults lets some fail."]
+    more = (
+        []
+        if run.faults is not None
+        else ["To simulate failing clients, add --trainer.callbacks+=ClientFaults."]
+    )
     title = "Participation and faults"
     if not by_panel:
         return Section(title, [text, *more])
-    caption = "How often each client was sampled."
+    caption = "Number of rounds of each client."
     if across[0] == "round":
-        caption = "In which rounds it happened, and how often each client was sampled."
+        caption = "Faults or dropped updates per round, and number of rounds of each client."
     if faults:
         caption += (
-            " An update with dropout, crash, nan or late is dropped; blowup sends one that is far"
-            " too large."
+            " Updates with dropout, crash, nan or late are dropped; blowup scales an update by a"
+            " large factor."
         )
     picture = Picture.of("participation", stacked(by_panel, across), caption)
     return Section(title, [text, *more], [picture], _fault_table(run))
 
 
 def _faults_by_round(run: Run) -> Counts:
-    """Return how many clients had each fault, by round; the kinds as they first occurred."""
+    """Return the number of clients per fault and round, with faults in order of occurrence."""
     counts: dict[str, Counter[int]] = {}
     for at, _, fault in run.faults or ():
         counts.setdefault(fault, Counter())[at] += 1
@@ -104,7 +108,7 @@ def _fault_table(run: Run) -> list[Table]:
 
 
 def _drops_by_cause(run: Run) -> Counts:
-    """Return how many updates were dropped in each round, by cause where all causes are known."""
+    """Return the number of dropped updates per round, by cause if all causes are known."""
     counts = {
         words: {int(at): int(n) for at, n in run.column(cause) if math.isfinite(n) and n > 0}
         for cause, words in {**CAUSES, "dropped": "dropped"}.items()
@@ -116,7 +120,7 @@ def _drops_by_cause(run: Run) -> Counts:
 
 
 def _rounds_of_clients(rows: Sequence[Row], times: Mapping[int, int]) -> tuple[str, str, Counts]:
-    """Return both labels of a panel and its counts: a bar per client, or a histogram of many."""
+    """Return the labels and counts of a panel: one bar per client, or a histogram if many."""
     if len(times) > MOST_CLIENTS:
         histogram = dict(sorted(Counter(times.values()).items()))
         return "clients", "rounds in which a client was sampled", {"clients": histogram}
@@ -129,13 +133,13 @@ def _range_of_rounds(ranked: Sequence[int]) -> str:
     if ranked[0] == ranked[-1]:
         return f" Each client was sampled in {counted(ranked[0], 'round')}."
     return (
-        f" A client was sampled in {ranked[0]} to {ranked[-1]} rounds, {number(median(ranked))}"
-        " at the median."
+        f" Each client was sampled in {ranked[0]} to {ranked[-1]} rounds (median"
+        f" {number(median(ranked))})."
     )
 
 
 def accuracies(run: Run) -> Section:
-    """Draw how well the models of the last round do for each client."""
+    """Show the accuracy of the last round's models for each client."""
     title, (samples, scores) = "Clients", client_scores(run)
     if not scores:
         why = run.environment.get("no train_acc")
@@ -143,23 +147,23 @@ def accuracies(run: Run) -> Section:
         return Section(
             title,
             [
-                f"Models were not measured on each client's samples{reason}."
-                " --trainer.callbacks+=PersonalizedEvaluation with"
-                " --data.init_args.local_test_size=0.2 does, on test samples."
+                f"The accuracy of each client was not measured{reason}. To measure it on local test"
+                " samples, add --trainer.callbacks+=PersonalizedEvaluation and"
+                " --data.init_args.local_test_size=0.2."
             ],
         )
     text = []
     if "server" in scores:
         server = summary(scores["server"], "server")
         text.append(
-            f"On their {samples}, clients have an accuracy of {number(server['mean'])} on average,"
-            f" with a standard deviation of {number(server['std'])} between them; the worst tenth"
-            f" has {number(server['worst'])}."
+            f"The mean accuracy of clients on their {samples} is {number(server['mean'])}, with a"
+            f" standard deviation of {number(server['std'])}. The mean of the worst tenth is"
+            f" {number(server['worst'])}."
         )
     if samples == "own training samples":
         text.append(
-            "Training samples flatter a model; PersonalizedEvaluation measures on test samples"
-            " (--data.init_args.local_test_size=0.2)."
+            "Accuracy on training samples is optimistic. PersonalizedEvaluation uses local test"
+            " samples (--data.init_args.local_test_size=0.2)."
         )
     tables = [_spread_table(scores), _worst_clients(run, scores)]
     return Section(title, text, [_spread_picture(samples, scores)], tables)
@@ -169,8 +173,8 @@ def _spread_picture(samples: str, scores: Mapping[str, Sequence[Row]]) -> Pictur
     sizes = {kind: [row.get("train_samples", 0) for row in rows] for kind, rows in scores.items()}
     differ = len({size for column in sizes.values() for size in column}) > 1
     values = {kind: [row[kind] for row in rows] for kind, rows in scores.items()}
-    caption = f"The accuracy of the last round's models on each client's {samples}"
-    caption += ", the worst client first" + "; against its training samples" * differ
+    caption = f"Accuracy of the last round's models on each client's {samples}"
+    caption += ", in ascending order" + ", and by number of training samples" * differ
     meanings = "; ".join(f"{kind}: {MEANINGS[kind]}" for kind in scores)
     figure = spread(values, sizes if differ else {}, samples)
     return Picture.of("clients", figure, f"{caption}. {meanings}.")
@@ -182,7 +186,7 @@ def _spread_table(scores: Mapping[str, Sequence[Row]]) -> Table:
         found, values = summary(clients, kind), [row[kind] for row in clients]
         shown = [found["mean"], found["weighted"], found["std"], median(values), min(values)]
         rows.append([kind, *map(number, [*shown, found["worst"]])])
-    head = ["", "mean", "mean by samples", "std", "median", "worst", "worst tenth"]
+    head = ["", "mean", "weighted mean", "std", "median", "worst", "worst tenth"]
     return Table(head, rows)
 
 

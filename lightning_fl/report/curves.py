@@ -1,4 +1,4 @@
-"""Sections with curves over rounds, of one run or of groups of runs."""
+"""Sections with curves over rounds, for one run or groups of runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_fl.report.page import Picture, Section
 from lightning_fl.report.scores import STEPS, TOTAL, UP, headline
 from lightning_fl.report.words import number
 
-#: Columns of the table of rounds that have a place of their own on a page.
+#: Columns of the table of rounds that other sections of the page show.
 KNOWN = {"round", "clients", "dropped", "num_samples", "num_steps", "bytes_up", "bytes_down"}
 KNOWN |= {"virtual_time", UP, TOTAL, *CAUSES}
 SENT, TIME = "MB so far", "virtual time (s)"
 
 
 def _line(group: Group, name: str, label: str, against: str | None = None) -> Line | None:
-    """Return a column as a line, over rounds or against another column; None without values."""
+    """Return a column as a line over rounds or over another column; None without values."""
     points = group.band(name)
     if against is not None:
         across = {at: mean for at, mean, _ in group.band(against)}
@@ -28,7 +28,7 @@ def _line(group: Group, name: str, label: str, against: str | None = None) -> Li
 
 
 def _panels(groups: Sequence[Group], names: Sequence[str], label: str) -> dict[str, list[Line]]:
-    """Return lines by panel: one panel for all columns of one group, else one per column."""
+    """Return lines by panel: one panel if there is one group, otherwise one per column."""
     panels: dict[str, list[Line]] = {}
     for name in names:
         for group in groups:
@@ -43,17 +43,17 @@ def _columns(groups: Sequence[Group]) -> list[str]:
 
 
 def group_names(groups: Sequence[Group]) -> list[str]:
-    """Return the labels that have the same color in all panels; none for a single group."""
+    """Return the labels with fixed colors in all panels; empty for a single group."""
     return [group.name for group in groups] if len(groups) > 1 else []
 
 
 def band_note(groups: Sequence[Group]) -> str:
-    """Return what a caption says of bands; nothing where no group has several runs."""
+    """Return the caption text on bands; empty if no group has several runs."""
     if all(len(group.runs) == 1 for group in groups):
         return ""
     return (
-        " Lines are means over seeds, bands one standard deviation (of a sample, n - 1) to each"
-        " side, as far as all runs of a group went."
+        " Lines are means over seeds. Bands are ± one sample standard deviation (n - 1). Both end"
+        " at the last round that all runs of a group have."
     )
 
 
@@ -67,16 +67,16 @@ def progress(groups: Sequence[Group]) -> Section:
         return Section(title, ["The module logged neither accuracy nor loss."])
     panels = dict(list(panels.items())[:6])
     caption = (
-        "After each round, as the module logged it: val_ is the server's model on the samples that"
-        " were held out, train_ what clients saw while they trained. A gap is a value that was not"
-        " finite." + band_note(groups)
+        "Values logged by the module after each round. val_: the global model on the held-out"
+        " samples. train_: the clients' models during training. Gaps are non-finite values."
+        + band_note(groups)
     )
     figure = lines(panels, order=group_names(groups))
     return Section(title, (), [Picture.of("accuracy", figure, caption)])
 
 
 def cost(groups: Sequence[Group]) -> Section | None:
-    """Draw traffic and virtual time, and the metric against both; None without either."""
+    """Draw traffic and virtual time, and the metric over both; None without either."""
     alone = len(groups) == 1
     name, _ = headline([run for group in groups for run in group.runs])
     panels = _panels(groups, [UP, TOTAL] if alone else [TOTAL], SENT)
@@ -93,32 +93,32 @@ def cost(groups: Sequence[Group]) -> Section | None:
     if not panels:
         return None
     caption = (
-        "What went between server and clients, added up over rounds, and how good the model was"
-        " for it." + band_note(groups)
+        "Cumulative traffic between server and clients, and the metric of the model over it."
+        + band_note(groups)
     )
     text = []
     if times:
         caption += (
-            " Virtual time is how long rounds would take with the speeds and stragglers that"
-            " ClientFaults simulates."
+            " Virtual time is the simulated duration of rounds, with the client speeds and"
+            " stragglers of ClientFaults."
         )
     else:
-        text.append("No virtual time was simulated; --trainer.callbacks+=ClientFaults does.")
+        text.append("To simulate virtual time, add --trainer.callbacks+=ClientFaults.")
     figure = lines(panels, across, group_names(groups))
     return Section("Traffic and time", text, [Picture.of("cost", figure, caption)])
 
 
 def hyper_parameters(groups: Sequence[Group]) -> Section | None:
-    """Draw the other columns: rates, steps, and what rules and policies log; None without any."""
+    """Draw the other columns, such as learning rates and logged values; None without any."""
     rest = [n for n in _columns(groups) if n not in KNOWN and "acc" not in n and "loss" not in n]
-    # The policy's own columns first, its precisions last.
+    # Columns of the policy first, its precisions last.
     rest.sort(key=lambda n: (n.startswith("precision"), n != "lr", n != STEPS))
     panels: dict[str, list[Line]] = {}
     constant = []
     for name in rest:
         drawn = [line for panel in _panels(groups, [name], name).values() for line in panel]
         values = {y for line in drawn for y in line.y}
-        # A value that is logged once, at the end, has a place of its own: scores of clients.
+        # Scores of clients are logged once, at the end; another section shows them.
         if not any(len(line.x) > 1 for line in drawn):
             continue
         if len(values) == 1:
@@ -128,7 +128,7 @@ def hyper_parameters(groups: Sequence[Group]) -> Section | None:
         else:
             together = re.fullmatch(r"(.+)_\d+", name) if len(groups) == 1 else None
             panels.setdefault(together[1] if together else name, []).extend(drawn)
-    text = [f"In all rounds: {', '.join(constant)}."] if constant else []
+    text = [f"Constant in all rounds: {', '.join(constant)}."] if constant else []
     if len(panels) > MOST_PANELS:
         left_out = list(panels)[MOST_PANELS:]
         text.append(f"Not drawn: {', '.join(left_out[:20])}{', ...' * (len(left_out) > 20)}.")
@@ -136,12 +136,12 @@ def hyper_parameters(groups: Sequence[Group]) -> Section | None:
     if not text and not panels:
         return None
     caption = (
-        "What the policy chose for each round, and what rules, transforms and callbacks logged; of"
-        " values that differ from client to client, the mean over a round's clients."
+        "Hyperparameters of the policy, and values logged by aggregators, transforms and callbacks."
+        " Values that differ between clients are means over the sampled clients."
         + band_note(groups)
     )
     pictures = []
     if panels:
         figure = lines(panels, order=group_names(groups))
         pictures = [Picture.of("hyperparameters", figure, caption)]
-    return Section("Hyperparameters and other figures", text, pictures)
+    return Section("Hyperparameters and other metrics", text, pictures)

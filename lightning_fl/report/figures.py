@@ -1,4 +1,4 @@
-"""The pictures of a report: one look, colors that everyone can tell apart."""
+"""Figures of a report, in a common style with a color-blind safe palette."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from matplotlib.ticker import MaxNLocator
 
 #: Okabe and Ito (2008).
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-#: For more lines than colors.
+#: Dash patterns, for more lines than colors.
 DASHES = ("-", "--", ":", "-.")
-#: Lines of a panel, panels of a figure: more cannot be read.
+#: Maximum number of lines per panel, and of panels per figure.
 MOST_LINES, MOST_PANELS = 12, 12
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a panel, with a band around it where it is a mean.
+    """Line of a panel, with a band if it is a mean.
 
     Args:
-        label: For the legend.
-        x: Where.
-        y: What; NaN is a gap.
-        band: Half the band's height, at each place.
+        label: Label in the legend.
+        x: Positions on the horizontal axis.
+        y: Values; NaN is drawn as a gap.
+        band: Half the height of the band at each position.
     """
 
     label: str
@@ -40,15 +40,15 @@ class Line:
 
 
 def plain(text: str) -> str:
-    """Return a text as it stands: matplotlib would take dollars for formulas."""
+    """Shorten a text, and escape dollar signs, which matplotlib would read as formulas."""
     return (text if len(text) <= 48 else text[:47] + "…").replace("$", r"\$")
 
 
 def png(figure: Figure) -> bytes:
-    """Return a figure's file: the same bytes for the same figure."""
+    """Return a figure as a PNG file; the same figure gives the same bytes."""
     file = io.BytesIO()
     with warnings.catch_warnings():
-        # Names may be in a script that the font does not have.
+        # Names may have characters that the font lacks.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure.savefig(file, dpi=110, metadata={"Software": None})
     return file.getvalue()
@@ -77,9 +77,9 @@ def lines(
     """Draw panels of lines.
 
     Args:
-        panels: The lines of each panel, by what is on its vertical axis.
-        xlabel: What is on the horizontal axis: of all, or of each panel.
-        order: Labels that have the same color in all panels.
+        panels: Lines of each panel, by the label of its vertical axis.
+        xlabel: Label of the horizontal axis, one for all panels or one per panel.
+        order: Labels with fixed colors in all panels, in the order of the colors.
 
     Example:
         >>> figure = lines({"accuracy": [Line("val_acc", [1, 2], [0.5, 0.75])]})
@@ -105,12 +105,12 @@ def lines(
         axes.set(xlabel=plain(across), ylabel=plain(label))
         values = [y for line in drawn for y in line.y if math.isfinite(y)]
         if values and min(values) > 0 and max(values) > 50 * median(values):
-            axes.set_yscale("log")  # else a spike hides everything else
+            axes.set_yscale("log")  # otherwise a spike would hide all other values
         if across == "round":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if not order and (len(drawn) > 1 or drawn[0].label != label):
             axes.legend(frameon=False, fontsize="small")
-    if legend and order:  # one for all panels
+    if legend and order:  # one legend for all panels
         columns = max(1, min(len(legend), 100 // (1 + max(map(len, legend)))))
         figure.legend(
             handles=list(legend.values()), loc="outside upper left", ncols=columns, frameon=False
@@ -121,7 +121,11 @@ def lines(
 def stacked(
     panels: Mapping[str, Mapping[str, Mapping[int, int]]], xlabels: Sequence[str]
 ) -> Figure:
-    """Draw panels of stacked bars of counts: by panel, by kind, by place.
+    """Draw panels of stacked bars.
+
+    Args:
+        panels: Counts by panel, kind and x position.
+        xlabels: Label of the horizontal axis of each panel.
 
     Example:
         >>> figure = stacked({"updates": {"lost": {1: 2}, "late": {1: 1}}}, ["round"])
@@ -144,7 +148,7 @@ def stacked(
         axes.set(xlabel=xlabel, ylabel=plain(label))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True))
-        if len(kinds) > 1:  # above: bars may be as high as the panel
+        if len(kinds) > 1:  # above the panel, because bars may fill its height
             axes.legend(
                 frameon=False,
                 fontsize="small",
@@ -158,12 +162,12 @@ def stacked(
 def spread(
     scores: Mapping[str, Sequence[float]], sizes: Mapping[str, Sequence[float]], where: str
 ) -> Figure:
-    """Draw scores of clients, the worst first, and against the number of training samples.
+    """Draw scores of clients in ascending order, and over the number of training samples.
 
     Args:
-        scores: By kind.
-        sizes: Training samples of the same clients, by kind; empty is one panel.
-        where: On what they were measured.
+        scores: Scores of clients by kind.
+        sizes: Number of training samples of the same clients by kind; empty draws one panel.
+        where: Name of the samples on which the scores were measured.
 
     Example:
         >>> figure = spread({"server": [0.5, 0.25]}, {"server": [10, 20]}, "test samples")
@@ -179,7 +183,7 @@ def spread(
             axes.scatter(sizes[kind], values, s=14, color=color, alpha=0.7, linewidths=0)
     most = max(map(len, scores.values()))
     left.axvspan(0.5, max(1, most // 10) + 0.5, color="0.5", alpha=0.15, linewidth=0)
-    left.set(xlabel="clients, the worst first (grey: worst tenth)", ylabel=f"accuracy on {where}")
+    left.set(xlabel="clients, worst first (gray: worst tenth)", ylabel=f"accuracy on {where}")
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (left, *right):
         low, high = axes.get_ylim()

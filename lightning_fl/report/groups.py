@@ -1,4 +1,4 @@
-"""Runs that differ in the seed alone, and what sets groups of them apart."""
+"""Group runs that differ only in the seed, and name groups by their differences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_fl.report.run import Run
 
-#: What may differ within a group: seeds, places, and what is only shown.
+#: Options that may differ within a group: seeds, paths and display options.
 SEEDS_AND_PLACES = {
     "seed_everything",
     "federation.seed",
@@ -27,7 +27,7 @@ SEEDS_AND_PLACES = {
     "ckpt_path",
     "threads",
 }
-#: What a config means where it says null.
+#: Defaults of options that are null in a config.
 DEFAULTS = {
     "federation.aggregator": "FedAvg",
     "federation.policy": "Schedule",
@@ -37,25 +37,25 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in the seed alone.
+    """Runs that differ only in the seed.
 
     Args:
-        name: What sets it apart from the other groups.
-        runs: One or more.
+        name: Name of the group, made of its differences from the other groups.
+        runs: One or more runs.
     """
 
     name: str
     runs: list[Run]
 
     def band(self, name: str) -> list[tuple[float, float, float]]:
-        """Return round, mean and standard deviation of a column, in rounds that all runs have."""
+        """Return round, mean and standard deviation of a column for rounds that all runs have."""
         columns = [dict(run.column(name)) for run in self.runs]
         rounds = [r for r in columns[0] if all(r in column for column in columns)]
         return [(r, *mean_and_std([column[r] for column in columns])) for r in rounds]
 
 
 def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean, and the standard deviation of a sample (n - 1); of one value, that is 0.
+    """Return the mean and the sample standard deviation (n - 1), which is 0 for one value.
 
     Example:
         >>> mean_and_std([1.0, 2.0, 3.0])
@@ -67,9 +67,9 @@ def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
 
 
 def group(runs: Sequence[Run]) -> list[Group]:
-    """Put runs together that differ in the seed alone, and name groups by what sets them apart.
+    """Group runs that differ only in the seed, and name groups by their differences.
 
-    A run without a config is a group of its own, named by its folder.
+    A run without a config is a separate group, named after its folder.
     """
     found: dict[str, list[Run]] = {}
     for run in runs:
@@ -91,7 +91,7 @@ def _folders(runs: Sequence[Run]) -> str:
 
 
 def identity(run: Run) -> dict[str, Any]:
-    """Return what a run's config says, without seeds and places."""
+    """Return the config of a run without seeds and paths."""
     return {
         name: DEFAULTS.get(name) if value is None else value
         for name, value in run.config.items()
@@ -100,7 +100,7 @@ def identity(run: Run) -> dict[str, Any]:
 
 
 def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Return the names whose values differ, with each config's value; None where it has none.
+    """Return the options that differ, with the value of each config; None if it has none.
 
     Example:
         >>> differences([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}])
@@ -112,9 +112,9 @@ def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _names(configs: Sequence[dict[str, Any]]) -> list[str]:
-    """Name configs by what differs from most of them: a class first, its options if need be.
+    """Name configs by their differences from the majority: classes first, options if needed.
 
-    What cannot be said in a line, or is not unique, is no name: an empty one.
+    The name is empty if it would be too long.
     """
     found = differences(configs)
     top = {n: v for n, v in found.items() if not any(n.startswith(f"{o}.") for o in found)}

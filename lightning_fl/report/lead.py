@@ -1,4 +1,4 @@
-"""Sentences and key figures at the top of a page."""
+"""Summary and key figures at the top of a page."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from lightning_fl.report.words import counted, number, seconds, size
 
 
 def warnings(runs: Sequence[Run]) -> list[str]:
-    """Return what a reader must know of runs: unfinished, tested otherwise, resumed, unreadable."""
+    """Return warnings: unfinished or resumed runs, other test options, unreadable files."""
     texts = []
     for run in runs:
         if not run.is_finished:
             of = f" of {run.planned}" if run.planned else ""
             state = run.environment.get("state", "started")
             why = (
-                "it was killed, or is still going"
+                "it was interrupted or is still running"
                 if state == "started"
-                else f"it was ended by {state}"
+                else f"it ended with {state}"
             )
             texts.append(
-                f"{run.name} is unfinished: {counted(run.rounds, 'round')}{of} done; {why}. Go on"
-                " with fit --ckpt_path=last."
+                f"{run.name} is unfinished: {counted(run.rounds, 'round')}{of} done; {why}. To"
+                " resume it, run fit with --ckpt_path=last."
             )
         if differing := run.test.get("differing"):
             more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
             texts.append(
-                f"{run.name} was tested with other options than it was fitted with:"
-                f" {'; '.join(differing[:5])}{more}. test --config config.yaml of the run has the"
-                " same."
+                f"{run.name} was tested with other options than those of the fit:"
+                f" {'; '.join(differing[:5])}{more}. To use the same options, run test with"
+                " --config config.yaml of the run."
             )
         texts += [f"{run.name} was {resumed}." for resumed in run.resumed]
         texts += [f"{run.name}: {note}" for note in run.notes]
@@ -52,7 +52,7 @@ def warnings(runs: Sequence[Run]) -> list[str]:
 
 
 def sampled(run: Run) -> str:
-    """Return a clause that says how many clients are sampled in a round."""
+    """Return a clause on the number of clients sampled per round."""
     counts = sorted({int(v) for _, v in run.column("clients") if math.isfinite(v)})
     clients = len(run.partition.get("sizes", run.participation))
     if not counts:
@@ -67,7 +67,7 @@ def sampled(run: Run) -> str:
 
 
 def setting(run: Run) -> Iterable[str]:
-    """Yield sentences that say what was run; the run has the columns of ``with_derived``."""
+    """Yield sentences on the setting of a run that has the columns of ``with_derived``."""
     environment, config = run.environment, run.config
     if sizes := run.partition.get("sizes"):
         yield (
@@ -88,17 +88,17 @@ def setting(run: Run) -> Iterable[str]:
         yield f"The model is {network}{of}."
     if rule:
         policy = _class(environment.get("policy")) or identity(run).get("federation.policy")
-        yield f"{rule} makes the server's model of their updates" + (
-            f"; hyperparameters are those of {policy}." if policy else "."
+        yield f"{rule} aggregates the client updates" + (
+            f"; {policy} sets the hyperparameters." if policy else "."
         )
     if callbacks := list(_callbacks(config)):
-        yield f"With {', '.join(callbacks)}."
+        yield f"Callbacks: {', '.join(callbacks)}."
     if run.is_finished and run.planned is not None and run.rounds < run.planned:
-        yield f"It was told to stop before the {number(run.planned)} rounds it might have had."
+        yield f"The run was stopped before the maximum of {number(run.planned)} rounds."
 
 
 def _callbacks(config: Mapping[str, Any]) -> Iterable[str]:
-    """Yield the callbacks of a config, with the options that are not their defaults."""
+    """Yield the callbacks of a config with their non-default options."""
     for key, name in config.items():
         if not re.fullmatch(r"trainer\.callbacks\.\d+", key):
             continue
@@ -114,32 +114,32 @@ def _callbacks(config: Mapping[str, Any]) -> Iterable[str]:
 
 
 def outcome(run: Run) -> Iterable[str]:
-    """Yield sentences that say how a run went."""
+    """Yield sentences on the results of a run."""
     name, best = headline([run])
     if judged := final_and_best(run, name, best):
         last, top, at = judged
         yield f"{name} was {number(last)} in the last round, best in round {at} ({number(top)})."
     if up := total(run, "bytes_up"):
-        yield f"{size(up)} went up, {size(total(run, 'bytes_down'))} down."
+        yield f"Clients uploaded {size(up)} and downloaded {size(total(run, 'bytes_down'))}."
     if total(run, "dropped"):
         yield dropped(run)
     if epsilon := run.column("epsilon"):
         spent, delta = epsilon[-1][1], run.column("delta")
         also = f" with delta {number(delta[-1][1])}" if delta else ""
         yield (
-            f"Privacy of a client, of the models of all rounds: epsilon {number(spent)}{also}."
+            f"Client-level privacy over all rounds: epsilon {number(spent)}{also}."
             if math.isfinite(spent)
-            else "No client has privacy: there was no noise."
+            else "There is no client-level privacy, because no noise was added."
         )
     if hits := run.column("backdoor_acc"):
         yield (
-            f"The backdoor worked with {number(100 * hits[-1][1])} % of the validation samples of"
-            " other classes."
+            f"The backdoor was successful on {number(100 * hits[-1][1])} % of the validation"
+            " samples of other classes."
         )
 
 
 def dropped(run: Run) -> str:
-    """Return a sentence that says how many updates were dropped, and why."""
+    """Return a sentence on the number of dropped updates and the causes."""
     causes = {words: total(run, cause) for cause, words in CAUSES.items()}
     by_cause = ", ".join(f"{number(count)} {words}" for words, count in causes.items() if count)
     return (
@@ -149,7 +149,7 @@ def dropped(run: Run) -> str:
 
 
 def split_rule(run: Run) -> str:
-    """Return the rule that split the data, with its parameters."""
+    """Return the partition rule with its parameters."""
     parameters = run.partition.get("parameters")
     parameters = parameters if isinstance(parameters, dict) else {}
     inside = ", ".join(f"{name}={value}" for name, value in parameters.items())
@@ -166,7 +166,7 @@ def _constant(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def key_figures(run: Run) -> Iterable[tuple[str, str]]:
-    """Yield names and values of the figures that sum a run up."""
+    """Yield names and values of the key figures of a run."""
     yield "rounds", f"{run.rounds} of {run.planned}" if run.planned else f"{run.rounds}"
     name, best = headline([run])
     if judged := final_and_best(run, name, best):
@@ -178,7 +178,7 @@ def key_figures(run: Run) -> Iterable[tuple[str, str]]:
     if asked := total(run, "clients"):
         yield "updates dropped", f"{number(total(run, 'dropped'))} of {number(asked)}"
     if moved := total(run, "bytes_up") + total(run, "bytes_down"):
-        yield "up and down", size(moved)
+        yield "upload and download", size(moved)
     if times := run.column("virtual_time"):
         yield "virtual time", seconds(times[-1][1])
     if epsilon := run.column("epsilon"):

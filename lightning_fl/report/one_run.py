@@ -1,4 +1,4 @@
-"""The page about one run."""
+"""Page on one run."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from lightning_fl.report.scores import final_and_best, headline, with_derived
 from lightning_fl.report.settings import settings
 from lightning_fl.report.words import counted, number
 
-#: Title and caption of the pictures that rules and policies draw themselves.
+#: Titles and captions of the figures that aggregators and policies draw.
 DRAWN_BY_RULES = {
     "aggregator.png": (
-        "What the rule made of the clients",
-        "Drawn by the server's rule: the tree of clusters, with the clients in each, or which"
-        " neurons of the clients became one.",
+        "Aggregator",
+        "Figure of the aggregator: the tree of clusters with their clients, or the matched neurons"
+        " of the clients.",
     ),
     "policy.png": (
-        "What the policy learned",
-        "Drawn by the policy: the probability of each candidate over rounds, and of each client.",
+        "Policy",
+        "Figure of the policy: the probability of each candidate over rounds and for each client.",
     ),
 }
 
 
 def about_run(run: Run, title: str | None = None) -> Report:
-    """Return the page about one run.
+    """Return the page on one run.
 
     Args:
         run: The run.
-        title: Title of the page; None makes it of the run's name.
+        title: Title of the page; None derives it from the name of the run.
     """
     derived = with_derived(run)
     alone = [Group(run.name, [derived])]
@@ -48,7 +48,7 @@ def about_run(run: Run, title: str | None = None) -> Report:
         settings([run], {run.name: run}),
     ]
     return Report(
-        title or run.name.partition("/")[0] + ": a run",
+        title or "Run " + run.name.partition("/")[0],
         [" ".join([*setting(derived), *outcome(run)])],
         list(key_figures(run)),
         [section for section in sections if section is not None],
@@ -57,7 +57,7 @@ def about_run(run: Run, title: str | None = None) -> Report:
 
 
 def tested(run: Run) -> Section | None:
-    """List the metrics of ``lightning-fl test``; None where it was not run."""
+    """List the metrics of ``lightning-fl test``; None if it was not run."""
     if not run.test:
         return None
     rows = [[name, number(value)] for name, value in run.test["metrics"].items()]
@@ -66,7 +66,7 @@ def tested(run: Run) -> Section | None:
 
 
 def drawn_by_rule(run: Run, name: str) -> Section | None:
-    """Show a picture that a rule or a policy has drawn; None where there is none."""
+    """Show the figure of an aggregator or a policy; None if there is none."""
     if name not in run.pictures:
         return None
     title, caption = DRAWN_BY_RULES[name]
@@ -74,7 +74,7 @@ def drawn_by_rule(run: Run, name: str) -> Section | None:
 
 
 def rounds_table(run: Run) -> Section:
-    """List ten rounds in numbers, from the first to the last, and the best one."""
+    """List ten rounds, from the first to the last, and the best round."""
     name, best = headline([run])
     judged = final_and_best(run, name, best)
     count = len(run.rows)
@@ -86,5 +86,5 @@ def rounds_table(run: Run) -> Section:
         if at in wanted or is_best:
             shown = [number(row.get(column)) for column in names]
             rows.append([f"{shown[0]} (best)" if is_best else shown[0], *shown[1:]])
-    caption = f"{len(rows)} of {counted(count, 'round')}; all are in rounds.csv"
+    caption = f"{len(rows)} of {counted(count, 'round')}; rounds.csv has all rounds"
     return Section("Rounds", (), (), [Table(names, rows, caption, folded=True)])

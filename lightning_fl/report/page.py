@@ -1,4 +1,4 @@
-"""The parts of a page: sections with text, pictures and tables."""
+"""Parts of a page: sections with text, pictures and tables."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lightning_fl.report.figures import png
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture.
+    """Picture of a section.
 
     Args:
-        name: Name of its file, without the suffix.
-        content: The PNG file.
-        caption: What it shows.
+        name: Name of the file, without the suffix.
+        content: Content of the PNG file.
+        caption: Text below the picture.
     """
 
     name: str
@@ -26,19 +26,19 @@ class Picture:
 
     @classmethod
     def of(cls, name: str, figure: Figure, caption: str) -> Picture:
-        """Return the picture of a figure."""
+        """Return a figure as a picture."""
         return cls(name, png(figure), caption)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
+    """Table of a section.
 
     Args:
-        head: Names of the columns; empty names leave the head out.
+        head: Names of the columns; without any name there is no head.
         rows: Cells of each row.
-        caption: What it shows.
-        folded: Whether a reader has to unfold it.
+        caption: Text below the table, or the text to click if it is folded.
+        folded: Whether the table is collapsed at first.
     """
 
     head: Sequence[str]
@@ -49,14 +49,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page.
+    """Section of a page.
 
     Args:
-        title: Its heading.
+        title: Heading.
         text: Paragraphs.
         pictures: Pictures below the text.
         tables: Tables below the pictures.
-        verbatim: Titles and texts of files that are shown as they are, folded.
+        verbatim: Titles and contents of files, shown verbatim and collapsed at first.
     """
 
     title: str
@@ -68,14 +68,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """What a page shows.
+    """Contents of a page.
 
     Args:
-        title: The heading.
+        title: Heading.
         lead: Paragraphs at the top.
         figures: Names and values of the key figures.
-        sections: Parts of the page, from the top.
-        warnings: What is unfinished, differs, or could not be read.
+        sections: Sections from top to bottom.
+        warnings: Warnings, such as unfinished runs or unreadable files.
     """
 
     title: str

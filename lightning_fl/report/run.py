@@ -1,4 +1,4 @@
-"""What a run's folder says. It may come from a stranger: files are data, and of bounded size."""
+"""Read the folder of a run. Files may be untrusted: they are data only, of limited size."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import yaml
 
 from lightning_fl.types import FederationError
 
-#: MiB of a file, at most; a larger one was not written by a run.
+#: Maximum size of a file in MiB; runs do not write larger files.
 LIMITS = {".csv": 64, ".json": 64, ".yaml": 0.25, ".png": 4}
-#: Pictures of a run's own that a report shows.
+#: Figures in the folder of a run that a report shows.
 PICTURES = ("partition.png", "aggregator.png", "policy.png")
-#: Numbers beyond are drawn as gaps, as what is not finite.
+#: Numbers with a larger magnitude are drawn as gaps, like non-finite values.
 LARGEST = 1e30
-#: Files of resumed fits that a report looks at.
+#: Maximum number of configs of resumed fits that are read.
 MOST_RESUMED = 20
-#: Names what test.json is, and its version.
+#: Format and version of test.json.
 TEST_FORMAT = "lightning_fl test 1"
-#: Options that do not change what a test measures: places, what is shown, how a fit is run.
+#: Options that do not affect the metrics of a test: paths, display options, options of the fit.
 NOT_OF_A_TEST = {
     "ckpt_path",
     "vectorize",
@@ -47,8 +47,8 @@ NOT_OF_A_TEST = {
     "checkpoint.filename",
     "checkpoint.every_n_rounds",
 }
-NOT_OF_A_TEST_BELOW = ("lanes.", "trainer.callbacks.", "trainer.logger.", "trainer.strategy.")
-#: Values of a config that a report looks at.
+NOT_OF_A_TEST_BELOW = ("vectorize.", "trainer.callbacks.", "trainer.logger.", "trainer.strategy.")
+#: Maximum number of values of a config.
 MOST_VALUES = 2000
 
 Row = dict[str, float]
@@ -56,23 +56,23 @@ Row = dict[str, float]
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a run.
+    """Contents of the folder of a run.
 
     Args:
-        name: Its folder and the one above.
-        rows: The table of rounds, in numbers; what is empty in the file is missing here.
-        config: Its config's values, by name; flattened.
-        config_text: The config as it was written.
-        environment: What ``environment.json`` says.
-        partition: How the data were split: rule, its parameters, seed, sizes and classes.
-        faults: Round, client and fault, where faults were simulated.
-        clients: A row a client of what ``PersonalizedEvaluation`` found.
-        participation: A row a client of who took part.
-        test: What ``test.json`` says: metrics, checkpoint, and where its options differ from the
-            fit's.
-        resumed: Options of a resumed fit that differ from those of the first, as text.
-        pictures: Files of the run that are there, as bytes.
-        notes: What could not be read.
+        name: Names of the folder and its parent folder.
+        rows: Table of rounds, as numbers; empty cells of the file are missing.
+        config: Values of the config by dotted name.
+        config_text: Text of the config file.
+        environment: Contents of ``environment.json``.
+        partition: Partition of the data: rule, parameters, seed, sizes and numbers of classes.
+        faults: Round, client and fault of each simulated fault; None without simulation.
+        clients: Results of ``PersonalizedEvaluation``, one row per client.
+        participation: Participation table, one row per client.
+        test: Contents of ``test.json``: metrics, checkpoint, and options that differ from those of
+            the fit.
+        resumed: Descriptions of resumed fits with options that differ from those of the first fit.
+        pictures: Contents of the figures in the folder.
+        notes: Warnings about files that could not be read.
     """
 
     name: str
@@ -91,62 +91,62 @@ class Run:
 
     @property
     def rounds(self) -> int:
-        """How many rounds are done."""
+        """Number of completed rounds."""
         return int(self.rows[-1]["round"])
 
     @property
     def planned(self) -> int | None:
-        """How many rounds there were to be."""
+        """Maximum number of rounds; None if it is unknown."""
         found = self.environment.get("rounds", self.config.get("trainer.max_epochs"))
         return found if type(found) is int and found > 0 else None
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended by itself: after all rounds, or because it was told when to stop."""
+        """Whether the run has finished, after all rounds or by early stopping."""
         state = self.environment.get("state", "finished" if self.planned is None else None)
         return state == "finished" or (self.planned is not None and self.rounds >= self.planned)
 
     @property
     def seed(self) -> int | None:
-        """Its seed."""
+        """Seed of the run; None if it is unknown."""
         found = self.environment.get("seed", self.config.get("seed_everything"))
         return found if type(found) is int else None
 
     def column(self, name: str) -> list[tuple[float, float]]:
-        """Return round and value, where there is one; NaN is a value that is not finite."""
+        """Return rounds and values of a column, without missing values; NaN is non-finite."""
         return [(row["round"], row[name]) for row in self.rows if name in row]
 
     @property
     def columns(self) -> list[str]:
-        """Names of what the table of rounds holds."""
+        """Names of the columns of the table of rounds."""
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
 
 def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
-    """Return the folders of runs, and those that were left out since no round has ended.
+    """Return the folders of runs, and notes on runs without a completed round.
 
     Args:
-        paths: Folders of runs, or what holds them as ``version_0``, ``version_1``, ...
+        paths: Folders of runs, or folders that contain runs as ``version_0``, ``version_1``, ...
 
     Raises:
-        FederationError: If there is no run in one of the folders.
+        FederationError: If one of the folders contains no run.
     """
     found: dict[Path, Path] = {}
     left_out = []
     for path in map(Path, paths):
         if not path.is_dir():
             raise FederationError(
-                f"there is no folder {path}: give report the folder of a run, such as"
-                " runs/digits/version_0, or of several, such as runs/digits"
+                f"folder {path} does not exist: pass the folder of a run, such as"
+                " runs/digits/version_0, or of several runs, such as runs/digits"
             )
         inside = [path] if (path / "rounds.csv").is_file() else _versions(path)
         runs = [folder for folder in inside if (folder / "rounds.csv").is_file()]
         if not runs:
             raise FederationError(
-                f"{path} has no rounds.csv, nor has a folder version_0, version_1, ... in it: it is"
-                " not the folder of a run, or its first round has not ended"
+                f"neither {path} nor a folder version_0, version_1, ... in it has a rounds.csv: it"
+                " is not the folder of a run, or the first round is not completed"
             )
-        left_out += [f"{_name(f)}: no round has ended" for f in inside if f not in runs]
+        left_out += [f"{_name(f)}: no round is completed" for f in inside if f not in runs]
         found |= {folder.resolve(): folder for folder in runs}
     return list(found.values()), left_out
 
@@ -161,7 +161,7 @@ def _name(folder: Path) -> str:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read what is in a run's folder; whatever cannot be read is left out, and noted.
+    """Read the folder of a run. Unreadable files are skipped and listed in the notes.
 
     Raises:
         FederationError: If the table of rounds cannot be read, or has no rounds.
@@ -171,14 +171,14 @@ def read_run(folder: str | Path) -> Run:
     rows = {int(row["round"]): row for row in _table(folder / "rounds.csv", "round", notes)}
     if not rows:
         why = f" ({notes[0]})" if notes else ""
-        raise FederationError(f"{folder / 'rounds.csv'} has no rounds that can be read{why}")
+        raise FederationError(f"{folder / 'rounds.csv'} has no readable rounds{why}")
 
     def read(name: str, reader: Callable[[Path], Any], default: Any) -> Any:
         try:
             return reader(folder / name) if (folder / name).is_file() else default
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             reason = " ".join(str(error).split())
-            notes.append(f"{name} is left out: {reason[:300]}")
+            notes.append(f"{name} is skipped: {reason[:300]}")
             return default
 
     text, config = read("config.yaml", _text, ""), read("config.yaml", _config, {})
@@ -222,37 +222,37 @@ def _text(path: Path) -> str:
 def _picture(path: Path) -> bytes:
     content = _bytes(path)
     if not content.startswith(b"\x89PNG\r\n\x1a\n"):
-        raise FederationError("it is not a PNG picture")
+        raise FederationError("it is not a PNG file")
     return content
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield a CSV file's rows by the names in its first line, each with its line's number."""
+    """Yield the line number and the cells by column name of each row of a CSV file."""
     try:
         reader = csv.reader(_text(path).splitlines(), strict=True)
         names = [name.strip() for name in next(reader, [])]
         if len(set(names)) != len(names):
-            raise FederationError(f"line 1 of {path} names a column twice")
+            raise FederationError(f"line 1 of {path} has duplicate column names")
         for cells in reader:
             if cells:
                 yield reader.line_num, dict(zip(names, cells, strict=False))
     except (OSError, csv.Error) as error:
-        raise FederationError(f"{path} cannot be read: {error}") from error
+        raise FederationError(f"{path} could not be read: {error}") from error
 
 
 def _table(path: Path, key: str, notes: list[str]) -> list[Row]:
-    """Read numbers; a row without its key is left out, a cell that is no number, too."""
+    """Read a table of numbers; rows without a key and cells that are not numbers are skipped."""
     found: list[Row] = []
     broken: list[str] = []
     for number, cells in _lines(path):
         if key not in cells and not found:
-            raise FederationError(f"{path} has no column {key!r}: it was not written by a run")
+            raise FederationError(f"{path} has no column {key!r}, so no run has written it")
         row = {name: value for name, cell in cells.items() if (value := _number(cell)) is not None}
         at = row.get(key, math.nan)
         if not (0 <= at < 1e9 and at == int(at)):
             broken.append(f"line {number} ({key} is {cells.get(key, '')[:40]!r})")
             continue
-        # Numbers of dropped clients look like a number where there is one of them.
+        # The list of dropped clients looks like a number if it has one entry.
         row.pop("dropped_clients", None)
         texts = [n for n, c in cells.items() if c and n not in row and n != "dropped_clients"]
         if texts:
@@ -260,12 +260,12 @@ def _table(path: Path, key: str, notes: list[str]) -> list[Row]:
         found.append(row)
     if broken:
         more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
-        notes.append(f"of {path.name} left out, no number: {', '.join(broken[:3])}{more}")
+        notes.append(f"skipped invalid values of {path.name}: {', '.join(broken[:3])}{more}")
     return found
 
 
 def _number(cell: str) -> float | None:
-    """Return a number, NaN where it is not finite or too large to draw, None where it is none."""
+    """Return a number, NaN if it is non-finite or too large to draw, None for other texts."""
     try:
         value = float(cell)
     except ValueError:
@@ -283,23 +283,23 @@ def _faults(path: Path, notes: list[str]) -> list[tuple[int, int, str]]:
         else:
             broken.append(number)
     if broken:
-        notes.append(f"of faults.csv left out: {len(broken)} lines, the first is line {broken[0]}")
+        notes.append(f"skipped {len(broken)} lines of faults.csv, the first is line {broken[0]}")
     return found
 
 
 def _mapping(path: Path) -> dict[str, Any]:
     found = json.loads(_text(path))
     if not isinstance(found, dict):
-        raise FederationError("it is no mapping")
+        raise FederationError("it is not a mapping")
     return found
 
 
 def _test(path: Path) -> dict[str, Any]:
-    """Return the metrics of a test, its checkpoint, and where its options were others."""
+    """Return the metrics of a test, its checkpoint, and the options that differ from the fit."""
     found = _mapping(path)
     metrics, differing = found.get("metrics"), found.get("differing options", {})
     if not isinstance(metrics, dict) or not isinstance(differing, dict):
-        raise FederationError("it was not written by a test")
+        raise FederationError("it is not the result of a test")
     return {
         "metrics": {
             str(name)[:80]: value
@@ -316,12 +316,12 @@ def _test(path: Path) -> dict[str, Any]:
 
 
 def _partition(path: Path) -> dict[str, Any]:
-    """Return of a manifest what a report says, without the samples' numbers."""
+    """Return the summary of a manifest, without the indices of samples."""
     found = _mapping(path)
     clients, classes = found.get("clients"), found.get("class_counts")
     parts = [*clients, *classes] if isinstance(clients, list) and isinstance(classes, list) else [0]
     if not all(isinstance(part, list | dict) for part in parts) or not parts:
-        raise FederationError("it is no manifest of a partition")
+        raise FederationError("it is not a partition manifest")
     return {
         **{name: found.get(name) for name in ("rule", "parameters", "seed", "checksum")},
         "sizes": [len(client) for client in found["clients"]],
@@ -332,12 +332,12 @@ def _partition(path: Path) -> dict[str, Any]:
 def _config(path: Path) -> dict[str, Any]:
     found = yaml.safe_load(_text(path))
     if not isinstance(found, dict):
-        raise FederationError("it is no mapping")
+        raise FederationError("it is not a mapping")
     return values_of(found)
 
 
 def values_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config's values by name, classes as the name of the class.
+    """Return the values of a config by dotted name, with classes as class names.
 
     Example:
         >>> rule = {"class_path": "lightning_fl.aggregators.Krum", "init_args": {"f": 1}}
@@ -345,14 +345,14 @@ def values_of(config: Mapping[str, Any]) -> dict[str, Any]:
         {'federation.min_clients': 3, 'federation.aggregator': 'Krum', 'federation.aggregator.f': 1}
 
     Raises:
-        FederationError: If it holds more than a config would.
+        FederationError: If the config has too many values or too many levels.
     """
     found: dict[str, Any] = {}
 
     def walk(name: str, value: Any, depth: int) -> None:
-        # A few lines of YAML may stand for billions of values, or for themselves.
+        # With aliases, a few lines of YAML can expand to billions of values or be recursive.
         if depth > 20 or len(found) > MOST_VALUES:
-            raise FederationError(f"it has more than {MOST_VALUES} values, or is too deep")
+            raise FederationError(f"it has more than {MOST_VALUES} values or more than 20 levels")
         if isinstance(value, Mapping) and isinstance(value.get("class_path"), str):
             found[name] = value["class_path"].rpartition(".")[2]
             value = {**_mapped(value, "init_args"), **_mapped(value, "dict_kwargs")}
@@ -374,8 +374,8 @@ def differing_options(
     """Return the options of a test that differ from those of the fit, with both values.
 
     Args:
-        fitted: Values of the fit's configuration, as of :func:`values_of`.
-        tested: Values of the test's configuration.
+        fitted: Values of the fit's config, from :func:`values_of`.
+        tested: Values of the test's config, from :func:`values_of`.
 
     Example:
         >>> differing_options({"data": "MNIST", "threads": 1}, {"data": "Digits", "verbose": True})

@@ -1,4 +1,4 @@
-"""What a run is judged by: final and best metrics, accuracies of clients, totals."""
+"""Scores of a run: final and best metrics, accuracies of clients, totals."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning_fl.callbacks.personalized import KINDS, summary
 from lightning_fl.report.run import Row, Run
 
 #: Columns that :func:`with_derived` adds.
-UP, TOTAL, STEPS = "MB up", "MB up and down", "local steps a client"
+UP, TOTAL, STEPS = "MB up", "MB up and down", "local steps per client"
 
 
 def with_derived(run: Run) -> Run:
-    """Return a run whose rows also hold the mean local steps of a client and the traffic so far."""
+    """Return a run with added columns: mean local steps per client and cumulative traffic."""
     rows, up, both = [], 0.0, 0.0
     for row in run.rows:
         more = {}
@@ -36,12 +36,12 @@ def finite(values: Iterable[float]) -> list[float]:
 
 
 def total(run: Run, name: str) -> float:
-    """Return the sum of a column over all rounds, without what is not finite."""
+    """Return the sum of the finite values of a column over all rounds."""
     return sum(finite(value for _, value in run.column(name)))
 
 
 def headline(runs: Sequence[Run]) -> tuple[str | None, Callable[..., Any]]:
-    """Return the column that runs are judged by, and ``max`` or ``min`` for its best value."""
+    """Return the column of the main metric, and ``max`` or ``min`` for its best value."""
     names = list(dict.fromkeys(name for run in runs for name in run.columns))
     accuracies = [name for name in names if "acc" in name]
     for name in ("val_acc", *(n for n in accuracies if n.startswith("val")), *accuracies):
@@ -56,7 +56,7 @@ def headline(runs: Sequence[Run]) -> tuple[str | None, Callable[..., Any]]:
 def final_and_best(
     run: Run, name: str | None, best: Callable[..., Any]
 ) -> tuple[float, float, int] | None:
-    """Return the last value of a column, the best one and its first round; None without values."""
+    """Return the last and best values of a column and the best round; None without values."""
     column = run.column(name or "")
     points = [(at, value) for at, value in column if math.isfinite(value)]
     if not points:
@@ -66,7 +66,7 @@ def final_and_best(
 
 
 def client_scores(run: Run) -> tuple[str, dict[str, list[Row]]]:
-    """Return the samples that clients were measured on, and the rows of clients by kind."""
+    """Return the name of the evaluation samples, and the rows of clients by kind."""
     table, samples = run.clients, "own test samples"
     if not table:
         table = [{**r, "server": r["train_acc"]} for r in run.participation if "train_acc" in r]
@@ -77,6 +77,6 @@ def client_scores(run: Run) -> tuple[str, dict[str, list[Row]]]:
 
 
 def worst_decile(run: Run) -> float:
-    """Return the mean accuracy of the worst tenth of clients with the server's model."""
+    """Return the mean accuracy of the global model for the worst tenth of clients."""
     _, scores = client_scores(run)
     return summary(scores["server"], "server")["worst"] if "server" in scores else math.nan

@@ -1,4 +1,4 @@
-"""The section on what it takes to repeat a run: seeds, versions, machine, config."""
+"""Section on reproducing a run: seeds, versions, machine and config."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from lightning_fl.report.page import Section, Table
 from lightning_fl.report.run import Run
 
-#: Configs that are shown, at most.
+#: Maximum number of configs on a page.
 MOST_CONFIGS = 24
 
 
@@ -31,7 +31,7 @@ def settings(runs: Sequence[Run], configs_of: Mapping[str, Run]) -> Section:
     rows = [[name, ", ".join(str(value)[:300] for value in each)] for name, each in values.items()]
     rows.append(["versions", ", ".join(f"{n} {' or '.join(v)}" for n, v in versions.items())])
     table = Table(["", ""], [row for row in rows if row[1]])
-    unknown = "Versions and machine are not known: the run has no environment.json."
+    unknown = "Versions and machine are unknown, because the run has no environment.json."
     return Section(
         "Versions, seeds and config",
         [] if any(run.environment for run in runs) else [unknown],
@@ -51,7 +51,7 @@ def _mapping(run: Run, name: str) -> dict[str, Any]:
 
 
 def _parts(run: Run) -> dict[str, Any]:
-    """Return the module and the rules of a run."""
+    """Return the module and the rules of a run by name."""
     parts = {}
     for name in ("module", "aggregator", "policy", "sampler", "update_transforms"):
         value = run.environment.get(name)

@@ -1,4 +1,4 @@
-"""The page about several runs, in groups that differ in more than the seed."""
+"""Page on several runs, in groups of runs that differ only in the seed."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from lightning_fl.report.words import counted, number, plus_minus, seconds, size
 def about_groups(
     groups: Sequence[Group], title: str | None = None, left_out: Sequence[str] = ()
 ) -> Report:
-    """Return the page about several runs.
+    """Return the page on several runs.
 
     Args:
-        groups: The runs, in groups.
-        title: Title of the page; None makes it of the number of runs.
-        left_out: Warnings about runs that are not on the page.
+        groups: Groups of runs.
+        title: Title of the page; None derives it from the number of runs.
+        left_out: Warnings about runs that were skipped.
     """
     groups = [Group(each.name, [with_derived(run) for run in each.runs]) for each in groups]
     runs = [run for each in groups for run in each.runs]
     differing = differences([identity(each.runs[0]) for each in groups if each.runs[0].config])
-    lead = f"{counted(len(runs), 'run')} in {counted(len(groups), 'group')}; runs of a group differ"
-    lead += " in the seed alone."
+    lead = f"{counted(len(runs), 'run')} in {counted(len(groups), 'group')}. Runs of a group differ"
+    lead += " only in the seed."
     if differing:
         top = [n for n in differing if not any(n.startswith(f"{o}.") for o in differing)]
         lead += f" Groups differ in {', '.join(top[:6])}{', ...' * (len(top) > 6)}."
     if len(groups) > MOST_LINES:
-        lead += f" Pictures show the first {MOST_LINES} groups."
+        lead += f" Figures show the first {MOST_LINES} groups."
     sections = [
         _comparison(groups, differing),
         progress(groups),
@@ -65,13 +65,13 @@ def about_groups(
 
 
 def _common(runs: Sequence[Run]) -> list[str]:
-    """Return the sentences on the setting that hold for all runs."""
+    """Return the sentences on the setting that all runs have in common."""
     first, *others = (list(setting(run)) for run in runs)
     return [sentence for sentence in first if all(sentence in other for other in others)]
 
 
 def _ranking(groups: Sequence[Group]) -> list[str]:
-    """Return a sentence that names the best group; none where there is nothing to compare."""
+    """Return a sentence on the best group; empty if there are fewer than two groups."""
     name, best = headline([run for each in groups for run in each.runs])
     finals = {
         each.name: [f[0] for run in each.runs if (f := final_and_best(run, name, best))]
@@ -82,15 +82,15 @@ def _ranking(groups: Sequence[Group]) -> list[str]:
     if len(means) < 2:
         return []
     top = best(means, key=means.__getitem__)
-    return [f"After its last round {top} has the best {name}, {plus_minus(finals[top])}."]
+    return [f"{top} has the best final {name}, {plus_minus(finals[top])}."]
 
 
 def _comparison(groups: Sequence[Group], differing: Mapping[str, Sequence[Any]]) -> Section:
-    """Compare groups in a table, and list where their configs differ in another one."""
+    """Return a table that compares groups, and a table of the options that differ."""
     name, best = headline([run for each in groups for run in each.runs])
     rows = [_compared(each, name, best) for each in groups]
     head = [column for column in rows[0] if any(row[column] != "-" for row in rows)]
-    caption = "Mean ± standard deviation (of a sample, n - 1) over the seeds of a group"
+    caption = "Mean ± sample standard deviation (n - 1) over the seeds of a group"
     tables = [Table(head, [[row[column] for column in head] for row in rows], caption)]
     if differing:
         options = list(differing.items())[:60]
@@ -98,7 +98,7 @@ def _comparison(groups: Sequence[Group], differing: Mapping[str, Sequence[Any]])
             Table(
                 ["option", *(each.name for each in groups if each.runs[0].config)],
                 [[option, *map(number, values)] for option, values in options],
-                "Where the configs differ; - is an option that the config does not have",
+                "Options that differ between configs; - means that a config lacks the option",
                 folded=len(differing) > 15,
             )
         )
@@ -106,7 +106,7 @@ def _comparison(groups: Sequence[Group], differing: Mapping[str, Sequence[Any]])
 
 
 def _compared(group: Group, name: str | None, best: Any) -> dict[str, str]:
-    """Return the cells of a group by column; ``-`` is a value that it does not have."""
+    """Return the cells of a group by column; ``-`` for missing values."""
     runs = group.runs
     judged = [found for run in runs if (found := final_and_best(run, name, best))]
     rounds = sorted({run.rounds for run in runs})
@@ -123,7 +123,7 @@ def _compared(group: Group, name: str | None, best: Any) -> dict[str, str]:
         f"best {name}": plus_minus([top for _, top, _ in judged]),
         "worst tenth of clients": plus_minus(finite(map(worst_decile, runs))),
         "updates dropped": plus_minus([total(run, "dropped") for run in runs]),
-        "up and down": plus_minus(moved, size),
+        "upload and download": plus_minus(moved, size),
         "virtual time": plus_minus(last["virtual_time"], seconds),
         "epsilon": plus_minus(last["epsilon"]),
         "backdoor_acc": plus_minus(last["backdoor_acc"]),
@@ -131,7 +131,7 @@ def _compared(group: Group, name: str | None, best: Any) -> dict[str, str]:
 
 
 def _clients(groups: Sequence[Group]) -> Section | None:
-    """Draw how accuracies of clients are spread in each group; None where they are not known."""
+    """Draw the distribution of client accuracies in each group; None if they are unknown."""
     panels: dict[str, list[Line]] = {}
     share = np.arange(51) / 50
     for each in groups:
@@ -147,15 +147,15 @@ def _clients(groups: Sequence[Group]) -> Section | None:
     if not panels:
         return None
     caption = (
-        "The accuracy of the last round's model on each client's own samples, the worst clients on"
-        " the left: a flat line treats all alike." + band_note(groups)
+        "Accuracy of the last round's model on each client's samples, in ascending order. A flat"
+        " line means that all clients have the same accuracy." + band_note(groups)
     )
-    figure = lines(panels, "clients, the worst first (%)", group_names(groups))
+    figure = lines(panels, "clients, worst first (%)", group_names(groups))
     return Section("Clients", (), [Picture.of("clients", figure, caption)])
 
 
 def _each_run(groups: Sequence[Group]) -> Section:
-    """List every run."""
+    """Return the table of all runs."""
     name, best = headline([run for each in groups for run in each.runs])
     rows = []
     for each in groups:
@@ -165,4 +165,4 @@ def _each_run(groups: Sequence[Group]) -> Section:
             state = "" if run.is_finished else " (unfinished)"
             rows.append([run.name, each.name, number(run.seed), done + state, *map(number, judged)])
     head = ["run", "group", "seed", "rounds", f"final {name}", f"best {name}", "in round"]
-    return Section("Runs", (), (), [Table(head, rows, "Every run", folded=len(rows) > 12)])
+    return Section("Runs", (), (), [Table(head, rows, "All runs", folded=len(rows) > 12)])

@@ -1,4 +1,4 @@
-"""Numbers, sizes and durations as text."""
+"""Format numbers, sizes and durations as text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from matplotlib.ticker import EngFormatter
 
 from lightning_fl.report.groups import mean_and_std
 
-#: A space at which no line breaks.
+#: Non-breaking space.
 NBSP = "\u00a0"
 
 
 def number(value: Any) -> str:
-    """Format a number with four digits, or with all that an integer has.
+    """Format a number with four significant digits, an integer with all digits.
 
     Example:
         >>> number(0.123456), number(1234567.0), number(float("nan")), number(None)
@@ -66,11 +66,11 @@ def counted(count: float, noun: str) -> str:
 
 
 def plus_minus(values: Sequence[float], shown: Callable[[float], str] = number) -> str:
-    """Format mean and standard deviation; the mean alone where all values are the same.
+    """Format mean and standard deviation, or only the mean if all values are equal.
 
     Args:
-        values: What to summarize.
-        shown: Formats both; numbers get two digits of the deviation.
+        values: Values to summarize.
+        shown: Function that formats both. With the default, the standard deviation has two digits.
 
     Example:
         >>> plus_minus([0.5, 0.61, 0.7]).replace(NBSP, " "), plus_minus([0.5]), plus_minus([])

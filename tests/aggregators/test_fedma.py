@@ -218,7 +218,7 @@ def test_it_is_described_by_all_of_its_options():
             nn.Sequential(
                 nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(64, 3)
             ),
-            "a convolution in 2 groups",
+            "a convolution with groups=2",
         ),
         (nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 3, 6), nn.Flatten()), "ends with a Conv2d"),
         (
@@ -232,7 +232,7 @@ def test_it_is_described_by_all_of_its_options():
                 nn.Flatten(),
                 nn.Linear(144, 3),
             ),
-            "order counts",
+            "depends on the order",
         ),
     ],
 )

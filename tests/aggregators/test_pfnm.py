@@ -374,14 +374,14 @@ class Residual(nn.Module):
     ("network", "message"),
     [
         (nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), "BatchNorm1d"),
-        (Residual(), "order counts"),
+        (Residual(), "depends on the order"),
         (
             nn.Sequential(
                 nn.Linear(6, 5), nn.Softmax(1), nn.Linear(5, 5), nn.LayerNorm(5), nn.Linear(5, 3)
             ),
             "LayerNorm",
         ),
-        (nn.Linear(6, 3), "two layers or more"),
+        (nn.Linear(6, 3), "two or more layers"),
         (nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 3)), "each with a bias"),
     ],
 )

@@ -844,4 +844,4 @@ def test_a_fit_without_a_loop_says_that_it_is_no_federation(linear, data, tmp_pa
     )
     with pytest.warns(UserWarning, match=r"no FederatedLoop.*callbacks=\[FederatedLoop") as found:
         runner.fit(linear(), datamodule=data(regression(), val=regression(9)))
-    assert sum("no federation" in str(each.message) for each in found) == 1
+    assert sum("no FederatedLoop" in str(each.message) for each in found) == 1

@@ -187,7 +187,7 @@ def test_what_is_missing_is_named(train, fit, data, foreign):
         data(local_test_size=1.0)
     single = data(partition=None, local_test_size=0.5)
     single.num_clients = 144
-    with pytest.raises(FederationError, match="client 0 has one sample alone"):
+    with pytest.raises(FederationError, match="at least 2 samples per client, but client 0 has 1"):
         single.setup("fit")
 
 

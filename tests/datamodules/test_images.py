@@ -186,7 +186,7 @@ def test_files_in_torchvisions_layout_are_read(tmp_path, kind):
 
 @every_kind
 def test_missing_files_are_an_error_that_names_download(tmp_path, kind):
-    words = rf"{kind.__name__} is not under root='{tmp_path}': .*download=true"
+    words = rf"{kind.__name__} was not found in root='{tmp_path}': .*download=true"
     with pytest.raises(FederationError, match=words):
         loaded(kind, str(tmp_path))
 
@@ -194,7 +194,7 @@ def test_missing_files_are_an_error_that_names_download(tmp_path, kind):
 def test_a_missing_batch_is_missing_data(tmp_path):
     cifar_layout(tmp_path)
     (tmp_path / "cifar-10-batches-py" / "data_batch_3").unlink()
-    with pytest.raises(FederationError, match="CIFAR10 is not under root"):
+    with pytest.raises(FederationError, match="CIFAR10 was not found in root"):
         loaded(CIFAR10, str(tmp_path))
 
 
@@ -209,15 +209,21 @@ class Payload:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (lambda path: Payload(path / "ran"), "it holds more than arrays: posix.mkdir"),
-        (lambda path: {"data": [Payload(path / "ran")], "labels": []}, "more than arrays"),
-        (lambda path: [3], "is not of CIFAR-10"),
-        (lambda path: {"data": np.zeros((2, 3072)), "labels": [0, 1]}, "it has float64 of shape"),
+        (lambda path: Payload(path / "ran"), "only arrays are allowed, it contains posix.mkdir"),
+        (lambda path: {"data": [Payload(path / "ran")], "labels": []}, "only arrays are allowed"),
+        (lambda path: [3], "is not a CIFAR-10 file"),
+        (
+            lambda path: {"data": np.zeros((2, 3072)), "labels": [0, 1]},
+            "it contains float64 images of shape",
+        ),
         (
             lambda path: {"data": np.zeros((2, 9), np.uint8), "labels": [0, 1]},
-            "shape .2, 9., labels of .2,",
+            "shape .2, 9. and labels of shape .2,",
         ),
-        (lambda path: {"data": np.zeros((1, 3072), np.uint8), "labels": [10]}, "labels of .1,"),
+        (
+            lambda path: {"data": np.zeros((1, 3072), np.uint8), "labels": [10]},
+            "labels of shape .1,",
+        ),
     ],
 )
 def test_pictures_from_strangers_cannot_run_code(tmp_path, content, words):

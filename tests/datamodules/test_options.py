@@ -20,7 +20,7 @@ def test_a_batch_has_a_sample_at_least(name, size):
 
 @pytest.mark.parametrize("val_size", [-1, 1.0, 1.5, -0.1, float("nan")])
 def test_a_val_size_out_of_range_is_refused(val_size):
-    with pytest.raises(FederationError, match=f"a count of samples, got {val_size}"):
+    with pytest.raises(FederationError, match=f"a number of samples, got {val_size}"):
         FederatedDataModule(numbered(), val_size=val_size)
 
 
@@ -35,10 +35,10 @@ def test_a_val_size_out_of_range_is_refused(val_size):
         ({"num_clients": 2.5}, "num_clients must be an integer of at least 1, got 2.5"),
         ({"num_clients": 0}, "num_clients must be an integer of at least 1, got 0"),
         ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
-        ({"val_size": "a"}, r"a fraction in \[0, 1\) or a count of samples, got 'a'"),
-        ({"val_size": None}, r"a fraction in \[0, 1\) or a count of samples, got None"),
-        ({"partition": IID}, r"partition must be a rule, as in partition=IID\(\), .* got <class"),
-        ({"partition": "IID"}, "partition must be a rule, .* got 'IID'"),
+        ({"val_size": "a"}, r"a fraction in \[0, 1\) or a number of samples, got 'a'"),
+        ({"val_size": None}, r"a fraction in \[0, 1\) or a number of samples, got None"),
+        ({"partition": IID}, r"partition must be a Partition, such as IID\(\), .* got <class"),
+        ({"partition": "IID"}, "partition must be a Partition, .* got 'IID'"),
     ],
 )
 def test_an_option_of_the_wrong_type_is_refused_by_name(options, words):

@@ -85,7 +85,7 @@ def test_val_size_is_a_count_or_a_fraction(val_size, count):
 
 @pytest.mark.parametrize("val_size", [60, 70, 0.999])
 def test_holding_out_everything_is_refused(val_size):
-    with pytest.raises(FederationError, match=f"val_size={val_size} holds out all of the 60"):
+    with pytest.raises(FederationError, match=f"val_size={val_size} holds out all 60"):
         federated(val_size=val_size)
 
 
@@ -227,7 +227,7 @@ def test_only_rules_that_know_their_clients_can_do_without_a_number(tmp_path):
     again = federated(partition=FromManifest(tmp_path / "split.json"), num_clients=None)
     assert again.num_clients == len(again.parts) == 6
     for rule in (IID(), ByLabel(), Dirichlet()):
-        with pytest.raises(FederationError, match="any number of clients: set num_clients"):
+        with pytest.raises(FederationError, match=r"does not determine .*: set num_clients"):
             federated(partition=rule, num_clients=None)
 
 
@@ -287,9 +287,9 @@ def test_a_manifest_says_how_the_data_were_split():
 def test_a_manifest_of_other_data_is_refused(tmp_path):
     federated(val_size=0.25).manifest().write(tmp_path / "split.json")
     rule = FromManifest(tmp_path / "split.json")
-    with pytest.raises(FederationError, match="is for 60 samples, the run has 61"):
+    with pytest.raises(FederationError, match="is for 60 samples, but the run has 61"):
         federated(numbered(61), partition=rule)
-    with pytest.raises(FederationError, match="is for 4 clients, the run has 5"):
+    with pytest.raises(FederationError, match="is for 4 clients, but the run has 5"):
         federated(partition=rule, num_clients=5)
     x, y = numbered().tensors
     with pytest.raises(FederationError, match=r"gives client \d the classes"):
@@ -336,7 +336,7 @@ def test_samples_arrive_in_steps(blobs):
 
 def test_a_stream_needs_a_sample_a_step(blobs):
     data = FederatedDataModule(blobs(), num_clients=10, val_size=0, stream_steps=13)
-    with pytest.raises(FederationError, match="stream_steps=13, but client 0 has 12 samples"):
+    with pytest.raises(FederationError, match=r"stream_steps=13 needs .*, but client 0 has 12"):
         data.setup("fit")
     with pytest.raises(FederationError, match="stream_steps must be an integer of at least 1"):
         FederatedDataModule(blobs(), stream_steps=0)

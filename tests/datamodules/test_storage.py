@@ -10,9 +10,9 @@ from numbered import batches, federated, numbered, numbers
 
 
 def test_tensors_in_memory_have_one_length():
-    with pytest.raises(FederationError, match=r"one length, got \[3, 4\]"):
+    with pytest.raises(FederationError, match=r"same length, got lengths \[3, 4\]"):
         InMemory(torch.zeros(3), torch.zeros(4))
-    with pytest.raises(FederationError, match=r"one length, got \[\]"):
+    with pytest.raises(FederationError, match=r"same length, got lengths \[\]"):
         InMemory()
     assert InMemory(torch.arange(3))[1] == (torch.tensor(1),)
 

@@ -56,5 +56,5 @@ def test_classes_have_names():
 
 
 def test_a_class_without_a_name_is_an_error():
-    with pytest.raises(FederationError, match=r"has 2 names, the labels go from 0 to 2"):
+    with pytest.raises(FederationError, match=r"has 2 names, but the labels are from 0 to 2"):
         picture(ByLabel(), 3, 3, class_names=["cat", "dog"])

@@ -176,13 +176,13 @@ def test_any_integer_type_will_do_for_labels(dtype, tmp_path):
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        ([[0, 1], [1, 2]], r"sample 1 goes to client 0 and to client 1"),
-        ([[0], [2]], r"sample 1 goes to no client"),
-        ([[0], [1]], r"sample 2 goes to no client"),
+        ([[0, 1], [1, 2]], r"sample 1 is assigned to client 0 and to client 1"),
+        ([[0], [2]], r"sample 1 is assigned to no client"),
+        ([[0], [1]], r"sample 2 is assigned to no client"),
         ([[0, 1, 2], []], r"client 1 gets no sample; use fewer clients.*min_size"),
-        ([[0, 1], [2, 7]], r"client 1 gets sample 7, which is not among 0 to 2"),
+        ([[0, 1], [2, 7]], r"client 1 gets sample 7, which is not in \[0, 2\]"),
         ([[0, -1], [1, 2]], r"client 0 gets sample -1"),
-        ([[0, 1, 2]], r"it makes 1 clients"),
+        ([[0, 1, 2]], r"it returns 1 clients"),
     ],
 )
 def test_a_faulty_rule_is_found_out(made, words):
@@ -237,7 +237,7 @@ def test_counts_in_constructors_are_positive_integers(rule, name, bad):
 @pytest.mark.parametrize("rule", [Dirichlet, QuantitySkew])
 @pytest.mark.parametrize("bad", [0, -1.0, float("nan"), float("inf"), True, "1", None])
 def test_alpha_is_positive_and_finite(rule, bad):
-    with pytest.raises(FederationError, match=r"alpha must be a finite number above 0, got"):
+    with pytest.raises(FederationError, match=r"alpha must be a finite number greater than 0, got"):
         rule(alpha=bad)
 
 
@@ -355,7 +355,7 @@ def test_shards_are_dealt_at_random():
 
 
 def test_more_shards_than_samples_is_an_error():
-    with pytest.raises(FederationError, match=r"need 12 samples, got 10: .* at most 2 or"):
+    with pytest.raises(FederationError, match=r"need at least 12 samples, got 10: .* at most 2 or"):
         Shards(3)(torch.arange(10), 4, rng())
 
 
@@ -420,7 +420,7 @@ def test_what_the_largest_gives_is_random():
 def test_min_size_can_use_up_all_samples_but_not_more(rule):
     labels = torch.arange(20) % 3
     assert [len(part) for part in rule(0.1, min_size=5)(labels, 4, rng())] == [5, 5, 5, 5]
-    words = r"min_size=6 need 24 samples, the data have 20: .* at most 5 or num_clients.* 3"
+    words = r"min_size=6 need 24 samples, but the data has 20: .* at most 5 or num_clients.* 3"
     with pytest.raises(FederationError, match=words):
         rule(0.1, min_size=6)(labels, 4, rng())
 
@@ -459,5 +459,7 @@ def test_whole_keys_go_to_the_client_with_fewest_samples():
 
 
 def test_more_clients_than_keys_is_an_error():
-    with pytest.raises(FederationError, match=r"5 clients need as many keys, the data have 2"):
+    with pytest.raises(
+        FederationError, match=r"5 clients need at least 5 keys, but the data has 2"
+    ):
         Natural()(torch.tensor([1, 1, 1, 2, 2]), 5, rng())

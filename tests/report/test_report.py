@@ -85,16 +85,16 @@ def test_a_page_says_what_was_run_and_how_it_went(folder, picture):
         "2 clients hold 5 samples, split by ByLabel(classes_per_client=1).",
         "In each of 4 rounds all 2 were sampled, each with 10 local steps on batches of 32.",
         "The model is MLPClassifier with 7,510 parameters.",
-        "FedAvg makes the server's model of their updates; hyperparameters are those of Schedule.",
+        "FedAvg aggregates the client updates; Schedule sets the hyperparameters.",
         "val_acc was 0.5 in the last round, best in round 3 (0.75).",
-        "7.0 MB went up, 8.0 MB down.",
+        "Clients uploaded 7.0 MB and downloaded 8.0 MB.",
         "1 of 8 client updates were dropped (1 non-finite values).",
-        "accuracy of 0.75 on average, with a standard deviation of 0.25 between them",
-        "the worst tenth has 0.5",
+        "is 0.75, with a standard deviation of 0.25.",
+        "The mean of the worst tenth is 0.5.",
         "own training samples",
-        "In all rounds: lr 0.1, local steps a client 10.",
+        "Constant in all rounds: lr 0.1, local steps per client 10.",
         "torch 2.14.1",
-        "What the rule made of the clients",
+        "Figure of the aggregator: the tree of clusters",
     ):
         assert words in text
     assert "unfinished" not in text
@@ -148,13 +148,13 @@ def test_an_unfinished_run_says_so(folder, undrawn):
     told = json.dumps({"state": "started", "rounds": 60})
     page = about_run(read_run(folder(environment__json=told, participation__csv=None)))
     (warning,) = page.warnings
-    assert "unfinished: 4 rounds of 60 done; it was killed, or is still going" in warning
+    assert "unfinished: 4 rounds of 60 done; it was interrupted or is still running" in warning
     assert ("rounds", "4 of 60") in page.figures
 
 
 def test_what_could_not_be_read_is_said(folder, undrawn):
     page = about_run(read_run(folder(config__yaml="a: [1")))
-    assert "digits/version_0: config.yaml is left out" in page.warnings[0]
+    assert "digits/version_0: config.yaml is skipped" in page.warnings[0]
 
 
 def test_a_table_alone_makes_a_page(folder):
@@ -164,7 +164,7 @@ def test_a_table_alone_makes_a_page(folder):
     text = Page(html(about_run(read_run(path)))).text
     assert "The module logged neither accuracy nor loss." in text
     assert "--trainer.callbacks+=PersonalizedEvaluation" in text
-    assert "Versions and machine are not known" in text
+    assert "Versions and machine are unknown" in text
 
 
 def test_numbers_that_are_not_finite_are_gaps(folder):
@@ -183,7 +183,7 @@ def test_scores_on_test_samples_go_first(folder, undrawn):
     clients = "client,train_samples,test_samples,server,personal\n0,3,1,0.5,1.0\n1,2,3,0.25,1.0\n"
     page = about_run(read_run(folder(clients__csv=clients)))
     (section,) = (s for s in page.sections if s.title == "Clients")
-    assert "On their own test samples, clients have an accuracy of 0.375" in section.text[0]
+    assert "accuracy of clients on their own test samples is 0.375" in section.text[0]
     # Weighted by test samples: (0.5 + 3 * 0.25) / 4.
     assert section.tables[0].rows[0] == [
         "server",
@@ -220,9 +220,9 @@ def two_groups(folder, config):
 
 def test_runs_are_compared_group_by_group(two_groups, tmp_path):
     text = page_of(report(two_groups, tmp_path / "new" / "both.html", title="Mine")).text
-    assert "4 runs in 2 groups; runs of a group differ in the seed alone." in text
+    assert "4 runs in 2 groups. Runs of a group differ only in the seed." in text
     assert "Groups differ in federation.client_fraction." in text
-    assert "After its last round client_fraction=1.0 has the best val_acc, 0.80 ± 0.14." in text
+    assert "client_fraction=1.0 has the best final val_acc, 0.80 ± 0.14." in text
     assert "client_fraction=0.1 0, 1 2 0.30 ± 0.14 0.30 ± 0.14" in text
     assert (tmp_path / "new" / "both" / "accuracy.png").is_file()
 
@@ -232,7 +232,7 @@ def test_the_comparison_lists_every_run_and_what_differs(two_groups, undrawn):
     page = about_groups(group([read_run(folder) for folder in folders]))
     tables = {t.head[0]: t for section in page.sections for t in section.tables}
     head = ["group", "seeds", "rounds", "final val_acc", "best val_acc", "worst tenth of clients"]
-    assert tables["group"].head == [*head, "updates dropped", "up and down"]
+    assert tables["group"].head == [*head, "updates dropped", "upload and download"]
     assert tables["option"].rows == [["federation.client_fraction", "0.1", "1"]]
     assert [row[0] for row in tables["run"].rows] == [f"digits/version_{i}" for i in range(4)]
     assert [row[4] for row in tables["run"].rows] == ["0.2", "0.4", "0.7", "0.9"]
@@ -266,12 +266,12 @@ def test_only_a_page_is_written_to(folder, tmp_path, name):
 
 def test_a_place_that_cannot_be_written_to_is_an_error(folder, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(FederationError, match="cannot be written"):
+    with pytest.raises(FederationError, match="could not be written"):
         report(folder(), tmp_path / "file" / "report.html")
 
 
 def test_no_runs_are_an_error():
-    with pytest.raises(FederationError, match="there is no run to report"):
+    with pytest.raises(FederationError, match="no run to report"):
         report([])
 
 
@@ -283,7 +283,9 @@ def test_callbacks_are_named_with_what_is_not_their_default(folder):
     ]
     config = yaml.safe_dump({"trainer": {"callbacks": callbacks, "callbacks_dir": "x"}})
     page = about_run(read_run(folder(config__yaml=config)))
-    assert "With ClientFaults(dropout=0.2), Watch(every=3), LabelFlip." in Page(html(page)).text
+    assert (
+        "Callbacks: ClientFaults(dropout=0.2), Watch(every=3), LabelFlip." in Page(html(page)).text
+    )
 
 
 def test_privacy_and_backdoors_are_said_in_words(folder):
@@ -291,9 +293,9 @@ def test_privacy_and_backdoors_are_said_in_words(folder):
         return Page(html(about_run(read_run(folder(name, rounds__csv=rounds))))).text
 
     said = text("round,clients,epsilon,delta,backdoor_acc\n1,2,1.5,0.001,0.2\n2,2,2.5,0.001,0.25\n")
-    assert "the models of all rounds: epsilon 2.5 with delta 0.001." in said
-    assert "The backdoor worked with 25 % of the validation samples" in said
-    assert "there was no noise" in text("round,clients,epsilon,delta\n1,2,inf,0.001\n", "b")
+    assert "over all rounds: epsilon 2.5 with delta 0.001." in said
+    assert "The backdoor was successful on 25 % of the validation samples" in said
+    assert "no noise was added" in text("round,clients,epsilon,delta\n1,2,inf,0.001\n", "b")
 
 
 def test_what_one_group_alone_has_is_said_of_it_alone(folder):

@@ -43,12 +43,12 @@ def test_a_table_of_rounds_is_enough(folder):
 def test_runs_are_found_by_their_folder_or_the_one_above(folder, tmp_path):
     runs = [folder(f"digits/version_{i}") for i in (0, 2, 10)]
     (tmp_path / "digits" / "version_3").mkdir()
-    assert find_runs([tmp_path / "digits"]) == (runs, ["digits/version_3: no round has ended"])
+    assert find_runs([tmp_path / "digits"]) == (runs, ["digits/version_3: no round is completed"])
     assert find_runs([runs[1], tmp_path / "digits", runs[1]])[0] == [runs[1], runs[0], runs[2]]
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("nowhere", "there is no folder"), ("", "has no rounds.csv")]
+    ("name", "words"), [("nowhere", "nowhere does not exist"), ("", "has a rounds.csv")]
 )
 def test_a_folder_without_a_run_is_an_error(tmp_path, name, words):
     with pytest.raises(FederationError, match=words):
@@ -93,13 +93,13 @@ def test_what_is_no_number_is_left_out_and_named(folder):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "has no rounds"),
-        ("round\n", "has no rounds"),
+        ("", "has no readable rounds"),
+        ("round\n", "has no readable rounds"),
         ("clients,val_acc\n1,2\n", "has no column 'round'"),
-        ("round,a,a\n1,2,3\n", "line 1 of .* names a column twice"),
-        ('round,a\n1,"2\n', "cannot be read"),
-        ("round,a\n1," + "9" * 200_000 + "\n", "cannot be read"),
-        ("round\n-1\n1.5\n1e10\nnan\n", r"no rounds that can be read .*line 2 \(round is '-1'\)"),
+        ("round,a,a\n1,2,3\n", "line 1 of .* has duplicate column names"),
+        ('round,a\n1,"2\n', "could not be read"),
+        ("round,a\n1," + "9" * 200_000 + "\n", "could not be read"),
+        ("round\n-1\n1.5\n1e10\nnan\n", r"no readable rounds .*line 2 \(round is '-1'\)"),
     ],
 )
 def test_a_table_that_cannot_be_read_is_an_error_that_says_where(folder, text, words):
@@ -144,7 +144,7 @@ def test_a_broken_file_is_left_out_and_noted(folder, file, content):
 def test_lines_of_faults_that_cannot_be_read_are_left_out(folder):
     run = read_run(folder(faults__csv="round,client,fault\n1,0,late\n1,x,nan\n2\n"))
     assert run.faults == [(1, 0, "late")]
-    assert run.notes == ["of faults.csv left out: 2 lines, the first is line 3"]
+    assert run.notes == ["skipped 2 lines of faults.csv, the first is line 3"]
 
 
 def test_files_that_are_too_large_are_not_read(folder, monkeypatch):
