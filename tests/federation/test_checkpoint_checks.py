@@ -558,7 +558,7 @@ def test_tables_of_rules_may_have_another_length():
         (lambda s: s.pop("happened"), "'happened' is missing"),
         (lambda s: s.update(happened=[(1, 2)]), "has 2 entries, here there are 3"),
         (lambda s: s.update(happened=[(1, -2, "nan")]), r"'happened'\[0\]\[1\] must be an integer"),
-        (lambda s: s.update(happened=[(1, 2, "x")]), "must be a round, a client"),
+        (lambda s: s.update(happened=[(1, 2, "x")]), "must list rounds, clients and faults"),
         (lambda s: s.update(virtual_time="1"), "'virtual_time' must be of type float"),
     ],
 )
