@@ -154,9 +154,9 @@ CHANGES = [
     (lambda t, s, path: s["unsaved buffers"].update(x=torch.ones(3)), "non-persistent buffer 'x'"),
     (
         lambda t, s, path: s["policy"].update(mean=3),
-        "Reinforce cannot go on: mean must be a tensor",
+        "Reinforce cannot resume: mean must be a tensor",
     ),
-    (lambda t, s, path: s["policy"].update(x=3), "cannot go on from the checkpoint's state"),
+    (lambda t, s, path: s["policy"].update(x=3), "cannot resume from the checkpoint's state"),
     (lambda t, s, path: s.update(server={"net.weight": torch.ones(3)}), "is of another network"),
     (lambda t, s, path: s.update(trained=[]), "'trained' has 0 entries"),
 ]

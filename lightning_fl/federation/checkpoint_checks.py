@@ -265,13 +265,13 @@ def read_checkpoint(
             cause = next((line for line in str(error).splitlines() if "nsupported" in line), error)
             what = str(cause).rpartition("WeightsUnpickler error: ")[2].partition(". ")[0]
             raise FederationError(
-                f"it holds more than data: {one_line(what)}. If you trust whoever wrote it, pass"
+                f"it holds more than data: {one_line(what)}. If you trust its source, pass"
                 " weights_only=False to Trainer.fit (lightning-fl fit --weights_only=false), which"
                 " lets it run code"
             ) from error
         if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
             raise FederationError(
-                "it is a file of torch, but no checkpoint of Lightning: choose one of a fit"
+                "it is a torch file, but not a checkpoint of Lightning: choose a checkpoint of a fit"
             )
         check_outline(checkpoint, size)
     if in_full and size is not None:

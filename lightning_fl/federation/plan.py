@@ -84,7 +84,7 @@ class Planner:
             FederationError: If the sampler returns duplicate or unknown clients.
         """
         clients = self._sample(seed, round)
-        if nobody := not len(clients):
+        if is_empty := not len(clients):
             clients = torch.zeros(1, dtype=torch.int64)
         values = {
             name: full(torch.as_tensor(value).cpu(), clients)
@@ -98,7 +98,7 @@ class Planner:
             )
         if (participates := values.pop("participates", None)) is not None:
             if not participates.any():
-                nobody, participates = True, torch.arange(len(clients)) == 0
+                is_empty, participates = True, torch.arange(len(clients)) == 0
             clients = clients[participates]
             values = {name: value[participates] for name, value in values.items()}
         steps = local_steps(values, self.batches_per_epoch[clients])
@@ -109,10 +109,10 @@ class Planner:
             values = {name: value[: len(clients)] for name, value in values.items()}
             steps = torch.full_like(clients, int(batches) // len(clients))
             steps[0] += int(batches) - int(steps.sum())
-        if nobody:
+        if is_empty:
             steps = torch.ones_like(clients)
         lr = values.pop("lr", None)
-        plan = RoundPlan(seed, round, clients, steps, lr, values, is_empty=nobody)
+        plan = RoundPlan(seed, round, clients, steps, lr, values, is_empty=is_empty)
         plan = self._processes.place(plan)
         if self._vectorizer is None or batches:
             return plan

@@ -34,11 +34,11 @@ from lightning_fl.types import FederationError
 NOT_BEGUN = {"round": 0}
 #: Remedies if a checkpoint belongs to another federation.
 REMEDIES = {
-    "seed": "set seed_everything to the former",
-    "checksum": "go back to the former data, split options and seed",
-    "aggregator_class": "go back to the former aggregator",
-    "policy_class": "go back to the former policy",
-    "number of parameter tensors": "go back to the former network and terms",
+    "seed": "set seed_everything to the value in the checkpoint",
+    "checksum": "restore the original data, partition options and seed",
+    "aggregator_class": "restore the original aggregator",
+    "policy_class": "restore the original policy",
+    "number of parameter tensors": "restore the original network and objective terms",
 }
 
 
@@ -152,8 +152,8 @@ class Resume:
                 raise FederationError(
                     f"{trainer.ckpt_path} belongs to another federation: its {what} is"
                     f" {was!s:.100}, here it is {now}. To resume,"
-                    f" {REMEDIES.get(what, f'set {what} to the former')}; to start anew, leave out"
-                    " ckpt_path"
+                    f" {REMEDIES.get(what, f'restore the original {what}')}; to start a new run,"
+                    " remove ckpt_path"
                 )
         changed = [
             f"{name} is {value}, was {was}"
@@ -163,7 +163,7 @@ class Resume:
         if changed:
             rank_zero_warn(
                 f"resuming {trainer.ckpt_path} with other options: {'; '.join(changed)}. The run"
-                " goes on, but it is not the run that one config describes"
+                " is resumed, but a single config does not reproduce it"
             )
         self.checkpoint = checkpoint
 
@@ -208,8 +208,8 @@ class Resume:
                 rule.load_state_dict(state[name])
             except RuntimeError as error:
                 raise FederationError(
-                    f"{type(rule).__name__} cannot go on from the checkpoint's state: its"
-                    f" options are others now. Go back to the former, or leave out ckpt_path"
+                    f"{type(rule).__name__} cannot resume from the checkpoint's state, because its"
+                    " options have changed: restore them, or remove ckpt_path"
                 ) from error
         _train_only(module, state["trained"])
         runner.base_lr = state["base_lr"]
@@ -237,7 +237,7 @@ class Resume:
         )
         check_buffers(state["unsaved buffers"], unsaved_buffers(fit.runner.module))
         for name, rule in self._rules.items():
-            with error_context(f"{type(rule).__name__} cannot go on"):
+            with error_context(f"{type(rule).__name__} cannot resume"):
                 check_rule(rule, state[name])
 
 
@@ -261,8 +261,8 @@ def check_contents(trainer: Trainer, checkpoint: dict[str, Any], state: Any) -> 
 def not_of_a_federation(trainer: Trainer) -> FederationError:
     """Return the error for a checkpoint that was not written by a federation."""
     return FederationError(
-        f"{trainer.ckpt_path} was not written by a federation, it cannot be resumed as one:"
-        " load its weights into the module and start a new fit without ckpt_path"
+        f"{trainer.ckpt_path} was not written by a federation, so it cannot be resumed:"
+        " load its parameters into the module and start a new fit without ckpt_path"
     )
 
 

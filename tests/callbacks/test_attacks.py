@@ -249,7 +249,7 @@ def test_attacks_on_data_resume_with_the_checkpoints_seed(simulate, tmp_path, ma
         (lambda: ClientAttack(1.5), "clients must be a fraction in \\[0, 1\\)"),
         (lambda: ClientAttack(0.1, "label"), "kind must be sign_flip, noise or scale"),
         (lambda: ClientAttack(0.1, boost=-1.0), "boost must be at least 0"),
-        (lambda: LabelFlip(1), "clients must be a fraction in \\[0, 1\\), .* got 1"),
+        (lambda: LabelFlip(1), "clients must be a fraction in \\[0, 1\\) or .* got 1"),
         (lambda: LabelFlip([1.7]), "or a list of client ids, got"),
         (lambda: LabelFlip([-1]), "or a list of client ids, got"),
         (lambda: LabelFlip("abc"), "clients must be a fraction"),

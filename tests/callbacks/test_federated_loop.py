@@ -348,7 +348,7 @@ def test_a_scheduler_of_steps_resumes_bit_equal(fit, stepwise, tmp_path):
 
 @pytest.mark.parametrize("options", [{"frequency": 2}, {"epochs": True}])
 def test_schedulers_of_steps_that_would_depend_on_the_order_are_refused(fit, stepwise, options):
-    with pytest.raises(FederationError, match="frequency=1 and cannot stand beside"):
+    with pytest.raises(FederationError, match="set frequency=1, and do not combine"):
         fit(stepwise(**options))
 
 
@@ -1277,7 +1277,7 @@ def test_validating_later_leaves_other_weights_alone(linear, data, trainer):
 @pytest.mark.parametrize("answer", [[0, 0], [1, 4], [-1, 2]])
 def test_a_sampler_that_makes_no_sense_is_refused(fit, linear, answer):
     data = FederatedDataModule(regression(), regression(9), num_clients=4)
-    with pytest.raises(FederationError, match="must return different clients from 0 to 3"):
+    with pytest.raises(FederationError, match="must return distinct clients from 0 to 3"):
         fit(linear(), FederatedLoop(sampler=Only(answer), clients_per_round=2), data)
 
 
@@ -1373,7 +1373,7 @@ def test_another_grid_is_named_on_resuming(fit, foreign, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:resuming")
 def test_a_grid_of_other_axes_is_refused_on_resuming(fit, foreign, tmp_path):
-    with pytest.raises(FederationError, match="cannot go on from the checkpoint's state"):
+    with pytest.raises(FederationError, match="cannot resume from the checkpoint's state"):
         resumed(fit, foreign, tmp_path, {"lr": [0.01, 0.02]})
 
 

@@ -195,7 +195,7 @@ def test_what_is_missing_is_named(train, fit, data, foreign):
     ("options", "words"),
     [
         ({"steps": -1}, "steps must be a non-negative integer, got -1"),
-        ({"local_steps": 0.5}, "local_steps must be a whole number"),
+        ({"local_steps": 0.5}, "local_steps must be a non-negative integer"),
         ({"lr": 0.0}, "lr must be positive"),
         ({"every_n_rounds": 0}, "every_n_rounds must be at least 1"),
     ],
