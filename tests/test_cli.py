@@ -554,9 +554,9 @@ def test_a_metric_that_nobody_logs_is_an_error(cli):
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda path: torch.save({"state_dict": {}}, path), "no checkpoint of Lightning"),
-        (lambda path: torch.save([1, 2], path), "no checkpoint of Lightning"),
-        (lambda path: torch.save(torch.ones(3), path), "no checkpoint of Lightning"),
+        (lambda path: torch.save({"state_dict": {}}, path), "not a checkpoint of Lightning"),
+        (lambda path: torch.save([1, 2], path), "not a checkpoint of Lightning"),
+        (lambda path: torch.save(torch.ones(3), path), "not a checkpoint of Lightning"),
         (lambda path: torch.save(print, path), "holds more than data"),
         (lambda path: path.write_text("hello"), "damaged, or not a checkpoint"),
         (lambda path: ZipFile(path, "w").writestr("a", "b"), "damaged, or not a checkpoint"),

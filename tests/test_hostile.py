@@ -81,7 +81,7 @@ def test_neither_can_one_from_the_web(monkeypatch):
     monkeypatch.setattr(
         TorchCheckpointIO, "load_checkpoint", lambda self, *args: given.append(args[2]) or {}
     )
-    with pytest.raises(FederationError, match="no checkpoint of Lightning"):
+    with pytest.raises(FederationError, match="not a checkpoint of Lightning"):
         AtomicCheckpointIO().load_checkpoint("http://localhost/last.ckpt")
     assert given == [True]
 

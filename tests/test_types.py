@@ -214,7 +214,7 @@ def test_an_update_has_one_row_a_client(changes):
         "num_samples": torch.ones(2),
     }
     assert ClientUpdate(**fitting).num_steps is None
-    with pytest.raises(FederationError, match="one row for each|must have shapes"):
+    with pytest.raises(FederationError, match=r"one row for each|must have shapes"):
         ClientUpdate(**fitting | changes)
 
 

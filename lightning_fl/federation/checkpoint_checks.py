@@ -271,7 +271,7 @@ def read_checkpoint(
             ) from error
         if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
             raise FederationError(
-                "it is a torch file, but not a checkpoint of Lightning: choose a checkpoint of a fit"
+                "it is a torch file, but not a checkpoint of Lightning: choose one of a fit"
             )
         check_outline(checkpoint, size)
     if in_full and size is not None:

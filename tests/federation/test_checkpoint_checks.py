@@ -621,7 +621,7 @@ def test_what_is_no_archive_is_refused(tmp_path, content):
 def test_what_is_no_checkpoint_is_refused(tmp_path):
     for tree in ([1], {"state_dict": {}}):
         torch.save(tree, tmp_path / "a.ckpt")
-        with pytest.raises(FederationError, match="no checkpoint of Lightning"):
+        with pytest.raises(FederationError, match="not a checkpoint of Lightning"):
             AtomicCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
 
 
