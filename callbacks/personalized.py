@@ -54,7 +54,7 @@ class PersonalizedEvaluation(Callback):
     If the optimizer has a personal model, ``personal`` and ``local`` evaluate that model.
 
     For each kind, the callback logs the mean over clients, the mean weighted by test samples, the
-    standard deviation, and the mean over the worst 10 % of the clients, as ``personal/mean``,
+    standard deviation, and the mean over the worst decile of clients, as ``personal/mean``,
     ``personal/weighted``, ``personal/std`` and ``personal/worst``. A table of clients and a figure
     are written beside the table of rounds.
 
@@ -359,7 +359,7 @@ def _copied(module: LightningModule) -> LightningModule:
 
 
 def summary(rows: Sequence[Mapping[str, float]], kind: str) -> dict[str, float]:
-    """Return the mean, weighted mean, standard deviation and worst-10-% mean over clients.
+    """Return the mean, weighted mean, standard deviation and worst-decile mean over clients.
 
     Example:
         >>> rows = [{"test_samples": 1, "server": 0.5}, {"test_samples": 3, "server": 1.0}]
