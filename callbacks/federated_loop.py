@@ -303,9 +303,7 @@ class FederatedLoop(Callback):
         trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
         self._log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self.undo.callback(setattr, trainer, "log_every_n_steps", self._log_every_n_steps)
-        if "://" not in (
-            folder := str(trainer.default_root_dir)
-        ):  # a remote folder cannot hold the file
+        if "://" not in (folder := str(trainer.default_root_dir)):  # needs a local folder
             self.store.folder = folder
         if "val_loss" in self.policy.learns_from:
             trainer.num_sanity_val_steps = math.inf
