@@ -1,4 +1,4 @@
-"""The federation itself, and what watches it."""
+"""Callbacks: the federated loop, simulation of faults and attacks, evaluation and reports."""
 
 from lightning_fl.callbacks.attacks import Attack, Backdoor, ClientAttack, DataAttack, LabelFlip
 from lightning_fl.callbacks.baselines import MatchingBaselines

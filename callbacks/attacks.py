@@ -1,4 +1,4 @@
-"""Clients that mean harm, to test rules that shall stand them."""
+"""Simulated attacks by clients, for tests of Byzantine-robust aggregation."""
 
 from __future__ import annotations
 
@@ -17,56 +17,56 @@ from lightning_fl.federation.measures import accuracy, evaluating, on_device
 from lightning_fl.functional.randomness import RandomStream, generator, run_seed
 from lightning_fl.types import FederationError, RoundPlan
 
-#: From inputs and labels, ``[n, ...]`` and ``[n]``, to others of the same shapes.
+#: Maps inputs ``[n, ...]`` and labels ``[n]`` to modified ones of the same shapes.
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Attack(OnUpdates):
-    """Some clients attack, round after round.
+    """Base class of attacks by a fixed set of clients.
 
     Args:
-        clients: Who: numbers, or a fraction of all below 1, drawn once by the run's seed.
+        clients: Ids of the attackers, or a fraction of the clients in [0, 1), which is drawn once
+            from the seed of the run.
     """
 
     def __init__(self, clients: float | Sequence[int]) -> None:
         if isinstance(clients, Sequence) and not isinstance(clients, str):
             is_right = all(type(client) is int and client >= 0 for client in clients)
-        else:  # 1 could be everyone or one client
+        else:  # 1 is ambiguous: all clients or one client
             is_right = isinstance(clients, int | float) and 0 <= clients < 1
             is_right &= not isinstance(clients, bool)
         if not is_right:
             raise FederationError(
-                "clients must be a fraction from 0 to below 1, or a list of clients' numbers, got"
-                f" {clients!r}"
+                f"clients must be a fraction in [0, 1) or a list of client ids, got {clients!r}"
             )
         self.clients = clients
         self._who: set[int] = set()
 
     def attackers(self, seed: int, count: int) -> set[int]:
-        """Return who attacks; of a fraction that is no whole number, the lower one.
+        """Return the ids of the attackers. A fraction of the clients is rounded down.
 
         Args:
-            seed: The run's.
-            count: Clients of the federation.
+            seed: Seed of the run.
+            count: Number of clients in the federation.
         """
         if not isinstance(self.clients, int | float):
             found = set(self.clients)
             if beyond := sorted(client for client in found if client >= count):
-                raise FederationError(f"clients names client {beyond[0]}, there are {count}")
+                raise FederationError(f"clients must be ids below {count}, got {beyond[0]}")
             return found
         random = generator(seed, RandomStream.ATTACKERS)
         number = math.floor(self.clients * count + 1e-9)
         return set(torch.randperm(count, generator=random)[:number].tolist())
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Choose who attacks."""
+        """Choose the attackers."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._who = self.attackers(self._loop.run_seed, len(data.parts))
 
     def on_client_updates(
         self, plan: RoundPlan, clients: Tensor, delta: Tensor, dropped: dict[int, str]
     ) -> Tensor:
-        """Let attackers send something else; see :class:`OnUpdates`."""
+        """Replace the updates of the attackers."""
         for row, client in enumerate(clients.tolist()):
             if client in self._who:
                 delta[row] = self.sent(plan, client, delta[row])
@@ -74,20 +74,27 @@ class Attack(OnUpdates):
 
     @abstractmethod
     def sent(self, plan: RoundPlan, client: int, update: Tensor) -> Tensor:
-        """Return what an attacker sends instead of its update, ``[P]``."""
+        """Return the update that an attacker sends, ``[P]``.
+
+        Args:
+            plan: Plan of the round.
+            client: Id of the attacker.
+            update: Update after local training, ``[P]``.
+        """
 
 
 class ClientAttack(Attack):
-    r"""Let some clients send what harms.
+    r"""Let some clients send harmful updates.
 
     Args:
-        clients: Who: numbers, or a fraction of all below 1, drawn once by the run's seed.
-        kind: ``sign_flip`` sends :math:`-c \Delta`; ``noise`` a vector of normal numbers with
-            :math:`c` times the update's norm; ``scale`` sends :math:`c \Delta`.
-        boost: :math:`c`, the factor.
+        clients: Ids of the attackers, or a fraction of the clients in [0, 1), which is drawn once
+            from the seed of the run.
+        kind: ``sign_flip`` sends :math:`-c \Delta`; ``noise`` sends Gaussian noise with
+            :math:`c` times the norm of the update; ``scale`` sends :math:`c \Delta`.
+        boost: Factor :math:`c`.
 
     Raises:
-        FederationError: If an option is out of range; at the start of a fit, if a client does not
+        FederationError: If an option is out of range. At the start of a fit, if a client does not
             exist.
 
     Example:
@@ -109,7 +116,7 @@ class ClientAttack(Attack):
         self.kind, self.boost = kind, boost
 
     def sent(self, plan: RoundPlan, client: int, update: Tensor) -> Tensor:
-        """Return what an attacker sends; see :class:`ClientAttack`."""
+        """Return the harmful update, ``[P]``."""
         if self.kind == "noise":
             random = generator(plan.seed, RandomStream.ATTACKERS, plan.round + 1, client)
             noise = torch.randn(len(update), generator=random).to(update)
@@ -121,27 +128,27 @@ class ClientAttack(Attack):
 
 @runtime_checkable
 class ReplaceableData(Protocol):
-    """What an attack on data needs of a data module (``datamodules.FederatedDataModule``)."""
+    """Interface of a data module for attacks on data (``datamodules.FederatedDataModule``)."""
 
     train: Any
     val: Any
-    #: Training samples of each client.
+    #: Indices of the training samples of each client.
     parts: list[Tensor]
     #: Class of each training sample, ``[n]``.
     class_labels: Tensor | None
 
     def replace_samples(self, train: Dataset[Any]) -> None:
-        """Train on other samples at the same indices, until :meth:`restore_samples`."""
+        """Replace the training samples, index by index, until :meth:`restore_samples`."""
 
     def restore_samples(self) -> None:
-        """Train on the original samples again."""
+        """Restore the original training samples."""
 
     def evaluation_loader(self, data: Dataset[Any]) -> Iterable[Any]:
-        """Return a loader of any samples, in order."""
+        """Return a loader of the samples of a data set, in order."""
 
 
 class Changed(Dataset[Any]):
-    """A map-style data set, some of whose samples are changed when they are read."""
+    """Map-style data set that changes some samples when they are read."""
 
     def __init__(self, data: Any, index: Tensor, change: Change) -> None:
         self.data, self.index, self.change = data, set(index.tolist()), change
@@ -158,19 +165,19 @@ class Changed(Dataset[Any]):
 
 
 def changed(data: Any, index: Tensor, change: Change) -> Dataset[Any]:
-    """Return a data set some of whose samples are changed: tensors at once, others when read.
+    """Return a data set with some samples changed: at once for tensors, else when read.
 
     Args:
-        data: Samples are tuples; the first part is the input, the last the label.
+        data: Data set of tuples; the first entry is the input, the last one the label.
         index: Indices of the samples to change, ``[k]``.
-        change: The change.
+        change: Function that changes inputs and labels.
 
     Example:
         >>> data = TensorDataset(torch.zeros(3), torch.arange(3))
         >>> changed(data, torch.tensor([2]), lambda x, y: (x + 1, y - 2))[2]
         (tensor(1.), tensor(0))
     """
-    # A child class with its own __getitem__ may return something else than its tensors.
+    # A subclass that overrides __getitem__ need not return its tensors.
     if type(data).__getitem__ is not TensorDataset.__getitem__:
         return Changed(data, index, change)
     x, *rest, y = data.tensors
@@ -179,25 +186,25 @@ def changed(data: Any, index: Tensor, change: Change) -> Dataset[Any]:
 
 
 class DataAttack(Attack):
-    """Some clients train on samples that they have changed, for the duration of a fit.
+    """Base class of attacks by clients that change their training samples during a fit.
 
-    Samples are tuples whose first part is the input and whose last is the number of a class.
+    Samples are tuples; the first entry is the input, the last one the class label.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Change the attackers' samples before they are read."""
+        """Change the samples of the attackers before they are read."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, ReplaceableData) or (labels := data.class_labels) is None:
             raise FederationError(
-                f"{type(self).__name__} changes the labels of samples: it needs a"
-                " FederatedDataModule whose samples have classes"
+                f"{type(self).__name__} changes class labels: use a FederatedDataModule with"
+                " class labels"
             )
         if labels.is_floating_point() or labels.ndim != 1:
             raise FederationError(
-                f"{type(self).__name__} needs labels that are numbers of classes, one a sample"
+                f"{type(self).__name__} requires one integer class label per sample"
             )
         self._data, self._classes = data, int(labels.max()) + 1
         self.prepare(data)
@@ -209,45 +216,51 @@ class DataAttack(Attack):
         data.replace_samples(changed(data.train, every, self.change))
 
     def prepare(self, data: ReplaceableData) -> None:  # most attacks fit all data
-        """Refuse data that do not fit the attack, before samples are changed."""
+        """Check that the attack supports the data, before samples are changed."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a checkpoint with another seed: it has chosen others."""
+        """Check that the checkpoint has the seed with which the attackers were chosen."""
         super().on_fit_start(trainer, pl_module)
         if self._loop.run_seed != self._seed:
             raise FederationError(
-                f"the checkpoint's seed is {self._loop.run_seed}, and attackers were chosen by"
-                f" {self._seed}: set the seed of the FederatedLoop to the former"
+                f"the seed of the checkpoint is {self._loop.run_seed}, but attackers were chosen"
+                f" with seed {self._seed}: set FederatedLoop(seed={self._loop.run_seed})"
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the samples back: who measures clients then measures them on their own."""
+        """Restore the original samples, on which clients are evaluated after training."""
         self._data.restore_samples()
 
     def chosen(self, part: Tensor, random: torch.Generator) -> Tensor:
-        """Return which of an attacker's samples are changed."""
+        """Return the indices of the samples that an attacker changes.
+
+        Args:
+            part: Indices of the attacker's training samples.
+            random: Random generator of the attacker.
+        """
         return part
 
     @abstractmethod
     def change(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return changed samples, of the same shapes."""
+        """Return changed inputs and labels of the same shapes."""
 
     def sent(self, plan: RoundPlan, client: int, update: Tensor) -> Tensor:
-        """Return the update: it was trained on what was changed."""
+        """Return the update unchanged: the attack is in the training samples."""
         return update
 
 
 class LabelFlip(DataAttack):
-    r"""Let some clients train on wrong labels, :math:`y \mapsto K - 1 - y` of :math:`K` classes.
+    r"""Let some clients train on flipped labels (Fang et al., 2020).
 
-    (Fang et al., 2020).
+    With :math:`K` classes, label :math:`y` becomes :math:`K - 1 - y`.
 
     Args:
-        clients: Who: numbers, or a fraction of all below 1, drawn once by the run's seed.
+        clients: Ids of the attackers, or a fraction of the clients in [0, 1), which is drawn once
+            from the seed of the run.
 
     Raises:
-        FederationError: If an option is out of range; at the start of a fit, if a client does not
-            exist or samples have no classes.
+        FederationError: If an option is out of range. At the start of a fit, if a client does not
+            exist or samples have no class labels.
 
     Example:
         >>> attack = LabelFlip([0, 3])
@@ -259,33 +272,35 @@ class LabelFlip(DataAttack):
         super().__init__(clients)
 
     def change(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Flip labels; see :class:`LabelFlip`."""
+        """Flip the labels."""
         return x, self._classes - 1 - y
 
 
 class Backdoor(DataAttack):
-    r"""Let clients teach the model to answer a trigger with a class (Bagdasaryan et al., 2020).
+    r"""Let some clients train a backdoor into the global model (Bagdasaryan et al., 2020).
 
-    Attackers put a bright square into the lower right corner of a part of their samples, label
-    these with the target, and send :math:`c \Delta`, which takes over the average if :math:`c` is
-    about the number of clients in a round over that of attackers. After each round column
-    ``backdoor_acc`` is the part of the validation samples of other classes that the server's model
-    takes for the target once they have the trigger.
+    Attackers put a trigger, a bright square, into the lower right corner of a fraction of their
+    samples, label these samples with the target class, and send :math:`c \Delta`. The attackers
+    dominate the average if :math:`c` is about the number of clients per round divided by the
+    number of attackers. After each round, the column ``backdoor_acc`` contains the attack success
+    rate: the fraction of validation samples of other classes that the global model assigns to the
+    target class when they carry the trigger.
 
     Args:
-        clients: Who: numbers, or a fraction of all below 1, drawn once by the run's seed.
-        target: The class.
-        poison_fraction: The part of an attacker's samples that get the trigger, in (0, 1].
-        boost: :math:`c`, the factor.
-        size: Of the trigger, in each of the last two dimensions of a sample (one, where there is
-            one).
-        trigger_value: Of the trigger, on the scale of the samples as they are stored (pictures: 0
-            to 255); None is the largest number among the training samples in memory.
-        name: Of the column.
+        clients: Ids of the attackers, or a fraction of the clients in [0, 1), which is drawn once
+            from the seed of the run.
+        target: Target class.
+        poison_fraction: Fraction of an attacker's samples that get the trigger, in (0, 1].
+        boost: Factor :math:`c`.
+        size: Size of the trigger along the last two dimensions of a sample, or along its only
+            dimension.
+        trigger_value: Value of the trigger, on the scale of the stored samples (images: 0 to 255).
+            None uses the maximum of the training samples in memory.
+        name: Name of the column.
 
     Raises:
-        FederationError: If an option is out of range; at the start of a fit, if a client does not
-            exist, samples have no classes, or the server has none to validate on.
+        FederationError: If an option is out of range. At the start of a fit, if a client does not
+            exist, samples have no class labels, or there are no validation samples.
 
     Example:
         >>> attack = Backdoor([0], size=1, trigger_value=9.0)
@@ -309,21 +324,23 @@ class Backdoor(DataAttack):
             raise FederationError(f"poison_fraction must be in (0, 1], got {poison_fraction}")
         if not 0 <= boost < math.inf:
             raise FederationError(f"boost must be at least 0, got {boost}")
-        for option, number, least in (("target", target, 0), ("size", size, 1)):
-            if number < least or int(number) != number:
-                raise FederationError(f"{option} must be a whole number from {least}, got {number}")
+        for option, number, minimum in (("target", target, 0), ("size", size, 1)):
+            if number < minimum or int(number) != number:
+                raise FederationError(
+                    f"{option} must be an integer of at least {minimum}, got {number}"
+                )
         if trigger_value is not None and not math.isfinite(trigger_value):
             raise FederationError(f"trigger_value must be finite, got {trigger_value}")
         self.target, self.poison_fraction, self.boost = target, poison_fraction, boost
         self.size, self.trigger_value, self.name = size, trigger_value, name
 
     def prepare(self, data: ReplaceableData) -> None:
-        """Choose the value of the trigger, and refuse data that do not fit the options."""
+        """Choose the value of the trigger, and check the data."""
         tensors = data.train.tensors if isinstance(data.train, TensorDataset) else None
         if self.trigger_value is None and tensors is None:
             raise FederationError(
-                "Backdoor cannot look for the largest number in samples that are not in"
-                " memory: set trigger_value, of the trigger"
+                "Backdoor cannot determine the maximum of samples that are not in memory: set"
+                " trigger_value"
             )
         if tensors is not None:
             self._check(tensors[0])
@@ -332,32 +349,32 @@ class Backdoor(DataAttack):
             )
         if data.val is None:
             raise FederationError(
-                "Backdoor is measured on validation samples, and the server has none: set val_size"
+                "Backdoor requires validation samples: set val_size of the data module"
             )
         if self.target >= self._classes:
             raise FederationError(f"target must be below {self._classes}, got {self.target}")
 
     def _check(self, x: Tensor) -> None:
-        """Refuse a trigger that samples have no room for."""
+        """Check that the trigger fits the shape and data type of the samples."""
         if self.size > min(x.shape[1:][-2:], default=0):
             raise FederationError(
-                f"size={self.size} does not fit into samples of shape {tuple(x.shape[1:])}"
+                f"size={self.size} is larger than samples of shape {tuple(x.shape[1:])}"
             )
         if self.trigger_value is not None and not x.is_floating_point():
             limits = torch.iinfo(x.dtype)
             if not limits.min <= self.trigger_value <= limits.max:
                 raise FederationError(
-                    f"trigger_value must be from {limits.min} to {limits.max}, as samples are"
-                    f" stored, got {self.trigger_value}"
+                    f"trigger_value must be from {limits.min} to {limits.max}, the range of the"
+                    f" stored samples, got {self.trigger_value}"
                 )
 
     def chosen(self, part: Tensor, random: torch.Generator) -> Tensor:
-        """Return a part of an attacker's samples."""
+        """Return a random fraction of an attacker's samples."""
         count = math.ceil(self.poison_fraction * len(part))
         return part[torch.randperm(len(part), generator=random)[:count]]
 
     def change(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Put the trigger in, and change the label."""
+        """Add the trigger and set the label to the target class."""
         return self._with_trigger(x), torch.full_like(y, self.target)
 
     def _with_trigger(self, x: Tensor) -> Tensor:
@@ -367,12 +384,12 @@ class Backdoor(DataAttack):
         return x
 
     def sent(self, plan: RoundPlan, client: int, update: Tensor) -> Tensor:
-        """Return the update, scaled."""
+        """Return the scaled update."""
         return update * self.boost
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure how often the model falls for it."""
-        if self._loop.plan_of_the_round is None:  # the round was cut short
+        """Log the attack success rate of the global model."""
+        if self._loop.plan_of_the_round is None:  # the round was interrupted
             return
         data, module = self._data, self._loop.runner.module
         asked = changed(data.val, torch.arange(len(data.val)), self._asked)
@@ -386,5 +403,5 @@ class Backdoor(DataAttack):
         pl_module.log(self.name, float(hits[0] / hits[1].clamp(min=1)))
 
     def _asked(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Put the trigger in; samples of the target's class get a label that there is not."""
+        """Add the trigger; label samples of the target class with -1, which is not counted."""
         return self._with_trigger(x), torch.full_like(y, self.target).where(y != self.target, -1)

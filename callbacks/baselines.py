@@ -1,4 +1,4 @@
-"""What networks that a rule merges are worth in other ways: ensembles, averages, distillation."""
+"""Baselines for neuron matching: ensembles, averaging and distillation."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from lightning_fl.types import FederationError
 
 
 class MatchingBaselines(Callback):
-    r"""Measure what else could be made of the networks that a matching rule merges.
+    r"""Evaluate baselines for neuron matching on the client networks of each round.
 
-    Beside ``val_acc`` of the merged network it logs, after each round, the accuracy on the same
-    samples of (Yurochkin et al., 2019, section 4):
+    After each round, the accuracy of these baselines is logged on the validation samples
+    (Yurochkin et al., 2019, section 4):
 
-    - ``ensemble/uniform``: the mean of all networks' probabilities,
+    - ``ensemble/uniform``: the mean of the probabilities of all networks,
       :math:`\frac{1}{J} \sum_j p_{jk}`;
     - ``ensemble/weighted``: :math:`\sum_j \frac{n_{jk}}{\sum_i n_{ik}} p_{jk}` with :math:`n_{jk}`
       samples of class :math:`k` at client :math:`j`;
-    - ``ensemble/local``: the networks by themselves, the mean of their accuracies;
-    - ``ensemble/average``: one network, of the means of their weights by position;
-    - ``ensemble/distilled``: a ``student`` that was trained on all clients' inputs to say what the
-      uniform ensemble says, by cross-entropy and Adam (Hinton et al., 2015).
+    - ``ensemble/local``: the mean accuracy of the individual networks;
+    - ``ensemble/average``: one network with the position-wise mean of all parameters;
+    - ``ensemble/distilled``: a ``student`` trained on the inputs of all clients to match the
+      probabilities of the uniform ensemble, with cross-entropy and Adam (Hinton et al., 2015).
 
-    In a test it logs ``test_ensemble/uniform`` and so on. The module takes ``x`` of a batch
-    ``(x, y)`` to logits. The networks are in the checkpoint.
+    In tests, the names are ``test_ensemble/uniform`` and so on. The module must map ``x`` of a
+    batch ``(x, y)`` to logits. The client networks are saved in checkpoints.
 
     Args:
-        student: The network to be distilled into, in each round from these weights; None leaves it
-            out. It sees all clients' inputs in one place.
-        epochs: Of distillation, in each round.
+        student: Network for distillation, which starts from these parameters in each round. None
+            omits distillation. The student is trained on pooled inputs of all clients.
+        epochs: Number of epochs of distillation per round.
         lr: Learning rate of distillation.
-        batch_size: Samples a step of distillation.
+        batch_size: Batch size of distillation.
 
     Raises:
-        FederationError: If an option is out of range; at the start of a fit, if the rule matches no
-            neurons.
+        FederationError: If an option is out of range. At the start of a fit, if the aggregator is
+            not a :class:`~lightning_fl.aggregators.NeuronMatching` or the student does not fit.
     """
 
-    #: For the loop: a round that is done again makes it anew.
+    #: Tells the loop that this state belongs to the round and is recomputed if it is repeated.
     is_of_the_round = True
 
     def __init__(
@@ -60,31 +60,34 @@ class MatchingBaselines(Callback):
         lr: float = 0.01,
         batch_size: int = 32,
     ) -> None:
-        for name, value, least in (("epochs", epochs, 1), ("batch_size", batch_size, 1)):
-            if value < least or int(value) != value:
-                raise FederationError(f"{name} must be a whole number from 1 up, got {value}")
+        for name, value in (("epochs", epochs), ("batch_size", batch_size)):
+            if value < 1 or int(value) != value:
+                raise FederationError(f"{name} must be a positive integer, got {value}")
         if not 0 < lr < float("inf"):
             raise FederationError(f"lr must be positive and finite, got {lr}")
         self.epochs, self.lr, self.batch_size = epochs, lr, batch_size
-        #: What each distillation begins with: the user's own stays as it is.
+        #: Initial student of each distillation; a copy, so that the user's network stays unchanged.
         self._first = copy.deepcopy(student)
-        #: What the last has led to.
+        #: Student after the last distillation.
         self.student = copy.deepcopy(student)
-        #: The networks of the last round, and samples of each and class where they are known.
+        #: Client networks of the last round.
         self.networks: list[Layers] = []
+        #: Number of samples per network and class, ``[J, classes]``; None if unknown.
         self.class_counts: Tensor | None = None
         self._loop: FederatedLoop | None = None
         self._votes: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
         self._right = torch.zeros(1)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a run whose rule merges no networks."""
+        """Check that the aggregator matches neurons."""
         self._loop = loop_of(trainer)
         if self._loop is None or not isinstance(self._loop.aggregator, NeuronMatching):
-            rule = "no loop" if self._loop is None else type(self._loop.aggregator).__name__
+            rule = (
+                "no FederatedLoop" if self._loop is None else type(self._loop.aggregator).__name__
+            )
             raise FederationError(
-                "MatchingBaselines looks at the networks that PFNM, StreamingPFNM or FedMA merge,"
-                f" and there is {rule}: choose one of these, or leave it out"
+                "MatchingBaselines requires the aggregator PFNM, StreamingPFNM or FedMA, got"
+                f" {rule}: choose one of these, or remove MatchingBaselines"
             )
 
     @property
@@ -95,7 +98,7 @@ class MatchingBaselines(Callback):
         return rule
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a student that does not fit the data."""
+        """Check that the student accepts the samples and has the outputs of the module."""
         if self._first is None or self.student is None:
             return
         module, data = user_module(pl_module), trainer.datamodule  # type: ignore[attr-defined]
@@ -113,12 +116,12 @@ class MatchingBaselines(Callback):
                 got = error
         if got != wanted:
             raise FederationError(
-                f"the student makes {got} of samples {tuple(x.shape)}, the module {tuple(wanted)}:"
-                " give it the module's inputs and classes"
+                f"the output of the student must have the shape of the module's, {tuple(wanted)},"
+                f" for samples of shape {tuple(x.shape)}, got {got}"
             )
 
     def _take(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the networks of the round that was aggregated, and distil them; once a round."""
+        """Store the client networks of the aggregated round and distill them, once per round."""
         ids, networks = self._rule.returned()
         if not ids:
             return
@@ -126,17 +129,19 @@ class MatchingBaselines(Callback):
         self.networks = networks
         self.class_counts = None if counts is None else counts[ids]
         if self._first is not None:
-            with torch.inference_mode(False):  # validation's, whose tensors cannot be trained
+            with torch.inference_mode(
+                False
+            ):  # validation runs in inference mode, which forbids training
                 first = copy.deepcopy(self._first)
                 self.student = self._distilled(trainer, pl_module, ids, first)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the networks of a round that was not validated."""
+        """Store the networks of a round without validation."""
         self._take(trainer, pl_module)
 
     @torch.no_grad()
     def _probabilities(self, module: nn.Module, x: Any) -> Tensor:
-        """Return each network's probabilities, ``[J, n, classes]``."""
+        """Return the probabilities of each network, ``[J, n, classes]``."""
         chain: LayerStack = self._rule.module_chain
         found = []
         for layers in self.networks:
@@ -147,7 +152,7 @@ class MatchingBaselines(Callback):
     def _distilled(
         self, trainer: Trainer, pl_module: LightningModule, ids: list[int], student: nn.Module
     ) -> nn.Module:
-        """Train a student to say what the uniform ensemble says."""
+        """Train a student to match the uniform ensemble."""
         module, data = user_module(pl_module), trainer.datamodule  # type: ignore[attr-defined]
         assert self._loop is not None
         key = (RandomStream.DISTILLATION, self._loop.round)
@@ -172,16 +177,16 @@ class MatchingBaselines(Callback):
     # --- evaluation -------------------------------------------------------------------------------
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the round's networks, and begin to count."""
+        """Store the networks of the round and reset the counts."""
         self._take(trainer, pl_module)
         self._begin(pl_module)
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count."""
+        """Reset the counts."""
         self._begin(pl_module)
 
     def _begin(self, pl_module: LightningModule) -> None:
-        # The networks' average is made here: no tensors of inference mode.
+        # The average network is created here, and inference tensors could not be saved or trained.
         with torch.inference_mode(False):
             self._votes = self._judges(user_module(pl_module)) if self.networks else {}
             self._right = torch.zeros(
@@ -191,20 +196,20 @@ class MatchingBaselines(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *index: int
     ) -> None:
-        """Count right answers."""
+        """Count correct predictions."""
         self._count(pl_module, batch)
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *index: int
     ) -> None:
-        """Count right answers."""
+        """Count correct predictions."""
         self._count(pl_module, batch)
 
     def _count(self, pl_module: LightningModule, batch: Any) -> None:
         if not self._votes:
             return
         module, (x, y) = user_module(pl_module), batch
-        # Else the module's weights, which are put aside and back, could not be trained any more.
+        # The module's parameters are swapped, and inference tensors could not be trained later.
         with torch.inference_mode(False), torch.no_grad(), evaluating(module):
             each = self._probabilities(module, x)
             hits = [judge(x, each, y) for judge in self._votes.values()]
@@ -212,12 +217,12 @@ class MatchingBaselines(Callback):
             self._right = self._right + found.to(self._right)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the figures of the server's validation samples."""
+        """Log the accuracies on the validation samples."""
         if not trainer.sanity_checking:
             self._log(trainer, pl_module, "")
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the figures of the test samples."""
+        """Log the accuracies on the test samples."""
         self._log(trainer, pl_module, "test_")
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, prefix: str) -> None:
@@ -228,7 +233,7 @@ class MatchingBaselines(Callback):
             pl_module.log(f"{prefix}ensemble/{name}", (count / right[-1]).float())
 
     def _judges(self, module: nn.Module) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-        """Return functions of samples, probabilities and labels that count right answers."""
+        """Return functions of samples, probabilities and labels that count correct predictions."""
 
         def hits(votes: Tensor, y: Tensor) -> Tensor:
             return (votes.argmax(-1) == y).double().sum(-1)
@@ -263,7 +268,7 @@ class MatchingBaselines(Callback):
     # --- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the networks, and the student."""
+        """Return the networks, the class counts and the student."""
         return {
             "networks": [
                 [tensor for layer in layers for tensor in layer] for layers in self.networks
@@ -273,7 +278,7 @@ class MatchingBaselines(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over networks and student."""
+        """Restore the networks, the class counts and the student."""
         kinds = {
             "networks": [[Tensor, ...], ...],
             "class_counts": Tensor | None,
@@ -291,5 +296,5 @@ class MatchingBaselines(Callback):
                 self.student.load_state_dict(state_dict["student"])
             except RuntimeError as error:
                 raise FederationError(
-                    f"the student is another network than the checkpoint's: {error}"
+                    f"the student does not match the network in the checkpoint: {error}"
                 ) from error

@@ -1,4 +1,4 @@
-"""Checkpoints that a kill cannot spoil."""
+"""Checkpoint I/O with atomic writes and validated reads."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from lightning_fl.types import FederationError
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoints, written atomically and read with suspicion.
+    """Write checkpoints atomically, and validate them when they are read.
 
-    A :class:`FederatedLoop` puts it in place. A checkpoint is data, not code, wherever it is from,
-    unless ``Trainer.fit(weights_only=False)`` says that it is trusted.
+    :class:`FederatedLoop` installs it on the Trainer. Checkpoints are always loaded with
+    ``weights_only=True``, unless ``Trainer.fit(weights_only=False)`` is set.
     """
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
         """Write a checkpoint to a temporary file beside it, then replace the old one."""
-        if "://" in os.fspath(path):  # A remote store writes whole objects itself.
+        if "://" in os.fspath(path):  # remote stores write objects atomically
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         computes = get_crc32_options()
-        set_crc32_options(True)  # they are checked when the file is read
+        set_crc32_options(True)  # verified by load_checkpoint
         try:
             write_atomically(path, lambda file: torch.save(checkpoint, file))
         finally:
@@ -47,10 +47,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint; see ``lightning_fl/federation/checkpoint_checks.py``.
+        """Read and validate a checkpoint; see ``lightning_fl/federation/checkpoint_checks.py``.
 
-        Lightning alone would run the code that is in one from ``http://``, or where the variable
-        ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set.
+        Lightning alone would execute code in checkpoints from ``http://``, or if the environment
+        variable ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set.
         """
         if weights_only is False:
             if "://" not in os.fspath(path) and is_zipfile(path):
@@ -60,15 +60,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class RoundCheckpoint(ModelCheckpoint):
-    """One ``last.ckpt`` a run, replaced after every round (or every n-th, and the last).
+    """Save the last round to ``last.ckpt``, which is replaced at each save.
 
-    ``ModelCheckpoint(save_last=True)`` follows ``save_top_k``, so its last is not the last round.
-    For the best round add a ``ModelCheckpoint`` of your own.
+    Unlike ``ModelCheckpoint(save_last=True)``, which depends on ``save_top_k``, this always saves
+    the last round. To save the best round, add a ``ModelCheckpoint``.
 
     Args:
-        dirpath: Folder; None is the logger's.
-        filename: Name without ``.ckpt``.
-        every_n_rounds: How often.
+        dirpath: Folder of the checkpoint; None uses the logger's directory.
+        filename: Name of the file, without ``.ckpt``.
+        every_n_rounds: Number of rounds between checkpoints. The last round is always saved.
 
     Raises:
         FederationError: If ``every_n_rounds`` is not positive.
@@ -91,14 +91,14 @@ class RoundCheckpoint(ModelCheckpoint):
         )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the folder."""
+        """Resolve the folder."""
         with warnings.catch_warnings():
-            # Its one file is replaced on purpose, and a resumed run goes on beside its own.
+            # The file is replaced on purpose, and a resumed run continues in its folder.
             warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last round too, where it is not an n-th."""
+        """Save the last round if it has not been saved."""
         super().on_train_end(trainer, pl_module)
         if not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))

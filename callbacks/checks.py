@@ -1,4 +1,4 @@
-"""What a federation refuses at the start of a fit."""
+"""Checks of the Trainer, the module and the data at the start of a fit."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from lightning_fl.types import FederatedData, FederationError, check_package
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of a loop that are out of range.
+    """Check the options of a :class:`FederatedLoop`.
 
     Args:
-        options: Arguments of :class:`FederatedLoop` by name.
+        options: Constructor arguments by name.
 
     Raises:
-        FederationError: Names the option, its value and what is allowed.
+        FederationError: If an option has the wrong type or is out of range.
     """
     for name, kind in (
         ("aggregator", Aggregator),
@@ -56,24 +56,24 @@ def check_options(options: Mapping[str, Any]) -> None:
     count, fraction = options["clients_per_round"], options["client_fraction"]
     if count is not None and fraction is not None:
         raise FederationError(
-            f"clients_per_round={count!r} and client_fraction={fraction!r} both say how many"
-            " clients a round samples: give one of them"
+            f"clients_per_round={count!r} and client_fraction={fraction!r} are mutually exclusive:"
+            " set only one of them"
         )
     is_count = isinstance(count, int | np.integer) and not isinstance(count, bool) and count >= 1
     if count is not None and not is_count:
         raise FederationError(
-            f"clients_per_round must be a whole number from 1 up, got {count!r}: for a part of all"
-            " clients set client_fraction"
+            f"clients_per_round must be a positive integer, got {count!r}: to sample a fraction of"
+            " the clients, set client_fraction"
         )
     is_fraction = isinstance(fraction, float | int | np.floating) and 0 < fraction <= 1
     if fraction is not None and (isinstance(fraction, bool) or not is_fraction):
         raise FederationError(
-            f"client_fraction must be in (0, 1], got {fraction!r}: for a number of clients set"
-            " clients_per_round"
+            f"client_fraction must be in (0, 1], got {fraction!r}: to sample a number of clients,"
+            " set clients_per_round"
         )
     min_clients = options["min_clients"]
     if not isinstance(min_clients, int | np.integer) or min_clients < 1:
-        raise FederationError(f"min_clients must be a whole number from 1 up, got {min_clients!r}")
+        raise FederationError(f"min_clients must be a positive integer, got {min_clients!r}")
     for name, allowed in (
         ("on_client_error", ("skip", "raise")),
         ("optimizer_state", ("reset", "keep")),
@@ -83,7 +83,9 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise FederationError(f"{name} must be one of {allowed}, got {options[name]!r}")
     for transform in options["update_transforms"]:
         if not isinstance(transform, UpdateTransform):
-            raise FederationError(f"update_transforms must be UpdateTransforms, got {transform!r}")
+            raise FederationError(
+                f"update_transforms must contain UpdateTransforms, got {transform!r}"
+            )
     if not options["client_state_memory_gb"] >= 0:
         raise FederationError(
             f"client_state_memory_gb must be at least 0, got {options['client_state_memory_gb']!r}"
@@ -91,57 +93,68 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_fit(trainer: Trainer, module: LightningModule, vectorized: bool) -> Any:
-    """Refuse a Trainer, a module or data that rounds cannot be made of; return the data module.
+    """Check that the Trainer, the module and the data support rounds; return the data module.
 
     Args:
         trainer: The Trainer, with its callbacks.
         module: The user's module.
-        vectorized: Whether clients train at once, in lanes.
+        vectorized: Whether clients train at once.
+
+    Returns:
+        The data module of the Trainer.
+
+    Raises:
+        FederationError: If the Trainer, the module or the data module is not supported.
     """
     check_trainer(trainer, vectorized)
     check_module(module)
     data = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
     if not isinstance(data, FederatedData):
         raise FederationError(
-            "FederatedLoop needs to know which samples belong to which client: pass"
-            " Trainer.fit(module, datamodule=FederatedDataModule(train, val, test, ...)),"
-            f" got {type(data).__name__}"
+            "FederatedLoop needs a data module that assigns samples to clients, got"
+            f" {type(data).__name__}: call"
+            " Trainer.fit(module, datamodule=FederatedDataModule(train, val, test, ...))"
         )
     return data
 
 
 def warn_of_running_statistics(module: nn.Module) -> None:
-    """Warn that clients change a module's buffers by training it, as those of BatchNorm."""
+    """Warn if training changes buffers of the module, such as BatchNorm statistics."""
     if any(getattr(m, "running_mean", None) is not None for m in module.modules()):
         rank_zero_warn(
-            "the module keeps running statistics (BatchNorm) and clients change them: FederatedLoop"
-            " averages them. Choose buffers='average', 'server' or 'local' to say what you want"
+            "the module has running statistics (BatchNorm), which FederatedLoop averages over"
+            " clients. To silence this warning, set buffers to 'average', 'server' or 'local'"
         )
 
 
 def check_module(module: LightningModule) -> None:
-    """Refuse a module that cannot be trained client after client."""
+    """Check that clients can train the module.
+
+    Raises:
+        FederationError: If the module optimizes manually, fetches its own batches or has lazy
+            parameters.
+    """
     name = type(module).__name__
     if not module.automatic_optimization:
         raise FederationError(
-            f"{name} optimizes by hand (automatic_optimization=False): FederatedLoop needs"
-            " automatic optimization, to give each client its own optimizer state and rate"
+            f"{name} uses manual optimization (automatic_optimization=False), but FederatedLoop"
+            " manages the optimizer state and learning rate of each client: use automatic"
+            " optimization"
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise FederationError(
-            f"{name}.training_step takes dataloader_iter, with which the module fetches batches"
-            " itself: FederatedLoop gives each client its own batches, use training_step(batch,"
-            " batch_idx)"
+            f"{name}.training_step(dataloader_iter) is not supported, because FederatedLoop chooses"
+            " the batches of each client: use training_step(batch, batch_idx)"
         )
     for tensor_name, tensor in module.named_parameters():
         if nn.parameter.is_lazy(tensor):
             raise FederationError(
-                f"{name}.{tensor_name} has no shape yet: run the module once on a sample before fit"
+                f"{name}.{tensor_name} is a lazy parameter: run the module on a sample before fit"
             )
 
 
 def check_network(trainer: Trainer, module: LightningModule, data: FederatedData) -> None:
-    """Refuse a network that does not take the samples, where it is known how to ask it."""
+    """Check that the network of a :class:`ClientModule` accepts the samples."""
     if not isinstance(module, ClientModule):
         return
     x, *_ = trainer.precision_plugin.convert_input(data.example())
@@ -150,59 +163,61 @@ def check_network(trainer: Trainer, module: LightningModule, data: FederatedData
             module(x.to(module.device))
         except RuntimeError as error:
             if not any(word in str(error) for word in ("shape", "size", "channels")):
-                return  # the precision of the run is not in force yet
+                return  # unrelated to shapes: the run's precision is not in effect yet
             raise FederationError(
-                f"{type(module.net).__name__} does not take samples of shape {list(x.shape[1:])}:"
-                f" choose another network, or other sizes. It says: {error}"
+                f"{type(module.net).__name__} does not accept samples of shape"
+                f" {list(x.shape[1:])}: choose another network or other sizes. Original error:"
+                f" {error}"
             ) from error
 
 
 def check_smallest_batch(module: nn.Module, data: Any) -> None:
-    """Warn where BatchNorm would meet a batch of one sample, which it cannot train on."""
+    """Warn if a batch has one sample, because BatchNorm cannot train on it."""
     smallest = getattr(data, "smallest_batch", None)
     if smallest is None or not (single := smallest == 1).any():
         return
     if any(isinstance(m, nn.BatchNorm1d | nn.SyncBatchNorm) for m in module.modules()):
         rank_zero_warn(
-            f"client {int(single.nonzero()[0])} trains on batches of one sample, and BatchNorm"
-            " cannot: set drop_last=True to leave remainders out, and give every client two"
-            " samples or more (min_size of a partition)"
+            f"client {int(single.nonzero()[0])} has batches of one sample, which BatchNorm cannot"
+            " train on: set drop_last=True to drop incomplete batches, and give each client at"
+            " least two samples (min_size of the partition)"
         )
 
 
-#: Callbacks that break rounds: what each does to them, and the remedy.
+#: Unsupported callbacks: the reason and the alternative.
 REFUSED: dict[type[Callback], str] = {
-    WeightAveraging: "averages the parameters of different clients step by step, which breaks"
-    " rounds: take it out of the Trainer's callbacks; FedOpt has momentum on the server",
-    StochasticWeightAveraging: "averages the parameters of different clients and sets their"
-    " learning rate, which breaks rounds: take it out of the Trainer's callbacks",
-    GradientAccumulationScheduler: "adds up gradients across clients, which breaks rounds: take it"
-    " out of the Trainer's callbacks and raise batch_size",
-    BatchSizeFinder: "trains before the first round, which breaks rounds: take it out of the"
-    " Trainer's callbacks and set batch_size",
-    LearningRateFinder: "trains before the first round, which breaks rounds: take it out of the"
-    " Trainer's callbacks and set the learning rate",
-    ModelPruning: "replaces parameters by masked ones while clients train, so that the masks of one"
-    " client reach the others, which breaks rounds: take it out of the Trainer's callbacks and"
-    " prune the trained module after the fit",
-    SpikeDetection: "compares the loss of a client with the losses of the clients before it, which"
-    " breaks rounds: take it out of the Trainer's callbacks; on_client_error handles updates that"
-    " are not finite",
+    WeightAveraging: "is not supported, because it averages the parameters of different clients:"
+    " remove it from the Trainer's callbacks. For momentum on the server, use FedOpt",
+    StochasticWeightAveraging: "is not supported, because it averages the parameters of different"
+    " clients and changes their learning rate: remove it from the Trainer's callbacks",
+    GradientAccumulationScheduler: "is not supported, because it accumulates gradients across"
+    " clients: remove it from the Trainer's callbacks and increase batch_size",
+    BatchSizeFinder: "is not supported, because it trains before the first round: remove it from"
+    " the Trainer's callbacks and set batch_size",
+    LearningRateFinder: "is not supported, because it trains before the first round: remove it from"
+    " the Trainer's callbacks and set the learning rate",
+    ModelPruning: "is not supported, because it shares the pruning masks of one client with the"
+    " others: remove it from the Trainer's callbacks and prune the trained module after the fit",
+    SpikeDetection: "is not supported, because it compares the losses of different clients: remove"
+    " it from the Trainer's callbacks. Non-finite updates are handled by on_client_error",
 }
 
 
 def check_trainer(trainer: Trainer, vectorized: bool = False) -> None:
-    """Refuse options and callbacks of the Trainer that break rounds.
+    """Check the options and callbacks of the Trainer.
 
     Args:
         trainer: The Trainer, with its callbacks.
-        vectorized: Whether clients train at once, in lanes.
+        vectorized: Whether clients train at once.
+
+    Raises:
+        FederationError: If the strategy, a callback or an option is not supported.
     """
     if trainer.world_size != 1 and not isinstance(trainer.strategy, DDPStrategy):
         raise FederationError(
-            f"FederatedLoop cannot share clients out with {type(trainer.strategy).__name__}: choose"
-            " strategy='client_parallel' (each process trains clients of its own) or 'ddp' (all"
-            " train one client, on parts of its batches)"
+            f"{type(trainer.strategy).__name__} is not supported with several processes: set"
+            " strategy='client_parallel' (each process trains different clients) or 'ddp' (all"
+            " processes train the same client on parts of its batches)"
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the connector
         check_package(callback, Callback)
@@ -211,53 +226,60 @@ def check_trainer(trainer: Trainer, vectorized: bool = False) -> None:
                 raise FederationError(f"{type(callback).__name__} {why}")
         if vectorized and isinstance(callback, BaseFinetuning):
             raise FederationError(
-                f"{type(callback).__name__} gives the optimizer parameters of the module itself,"
-                " which vectorized training does not step: train the module itself instead of"
-                " VectorizedClients(module)"
+                f"{type(callback).__name__} is not supported with VectorizedClients, because it"
+                " adds parameters of the module to the optimizer: pass the module itself to"
+                " Trainer.fit instead of VectorizedClients(module)"
             )
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     # An int and a float mean different things to the Trainer: 1 batch, 1.0 of all batches.
     wanted: dict[str, tuple[Any, str]] = {
-        "accumulate_grad_batches": (1, "a local step is one batch: raise batch_size instead"),
-        "overfit_batches": (0.0, "clients train on their own samples: use fewer samples instead"),
-        "limit_train_batches": (1.0, "a round has the steps of its plan: set num_steps instead"),
-        "max_steps": (
-            -1,
-            "it stops inside a round and breaks resuming: set max_epochs, the rounds",
-        ),
+        "accumulate_grad_batches": (1, "a local step is one batch: increase batch_size"),
+        "overfit_batches": (0.0, "clients train on their own samples: use fewer samples"),
+        "limit_train_batches": (1.0, "to limit local work, use Schedule(num_steps=...)"),
+        "max_steps": (-1, "it would stop during a round: set max_epochs, the number of rounds"),
         "val_check_interval": (1.0, "validation follows aggregation: set check_val_every_n_epoch"),
     }
     for name, (value, why) in wanted.items():
         given = getattr(trainer, name)
         if given != value or isinstance(given, float) != isinstance(value, float):
-            raise FederationError(f"Trainer({name}={given}) breaks rounds: {why}")
+            raise FederationError(f"Trainer({name}={given}) is not supported: {why}")
     if trainer.check_val_every_n_epoch is None:
         raise FederationError(
-            "Trainer(check_val_every_n_epoch=None) validates by batches, which breaks rounds: set a"
-            " number of rounds"
+            "Trainer(check_val_every_n_epoch=None) is not supported, because it would validate"
+            " during a round: set a number of rounds"
         )
 
 
 @contextmanager
 def one_optimizer(module: LightningModule) -> Iterator[None]:
-    """Refuse several optimizers as they are configured: Lightning's advice is of no use here."""
+    """Check that ``configure_optimizers`` returns one optimizer, before Lightning uses it.
+
+    Lightning's own error recommends manual optimization, which is not supported.
+
+    Raises:
+        FederationError: If the module configures no optimizer or several.
+    """
 
     def checking(configure: Callable[[], Any]) -> Callable[[], Any]:
         def checked() -> Any:
-            made: Any = configure()
-            if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list | tuple):
-                found = len(made[0])
-            elif isinstance(made, list | tuple):
-                found = len(made)
+            optimizers: Any = configure()
+            if (
+                isinstance(optimizers, tuple)
+                and len(optimizers) == 2
+                and isinstance(optimizers[0], list | tuple)
+            ):
+                count = len(optimizers[0])
+            elif isinstance(optimizers, list | tuple):
+                count = len(optimizers)
             else:
-                found = int(made is not None)
-            if found != 1:
+                count = int(optimizers is not None)
+            if count != 1:
                 raise FederationError(
-                    f"a client trains with one optimizer, {type(module).__name__} configures"
-                    f" {found}: return one from configure_optimizers"
+                    f"{type(module).__name__}.configure_optimizers must return one optimizer, got"
+                    f" {count}"
                 )
-            return made
+            return optimizers
 
         return checked
 

@@ -1,4 +1,4 @@
-"""The configuration of a run in its folder."""
+"""Callback that saves the configuration of a run."""
 
 from __future__ import annotations
 
@@ -12,38 +12,39 @@ from lightning_fl.files import write_atomically
 
 
 class RunConfig(Callback):
-    """Write what ``fit`` runs to ``config.yaml`` in the folder of the run; ``fit`` repeats it.
+    """Write the configuration of a fit to ``config.yaml`` in the folder of the run.
 
-    A resumed fit with other options leaves ``config.yaml`` alone and writes
-    ``config_resumed_1.yaml`` (2, 3, ...) beside it. Nothing is written for a fit that is refused.
+    The run can be repeated with ``fit --config config.yaml``. A resumed fit with different options
+    keeps ``config.yaml`` and writes ``config_resumed_1.yaml`` (2, 3, ...) beside it. Nothing is
+    written if the fit fails before training starts.
 
     Args:
-        text: The configuration, YAML.
+        text: Configuration as YAML.
         folder: Folder of the run.
-        resumed: Whether the fit goes on with the run of this folder.
+        resumed: Whether the fit resumes the run of this folder.
     """
 
     def __init__(self, text: str, folder: Path, resumed: bool) -> None:
         self.text, self.folder, self.resumed = text, folder, resumed
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the configuration, once everything has agreed to start."""
+        """Write the configuration after all checks at the start of the fit."""
         if not trainer.is_global_zero:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "config.yaml"
         if self.resumed and path.exists():
             earlier = [path, *self.folder.glob("config_resumed_*.yaml")]
-            if any(_options(each.read_text()) == _options(self.text) for each in earlier):
+            if any(_options(path.read_text()) == _options(self.text) for path in earlier):
                 return
             path = self.folder / f"config_resumed_{len(earlier)}.yaml"
         write_atomically(path, self.text)
 
 
 def _options(text: str) -> Any:
-    """Return what a configuration says but for the checkpoint that the fit goes on from."""
+    """Return the options of a configuration except ``ckpt_path``; None if it is invalid."""
     try:
         found = yaml.safe_load(text)
-    except yaml.YAMLError:  # damaged, or of a stranger
+    except yaml.YAMLError:  # damaged or edited
         return None
     return {k: v for k, v in found.items() if k != "ckpt_path"} if isinstance(found, dict) else None

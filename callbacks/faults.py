@@ -1,4 +1,4 @@
-"""Clients that fail or are slow, and how long rounds would take."""
+"""Simulation of client failures, stragglers and round durations."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from lightning_fl.files import read_text, short_repr, write_atomically
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.types import FederationError, RoundPlan
 
-#: What may happen to a client in a round; the server has no use for the first four.
+#: Faults of a client in a round. The server drops the update for all of them but ``blowup``.
 FAULTS = ("dropout", "crash", "nan", "late", "blowup")
-#: Under which cause the table of rounds counts a client that does not answer, or not in time.
+#: Cause under which the table of rounds counts a client whose update does not arrive in time.
 CAUSE_OF = {"dropout": "dropped_out", "crash": "crashed", "late": "late"}
-#: What an update becomes that is too large to be true.
+#: Magnitude of the entries of an update with the fault ``blowup``.
 EXPLODED = 1e30
 
 
 class OnUpdates(Callback, ABC):
-    """A callback that sees updates on their way to the server; the loop calls it."""
+    """Base class of callbacks that modify or drop client updates before aggregation."""
 
     _loop: FederatedLoop
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a run without a loop."""
+        """Check that the Trainer has a :class:`FederatedLoop`."""
         loop = loop_of(trainer)
         if stage == "fit" and loop is None:
             raise FederationError(
-                f"{type(self).__name__} changes what clients send, and there is no federation: add"
-                " a FederatedLoop to the callbacks"
+                f"{type(self).__name__} requires a FederatedLoop: add one to the Trainer's"
+                " callbacks"
             )
         if loop is not None:
             self._loop = loop
@@ -48,61 +48,64 @@ class OnUpdates(Callback, ABC):
     def on_client_updates(
         self, plan: RoundPlan, clients: Tensor, delta: Tensor, dropped: dict[int, str]
     ) -> Tensor:
-        """Return the updates that the server receives, and mark the clients that it loses.
+        """Return the updates that the server receives, and mark dropped clients.
 
         Args:
-            plan: The plan of the round.
+            plan: Plan of the round.
             clients: Ids of the clients, ``[k]``.
-            delta: Updates of these clients, ``[k, P]``. They may be written to.
-            dropped: Causes by client. A client that is added does not count in this round, and its
-                cause (``dropped_out``, ``crashed``, ``late``, or another name) becomes a column of
-                the table of rounds. An update that is not finite is dropped as ``non_finite``
-                anyway.
+            delta: Updates of these clients, ``[k, P]``. May be modified in place.
+            dropped: Cause of the drop by client id. To drop the update of a client, add an entry.
+                Each cause (``dropped_out``, ``crashed``, ``late``, or another name) becomes a
+                column of the table of rounds. Non-finite updates are always dropped as
+                ``non_finite``.
+
+        Returns:
+            The updates, ``[k, P]``.
         """
 
 
 class ClientFaults(OnUpdates):
-    r"""Let clients fail, at random or by a trace, and say how long rounds would take.
+    r"""Simulate client faults, at random or from a trace, and the duration of rounds.
 
-    A client of a round has at most one fault:
+    A client has at most one fault per round:
 
-    - ``dropout``: it never answers;
-    - ``crash``: it fails during training;
-    - ``late``: it answers after the ``deadline``;
-    - ``nan``: it sends NaN;
-    - ``blowup``: it sends finite numbers as large as :math:`10^{30}`, for robust rules to stand.
+    - ``dropout``: the client sends no update;
+    - ``crash``: the client fails during training;
+    - ``late``: the update arrives after the ``deadline``;
+    - ``nan``: the update is NaN;
+    - ``blowup``: the entries of the update are :math:`\pm 10^{30}`.
 
-    The loop drops all but the last and counts them in the table of rounds, in the columns
-    ``dropped_out``, ``crashed``, ``late`` and ``non_finite``; or it ends the run
-    (``on_client_error: raise``).
+    The loop drops the updates of all faults but ``blowup`` and counts them in the columns
+    ``dropped_out``, ``crashed``, ``late`` and ``non_finite`` of the table of rounds. With
+    ``on_client_error: raise`` it ends the run instead.
 
-    Faults are a function of (run seed, round, client). What happened is written to ``faults.csv``
-    beside the table of rounds, which is a trace to be replayed.
+    Faults depend on (run seed, round, client) only. They are written to ``faults.csv`` beside the
+    table of rounds, in the format of ``trace``.
 
-    The virtual clock gives client :math:`i` a round of
-    :math:`f_i (n_i s + \frac{\text{bytes}}{b})` seconds, with :math:`n_i` local steps, bytes down
-    and up, and a factor :math:`f_i = e^{\sigma z_i}`, :math:`z_i \sim N(0, 1)`, that it has for
-    good; a straggler takes ``straggler_factor`` times as long. The server waits for the last who
-    answers, or until the deadline. Column ``virtual_time`` of the table of rounds is the sum so
-    far.
+    On the virtual clock, a round takes client :math:`i`
+    :math:`f_i (n_i s + \frac{\text{bytes}}{b})` seconds, where :math:`n_i` is the number of local
+    steps, bytes are those sent and received, and :math:`f_i = e^{\sigma z_i}`,
+    :math:`z_i \sim N(0, 1)`, is a factor that is fixed for the client. Stragglers take
+    ``straggler_factor`` times as long. The server waits for the last update or until the deadline.
+    The column ``virtual_time`` of the table of rounds contains the cumulative time.
 
     Args:
         dropout: Probability that a sampled client drops out of the round.
-        crash: Probability that it crashes during training.
-        nan: Probability that it sends NaN.
-        blowup: Probability that it sends numbers that are far too large.
-        straggler: Probability that a client is slow in a round, whatever else happens.
-        straggler_factor: How many times slower a straggler is.
-        trace: A CSV file with the columns ``round`` (from 1), ``client`` and ``fault``: what is in
-            it happens, and nothing at random.
-        step_seconds: :math:`s`, seconds of a local step.
-        bandwidth: :math:`b`, bytes a second.
-        speed_sigma: :math:`\sigma`.
-        deadline: Seconds of a round after which nobody is waited for; None waits for all.
-        name: Of the file of what happened; None writes none.
+        crash: Probability that a sampled client crashes during training.
+        nan: Probability that the update of a sampled client is NaN.
+        blowup: Probability that the update of a sampled client has very large entries.
+        straggler: Probability that a client is slow in a round, independent of its faults.
+        straggler_factor: Factor by which a straggler is slower.
+        trace: Path of a CSV file with the columns ``round`` (from 1), ``client`` and ``fault``. If
+            given, these faults are replayed instead of random faults.
+        step_seconds: Duration :math:`s` of a local step in seconds.
+        bandwidth: Bandwidth :math:`b` of a client in bytes per second.
+        speed_sigma: Standard deviation :math:`\sigma` of the logarithm of the speed factor.
+        deadline: Maximum duration of a round in seconds; None waits for all clients.
+        name: Name of the file of faults; None writes no file.
 
     Raises:
-        FederationError: If an option is out of range, or a line of the trace cannot be read.
+        FederationError: If an option is out of range, or the trace cannot be read.
 
     Example:
         >>> faults = ClientFaults(dropout=0.2, straggler=0.1, deadline=60.0)
@@ -128,19 +131,19 @@ class ClientFaults(OnUpdates):
         self.rates = {"dropout": dropout, "crash": crash, "nan": nan, "blowup": blowup}
         for option, value in {**self.rates, "straggler": straggler}.items():
             if not 0 <= value <= 1:
-                raise FederationError(f"{option} must be a probability from 0 to 1, got {value}")
+                raise FederationError(f"{option} must be a probability in [0, 1], got {value}")
         if (total := sum(self.rates.values())) > 1 + 1e-9:
             raise FederationError(
-                f"dropout, crash, nan and blowup add up to {total:g}: a client has one fault a"
-                " round at most, lower them to 1 together"
+                "the sum of dropout, crash, nan and blowup must be at most 1, because a client has"
+                f" at most one fault per round, got {total:g}"
             )
-        for option, value, least in (
+        for option, value, minimum in (
             ("straggler_factor", straggler_factor, 1.0),
             ("step_seconds", step_seconds, 0.0),
             ("speed_sigma", speed_sigma, 0.0),
         ):
-            if not least <= value < math.inf:
-                raise FederationError(f"{option} must be at least {least:g}, got {value}")
+            if not minimum <= value < math.inf:
+                raise FederationError(f"{option} must be at least {minimum:g}, got {value}")
         for option, limit in (("bandwidth", bandwidth), ("deadline", deadline)):
             if limit is not None and not limit > 0:
                 raise FederationError(f"{option} must be positive, got {limit}")
@@ -148,18 +151,18 @@ class ClientFaults(OnUpdates):
         self.step_seconds, self.bandwidth = step_seconds, bandwidth
         self.speed_sigma, self.deadline, self.name = speed_sigma, deadline, name
         self.trace = None if trace is None else read_trace(trace)
-        #: What happened: round (from 1), client, fault.
+        #: Faults so far: round (from 1), client, fault.
         self.happened: list[tuple[int, int, str]] = []
-        #: Seconds of all rounds so far.
+        #: Virtual duration of all rounds so far, in seconds.
         self.virtual_time = 0.0
 
     def fault_of(self, seed: int, round: int, client: int) -> str | None:
-        """Return what happens to a client, but for being late.
+        """Return the fault of a client in a round, except ``late``; None without a fault.
 
         Args:
-            seed: The run's.
-            round: Counted from 0.
-            client: Its number.
+            seed: Seed of the run.
+            round: Index of the round, from 0.
+            client: Id of the client.
         """
         if self.trace is not None:
             return self.trace.get((round + 1, client))
@@ -171,18 +174,18 @@ class ClientFaults(OnUpdates):
         return None
 
     def seconds_of(self, seed: int, round: int, client: int, steps: int) -> float:
-        """Return how long a client takes for a round.
+        """Return the duration of a round for a client, in seconds.
 
         Args:
-            seed: The run's.
-            round: Counted from 0.
-            client: Its number.
-            steps: Local steps.
+            seed: Seed of the run.
+            round: Index of the round, from 0.
+            client: Id of the client.
+            steps: Number of local steps.
         """
-        own = generator(seed, RandomStream.SPEEDS, 0, client)
-        factor = math.exp(self.speed_sigma * float(torch.randn((), generator=own)))
-        now = generator(seed, RandomStream.SPEEDS, round + 1, client)
-        if float(torch.rand((), generator=now)) < self.straggler:
+        client_rng = generator(seed, RandomStream.SPEEDS, 0, client)
+        factor = math.exp(self.speed_sigma * float(torch.randn((), generator=client_rng)))
+        round_rng = generator(seed, RandomStream.SPEEDS, round + 1, client)
+        if float(torch.rand((), generator=round_rng)) < self.straggler:
             factor *= self.straggler_factor
         up, down = self._loop.bytes_of_a_client()
         return factor * (steps * self.step_seconds + (up + down) / self.bandwidth)
@@ -190,7 +193,7 @@ class ClientFaults(OnUpdates):
     def on_client_updates(
         self, plan: RoundPlan, clients: Tensor, delta: Tensor, dropped: dict[int, str]
     ) -> Tensor:
-        """Let clients fail; see :class:`ClientFaults`."""
+        """Apply the faults of the round to the updates."""
         for row, client in enumerate(clients.tolist()):
             fault = self._what(plan, client)
             if fault == "blowup":
@@ -213,16 +216,16 @@ class ClientFaults(OnUpdates):
         return self.seconds_of(plan.seed, plan.round, client, steps)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note what happened, and how long the round took."""
+        """Record the faults and the duration of the round."""
         plan = self._loop.plan_of_the_round
-        if plan is None:  # the round was cut short
+        if plan is None:  # the round was interrupted
             return
         times, waits = [0.0], False
         for client in plan.cohort.tolist():
             fault = self._what(plan, client)
             if fault is not None:
                 self.happened.append((plan.round + 1, client, fault))
-            # Of who has dropped out or crashed the server hears nothing until its deadline.
+            # The server cannot tell a lost client from a slow one, so it waits until the deadline.
             waits |= fault in ("dropout", "crash", "late")
             if fault not in ("dropout", "crash", "late"):
                 times.append(self._seconds(plan, client))
@@ -235,40 +238,40 @@ class ClientFaults(OnUpdates):
             write_atomically(path.with_name(self.name), "\n".join(lines) + "\n")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what happened, and the time."""
+        """Return the faults and the virtual time so far."""
         return {"happened": list(self.happened), "virtual_time": self.virtual_time}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what happened, and the time."""
+        """Restore the faults and the virtual time."""
         check(
             state_dict,
             {"happened": [[COUNT, COUNT, str], ...], "virtual_time": float},
             "ClientFaults",
         )
-        for each in state_dict["happened"]:
-            if [*map(type, each)] != [int, int, str] or each[2] not in FAULTS:
+        for entry in state_dict["happened"]:
+            if [*map(type, entry)] != [int, int, str] or entry[2] not in FAULTS:
                 raise FederationError(
-                    f"the checkpoint's ClientFaults say that {short_repr(each)} happened: it must"
-                    f" be a round, a client and one of {', '.join(FAULTS)}"
+                    "the checkpoint's ClientFaults must list rounds, clients and faults"
+                    f" ({', '.join(FAULTS)}), got {short_repr(entry)}"
                 )
         self.happened = [(r, c, f) for r, c, f in state_dict["happened"]]
         self.virtual_time = state_dict["virtual_time"]
 
 
 def read_trace(path: str | Path) -> dict[tuple[int, int], str]:
-    """Read what happens to clients.
+    """Read a trace of client faults.
 
     Args:
-        path: A CSV file with the columns ``round``, ``client``, ``fault``.
+        path: Path of a CSV file with the columns ``round``, ``client``, ``fault``.
 
     Returns:
-        Faults, by round (from 1) and client.
+        Faults by (round, client), with rounds from 1.
 
     Raises:
-        FederationError: If there is no such file, or a line cannot be read; which, and why.
+        FederationError: If the file does not exist or a line is invalid.
     """
     try:
-        text = read_text(path).removeprefix("\ufeff")  # which Excel writes
+        text = read_text(path).removeprefix("\ufeff")  # Excel writes a byte-order mark
         lines = csv.reader(io.StringIO(text, newline=""), strict=True)
         return _read_lines(lines, path)
     except (OSError, UnicodeError, csv.Error) as error:
@@ -277,7 +280,7 @@ def read_trace(path: str | Path) -> dict[tuple[int, int], str]:
 
 def _read_lines(lines: Iterator[list[str]], path: str | Path) -> dict[tuple[int, int], str]:
     if [name.strip() for name in next(lines, [])] != ["round", "client", "fault"]:
-        raise FederationError(f"the trace {path} must begin with the line 'round,client,fault'")
+        raise FederationError(f"the first line of the trace {path} must be 'round,client,fault'")
     found: dict[tuple[int, int], str] = {}
     for number, line in enumerate(lines, 2):
         if not line:
@@ -287,14 +290,14 @@ def _read_lines(lines: Iterator[list[str]], path: str | Path) -> dict[tuple[int,
         is_whole = all(p.isascii() and p.isdecimal() and len(p) < 16 for p in whole)
         if fault is None or not is_whole:
             raise FederationError(
-                f"line {number} of the trace {path} is {short_repr(','.join(line))}: it must be a"
-                f" round from 1 up, a client from 0 up and one of {', '.join(FAULTS)}"
+                f"line {number} of the trace {path} must contain a round (from 1), a client (from"
+                f" 0) and one of {', '.join(FAULTS)}, got {short_repr(','.join(line))}"
             )
         key = int(whole[0]), int(whole[1])
         if key[0] < 1 or key in found:
             raise FederationError(
-                f"line {number} of the trace {path} says round {key[0]}, client {key[1]}:"
-                + (" twice" if key in found else " rounds are counted from 1")
+                f"line {number} of the trace {path}, round {key[0]}, client {key[1]}:"
+                + (" duplicate entry" if key in found else " rounds are counted from 1")
             )
         found[key] = fault
     return found

@@ -1,4 +1,4 @@
-"""One ``Trainer.fit`` as a whole federation."""
+"""Callback that turns ``Trainer.fit`` into federated training."""
 
 from __future__ import annotations
 
@@ -72,42 +72,47 @@ from lightning_fl.types import (
 class FederatedLoop(Callback):
     """Make each training epoch a communication round of federated learning.
 
-    A round draws its clients and their hyperparameters, trains client after client from the
-    server's parameters (one training batch is one local step), and puts the aggregate into the
-    module before Lightning validates: validation, test, checkpoints and export see the server's
-    model. It works with any LightningModule that uses automatic optimization, unchanged, and needs
-    a :class:`~lightning_fl.datamodules.FederatedDataModule`.
+    Each round samples clients and their hyperparameters, trains every sampled client from the
+    global model (one training batch is one local step), aggregates the client updates, and loads
+    the new global model into the module before Lightning validates. Validation, test, checkpoints
+    and export therefore use the global model. The callback works with any LightningModule that
+    uses automatic optimization, without changes to the module, and requires a
+    :class:`~lightning_fl.datamodules.FederatedDataModule`.
 
     Args:
-        aggregator: The server's rule; None is :class:`~lightning_fl.aggregators.FedAvg`.
-        policy: Hyperparameters of rounds and clients; None is one local epoch at the module's own
-            learning rate.
-        sampler: Draws the cohort; None is uniform.
-        clients_per_round: Number of clients that are sampled for a round.
-        client_fraction: The same as a fraction of all clients, in (0, 1]. Without either all
-            clients train in every round.
-        min_clients: With fewer usable updates the server keeps its model for the round.
-        on_client_error: What to do with an update that is lost or not finite: ``skip`` drops,
-            counts and names it, ``raise`` ends the run. An exception in a client's step always ends
-            it.
-        optimizer_state: ``reset`` gives a client a fresh optimizer each round; ``keep`` lets each
-            client keep its own (memory and checkpoint then grow with the number of clients).
-        buffers: What becomes of a module's buffers after a client. ``average``: floating buffers
-            are averaged like parameters, integer ones keep their maximum. ``server``: the server
-            keeps its own. ``local``: each client keeps its own, the server the average. None is
-            ``average``, with a warning where the module has running statistics.
-        monitor: The validation loss that policies learn from.
-        csv_name: File of the table of rounds, beside the logger's files; None writes none.
-        seed: The run's seed; None is that of ``seed_everything``, else the checkpoint's, else 0.
-        update_transforms: What happens to each client's update on its way to the server, in order:
-            compression, for example.
-        client_state_memory_gb: GiB of what clients keep from round to round that stay in memory;
-            with more, all of it is in a file in the Trainer's ``default_root_dir`` while the run
-            lasts.
+        aggregator: Aggregation rule of the server. Defaults to
+            :class:`~lightning_fl.aggregators.FedAvg`.
+        policy: Chooses the hyperparameters of each round and client. By default, clients train for
+            one local epoch at the learning rate of the module's optimizer.
+        sampler: Samples the clients of each round. By default, clients are sampled uniformly.
+        clients_per_round: Number of clients sampled per round.
+        client_fraction: Fraction of clients sampled per round, in (0, 1]. If neither this nor
+            ``clients_per_round`` is set, all clients train in every round.
+        min_clients: Minimum number of usable updates per round. With fewer, the global model stays
+            unchanged in that round.
+        on_client_error: How to handle a lost or non-finite update: ``skip`` drops and reports it,
+            ``raise`` ends the run. An exception in a client's training step always ends the run.
+        optimizer_state: ``reset`` creates a new optimizer state for each client in each round;
+            ``keep`` stores the state of each client between rounds (memory and checkpoint size
+            then grow with the number of clients).
+        buffers: How to combine the buffers of the clients. ``average``: floating-point buffers are
+            averaged like parameters, integer buffers take the maximum. ``server``: the server
+            keeps its buffers. ``local``: each client keeps its buffers and the server takes the
+            average. None selects ``average`` and warns if the module has running statistics.
+        monitor: Name of the validation loss that policies learn from.
+        csv_name: File name of the table of rounds, written to the logger's directory. None writes
+            no file.
+        seed: Seed of the run. None uses the seed of ``seed_everything``, else the checkpoint's
+            seed, else 0.
+        update_transforms: Transforms applied in order to each client update before aggregation,
+            such as compression.
+        client_state_memory_gb: Maximum size in GiB of the client state held in memory between
+            rounds. Larger state is stored in a file in the Trainer's ``default_root_dir`` for the
+            duration of the run.
 
     Raises:
-        FederationError: If an option is out of range; at the start of a fit, if the Trainer, the
-            module, the data or the checkpoint do not fit a federation.
+        FederationError: If an option is out of range. At the start of a fit, if the Trainer, the
+            module, the data or the checkpoint is not compatible with federated training.
 
     Example:
         >>> loop = FederatedLoop(client_fraction=0.1, policy=Schedule(lr=0.1, local_epochs=5))
@@ -143,32 +148,32 @@ class FederatedLoop(Callback):
         self.update_transforms = list(update_transforms)
         self.progress = Progress()
         self.store = ClientStore(most=client_state_memory_gb * 2**30)
-        #: The plan of the round that ended last, for callbacks; None if it was cut short.
+        #: Plan of the last finished round, for other callbacks; None if the round was interrupted.
         self.plan_of_the_round: RoundPlan | None = None
-        #: What is put back when a fit ends, however it ends, the last first.
+        #: Clean-up functions, called in reverse order when a fit ends or fails.
         self.undo = ExitStack()
         self._resume = Resume(self.progress, self.aggregator, self.policy)
         self._plan: RoundPlan | None = None
         self._round: Round | None = None
         self._fit: Fit | None = None
-        #: Folders that no other run may write to, until the fit ends.
+        #: Folders locked against other runs until the fit ends.
         self._folders: set[Path] = set()
-        #: What checkpoints hold; from the start of a fit on.
+        #: State written to checkpoints; set at the start of a fit.
         self._boundary: RoundBoundary | None = None
-        #: Whether the round is over for the loop, but not yet for all other callbacks.
+        #: True after the loop has ended the round and while other callbacks are still ending it.
         self._is_closing = False
         self._first_round = 0  # of this fit
         self._warnings = DropWarnings()
 
     @property
     def state_key(self) -> str:
-        """Its place in checkpoints; a child class finds that of its parent."""
+        """Key in checkpoints. Subclasses use the same key."""
         return FederatedLoop.__qualname__
 
     # --- before the first round -------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what breaks rounds, and set what rounds need on the Trainer."""
+        """Check that rounds are supported, and configure the Trainer for them."""
         check_package(trainer, Trainer)
         user = user_module(pl_module)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # not a user's own
@@ -184,9 +189,9 @@ class FederatedLoop(Callback):
         self._processes = processes_of(trainer)
         if self._processes.share_samples and vectorized is not None:
             raise FederationError(
-                f"{type(trainer.strategy).__name__} shares the samples of a client over processes,"
-                " and VectorizedClients trains many clients in each: choose"
-                " strategy='client_parallel', or leave VectorizedClients out"
+                f"{type(trainer.strategy).__name__} splits the samples of one client over"
+                " processes, which is not supported with VectorizedClients: set"
+                " strategy='client_parallel', or remove VectorizedClients"
             )
         self._planner = Planner(
             trainer,
@@ -198,7 +203,7 @@ class FederatedLoop(Callback):
             self._processes,
         )
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by the connector
-        #: Callbacks that see updates on their way to the server.
+        #: Callbacks that implement ``on_client_updates``.
         self._watchers = [c for c in callbacks if callable(getattr(c, "on_client_updates", None))]
         self.progress.seed = run_seed(self.seed)
         self._federation = self._describe(user)
@@ -207,7 +212,7 @@ class FederatedLoop(Callback):
         self._check_cohort()
         check_network(trainer, user, data)
         check_smallest_batch(user, data)
-        with evaluating(user), seeded_rng(0, user.device):  # dropout would be a difference
+        with evaluating(user), seeded_rng(0, user.device):  # dropout would change the output
             self.aggregator.prepare(user, data.example)
         if self.buffers is None:
             warn_of_running_statistics(user)
@@ -216,7 +221,7 @@ class FederatedLoop(Callback):
         self._take_over(pl_module)
 
     def _describe(self, user: LightningModule) -> Federation:
-        """Return what the run is, as far as it is known before the module has an optimizer."""
+        """Describe the run before the module has an optimizer."""
         planner, data = self._planner, self._data
         n = planner.num_clients
         loader = [getattr(data, name, None) for name in ("batch_size", "replacement", "drop_last")]
@@ -241,31 +246,31 @@ class FederatedLoop(Callback):
         )
 
     def _cohort_size(self, data: Any) -> int:
-        """Return the number of clients that are sampled for a round."""
+        """Return the number of clients sampled per round."""
         n = len(data.num_samples)
         if self.clients_per_round is None:
             return max(1, round((self.client_fraction or 1.0) * n))
         if self.clients_per_round > n:
             raise FederationError(
-                f"clients_per_round={self.clients_per_round}, and the federation has {n} clients:"
-                " lower it"
+                f"clients_per_round must be at most the number of clients, {n},"
+                f" got {self.clients_per_round}"
             )
         return int(self.clients_per_round)
 
     def _check_cohort(self) -> None:
-        """Refuse rounds that could never have enough clients."""
+        """Check that a round can reach ``min_clients``."""
         sampled = self._planner.cohort_size
         if sampled < self.min_clients and not self._trainer.fast_dev_run:  # type: ignore[attr-defined]
             raise FederationError(
-                f"min_clients={self.min_clients}, but only {sampled} clients are sampled in a"
-                " round: lower min_clients, or raise clients_per_round or client_fraction"
+                f"min_clients={self.min_clients}, but only {sampled} clients are sampled per"
+                " round: decrease min_clients, or increase clients_per_round or client_fraction"
             )
 
     def _describe_to_resume(self) -> None:
-        """Note what makes this run another one than a checkpoint's."""
+        """Record the configuration that a checkpoint must match to be resumed."""
         identity = {
             "num_clients": self._planner.num_clients,
-            # Once: the digest reads every index, and every checkpoint holds it.
+            # Computed once: the digest reads every index, and every checkpoint stores it.
             "checksum": self._data.checksum,
             "aggregator_class": type(self.aggregator).__name__,
             "policy_class": type(self.policy).__name__,
@@ -286,18 +291,19 @@ class FederatedLoop(Callback):
         self._resume.describe(identity, options)
 
     def _take_over(self, pl_module: LightningModule) -> None:
-        """Set what rounds need on the Trainer and the data module, until the fit ends."""
+        """Configure the Trainer and the data module for rounds, until the fit ends."""
         trainer, data, planner = self._trainer, self._data, self._planner
-        if self._boundary is not None:  # of a fit that an exception has ended
+        if self._boundary is not None:  # left by a fit that ended with an exception
             self._boundary.close()
         self._boundary, self._is_closing = RoundBoundary(trainer, self.state_key), False
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
-        # First, so that the others see each client loaded at its first batch, and the round closed.
+        # Placed first: other callbacks then see each client loaded at its first batch, and the
+        # round ended at its last hook.
         others = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [self, *others]  # type: ignore[attr-defined]
         self._log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self.undo.callback(setattr, trainer, "log_every_n_steps", self._log_every_n_steps)
-        if "://" not in (folder := str(trainer.default_root_dir)):  # else no place for a file
+        if "://" not in (folder := str(trainer.default_root_dir)):  # needs a local folder
             self.store.folder = folder
         if "val_loss" in self.policy.learns_from:
             trainer.num_sanity_val_steps = math.inf
@@ -311,7 +317,7 @@ class FederatedLoop(Callback):
         self.undo.callback(setattr, data, "plan", None)
 
     def _hold(self, trainer: Trainer, folder: str | Path) -> None:
-        """Let no other run write to a folder while the fit lasts."""
+        """Lock a folder against other runs for the duration of the fit."""
         folder = Path(folder).absolute()
         if trainer.is_global_zero and folder not in self._folders and "://" not in str(folder):
             lock = FolderLock(folder)
@@ -320,7 +326,7 @@ class FederatedLoop(Callback):
             self.undo.callback(lock.release)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take hold of the module's tensors and its optimizer; restore a checkpoint."""
+        """Set up the client runner and the aggregator; restore the checkpoint if there is one."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the connector
             is_writing = isinstance(callback, RoundCheckpoint) and not trainer.fast_dev_run  # type: ignore[attr-defined]
             if is_writing and callback.dirpath is not None:
@@ -336,7 +342,7 @@ class FederatedLoop(Callback):
         self.undo.callback(self._validation.close)
         is_new = trainer.ckpt_path is None or self._resume.pending == NOT_BEGUN
         if not is_new:
-            if not self._resume.pending:  # Lightning asks nobody where the file has no callbacks
+            if not self._resume.pending:  # Lightning does not call load_state_dict then
                 raise not_of_a_federation(trainer)
             with error_context(f"{trainer.ckpt_path} cannot be resumed"):
                 self._resume.restore(fit)
@@ -347,9 +353,9 @@ class FederatedLoop(Callback):
             self._note_boundary(is_begun=False)
 
     def _start_fit(self, pl_module: LightningModule) -> Fit:
-        """Set up the rule, now that the module has its tensors; return what rounds work with."""
+        """Set up the aggregator on the module's device, and return the context of the rounds."""
         trainer, runner, rule = self._trainer, self.runner, self.aggregator
-        seed = self.run_seed  # a checkpoint may have brought another
+        seed = self.run_seed  # may differ from the seed at setup after a checkpoint was loaded
         federation = replace(self._federation, layout=runner.layout, seed=seed)
         server = runner.read().vector
         self.policy.to(server.device)
@@ -374,17 +380,17 @@ class FederatedLoop(Callback):
         )
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the loss before the first round, where a policy asked for it."""
+        """Record the validation loss before the first round if the policy needs it."""
         if "val_loss" in self.policy.learns_from and self.round == 0:
             self._note_val_loss(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note where the first round starts."""
+        """Record the boundary before the first round of this fit, and start logging."""
         if trainer.current_epoch != self.round:
             raise FederationError(
-                f"the loop has done {self.round} rounds and the Trainer {trainer.current_epoch}"
-                " epochs: give each Trainer a FederatedLoop of its own, or resume both from a"
-                " checkpoint with ckpt_path"
+                f"FederatedLoop is at round {self.round}, but the Trainer is at epoch"
+                f" {trainer.current_epoch}: create a new FederatedLoop for each Trainer, or resume"
+                " both from a checkpoint with ckpt_path"
             )
         self._first_round, self._warnings = self.round, DropWarnings()
         self.fit.schedulers.catch_up(self.round, self.progress.monitored)
@@ -415,28 +421,29 @@ class FederatedLoop(Callback):
     # --- a round ----------------------------------------------------------------------------------
 
     def plan(self) -> RoundPlan:
-        """Return the plan of the round: a function of the loop's saved state, drawn once."""
+        """Return the plan of the round. It is drawn once and depends on the saved state only."""
         if self._plan is None or self._plan.round != self.round:
             self._planner.advance(self.round)
             self._plan = self._planner.draw(self.run_seed, self.round)
-            # Lightning warns of rounds shorter than its logging interval, every round.
+            # Lightning would warn in every round that is shorter than its logging interval.
             steps = len(self._plan.schedule)
             self._trainer.log_every_n_steps = min(self._log_every_n_steps, steps)  # type: ignore[attr-defined]
         return self._plan
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the state before the round, which a round that is cut short goes back to.
+        """Start a round.
 
-        Hooks of this name that are called after this one run again when a run is resumed.
+        An interrupted round is repeated when the run is resumed, and so are the hooks of this name
+        that are called after this one.
         """
         self._write_rounds(trainer)
         self.aggregator.load_client_network()
         plan = self.plan()
         if trainer.num_training_batches != len(plan.schedule):
             raise FederationError(
-                f"round {self.round + 1} has {len(plan.schedule)} local steps, but Lightning would"
-                f" run {trainer.num_training_batches} batches: the training loader is not the"
-                " FederatedDataModule's own"
+                f"round {self.round + 1} has {len(plan.schedule)} local steps, but the training"
+                f" loader has {trainer.num_training_batches} batches: use the training loader of"
+                " the FederatedDataModule"
             )
         self.rounds.begin(trainer.callback_metrics)
         self._round = Round(self.fit, plan)
@@ -445,24 +452,24 @@ class FederatedLoop(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Load the global model at the first step of clients."""
+        """Load the global model at the first local step of a client."""
         self._current.start_batch(batch_idx)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        """Weigh each process's mean loss by its samples, where processes share a batch."""
+        """Scale the loss by this process's share of the samples if processes share a batch."""
         if self._round is not None:
             self._round.scale(loss)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note what clients report of the model that they started from."""
+        """Record the loss that clients report for the model at the start of the round."""
         self._current.report(batch_idx, outputs)
 
     def _end_batch(self, batch_idx: int) -> None:
-        """Collect clients after every hook of their last step; aggregate after the last client."""
+        """Collect updates after the last hook of a client; aggregate after the last client."""
         round = self._current
         if not round.end_batch(batch_idx):
             return
@@ -475,7 +482,7 @@ class FederatedLoop(Callback):
 
     @property
     def fit(self) -> Fit:
-        """What rounds work with, from the start of a fit on."""
+        """Context of the rounds; available from the start of a fit."""
         assert self._fit is not None, "a hook of the fit ran before on_fit_start"
         return self._fit
 
@@ -485,17 +492,18 @@ class FederatedLoop(Callback):
         return self._round
 
     def _abandon(self) -> None:
-        """After a round that was cut short the global model stays, never half a client."""
+        """Load the global model after an interrupted round."""
         if self._round is not None:
             self._round.abandon(lambda: self._noted.state()["aggregator"])
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Leave the global model behind, and let go: Lightning does not tear down.
+        """Load the global model and clean up, because Lightning does not call ``teardown``.
 
-        Checkpoints still describe the last boundary: there are callbacks that save one now. Nothing
-        that fails here may hide the exception, which gets a note of it.
+        The state for checkpoints still describes the last boundary between rounds, because some
+        callbacks save a checkpoint on exceptions. Errors during clean-up are added to the exception
+        as notes, so that they do not hide it.
         """
         self._is_closing = False
         where = None if self._round is None else self._round.where()
@@ -504,16 +512,16 @@ class FederatedLoop(Callback):
         for clean_up in (self._abandon, self._summarize, self.undo.close):
             try:
                 clean_up()
-            except Exception as error:  # of a rule, a warning or a device
+            except Exception as error:  # from an aggregator, a warning or a device
                 exception.add_note(
-                    f"Afterwards {clean_up.__name__.strip('_')} failed, so the module may not hold"
-                    f" the global model: {type(error).__name__}: {error}"
+                    f"Clean-up step {clean_up.__name__.strip('_')} failed, so the module may not"
+                    f" hold the global model: {type(error).__name__}: {error}"
                 )
 
     # --- after the clients ------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give validation a stream of its own, whatever was drawn before."""
+        """Switch to the random stream of validation."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._validation.begin(pl_module)
@@ -522,7 +530,7 @@ class FederatedLoop(Callback):
             self._round.begin_validation()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go back to the round's stream."""
+        """Return to the random stream of the round."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._validation.end()
@@ -530,9 +538,9 @@ class FederatedLoop(Callback):
             self._round.end_validation()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the round: the policy learns, the table gets its row."""
+        """End the round: update the policy, add a row to the table and log metrics."""
         round = self._current
-        if not round.is_aggregated:  # Stopped in the middle; a resumed run does this round again.
+        if not round.is_aggregated:  # Stopped early; a resumed run repeats the round.
             self._end_early(round)
             return
         self.store.commit()
@@ -540,8 +548,8 @@ class FederatedLoop(Callback):
         self.aggregator.check_metrics({f"federation/{name}" for name in COLUMNS - {"lr"}})
         before = self.val_loss
         self._note_val_loss(trainer)
-        if self.policy.learns:  # else nobody listens
-            # One for all: modules may log without synchronizing, and policies must agree.
+        if self.policy.learns:
+            # Modules may log without synchronizing, but policies must agree on all processes.
             fresh = trainer.strategy.broadcast(self.rounds.fresh(trainer.callback_metrics))
             self.policy.update(round.feedback(before, self.val_loss, fresh))
         figures = round.metrics()
@@ -554,7 +562,7 @@ class FederatedLoop(Callback):
         self._log(trainer, figures | learned)
 
     def _end_early(self, round: Round) -> None:
-        """Abandon a round that ends before its last client."""
+        """Abandon a round that ended before its last client."""
         self._abandon()
         self._round_log.end_round({})
         round.logs.put_back(self._trainer, shared=False)
@@ -566,29 +574,29 @@ class FederatedLoop(Callback):
             )
 
     def _log(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
-        """Tell loggers and callbacks, as ``log_dict`` would, which takes 20 times as long."""
+        """Pass metrics to loggers and callbacks; ``log_dict`` would take 20 times as long."""
         own = {f"federation/{name}": float(value) for name, value in figures.items()}
         trainer.callback_metrics.update({k: torch.tensor(v) for k, v in own.items()})
         self._round_log.end_round({"round": self.round, **own})
 
     def _note_val_loss(self, trainer: Trainer) -> None:
-        """Note the validation loss of this round: not one that is left from an earlier round."""
+        """Record the validation loss, but only if it was logged in this round."""
         self.progress.val_loss, metrics = None, trainer.callback_metrics
         if self._round is not None and not self._round.is_validated:
             return
         is_fresh = self.rounds.is_fresh(self.monitor, metrics)
         val_loss = float(metrics[self.monitor]) if is_fresh else None
-        # One for all: a module may not have synchronized it, and policies must agree.
+        # The module may not have synchronized it, but policies must agree on all processes.
         self.progress.val_loss = trainer.strategy.broadcast(val_loss)
         if self.val_loss is None and "val_loss" in self.policy.learns_from:
             raise FederationError(
                 f"{type(self.policy).__name__} learns from {self.monitor!r}, which validation does"
-                f" not log (it logs {sorted(metrics)}): set monitor, or give it samples to validate"
-                " on (data.init_args.val_size, trainer.limit_val_batches)"
+                f" not log (logged: {sorted(metrics)}): set monitor, or provide validation samples"
+                " (data.init_args.val_size, trainer.limit_val_batches)"
             )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the whole table, also after a resume that found nothing left to do."""
+        """Write the table of rounds, also if a resumed run had no rounds left."""
         self._write_rounds(trainer)
         self._summarize()
 
@@ -601,16 +609,16 @@ class FederatedLoop(Callback):
         self._warnings.summarize(self.rows[self._first_round :])
 
     def table_path(self, trainer: Trainer) -> Path | None:
-        """Return where the table of rounds is written, None where it is not."""
+        """Return the path of the table of rounds, or None if it is not written."""
         if self.csv_name is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return None
         return Path(trainer.log_dir or trainer.default_root_dir, self.csv_name)
 
-    # --- how far the run is -----------------------------------------------------------------------
+    # --- progress ---------------------------------------------------------------------------------
 
     @property
     def round(self) -> int:
-        """Rounds that ended."""
+        """Number of finished rounds."""
         return self.progress.round
 
     @property
@@ -620,26 +628,26 @@ class FederatedLoop(Callback):
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The table of rounds that ended, one dictionary for each."""
+        """Rows of the table of rounds, one dictionary per finished round."""
         return self.rounds.rows
 
     @property
     def val_loss(self) -> float | None:
-        """The validation loss after the last round, None if it is not known."""
+        """Validation loss after the last round; None if unknown."""
         return self.progress.val_loss
 
     @property
     def run_seed(self) -> int:
-        """The seed that a run is a function of; known from the start of a fit on."""
+        """Seed of the run; available from the start of a fit."""
         return self.progress.seed
 
     def bytes_of_a_client(self) -> tuple[int, int]:
-        """Return the bytes that go up and down between the server and a client in a round."""
+        """Return the bytes that a client sends (up) and receives (down) per round."""
         return self._traffic.of_a_client()
 
     @property
     def clients_done(self) -> tuple[int, int]:
-        """How many of this process's clients are done, of how many; (0, 0) between rounds."""
+        """Finished clients and all clients of this process's round; (0, 0) between rounds."""
         round = self._round
         return (0, 0) if round is None else (round.position, len(round.plan.rows))
 
@@ -655,7 +663,7 @@ class FederatedLoop(Callback):
         self._noted.note(state, store, is_begun=is_begun)
 
     def _note_close(self) -> None:
-        """Note the end of the round, when all others have done their work for it."""
+        """Record the boundary after all other callbacks have ended the round."""
         if self._is_closing:
             metrics = self._trainer.callback_metrics
             self.rounds.complete(metrics)
@@ -665,13 +673,13 @@ class FederatedLoop(Callback):
             self._is_closing = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as of the last boundary between two rounds."""
+        """Return the state at the last boundary between two rounds."""
         return {} if self._boundary is None else self._boundary.state()
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Refuse a checkpoint of another federation; a test only wants its parameters."""
+        """Check that the checkpoint belongs to this federation. Tests load parameters only."""
         state, is_fit = checkpoint["callbacks"].get(self.state_key), trainer.state.fn == "fit"
         if state == NOT_BEGUN and is_fit:
             checkpoint |= {"optimizer_states": [], "lr_schedulers": []}
@@ -682,13 +690,13 @@ class FederatedLoop(Callback):
         if not is_fit:
             return
         self._resume.check(trainer, pl_module, checkpoint, state, self.seed is not None)
-        if not is_begun:  # Lightning begins, too
+        if not is_begun:  # Lightning also starts from epoch 0
             del checkpoint["loops"]
         self._noted.adopt(checkpoint)
-        self.aggregator.load_client_network()  # lanes are made of the shapes that clients train
+        self.aggregator.load_client_network()  # runners need the shapes of the client model
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a checkpoint's state, after :meth:`on_load_checkpoint` agreed to it."""
+        """Restore the state of a checkpoint accepted by :meth:`on_load_checkpoint`."""
         self._resume.load(state_dict)
         if state_dict != NOT_BEGUN:
             self.seed = self.run_seed
@@ -698,21 +706,21 @@ class FederatedLoop(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Complete a checkpoint that Lightning makes: before the fit has begun, or after it."""
+        """Add the progress of rounds to a checkpoint, also before or after a fit."""
         checkpoint |= {} if self._boundary is None else self._boundary.progress()
         is_new = trainer.state.fn == TrainerFn.FITTING and trainer.ckpt_path is None
         if is_new and not checkpoint["callbacks"].get(self.state_key):
             checkpoint["callbacks"][self.state_key] = dict(NOT_BEGUN)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let go of the optimizer, the data and the Trainer."""
+        """Release the optimizer, the data and the Trainer."""
         self.undo.close()
         if self._boundary is not None:
             self._boundary.close()
 
 
 class _Events(StepEvents):
-    """Tell the loop of training steps."""
+    """Forward training-step events to the loop."""
 
     def __init__(self, loop: FederatedLoop) -> None:
         self._loop = loop
@@ -728,11 +736,11 @@ class _Events(StepEvents):
 
 
 def loop_of(trainer: Trainer) -> FederatedLoop | None:
-    """Return the federation of a Trainer; None where there is none."""
+    """Return the FederatedLoop of a Trainer, or None."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by the connector
     return next((c for c in callbacks if isinstance(c, FederatedLoop)), None)
 
 
 def user_module(module: LightningModule) -> LightningModule:
-    """Return the user's module, without the lanes that train it."""
+    """Return the user's module, unwrapped from :class:`VectorizedClients`."""
     return module.module if isinstance(module, VectorizedClients) else module

@@ -1,4 +1,4 @@
-"""What loggers are told of a federation: its hyperparameters, and one row of figures a round."""
+"""Logging of the hyperparameters of a run and of one row of metrics per round."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_fl.types import plain_options
 
 
 def named(name: str, rule: object) -> dict[str, Any]:
-    """Return the class of a rule and its options as flat values; nothing if there is no rule.
+    """Return the class name and options of a rule as flat values; empty if the rule is None.
 
     Example:
         >>> from lightning_fl.partition import Dirichlet
@@ -31,14 +31,14 @@ def named(name: str, rule: object) -> dict[str, Any]:
 
 
 def describe_run(fit: Fit, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what describes a run, as flat values for loggers.
+    """Return the hyperparameters of a run as flat values for loggers.
 
-    A name that the module's or the data module's own hyperparameters have gets the prefix
-    ``federation/``: some loggers refuse to change a value.
+    Names that also occur in the hyperparameters of the module or the data module get the prefix
+    ``federation/``, because some loggers do not allow values to change.
 
     Args:
-        fit: The fit.
-        options: The loop's own options by name.
+        fit: Context of the rounds.
+        options: Options of the :class:`FederatedLoop` by name.
     """
     data, user, policy = fit.data, fit.runner.module, named("policy", fit.policy)
     lr, max_epochs = policy.get("policy/lr"), fit.trainer.max_epochs or -1
@@ -61,13 +61,13 @@ def describe_run(fit: Fit, options: Mapping[str, Any]) -> dict[str, Any]:
 
 @rank_zero_only
 def log_hyperparameters(trainer: Trainer, values: Mapping[str, Any], resumed: bool) -> None:
-    """Give the hyperparameters of a run to each logger.
+    """Log the hyperparameters of a run to each logger.
 
     Args:
         trainer: The Trainer, at the start of a fit.
         values: Flat values by name.
-        resumed: A logger that goes on with the record of a resumed run may have other values
-            already, which not every logger can change: then they are kept, with a warning.
+        resumed: Whether the run is resumed. If a logger then cannot change values that it logged
+            before, they are kept with a warning.
     """
     flat = {
         name: value if isinstance(value, int | float | str | None) else str(value)
@@ -79,19 +79,22 @@ def log_hyperparameters(trainer: Trainer, values: Mapping[str, Any], resumed: bo
         except Exception as error:
             if not resumed:
                 raise
-            rank_zero_warn(f"{type(logger).__name__} keeps its hyperparameters: {error}")
+            rank_zero_warn(f"{type(logger).__name__} keeps its previous hyperparameters: {error}")
         if isinstance(logger, TensorBoardLogger) and not resumed:
-            # It writes this file once, before the fit has started.
+            # TensorBoardLogger writes this file once, before the fit starts.
             save_hparams_to_yaml(Path(logger.log_dir, logger.NAME_HPARAMS_FILE), logger.hparams)
 
 
 class RoundLog:
-    """Send what Lightning logs at the end of a round to the loggers as one row.
+    """Log all metrics of a round as one row.
 
-    Lightning logs validation, training epochs and callbacks one after another, which are several
-    rows of a CSV file. This takes the place of its method, holds the validation metrics of a round
-    back, and adds the number of the round and the federation's figures to the last call. Metrics of
-    single steps pass.
+    Lightning logs the metrics of validation, training epochs and callbacks separately, which makes
+    several rows in a CSV file. This class wraps Lightning's method, holds back the validation
+    metrics of a round, and adds them to the last call together with the index and the metrics of
+    the round. Metrics of single steps are logged unchanged.
+
+    Args:
+        trainer: The Trainer of the fit.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -100,15 +103,15 @@ class RoundLog:
         self._figures: dict[str, float] | None = None
 
     def end_round(self, figures: Mapping[str, float]) -> None:
-        """Note the figures of a round, for the row that Lightning is about to log.
+        """Set the metrics to add to the next row that Lightning logs.
 
         Args:
-            figures: The number of the round and its figures; empty for a round that was cut short.
+            figures: Number of the round and its metrics; empty for an interrupted round.
         """
         self._figures = dict(figures)
 
     def receive(self, log: Method) -> Method:
-        """Return what takes the place of Lightning's method.
+        """Return the replacement of Lightning's ``log_metrics``.
 
         Args:
             log: Lightning's method.

@@ -1,4 +1,4 @@
-"""How well models do for each client: as they come from the server, and made its own."""
+"""Evaluation on the test samples of each client, before and after local fine-tuning."""
 
 from __future__ import annotations
 
@@ -32,42 +32,48 @@ from lightning_fl.types import FederationError, ServerState
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: What is measured of a client, in the order of the table.
+#: Evaluated models of a client, in the order of the table.
 KINDS = ("server", "personal", "kept", "local")
-#: What a copy of a module shares with it.
+#: Types of attributes that a copy of a module shares with the original.
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 
 
 class PersonalizedEvaluation(Callback):
-    r"""Measure models on each client's own test samples, before and after it made them its own.
+    r"""Evaluate each client on its test samples, before and after local fine-tuning.
 
-    For each client: ``server`` is the model that it would start from; ``personal`` the same after
-    some local steps on its training samples, with the module's own loss and optimizer and the
-    Trainer's clipping; ``kept`` the personal model that its optimizer keeps
-    (:class:`~lightning_fl.optimizers.PFedMe` with ``optimizer_state: keep``); ``local`` a
-    federation of the client alone, a local epoch a round, from the federation's first model. Where
-    an optimizer has a personal model, that is what ``personal`` and ``local`` measure.
+    For each client, up to four models are evaluated:
 
-    Of each it logs the mean over clients, the mean weighted by test samples, the standard
-    deviation, and the mean of the worst tenth of clients, as ``personal/mean``,
-    ``personal/weighted``, ``personal/std``, ``personal/worst``. A table of clients and a picture
-    lie beside the table of rounds.
+    - ``server``: the model from which the client would start the next round;
+    - ``personal``: the same model after local fine-tuning on the client's training samples, with
+      the loss and optimizer of the module and the gradient clipping of the Trainer;
+    - ``kept``: the personal model stored in the optimizer state
+      (:class:`~lightning_fl.optimizers.PFedMe` with ``optimizer_state: keep``);
+    - ``local``: a model trained on this client only, from the initial global model, with one local
+      epoch per round.
 
-    Needs ``FederatedDataModule(local_test_size=...)``.
+    If the optimizer has a personal model, ``personal`` and ``local`` evaluate that model.
+
+    For each kind, the callback logs the mean over clients, the mean weighted by test samples, the
+    standard deviation, and the mean over the worst decile of clients, as ``personal/mean``,
+    ``personal/weighted``, ``personal/std`` and ``personal/worst``. A table of clients and a figure
+    are written beside the table of rounds.
+
+    Requires ``FederatedDataModule(local_test_size=...)``.
 
     Args:
-        steps: Local steps of ``personal``.
-        local_steps: Local steps of ``local``; 0 leaves it out.
-        lr: Learning rate of both; None is what the policy gives the client, else the optimizer's
-            own.
-        every_n_rounds: How often; None is after the last round alone.
-        metric: From module and batch to a number for each sample, the higher the better; None is
-            accuracy.
-        name: Of the files, ``.csv`` and ``.png``.
+        steps: Number of local steps of ``personal``.
+        local_steps: Number of local steps of ``local``; 0 omits it.
+        lr: Learning rate of ``personal`` and ``local``. None uses the learning rate of the policy,
+            or of the optimizer if the policy does not set one.
+        every_n_rounds: Number of rounds between evaluations; None evaluates after the last round
+            only.
+        metric: Function of module and batch that returns one score per sample, higher is better;
+            None is accuracy.
+        name: Name of the files, without ``.csv`` and ``.png``.
 
     Raises:
-        FederationError: If an option is out of range; at the start of a fit, if there are no local
-            test samples, or no loop.
+        FederationError: If an option is out of range. At the start of a fit, if there is no
+            :class:`FederatedLoop` or there are no local test samples.
     """
 
     def __init__(
@@ -79,51 +85,51 @@ class PersonalizedEvaluation(Callback):
         metric: Callable[[LightningModule, Any], Tensor] | None = None,
         name: str = "clients",
     ) -> None:
-        for option, value, least in (("steps", steps, 0), ("local_steps", local_steps, 0)):
-            if value < least or int(value) != value:
-                raise FederationError(f"{option} must be a whole number from 0 up, got {value}")
+        for option, value in (("steps", steps), ("local_steps", local_steps)):
+            if value < 0 or int(value) != value:
+                raise FederationError(f"{option} must be a non-negative integer, got {value}")
         if lr is not None and not 0 < lr < float("inf"):
             raise FederationError(f"lr must be positive and finite, got {lr}")
         if every_n_rounds is not None and every_n_rounds < 1:
             raise FederationError(f"every_n_rounds must be at least 1, got {every_n_rounds}")
         self.steps, self.local_steps, self.lr = steps, local_steps, lr
         self.every_n_rounds, self.metric, self.name = every_n_rounds, metric or accuracy, name
-        #: The last table, a row a client.
+        #: Table of the last evaluation, one row per client.
         self.rows: list[dict[str, float]] = []
         self._measured_at = 0
         self._first: Tensor | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a run without a loop or without local tests."""
+        """Check that there are a FederatedLoop and local test samples."""
         if stage != "fit":
             return
         self._loop = loop_of(trainer)
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if self._loop is None or not getattr(data, "local_tests", None):
             raise FederationError(
-                "PersonalizedEvaluation needs a FederatedLoop, and test samples of each client: set"
-                " local_test_size of the data module (data.init_args.local_test_size=0.2)"
+                "PersonalizedEvaluation requires a FederatedLoop and test samples for each client:"
+                " set local_test_size of the data module (data.init_args.local_test_size=0.2)"
             )
         if isinstance(self._loop.aggregator, NeuronMatching):
             raise FederationError(
-                "PersonalizedEvaluation trains the server's model further, and"
-                f" {type(self._loop.aggregator).__name__} replaces its network by one of another"
-                " width: leave one of them out"
+                "PersonalizedEvaluation does not support"
+                f" {type(self._loop.aggregator).__name__}, which changes the width of the global"
+                " network: remove one of them"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the federation's first model."""
+        """Store the initial global model."""
         if self._first is None and self._federation.round and self.local_steps:
             raise FederationError(
-                "local_steps needs the federation's first model, which the checkpoint does not"
-                " hold: set local_steps from the start of a run, or to 0"
+                "local_steps requires the initial global model, which the checkpoint does not"
+                " contain: set local_steps=0, or set it from the start of a run"
             )
         now = self._federation.runner.read().vector
         self._first = now if self._first is None else self._first
         check(self._first, now, "PersonalizedEvaluation")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure, log and write, where it is time."""
+        """Evaluate, log and write the table if an evaluation is due."""
         round = trainer.current_epoch + 1
         is_last = round == trainer.max_epochs or trainer.should_stop
         if not (is_last if self.every_n_rounds is None else round % self.every_n_rounds == 0):
@@ -132,7 +138,7 @@ class PersonalizedEvaluation(Callback):
             pl_module.log(name, value)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure what was the last round after all: EarlyStopping is asked later than this."""
+        """Evaluate the last round if EarlyStopping ended the fit after ``on_train_epoch_end``."""
         round = self._federation.round
         if self.every_n_rounds is None and round and self._measured_at != round:
             figures = self._measure(trainer, round)
@@ -140,10 +146,10 @@ class PersonalizedEvaluation(Callback):
                 logger.log_metrics(figures, trainer.global_step - 1)
 
     def _measure(self, trainer: Trainer, round: int) -> dict[str, float]:
-        """Measure all clients, write the table, and return what is logged."""
+        """Evaluate all clients, write the table, and return the metrics to log."""
         self._measured_at = round
         self.rows = self._measured(trainer, round)
-        # Asked by all: Lightning lets the first process tell the others.
+        # Called on all processes: Lightning broadcasts the log folder from the first one.
         if (path := self._federation.table_path(trainer)) is not None:
             self._write(path.parent)
         return {
@@ -158,7 +164,7 @@ class PersonalizedEvaluation(Callback):
         return self._loop
 
     def _measured(self, trainer: Trainer, round: int) -> list[dict[str, float]]:
-        """Return a row a client; processes share the clients."""
+        """Return one row per client. The clients are split over the processes."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         count = 2 if trainer.fast_dev_run else len(data.local_tests)  # type: ignore[attr-defined]
         with self._studio(trainer) as (host, train):
@@ -171,7 +177,7 @@ class PersonalizedEvaluation(Callback):
 
     @contextmanager
     def _studio(self, trainer: Trainer) -> Iterator[tuple[SequentialRunner, Any]]:
-        """A copy of the module in which clients may train: the run's own is left alone."""
+        """Yield a runner on a copy of the module, so that the module of the run stays unchanged."""
         loop, user = self._federation, self._federation.runner.module
         module = _copied(user)
         vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **options: None
@@ -179,13 +185,13 @@ class PersonalizedEvaluation(Callback):
         known = {id(param) for param in module.parameters()}
         if any(id(p) not in known for group in made.param_groups for p in group["params"]):
             raise FederationError(
-                f"PersonalizedEvaluation trains a copy of {type(user).__name__}, whose optimizer"
-                " has parameters of another module: let configure_optimizers use self.parameters()"
+                f"PersonalizedEvaluation trains a copy of {type(user).__name__}, but its optimizer"
+                " has parameters of another module: use self.parameters() in configure_optimizers"
             )
         host = SequentialRunner(module, loop.buffers or "average", made, loop.runner.keep_optimizer)
         host.base_lr = float(made.param_groups[0].get("lr", 0.0))
         state = loop.runner.read()
-        loop.aggregator.start(state.vector)  # the next round's: what clients would start from
+        loop.aggregator.start(state.vector)  # clients start from the models of the next round
         try:
             yield host, state
         finally:
@@ -206,7 +212,7 @@ class PersonalizedEvaluation(Callback):
         }
         self._load(host, state, rows, lr)
         if not rows and callable(adapt := getattr(host.module, "adapt", None)):
-            adapt(self._all_of(trainer, client))  # it took no part yet
+            adapt(self._all_of(trainer, client))  # the client has not trained yet
         row["server"] = self._score(trainer, host, client)
         if _to_personal(host):
             row["kept"] = self._score(trainer, host, client)
@@ -229,9 +235,9 @@ class PersonalizedEvaluation(Callback):
         return row
 
     def _trained_score(self, trainer: Trainer, host: SequentialRunner, client: int) -> float:
-        """Score a client's model after its training: what it has found of its own counts, too."""
+        """Return the score of a client's model after training, including its personal state."""
         _to_personal(host)
-        _call_start(host)  # a mixture takes over the weights that its samples have led to
+        _call_start(host)  # mixtures load the weights that they learned from the samples
         return self._score(trainer, host, client)
 
     def _all_of(self, trainer: Trainer, client: int) -> Any:
@@ -243,7 +249,7 @@ class PersonalizedEvaluation(Callback):
     def _load(
         self, host: SequentialRunner, state: ServerState, rows: Mapping[str, Tensor], lr: float
     ) -> None:
-        """Let the module be what a client has at the start of a round."""
+        """Load the state of a client at the start of a round."""
         host.load(state, [rows], [lr])
         _call_start(host)
 
@@ -266,7 +272,7 @@ class PersonalizedEvaluation(Callback):
         return float(torch.cat(found).mean())
 
     def _batches(self, client: int, round: int) -> Iterator[tuple[int, Any]]:
-        """Yield a client's batches without end, each with the seed of its step."""
+        """Yield an infinite stream of a client's batches, each with the seed of its step."""
         data: Any = self._federation._data
         seed = derive_seed(self._federation.run_seed, RandomStream.PERSONAL, round, client)
         batches = data.steps_of(client, generator(seed, RandomStream.PERSONAL))
@@ -276,7 +282,7 @@ class PersonalizedEvaluation(Callback):
     def _train(
         self, trainer: Trainer, host: SequentialRunner, batches: Iterable[tuple[int, Any]]
     ) -> None:
-        """Make local steps, as in a round."""
+        """Run local steps, as in a round."""
         module: Any = host.module
         module.train()
         with torch.enable_grad():
@@ -286,7 +292,7 @@ class PersonalizedEvaluation(Callback):
                     host.optimizer.step(partial(self._loss, trainer, host, moved, step))
 
     def _loss(self, trainer: Trainer, host: SequentialRunner, batch: Any, step: int) -> float:
-        """Go forward and back."""
+        """Compute the loss and its clipped gradients."""
         host.optimizer.zero_grad()
         with trainer.precision_plugin.train_step_context():
             out: Any = host.module.training_step(batch, step)
@@ -300,7 +306,7 @@ class PersonalizedEvaluation(Callback):
 
     @rank_zero_only
     def _write(self, folder: Path) -> None:
-        """Write the table of clients and a picture beside the table of rounds."""
+        """Write the table of clients and a figure beside the table of rounds."""
         columns = list(dict.fromkeys(name for row in self.rows for name in row))
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
@@ -313,17 +319,17 @@ class PersonalizedEvaluation(Callback):
     # --- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the federation's first model, where a local baseline needs it."""
+        """Return the initial global model if ``local_steps`` is set."""
         return {"first": self._first} if self.local_steps else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the federation's first model."""
+        """Restore the initial global model."""
         check(state_dict, {str: Tensor | None}, "PersonalizedEvaluation")
         self._first = state_dict.get("first")
 
 
 def _to_personal(host: SequentialRunner) -> bool:
-    """Put the personal model of an optimizer that has one into the module; say whether it has."""
+    """Load the personal model of the optimizer; return whether the optimizer has one."""
     found = {p: s["theta"] for p, s in host.optimizer.state.items() if "theta" in s}
     for param, theta in found.items():
         param.data = theta.clone()
@@ -336,7 +342,7 @@ def _call_start(host: SequentialRunner) -> None:
 
 
 def _copied(module: LightningModule) -> LightningModule:
-    """Copy a module, with what it was given to call, and without the Trainer."""
+    """Copy a module without its Trainer. Functions set on the module are shared."""
     own = vars(module)
     functions = {k: v for k, v in own.items() if isinstance(v, FUNCTIONS)}
     attached, module._trainer = module._trainer, None
@@ -347,13 +353,13 @@ def _copied(module: LightningModule) -> LightningModule:
     finally:
         own.update(functions)
         module._trainer = attached
-    # The loop has put a configure_optimizers there, which is bound to the run's own module.
+    # The loop replaced configure_optimizers by a method bound to the original module.
     vars(made).update({k: v for k, v in functions.items() if k != "configure_optimizers"})
     return made
 
 
 def summary(rows: Sequence[Mapping[str, float]], kind: str) -> dict[str, float]:
-    """Summarize a column over clients: mean, weighted by test samples, spread, worst tenth.
+    """Return the mean, weighted mean, standard deviation and worst-decile mean over clients.
 
     Example:
         >>> rows = [{"test_samples": 1, "server": 0.5}, {"test_samples": 3, "server": 1.0}]
@@ -374,7 +380,7 @@ def summary(rows: Sequence[Mapping[str, float]], kind: str) -> dict[str, float]:
 
 
 def client_figure(rows: Sequence[Mapping[str, float]]) -> Figure:
-    """Draw the scores of clients, sorted, a line a kind.
+    """Plot the sorted scores of clients, one line per kind.
 
     Example:
         >>> figure = client_figure([{"server": 0.5, "personal": 0.9}, {"server": 0.6}])
@@ -389,7 +395,7 @@ def client_figure(rows: Sequence[Mapping[str, float]]) -> Figure:
         values = sorted(row[kind] for row in rows if kind in row)
         if values:
             axes.plot(range(1, len(values) + 1), values, marker=".", label=kind)
-    axes.set(xlabel="clients, the worst first", ylabel="on their own test samples")
+    axes.set(xlabel="clients, worst first", ylabel="score on local test samples")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)

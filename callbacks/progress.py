@@ -1,4 +1,4 @@
-"""What people see while a federation trains."""
+"""Progress bar over rounds and clients."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning_fl.types import FederationError
 
 
 class RoundProgress(ProgressBar):
-    """Show rounds, clients and the figures that the module logs with ``prog_bar=True``.
+    """Show rounds, clients and the metrics that the module logs with ``prog_bar=True``.
 
-    In a terminal it is one line that moves; elsewhere (a file, a job's output) it is a line after
-    a round, at most ``lines`` of them a fit, however many clients there are.
+    In a terminal, this is a progress bar. Otherwise (a file, the output of a job), one line is
+    printed after a round, with at most ``lines`` lines per fit.
 
     Args:
-        lines: How many lines to print where the output is not a terminal.
+        lines: Maximum number of lines per fit if the output is not a terminal.
 
     Raises:
         FederationError: If ``lines`` is not positive.
@@ -33,7 +33,7 @@ class RoundProgress(ProgressBar):
             raise FederationError(f"lines must be at least 1, got {lines}")
         self.lines = lines
         self._console = rich.console.Console()
-        # Without its own thread: that would take time from the training, ten times a second.
+        # No refresh thread: it would interrupt training ten times per second.
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}"),
             rich.progress.BarColumn(),
@@ -45,11 +45,11 @@ class RoundProgress(ProgressBar):
         self._drawn = 0.0
 
     def disable(self) -> None:
-        """Show nothing."""
+        """Disable the progress bar."""
         self._enabled = False
 
     def enable(self) -> None:
-        """Show again."""
+        """Enable the progress bar."""
         self._enabled = True
 
     @property
@@ -62,14 +62,16 @@ class RoundProgress(ProgressBar):
             self._console.print(*args, **kwargs)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the federation."""
+        """Check that the Trainer has a :class:`FederatedLoop`."""
         super().setup(trainer, pl_module, stage)
         if (loop := loop_of(trainer)) is None:
-            raise FederationError("RoundProgress shows rounds: add a FederatedLoop to callbacks")
+            raise FederationError(
+                "RoundProgress requires a FederatedLoop: add one to the Trainer's callbacks"
+            )
         self._loop = loop
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the bar."""
+        """Start the progress bar."""
         self._printed = self._loop.round
         if self._live:
             total = trainer.max_epochs if (trainer.max_epochs or -1) > 0 else None
@@ -80,22 +82,22 @@ class RoundProgress(ProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Move the bar, a few times a second."""
+        """Update the progress bar at most ten times per second."""
         if self._live and time.monotonic() - self._drawn > 0.1:
             self._draw(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the new figures."""
+        """Show the validation metrics."""
         if self._live and not trainer.sanity_checking and self._bar.live.is_started:
             self._draw(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the round that ended."""
+        """Show the finished round."""
         if self._live:
             self._draw(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the round before, of which everything is known now."""
+        """Print the previous round, as all its metrics are available now."""
         self._print_round(trainer, pl_module)
 
     def _print_round(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -127,7 +129,7 @@ class RoundProgress(ProgressBar):
         self._drawn = time.monotonic()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the last round, of which everything is known now, and leave it standing."""
+        """Show the last round and stop the progress bar."""
         self._print_round(trainer, pl_module)
         if self._live and self._bar.live.is_started:
             self._draw(trainer, pl_module)
@@ -136,9 +138,9 @@ class RoundProgress(ProgressBar):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Give the terminal back."""
+        """Stop the progress bar."""
         self._stop()
 
     def _stop(self) -> None:
-        if self._bar.live.is_started:  # Else it would print an empty line.
+        if self._bar.live.is_started:  # otherwise stop() would print an empty line
             self._bar.stop()

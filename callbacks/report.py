@@ -1,4 +1,4 @@
-"""What a run leaves behind: pictures, who took part, what it ran with."""
+"""Files that describe a run: figures, participation of clients, environment."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from lightning_fl.types import FederationError, ServerState, describe
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Names what environment.json is, and its version.
+#: Format of environment.json and its version.
 FORMAT = "lightning_fl environment 1"
-#: Of which a reader wants to know the version.
+#: Packages with versions listed in environment.json.
 PACKAGES = (
     "lightning_fl",
     "torch",
@@ -53,20 +53,28 @@ PACKAGES = (
 
 
 class RunReport(Callback):
-    """Write, beside the table of rounds, what ``lightning-fl report`` makes a page of.
+    """Write the input files of ``lightning-fl report`` beside the table of rounds.
 
-    At the start ``partition.json`` (the manifest), ``partition.png``, and ``environment.json``:
-    versions, machine, seed, size of the module, rules, and how the run ended, once it has. At the
-    end, also after an interruption, ``rounds.png`` (accuracy and loss over rounds),
-    ``aggregator.png`` where the server's rule has a picture of its own (the tree of clusters),
-    ``policy.png`` likewise, and ``participation.csv``, a row a client: its training samples, the
-    rounds it took part in, how many of its updates were dropped, and ``train_acc``, the accuracy
-    of the server's model on its own training samples. With a :class:`PersonalizedEvaluation`, which
-    looks at test samples, that is left out; and where a module's output is no class either.
+    At the start of a fit:
+
+    - ``partition.json``: the manifest of the partition;
+    - ``partition.png``: the distribution of classes over clients;
+    - ``environment.json``: versions, machine, seed, number of parameters, rules, and the state of
+      the run, updated at its end.
+
+    At the end of a fit, also after an interruption:
+
+    - ``rounds.png``: accuracy and loss over rounds;
+    - ``aggregator.png`` and ``policy.png``: figures of the aggregator (such as its tree of
+      clusters) and of the policy, if they define ``plot``;
+    - ``participation.csv``: one row per client with its number of training samples, the number of
+      rounds in which it was sampled, the number of its dropped updates, and ``train_acc``, the
+      accuracy of the global model on its training samples. ``train_acc`` is omitted if there is a
+      :class:`PersonalizedEvaluation`, which uses test samples, or if the module does not classify.
 
     Args:
-        client_samples: How many training samples of each client ``train_acc`` looks at, the first;
-            0 leaves it out.
+        client_samples: Maximum number of training samples per client for ``train_acc``; 0 omits the
+            column.
 
     Raises:
         FederationError: If ``client_samples`` is negative.
@@ -75,33 +83,33 @@ class RunReport(Callback):
     def __init__(self, client_samples: int = 200) -> None:
         if client_samples < 0 or int(client_samples) != client_samples:
             raise FederationError(
-                f"client_samples must be a whole number from 0 up, got {client_samples}"
+                f"client_samples must be a non-negative integer, got {client_samples}"
             )
         self.client_samples = int(client_samples)
-        #: Rounds that each client took part in, and updates of it that were dropped, ``[2, n]``;
-        #: None where a resumed run does not know of its first rounds.
+        #: Number of rounds and number of dropped updates of each client, ``[2, n]``; None if a
+        #: resumed run has no counts of its first rounds.
         self.counts: Tensor | None = None
         self._counted = 0
         self._folder: Path | None = None
-        #: Why there is no accuracy of clients.
+        #: Reason why ``train_acc`` is omitted.
         self._reason: str | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write how the data were split, and what the run runs with."""
+        """Write the partition and the environment."""
         loop, data = _loop(trainer), trainer.datamodule  # type: ignore[attr-defined]
         self._reason = None
         if loop.round == 0:
             self.counts, self._counted = torch.zeros(2, len(data.num_samples)).int(), 0
         elif self._counted != loop.round or not _fits(self.counts, len(data.num_samples)):
             self.counts = None
-        # Asked by all, and now: Lightning lets the first process tell the others.
+        # Called on all processes: Lightning broadcasts the log folder from the first one.
         self._folder = _folder(trainer)
         if self._folder is not None:
             _write_partition(self._folder, data)
             self._write_environment(trainer, "started")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count who took part."""
+        """Count the sampled clients and the dropped updates."""
         loop = _loop(trainer)
         if self.counts is not None and (plan := loop.plan_of_the_round) is not None:
             self.counts[0, plan.cohort] += 1
@@ -109,10 +117,10 @@ class RunReport(Callback):
             self._counted = loop.round
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure the server's model on the samples of each client."""
+        """Evaluate the global model on the training samples of each client."""
         if self._folder is None:
             return
-        found: list[float] | str = "PersonalizedEvaluation looks at test samples"
+        found: list[float] | str = "PersonalizedEvaluation uses test samples"
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if not self.client_samples:
             found = "client_samples=0"
@@ -121,11 +129,11 @@ class RunReport(Callback):
         self._write_clients(trainer, found)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw how the run went."""
-        if self._folder is None:  # Nothing was left to train: it was killed at its very end.
+        """Write the figures of the run."""
+        if self._folder is None:  # No rounds were left: the run was killed at its very end.
             self._folder = _folder(trainer)
             if self._folder is not None and not (self._folder / "participation.csv").exists():
-                self._write_clients(trainer, "the run was killed before")
+                self._write_clients(trainer, "the run was killed before its end")
                 self._write_environment(trainer, "finished")
         else:
             self._write_environment(trainer, "finished")
@@ -134,7 +142,7 @@ class RunReport(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Draw how far the run went."""
+        """Write the files of the run so far."""
         _loop(trainer)
         if self._folder is not None:
             self._write_clients(trainer, "the run was interrupted")
@@ -154,7 +162,7 @@ class RunReport(Callback):
 
     @rank_zero_only
     def _write_clients(self, trainer: Trainer, accuracies: list[float] | str) -> None:
-        """Write a row a client; for accuracies there may be the reason why there are none."""
+        """Write one row per client. A string gives the reason why there are no accuracies."""
         self._reason = accuracies if isinstance(accuracies, str) else None
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if self._folder is None or not _loop(trainer).rows:
@@ -172,7 +180,7 @@ class RunReport(Callback):
 
     @rank_zero_only
     def _write_environment(self, trainer: Trainer, state: str) -> None:
-        """Write what the run runs with: of the machine what matters, of its owner nothing."""
+        """Write the environment, without personal data such as user or host names."""
         assert self._folder is not None
         loop, device = _loop(trainer), trainer.strategy.root_device
         module, data = user_module(trainer.lightning_module), trainer.datamodule  # type: ignore[attr-defined]
@@ -205,18 +213,18 @@ class RunReport(Callback):
     # --- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return who took part so far."""
+        """Return the counts of rounds and dropped updates."""
         return {} if self.counts is None else {"counts": self.counts, "rounds": self._counted}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over who took part."""
+        """Restore the counts of rounds and dropped updates."""
         if state_dict:
             check(state_dict, {"counts": Tensor, "rounds": COUNT}, "RunReport")
             self.counts, self._counted = state_dict["counts"], state_dict["rounds"]
 
 
 def _fits(counts: Tensor | None, clients: int) -> bool:
-    """Say whether counts of a checkpoint are of these clients."""
+    """Return whether the counts of a checkpoint have the shape and type for these clients."""
     return counts is not None and counts.shape == (2, clients) and not counts.is_floating_point()
 
 
@@ -235,43 +243,44 @@ def versions() -> dict[str, str]:
 
 
 def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
-    """Return the accuracy of the server's model on training samples of each client.
+    """Return the accuracy of the global model on training samples of each client.
 
-    Of a rule with several models, and of a module with parameters that stay with the clients, it is
-    that of what the client would start from. The run's random numbers are left alone.
+    If the aggregator has several models, or the module has parameters that stay with the clients,
+    the model from which the client would start is evaluated. The random state of the run does not
+    change.
 
     Args:
-        trainer: Between two rounds of a federation.
-        most: How many samples of each client to look at, the first.
+        trainer: Trainer of a federation, between two rounds.
+        most: Maximum number of samples per client.
 
     Returns:
-        One a client; or, where it cannot be found, the reason.
+        One accuracy per client, or the reason why it cannot be computed.
     """
     loop, data = _loop(trainer), trainer.datamodule  # type: ignore[attr-defined]
-    rule, lane = loop.aggregator, loop.runner
-    # Else the module has the one model of all.
+    rule, runner = loop.aggregator, loop.runner
+    # Otherwise the module already contains the model of all clients.
     has_several = not isinstance(rule, NeuronMatching) and (
-        lane.private or type(rule).models_for is not Aggregator.models_for
+        runner.private or type(rule).models_for is not Aggregator.models_for
     )
     own: dict[int, float] = {}
     reason: str | None = None
     with ExitStack() as undo:
-        undo.enter_context(evaluating(lane.module))
+        undo.enter_context(evaluating(runner.module))
         undo.enter_context(torch.no_grad())
-        undo.enter_context(seeded_rng(0, lane.module.device))
+        undo.enter_context(seeded_rng(0, runner.module.device))
         if has_several:
-            server = undo.enter_context(_kept(lane))
+            server = undo.enter_context(_kept(runner))
             rule.start(server.vector)
         try:
             for client in range(trainer.global_rank, len(data.num_samples), trainer.world_size):
                 if has_several:
                     vector = rule.models_for(torch.tensor([client]))[0]
-                    lane.write(ServerState(vector, server.counters))
+                    runner.write(ServerState(vector, server.counters))
                     for name, row in runner_rows(loop.store, client).items():
                         if name.startswith("parameter."):
-                            lane.named_parameters[name.removeprefix("parameter.")].copy_(row)
-                own[client] = _accuracy(trainer, lane.module, data.samples_of(client), most)
-        except Exception as error:  # of a user's module: a run that is through must not fail
+                            runner.named_parameters[name.removeprefix("parameter.")].copy_(row)
+                own[client] = _accuracy(trainer, runner.module, data.samples_of(client), most)
+        except Exception as error:  # in a user's module: must not fail a finished run
             reason = f"{type(error).__name__}: {error}"
     every = gathered((own, reason)) if trainer.world_size > 1 else [(own, reason)]
     if reasons := [reason for _, reason in every if reason is not None]:
@@ -281,30 +290,32 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
 
 
 @contextmanager
-def _kept(lane: ClientRunner) -> Iterator[ServerState]:
-    """Put the module, and what its optimizer learned, back to what they were."""
-    state = lane.read()
-    private = {name: lane.named_parameters[name].detach().clone() for name in lane.private}
-    with lane.optimizer_state.held():
+def _kept(runner: ClientRunner) -> Iterator[ServerState]:
+    """Restore the module and the optimizer state on exit."""
+    state = runner.read()
+    private = {name: runner.named_parameters[name].detach().clone() for name in runner.private}
+    with runner.optimizer_state.held():
         try:
             yield state
         finally:
-            lane.write(state)
+            runner.write(state)
             for name, row in private.items():
-                lane.named_parameters[name].detach().copy_(row)
+                runner.named_parameters[name].detach().copy_(row)
 
 
 def _accuracy(
     trainer: Trainer, module: LightningModule, batches: Iterable[Any], most: int
 ) -> float:
-    """Return how often the largest output is the right class, of the first ``most`` samples."""
+    """Return the accuracy on the first ``most`` samples."""
     right, count = torch.zeros((), dtype=torch.int64, device=module.device), 0
     for batch in batches:
         x, y = (part[: most - count] for part in on_device(trainer, batch))
         with trainer.precision_plugin.val_step_context():
             out = module(x)
         if y.ndim != 1 or y.is_floating_point() or out.ndim != 2 or out.shape[1] < 2:
-            raise ValueError("the samples have no classes, or the module's output is none")
+            raise ValueError(
+                "the samples have no class labels, or the module does not return class scores"
+            )
         right += (out.argmax(1) == y).sum()
         if (count := count + len(y)) >= most:
             break
@@ -312,10 +323,10 @@ def _accuracy(
 
 
 def round_figure(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Draw accuracy and loss over rounds, whatever of them a table of rounds has.
+    """Plot the accuracy and loss columns of a table of rounds.
 
     Args:
-        rows: ``FederatedLoop.rows``, or as much of ``rounds.csv``.
+        rows: ``FederatedLoop.rows``, or the rows of ``rounds.csv``.
 
     Example:
         >>> figure = round_figure([{"round": 1, "val_acc": 0.5, "val_loss": 1.2}])
@@ -348,7 +359,9 @@ def round_figure(rows: Sequence[dict[str, Any]]) -> Figure:
 
 def _loop(trainer: Trainer) -> FederatedLoop:
     if (loop := loop_of(trainer)) is None:
-        raise FederationError("RunReport reports rounds: add a FederatedLoop to callbacks")
+        raise FederationError(
+            "RunReport requires a FederatedLoop: add one to the Trainer's callbacks"
+        )
     return loop
 
 

@@ -1,4 +1,4 @@
-"""Act after every hook of Lightning's training steps."""
+"""Events after all hooks of Lightning's training steps."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from lightning_fl.types import Step
 
 
 class StepEvents(ABC):
-    """What is told of the training steps of a round."""
+    """Interface of a listener for the training steps of a round."""
 
     @abstractmethod
     def step_of(self, batch_idx: int) -> Step:
-        """Return the local step that a training batch is."""
+        """Return the local steps of a training batch."""
 
     @abstractmethod
     def after_epoch_start(self) -> None:
-        """Act after all hooks ``on_train_epoch_start``."""
+        """Run after all hooks ``on_train_epoch_start``."""
 
     @abstractmethod
     def after_batch_end(self, batch_idx: int) -> None:
-        """Act after all hooks ``on_train_batch_end``."""
+        """Run after all hooks ``on_train_batch_end``."""
 
 
 def follow_steps(trainer: Trainer, module: LightningModule, events: StepEvents) -> ExitStack:
-    """Call functions after every hook of an epoch's start and of a batch.
+    """Call a listener after all hooks of the start of an epoch and of the end of a batch.
 
-    Lightning calls a module's hooks after those of all callbacks: what is called after the module's
-    comes after every hook. The module sees a client's own local step as ``batch_idx``; callbacks
-    see Lightning's count over all clients of the round.
+    Lightning calls the hooks of the module after those of all callbacks, so the listener is called
+    after the hooks of the module. In the module, ``batch_idx`` is the local step of the client; in
+    callbacks, it is the index of the batch in the round.
 
     Args:
         trainer: The Trainer.
         module: The module whose hooks Lightning calls.
-        events: What is called.
+        events: The listener.
 
     Returns:
-        A stack that ends this when it is closed.
+        A stack that removes the listener when it is closed.
     """
 
     def epoch_start(hook: Method) -> Method:
@@ -69,7 +69,7 @@ def follow_steps(trainer: Trainer, module: LightningModule, events: StepEvents) 
     def batch_end(hook: Method) -> Method:
         def ended(outputs: Any, batch: Any, batch_idx: int) -> None:
             step = events.step_of(batch_idx)
-            if step.rows:  # else this process waits for others
+            if step.rows:  # empty while this process waits for others
                 hook(outputs, batch, step.start)
             events.after_batch_end(batch_idx)
 

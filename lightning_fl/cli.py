@@ -50,11 +50,11 @@ from lightning_fl.types import FederationError
 
 
 class Parser(LightningArgumentParser):
-    """Lightning's parser, with errors of a few lines that say what would work."""
+    """Lightning's parser with short error messages and suggestions."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the mistake, what may have been meant, and where all options are listed."""
-        if not self.exit_on_error:  # the parser of an option's own class
+        """Print the usage and a short error message with a suggestion, and exit."""
+        if not self.exit_on_error:  # parser of a nested class
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         options = [option for action in parser._actions for option in action.option_strings]
@@ -67,11 +67,11 @@ class Parser(LightningArgumentParser):
 
 
 def explain(message: str, options: Sequence[str] = ()) -> str:
-    """Return a message of jsonargparse as a user needs it: short, with what may have been meant.
+    """Return a short version of a jsonargparse error message, with a suggestion if possible.
 
     Args:
-        message: What jsonargparse says.
-        options: Flags that exist.
+        message: Error message of jsonargparse.
+        options: Existing flags.
 
     Example:
         >>> explain("unrecognized arguments: --trainer.max_epoch=3", ["--trainer.max_epochs"])
@@ -91,7 +91,7 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
     if found := re.search(r"Expected a dot import path string: (\S+)", message):
         names = known_names(message)
         known = f"\nKnown names: {', '.join(names)}" * bool(names)
-        return f"{key}: there is no class {found[1]}{did_you_mean(found[1], names)}{known}"
+        return f"{key}: unknown class {found[1]}{did_you_mean(found[1], names)}{known}"
     inner = message[message.rfind('arser key "') :]
     types = [in_words(found) for found in re.findall(r"Expected an? (.+)", inner)]
     nested = re.search(r"NestedArg\(key='([^']+)'", message)
@@ -108,7 +108,7 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
 
 
 def in_words(kind: str) -> str:
-    """Return a type of jsonargparse's messages for a reader.
+    """Return the description of a type in jsonargparse's messages.
 
     Example:
         >>> in_words("<class 'int'>"), in_words("typing.Literal['mean', 'sum']")
@@ -122,7 +122,7 @@ def in_words(kind: str) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the most similar one, if there is one.
+    """Return a suggestion for an unknown name; empty if no known name is similar.
 
     Example:
         >>> did_you_mean("Dirichlett", ["Dirichlet", "IID"]), did_you_mean("x", [])
@@ -133,15 +133,15 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def known_names(message: str) -> list[str]:
-    """Return the classes that an option takes, by jsonargparse's message that it found none."""
+    """Return the class names that an option accepts, from a jsonargparse error message."""
     head, unknown, _ = message.partition("Expected a dot import path string")
     owner, _, option = head.rpartition('Parser key "')
     key, _, types = option.partition('"')
-    if unknown and "Subtypes" not in types:  # One type, which the message does not hold.
+    if unknown and "Subtypes" not in types:  # a single type, which is not part of the message
         owner = owner.rpartition("class_path '")[2].partition("'")[0]
         with suppress(NameError, TypeError):  # annotations that cannot be read
             types = str(get_type_hints(getattr(locate(owner), "__init__", None)).get(key))
-    # Not what torch has: a network may be any of hundreds.
+    # Without classes of torch: there are hundreds of networks.
     found = [locate(name) for name in re.findall(r"\blightning[\w.]+", types) if unknown]
     classes = [c for c in found if isinstance(c, type)]
     for c in classes:
@@ -151,37 +151,37 @@ def known_names(message: str) -> list[str]:
     )
 
 
-#: The file in a run's folder that names the SLURM job that the run is of.
+#: File in the folder of a run that identifies its SLURM job.
 JOB = "slurm.json"
 
 
 class JobNote(Callback):
-    """Notes in the folder of a run which SLURM job it is of: one that is requeued looks for it.
+    """Write the SLURM job of a run to its folder, where a requeued job finds it.
 
     Args:
-        path: The file.
-        job: Its content.
+        path: Path of the file.
+        job: Identification of the job.
     """
 
     def __init__(self, path: Path, job: Mapping[str, Any]) -> None:
         self.path, self.job = path, job
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write it, when all processes have chosen the folder."""
+        """Write the file after all processes have chosen the folder."""
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             write_atomically(self.path, json.dumps(self.job))
 
 
 class FederatedCLI(LightningCLI):
-    """Lightning's CLI with a federation, its checkpoint and a folder for each run.
+    """LightningCLI with a :class:`FederatedLoop`, a checkpoint and one folder per run.
 
-    A new fit takes the next free folder ``version_N`` under ``trainer.default_root_dir``; ``fit
-    --ckpt_path last`` goes on in the newest one, the other commands read it. A job that SLURM has
-    requeued goes on in the folder of its first start.
+    A new fit creates the next free folder ``version_N`` under ``trainer.default_root_dir``. ``fit
+    --ckpt_path last`` resumes the newest run, and the other commands load its checkpoint. A
+    requeued SLURM job resumes in the folder of its first start.
     """
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Give the loop and the checkpoint keys of their own, which merge and take flags."""
+        """Add the keys ``federation`` and ``checkpoint``, and the options of this CLI."""
         parser.add_lightning_class_args(FederatedLoop, "federation")
         parser.add_lightning_class_args(RoundCheckpoint, "checkpoint")
         parser.set_defaults({"trainer.default_root_dir": "runs"})
@@ -189,31 +189,33 @@ class FederatedCLI(LightningCLI):
             "--vectorize",
             type=PositiveInt | Literal["auto"] | dict[str, int | bool | Literal["auto"]] | None,
             default=None,
-            help="Clients that train at once, or auto; null trains them one after another."
-            " Further options of VectorizedClients: --vectorize.compile=true, or"
+            help="Number of clients that train at once, or auto; null trains clients one after"
+            " another. Further options of VectorizedClients: --vectorize.compile=true, or"
             " {group_size: 10, compile: true}.",
         )
         parser.add_argument(
             "--threads",
             type=PositiveInt | None,
             default=None,
-            help="Threads of PyTorch on the CPU; null is PyTorch's choice, one a core. Small models"
-            " are fastest with 1, and on a busy machine by far.",
+            help="Number of CPU threads of PyTorch; null uses PyTorch's default, one per core."
+            " Small models train fastest with 1, especially on a busy machine.",
         )
 
     def instantiate_classes(self) -> None:
-        """Let several clients of the model train at once, where that is asked for."""
+        """Wrap the model in :class:`VectorizedClients` if ``--vectorize`` is set."""
         super().instantiate_classes()
         if self.subcommand == "fit" and (given := self.config_init.fit.vectorize) is not None:
             options = given if isinstance(given, dict) else {"group_size": given}
             parameters = inspect.signature(VectorizedClients).parameters
             known = [name for name in parameters if name != "module"]
             if unknown := sorted(set(options) - set(known)):
-                raise FederationError(f"vectorize has no option {unknown[0]!r}, it has {known}")
+                raise FederationError(
+                    f"unknown option {unknown[0]!r} of vectorize: choose from {known}"
+                )
             self.model = VectorizedClients(self.model, **options)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse, and refuse seeds that numpy would refuse later."""
+        """Parse the arguments and check the seeds, which numpy would reject later."""
         self.words = sys.argv[1:] if args is None else args
         super().parse_arguments(parser, args)
         for key in ("seed_everything", "federation.seed", "data.init_args.seed"):
@@ -228,7 +230,7 @@ class FederatedCLI(LightningCLI):
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         super()._add_subcommands(parser, **kwargs)
-        # For --help alone: it has no Trainer, and main has it run before it comes to this.
+        # Only for --help: main runs the report without a Trainer.
         reporting = report_parser()
         parser._subcommands_action.add_subcommand(  # type: ignore[union-attr]  # just added
             "report", reporting, help=reporting.description
@@ -238,14 +240,14 @@ class FederatedCLI(LightningCLI):
         self, klass: type, subcommand: str, **kwargs: Any
     ) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        # A checkpoint is data, not code; and random weights are not worth a test.
+        # Do not execute code in checkpoints, and do not test random parameters.
         parser.set_defaults({"weights_only": True})
         if subcommand != "fit":
             parser.set_defaults({"ckpt_path": "last"})
         return parser
 
     def _parse_ckpt_path(self) -> None:
-        """Find the run's folder and the checkpoint that ``last`` means, before it is read."""
+        """Choose the folder of the run, and resolve ``last`` to a checkpoint."""
         subcommand = self.config.subcommand
         config = self.config[subcommand]
         root = Path(config.trainer.default_root_dir).absolute()
@@ -258,43 +260,43 @@ class FederatedCLI(LightningCLI):
         if subcommand == "fit" and (requeued := self._requeued(runs)) is not None:
             self.run_folder, self.is_requeued = requeued, True
             if config.ckpt_path is None or self._newest(config) is not None:
-                config.ckpt_path = "last"  # further on than what the command line names
+                config.ckpt_path = "last"  # newer than the checkpoint of the command line
         if config.ckpt_path == "last":
             last = self.run_folder / f"{config.checkpoint.filename}.ckpt"
             if (newest := self._newest(config)) is not None:
                 config.ckpt_path = str(newest)
             elif subcommand == "fit":
-                config.ckpt_path = None  # Killed before its first checkpoint, or never begun.
+                config.ckpt_path = None  # no checkpoint was written yet
             else:
                 raise FederationError(
-                    f"there is no checkpoint {last} to {subcommand}: run fit first, or name a"
-                    " file with --ckpt_path"
+                    f"{subcommand} found no checkpoint {last}: run fit first, or set --ckpt_path"
+                    " to a file"
                 )
         elif config.ckpt_path is not None and not Path(config.ckpt_path).is_file():
             raise FederationError(
-                f"there is no checkpoint {config.ckpt_path}: give --ckpt_path a file, or last"
+                f"checkpoint {config.ckpt_path} does not exist: set --ckpt_path to a file or last"
             )
         elif config.ckpt_path is not None and Path(config.ckpt_path).absolute().parent in runs:
             self.run_folder = Path(config.ckpt_path).absolute().parent
         elif subcommand == "fit" and not config.trainer.fast_dev_run:
             self.run_folder = root / f"version_{int(runs[-1].name[8:]) + 1 if runs else 0}"
         if (path := config.ckpt_path) is not None and config.weights_only is not False:
-            read_checkpoint(  # Mapped: of its tensors nothing is read.
+            read_checkpoint(  # memory-mapped: tensors are not read
                 path,
                 lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=True),
                 in_full=False,
             )
-        # Not as Lightning: a checkpoint's hyperparameters would say what classes are made.
+        # Unlike Lightning, do not let hyperparameters of a checkpoint choose classes.
 
     def _newest(self, config: Any) -> Path | None:
-        """Return the newest checkpoint of the run: its own, or what SLURM's signal had written."""
+        """Return the newest checkpoint of the run, including those written on SLURM signals."""
         folder = Path(config.checkpoint.dirpath or self.run_folder)
         found = [folder / f"{config.checkpoint.filename}.ckpt"]
         found += self.run_folder.glob("hpc_ckpt_*.ckpt")
         return max(filter(Path.is_file, found), key=lambda p: p.stat().st_mtime, default=None)
 
     def _requeued(self, runs: Sequence[Path]) -> Path | None:
-        """Return the folder of the run that SLURM has started this job for before, if it has."""
+        """Return the folder of the run if SLURM has requeued this job, else None."""
         if os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0"):
             return None
         for run in reversed(runs):
@@ -304,12 +306,12 @@ class FederatedCLI(LightningCLI):
         return None
 
     def _job(self) -> dict[str, Any]:
-        """Return what a job that is requeued has in common with its first start."""
+        """Return the identification of the job, which does not change when it is requeued."""
         words = self.words if isinstance(self.words, list) else [str(self.words)]
         return {"job": os.environ.get("SLURM_JOB_ID"), "command": list(map(str, words))}
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Put what the run writes into its folder, and show rounds."""
+        """Configure the output folder, the callbacks and the loggers of the Trainer."""
         config = self._get(self.config_init, "trainer")
         callbacks = list(config.callbacks or [])
         loop, checkpoint = (self._get(self.config_init, k) for k in ("federation", "checkpoint"))
@@ -321,7 +323,7 @@ class FederatedCLI(LightningCLI):
             callbacks.append(RoundProgress())
         if self.subcommand == "fit" and "SLURM_JOB_ID" in os.environ:
             callbacks.append(JobNote(self.run_folder / JOB, self._job()))
-        # Also where nothing is trained: Lightning warns of callbacks that a checkpoint has in it.
+        # Also without training: Lightning warns if a callback of the checkpoint is missing.
         if not any(isinstance(callback, RunReport) for callback in callbacks):
             callbacks.append(RunReport())
         if self.subcommand == "fit" and not config.fast_dev_run:
@@ -334,10 +336,10 @@ class FederatedCLI(LightningCLI):
         )
 
     def _config_text(self) -> str:
-        """Return the configuration of the command, for a file that it can be repeated with."""
+        """Return the configuration as YAML, with which the command can be repeated."""
         config = self.config[self.subcommand].clone()
         for name in ("config", "ckpt_path"):
-            if config.get(name) is None:  # ckpt_path: null would have test take random weights
+            if config.get(name) is None:  # ckpt_path: null would test random parameters
                 config.pop(name, None)
         text: str = self._parser(self.subcommand).dump(
             config, skip_none=False, skip_validation=True
@@ -345,23 +347,25 @@ class FederatedCLI(LightningCLI):
         return text
 
     def _loggers(self) -> list[Logger]:
-        # Lightning's CSV logger empties its folder: a resumed run gets the next one.
+        # CSVLogger deletes existing files in its folder, so a resumed run uses a new folder.
         loggers: list[Logger] = [CSVLogger(self.run_folder, name="csv")]
         if find_spec("tensorboard"):
             loggers.insert(0, TensorBoardLogger(self.run_folder, name="", version=""))
         return loggers
 
     def fit(self, **kwargs: Any) -> None:
-        """Fit, and say where the results are; a fit that is refused leaves no folder behind."""
+        """Fit and print the folder of the run, which is removed if the fit fails at its start."""
         if self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.trainer.fit(**kwargs)
             return
         if self.is_requeued and self.trainer.is_global_zero:
             job, count = os.environ["SLURM_JOB_ID"], os.environ["SLURM_RESTART_COUNT"]
-            print(f"SLURM job {job}, restart {count}: the run in {_short(self.run_folder)} goes on")
+            print(
+                f"SLURM job {job}, restart {count}: resuming the run in {_short(self.run_folder)}"
+            )
         if (path := kwargs.get("ckpt_path")) and self.trainer.is_global_zero:
-            print(f"Going on from {_short(Path(path))}")
-        # Not made here: other processes of the run are about to look which folder is the next.
+            print(f"Resuming from {_short(Path(path))}")
+        # Not created here: other processes still have to find the next free folder.
         is_new = not self.run_folder.exists()
         try:
             self.trainer.fit(**kwargs)
@@ -369,24 +373,24 @@ class FederatedCLI(LightningCLI):
             if is_new and self.trainer.global_step == 0 and self.trainer.is_global_zero:
                 shutil.rmtree(self.run_folder, ignore_errors=True)
             raise
-        except SystemExit as end:  # Lightning's answer to an interruption, with code 1
+        except SystemExit as end:  # Lightning exits with code 1 after an interruption
             if type(end) is not SystemExit or not self.trainer.interrupted:
-                raise  # also SIGTERMException, which has its own exit code
+                raise  # SIGTERMException has a different exit code
             if self.trainer.is_global_zero:
                 checkpoint = self._get(self.config_init, "checkpoint")
                 last = Path(checkpoint.dirpath, f"{checkpoint.filename}.ckpt")
                 remedy = "resume with --ckpt_path last"
                 if not last.is_file():
-                    remedy = "there is no checkpoint yet, the next fit starts anew"
+                    remedy = "there is no checkpoint yet, start a new fit"
                 sys.stderr.write(f"\ninterrupted; {remedy}\n")
             raise SystemExit(INTERRUPTED) from end
         if self.trainer.is_global_zero:
             print(f"Written to {_short(self.run_folder)}")
 
     def test(self, **kwargs: Any) -> None:
-        """Test, and write the metrics to ``test.json`` beside the checkpoint.
+        """Test and write the metrics to ``test.json`` beside the checkpoint.
 
-        Also the checkpoint and the options that differ from those of the fit.
+        The file also contains the name of the checkpoint and the options that differ from the fit.
         """
         metrics = self.trainer.test(**kwargs)
         if self.trainer.fast_dev_run or not self.trainer.is_global_zero:  # type: ignore[attr-defined]
@@ -397,11 +401,11 @@ class FederatedCLI(LightningCLI):
         try:
             fitted = values_of(yaml.safe_load((folder / "config.yaml").read_text()))
         except (OSError, ValueError, AttributeError, yaml.YAMLError):
-            fitted = None  # of a fit from Python
+            fitted = None  # the fit was run from Python
         differing = {} if fitted is None else differing_options(fitted, tested)
         if differing:
-            said = "; ".join(f"{k} is {t!r}, was {f!r}" for k, (f, t) in differing.items())
-            rank_zero_warn(f"the test ran with other options than the fit: {said:.1000}")
+            changes = "; ".join(f"{k} is {t!r}, was {f!r}" for k, (f, t) in differing.items())
+            rank_zero_warn(f"options of the test differ from the fit: {changes:.1000}")
         found = {
             "format": TEST_FORMAT,
             "checkpoint": Path(used).name if used else None,
@@ -413,15 +417,15 @@ class FederatedCLI(LightningCLI):
         print(f"Written to {_short(folder / 'test.json')}")
 
     def predict(self, **kwargs: Any) -> None:
-        """Predict the test samples and write what the module returned, a tensor a batch."""
+        """Predict the test samples and write the outputs of the module, one tensor per batch."""
         if self.trainer.world_size > 1:
             raise FederationError(
-                f"predict writes one file, {self.trainer.world_size} processes would write parts of"
-                " it: set --trainer.devices=1"
+                "predict supports one process, because it writes one file, got"
+                f" {self.trainer.world_size} processes: set --trainer.devices=1"
             )
         predictions = self.trainer.predict(**kwargs)
         if not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            # A checkpoint from elsewhere does not belong to the newest run.
+            # The checkpoint need not belong to the newest run.
             used = kwargs.get("ckpt_path")
             folder = Path(used).absolute().parent if used else self.run_folder
             write_atomically(folder / "predictions.pt", partial(torch.save, predictions))
@@ -432,19 +436,19 @@ def _short(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-#: Exit code after an interruption (128 + SIGINT), as of a shell.
+#: Exit code after an interruption (128 + SIGINT), as in a shell.
 INTERRUPTED = 130
-#: The configs that come with the package.
+#: Configs shipped with the package.
 CONFIGS = Path(__file__).parent / "configs"
 
 
 def with_shipped_configs(args: Sequence[str]) -> list[str]:
-    """Let ``--config digits.yaml`` mean the one that comes with the package.
+    """Resolve ``--config digits.yaml`` to the config shipped with the package.
 
-    A file of the user's with that name goes first.
+    An existing file with this name takes precedence.
 
     Args:
-        args: Of the command line.
+        args: Arguments of the command line.
 
     Example:
         >>> *_, found = with_shipped_configs(["fit", "--config", "configs/digits.yaml"])
@@ -466,27 +470,27 @@ def report_parser() -> ArgumentParser:
     """Return the parser of ``lightning-fl report``."""
     parser = ArgumentParser(
         prog="lightning-fl report",
-        description="Make a page of runs: what was run, and how it went; several side by side.",
+        description="Write an HTML report of one run, or a comparison of several runs.",
     )
     parser.add_argument(
         "runs",
         nargs="+",
-        help="Folders of runs (runs/digits/version_0), or what holds some (runs/digits).",
+        help="Folders of runs (runs/digits/version_0), or folders that contain runs (runs/digits).",
     )
     parser.add_argument(
         "--output",
         type=str | None,
-        help="The page, a file that ends in .html; null is report.html, in the folder of the run if"
-        " it is one, else here.",
+        help="Path of the report, an .html file; null writes report.html to the folder of the run,"
+        " or to the current folder if there are several runs.",
     )
     parser.add_argument(
-        "--title", type=str | None, help="Of the page; null is made of the names of the runs."
+        "--title", type=str | None, help="Title of the report; null uses the names of the runs."
     )
     return parser
 
 
 def with_notes(error: BaseException) -> str:
-    """Return the message of an error and its notes, which name the round and the clients.
+    """Return the message of an error with its notes, which give the round and the clients.
 
     Example:
         >>> error = ValueError("wrong")
@@ -505,7 +509,7 @@ def show_warning(
     lineno: int,
     line: str | None = None,
 ) -> str:
-    r"""Return a warning for the command line: what it says, not the line of code that says it.
+    r"""Format a warning for the command line, without the line of code.
 
     Example:
         >>> show_warning("2 of 10 updates", UserWarning, "file.py", 3)
@@ -516,7 +520,7 @@ def show_warning(
 
 
 def main(args: ArgsType = None) -> None:
-    """Run the command line; a user's mistake ends with a message, not with a traceback."""
+    """Run the command line. Configuration errors print a message without a traceback."""
     if args is None:
         sys.argv[1:] = with_shipped_configs(sys.argv[1:])
     elif isinstance(args, list):
@@ -524,7 +528,7 @@ def main(args: ArgsType = None) -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.formatwarning = show_warning
-    # Lightning's own, of torch 2.14.
+    # Raised by Lightning with torch 2.14.
     warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated")
     words = sys.argv[1:] if args is None else args
     try:
@@ -540,23 +544,23 @@ def main(args: ArgsType = None) -> None:
             seed_everything_default=0,
             save_config_callback=None,  # RunConfig writes it
             parser_class=Parser,
-            # Modules bring their own optimizer; the CLI's flags would replace it.
+            # Modules configure their optimizer, which flags of the CLI would replace.
             auto_configure_optimizers=False,
-            # A prefix of an option is a mistake, not an abbreviation.
+            # Treat a prefix of an option as an error, not as an abbreviation.
             parser_kwargs={
-                "description": "A whole federation in one Lightning Trainer.",
+                "description": "Federated learning with the Lightning Trainer.",
                 "allow_abbrev": False,
             },
             args=args,
         )
-    except KeyboardInterrupt:  # before or after the Trainer, which has its own answer
+    except KeyboardInterrupt:  # outside of the Trainer, which handles interruptions itself
         sys.stderr.write("\ninterrupted\n")
         raise SystemExit(INTERRUPTED) from None
     except MisconfigurationException as error:
         message = with_notes(error)
     except ValueError as error:
         message = with_notes(error)
-        if "Union subtypes" not in message:  # jsonargparse's own words for what a class refused
+        if "Union subtypes" not in message:  # jsonargparse wraps errors of a constructor
             raise
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, FederationError):
@@ -565,7 +569,10 @@ def main(args: ArgsType = None) -> None:
     except RuntimeError as error:
         message = str(error)
         if "loading state_dict" in message:
-            message = f"the checkpoint is of another model, configure the model it is of. {message}"
+            message = (
+                "the model does not match the checkpoint: configure the model that was saved."
+                f" {message}"
+            )
         elif not message.startswith(
             ("Early stopping conditioned on metric", "Found more than one stateful callback")
         ):

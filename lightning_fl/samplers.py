@@ -1,4 +1,4 @@
-"""Who takes part in a round."""
+"""Client samplers."""
 
 from __future__ import annotations
 
@@ -14,35 +14,38 @@ from lightning_fl.types import FederationError
 
 
 class ClientSampler(ABC):
-    """Draws the cohort of a round."""
+    """Base class of client samplers."""
 
     def setup(self, federation: Federation) -> None:  # noqa: B027  # most fit every run
-        """Learn what the run is, at the start of a fit.
-
-        A sampler that does not fit the run raises a ``FederationError`` here.
+        """Prepare for a run at the start of a fit.
 
         Args:
-            federation: The run; ``federation.layout`` is None.
+            federation: Description of the run; ``federation.layout`` is None.
+
+        Raises:
+            FederationError: If the sampler does not support the run.
         """
 
     @abstractmethod
     def sample(
         self, round: int, count: int, num_samples: Tensor, generator: torch.Generator
     ) -> Tensor:
-        """Return the ids of different clients, ``count`` of them unless a rule says otherwise.
+        """Return the ids of the sampled clients, without duplicates.
 
         Args:
-            round: The round's number, counted from 0.
-            count: How many clients take part.
-            num_samples: Training samples of each client, ``[num_clients]``.
-            generator: The round's own.
+            round: Index of the round, from 0.
+            count: Number of clients to sample. A sampler may return a different number, as
+                :class:`PoissonSampler` does.
+            num_samples: Number of training samples per client, ``[num_clients]``.
+            generator: Random generator of the round.
         """
 
 
 class PoissonSampler(ClientSampler):
-    """Every client by a coin of its own: ``count`` take part in the mean, sometimes nobody.
+    """Sample each client independently with equal probability.
 
-    Differential privacy is strongest with it. A round of nobody is a round all the same.
+    The number of sampled clients is ``count`` in expectation, and may be 0. Such a round is still
+    counted. Poisson sampling gives the strongest privacy amplification.
 
     Example:
         >>> random = torch.Generator().manual_seed(0)
@@ -53,14 +56,14 @@ class PoissonSampler(ClientSampler):
     def sample(
         self, round: int, count: int, num_samples: Tensor, generator: torch.Generator
     ) -> Tensor:
-        """Return the ids whose coin has fallen."""
+        """Return the ids of the sampled clients."""
         n = len(num_samples)
         coins = torch.rand(n, generator=generator, dtype=torch.float64)
         return (coins < count / n).nonzero()[:, 0]
 
 
 class UniformSampler(ClientSampler):
-    """Every client with equal probability, without replacement.
+    """Sample clients uniformly without replacement.
 
     Example:
         >>> UniformSampler().sample(0, 4, torch.ones(4), torch.Generator()).sort().values
@@ -70,22 +73,23 @@ class UniformSampler(ClientSampler):
     def sample(
         self, round: int, count: int, num_samples: Tensor, generator: torch.Generator
     ) -> Tensor:
-        """Return the first ``count`` ids of a random order."""
+        """Return the first ``count`` ids of a random permutation."""
         return torch.randperm(len(num_samples), generator=generator)[:count]
 
 
 class WeightedSampler(ClientSampler):
-    """Clients with given weights, without replacement.
+    """Sample clients without replacement, with probabilities proportional to weights.
 
-    FedAvg weighs what returns by the numbers of samples as well; with this sampler choose
-    ``FedAvg(weighting="uniform")`` unless large clients are to count twice.
+    FedAvg also weights updates by the number of samples. To avoid weighting clients twice, combine
+    this sampler with ``FedAvg(weighting="uniform")``.
 
     Args:
-        weights: One non-negative weight a client, or ``samples``: numbers of training samples.
+        weights: One non-negative weight per client, or ``samples`` to use the numbers of training
+            samples.
 
     Raises:
-        FederationError: If the weights do not fit the clients, or fewer are positive than take
-            part.
+        FederationError: If the number of weights differs from the number of clients, or fewer
+            weights are positive than clients are sampled.
 
     Example:
         >>> WeightedSampler([0.0, 1.0, 1.0]).sample(0, 2, torch.ones(3), torch.Generator()).sum()
@@ -99,40 +103,42 @@ class WeightedSampler(ClientSampler):
             valid = all(0 <= w < float("inf") for w in weights)
         if not valid:
             raise FederationError(
-                f"weights must be samples or finite numbers from 0 up, got {weights}"
+                f"weights must be 'samples' or finite non-negative numbers, got {weights}"
             )
         self.weights = weights
 
     def setup(self, federation: Federation) -> None:
-        """Refuse weights that do not fit the clients."""
+        """Check that the weights match the clients."""
         if federation.num_samples is not None:
             self._positive(federation.num_samples, federation.sampling.size)
 
     def sample(
         self, round: int, count: int, num_samples: Tensor, generator: torch.Generator
     ) -> Tensor:
-        """Return ids drawn one after another with the weights that are left."""
+        """Return ids drawn sequentially with probabilities proportional to the weights."""
         weights = self._positive(num_samples, count)
-        # An exponential race: the first k to arrive are k draws without replacement.
+        # Exponential race: the first k arrivals are k weighted draws without replacement.
         noise = torch.empty(len(weights), dtype=torch.float64).exponential_(generator=generator)
         return (noise / weights).argsort()[:count]
 
     def _positive(self, num_samples: Tensor, count: int) -> Tensor:
-        """Return the weights, of which at least ``count`` are positive."""
+        """Return the weights; check that at least ``count`` of them are positive."""
         given = num_samples if isinstance(self.weights, str) else self.weights
         weights = torch.as_tensor(given, dtype=torch.float64)
         if len(weights) != len(num_samples):
-            raise FederationError(f"{len(weights)} weights for {len(num_samples)} clients")
+            raise FederationError(
+                f"weights must have {len(num_samples)} entries, one per client, got {len(weights)}"
+            )
         if (positive := int((weights > 0).sum())) < count:
             raise FederationError(
-                f"a round takes {count} clients, only {positive} have a positive weight: lower"
-                " clients_per_round or client_fraction, or raise weights"
+                f"{count} clients are sampled per round, but only {positive} have a positive"
+                " weight: decrease clients_per_round or client_fraction, or increase weights"
             )
         return weights
 
 
 class RoundRobinSampler(ClientSampler):
-    """Clients in turn: round t takes the ``count`` after those of round t - 1.
+    """Select clients in order: each round continues after the clients of the previous one.
 
     Example:
         >>> RoundRobinSampler().sample(1, 2, torch.ones(3), torch.Generator())
@@ -147,10 +153,10 @@ class RoundRobinSampler(ClientSampler):
 
 
 def how_drawn(sampler: ClientSampler) -> Literal["poisson", "fixed", "other"]:
-    """Return how a sampler draws clients, as private rules account for it.
+    """Return the sampling scheme of a sampler for privacy accounting.
 
-    It is known of :class:`PoissonSampler` and :class:`UniformSampler` themselves. A child class may
-    draw in another way, so every other class is ``other``, whatever it says of itself.
+    Only :class:`PoissonSampler` and :class:`UniformSampler` have a known scheme. Subclasses may
+    sample differently, so every other class is ``other``.
 
     Example:
         >>> how_drawn(UniformSampler()), how_drawn(RoundRobinSampler())

@@ -1,4 +1,4 @@
-"""What the rooms say to each other: the plan of a round, its steps, and what clients send back."""
+"""Types shared by the packages: the plan of a round, its steps and the client updates."""
 
 from __future__ import annotations
 
@@ -29,32 +29,38 @@ __all__ = [
 
 
 class FederationError(MisconfigurationException, ValueError):
-    """A mistake in a configuration, its data or a checkpoint: what was wrong, and what to do."""
+    """Error in the configuration, the data or a checkpoint of a federation."""
 
 
 def check_package(value: Any, kind: type) -> None:
-    """Refuse an object of the package ``pytorch_lightning``, whose classes are not lightning's.
+    """Check that an object does not come from the package ``pytorch_lightning``.
+
+    The classes of ``pytorch_lightning`` are not compatible with those of ``lightning``.
+
+    Args:
+        value: The object.
+        kind: The expected base class.
 
     Raises:
-        FederationError: If it is one of them.
+        FederationError: If the object comes from ``pytorch_lightning``.
     """
     old = [base.__module__.partition(".")[0] for base in type(value).__mro__]
     if not isinstance(value, kind) and "pytorch_lightning" in old:
         raise FederationError(
-            f"{type(value).__name__} is a class of the package pytorch_lightning, which does"
-            " not work together with lightning: write `import lightning as L` instead of"
-            " `import pytorch_lightning as pl`, for the module, the Trainer and its callbacks"
+            f"{type(value).__name__} comes from the package pytorch_lightning, which is not"
+            " compatible with lightning: use `import lightning as L` instead of"
+            " `import pytorch_lightning as pl` for the module, the Trainer and its callbacks"
         )
 
 
 class Cohort(NamedTuple):
-    """How the clients of a round are drawn.
+    """Number of clients sampled per round, and how they are sampled.
 
     Args:
-        size: How many, in the mean.
-        clients: Of how many.
-        drawn: ``poisson``, each by a coin of its own; ``fixed``, all sets of this size with equal
-            probability; ``other``, in a way that is not known.
+        size: Expected number of sampled clients.
+        clients: Number of clients in the federation.
+        drawn: Sampling scheme. ``poisson``: each client is sampled independently. ``fixed``: a
+            uniformly random set of ``size`` clients. ``other``: any other scheme.
 
     Example:
         >>> Cohort(size=10, clients=10, drawn="poisson").is_sampled
@@ -67,19 +73,19 @@ class Cohort(NamedTuple):
 
     @property
     def is_sampled(self) -> bool:
-        """Whether some clients do not take part."""
+        """Whether a round samples fewer than all clients."""
         return self.size < self.clients
 
 
 class Step(NamedTuple):
-    """What one training batch of a round is: local steps of the clients in the lanes.
+    """One training batch of a round: local steps of the clients that train at once.
 
     Args:
-        rows: Positions of the clients in the plan, one a lane; none in an idle step, in which a
-            process waits for the others.
-        start: Local steps that these clients have made before.
-        steps: Local steps in this batch.
-        last: Whether the clients are done after it.
+        rows: Positions of the clients in the plan. Empty in an idle step, in which the process
+            waits for the others.
+        start: Number of local steps that these clients have completed before.
+        steps: Number of local steps in this batch.
+        last: Whether the clients finish with this batch.
     """
 
     rows: tuple[int, ...]
@@ -89,38 +95,41 @@ class Step(NamedTuple):
 
     @property
     def first(self) -> bool:
-        """Whether clients begin with it."""
+        """Whether this is the first batch of the clients."""
         return bool(self.rows) and self.start == 0
 
 
-#: A batch of a process that has no client left: all have equally many, as Lightning needs it.
+#: Batch of a process without clients left. Lightning needs the same number on all processes.
 IDLE = Step((), 0, 0, False)
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """Who trains in a round, how long and how fast.
+    """Clients of a round with their numbers of local steps and hyperparameters.
 
     Args:
-        seed: The run's seed. Randomness in training belongs to (seed, round, client).
-        round: The round's number, counted from 0.
+        seed: Seed of the run. Random numbers in training depend on (seed, round, client).
+        round: Index of the round, from 0.
         clients: Ids of the participating clients, ``[k]``.
-        num_steps: Local steps of each, ``[k]``, at least 1.
-        lr: Learning rate of each, ``[k]``, or None for the module's own.
-        hyperparameters: Further values by name, each ``[k]``. ``lr_factor`` multiplies the learning
-            rate.
-        lanes: Clients that train at once.
-        steps_per_batch: Local steps in one training batch.
-        stepwise: Whether the loader fetches a batch's first local step only, and who trains the
-            others, one at a time.
-        rank: Which of the processes this is. Only :attr:`schedule` and :attr:`rows` depend on it.
-        world_size: Processes that share the clients.
-        nobody: Whether nobody takes part: a round needs a client, whose work is thrown away.
-        fixed_groups: Whether the clients that train at once are chosen from all clients of the
-            round, so that they do not depend on the number of processes. A group stays whole.
+        num_steps: Number of local steps per client, ``[k]``, at least 1.
+        lr: Learning rate per client, ``[k]``; None uses the learning rate of the module's
+            optimizer.
+        hyperparameters: Further hyperparameters by name, each ``[k]``. ``lr_factor`` multiplies the
+            learning rate.
+        group_size: Maximum number of clients that train at once.
+        steps_per_batch: Maximum number of local steps in one training batch.
+        stepwise: Whether the loader fetches only the first local step of a batch. The runner then
+            fetches the other steps one at a time.
+        rank: Rank of this process. Only :attr:`schedule` and :attr:`rows` depend on it.
+        world_size: Number of processes that share the clients.
+        is_empty: Whether no client was sampled. Such a round trains one placeholder client and
+            discards its update.
+        fixed_groups: Whether groups are formed from all clients of the round before they are
+            assigned to processes, so that groups do not depend on the number of processes.
 
     Raises:
-        FederationError: If the round is empty, or the shapes or numbers of steps do not fit.
+        FederationError: If there are no clients, a shape differs from that of ``clients``, or a
+            number of steps or a learning rate is out of range.
 
     Example:
         >>> plan = RoundPlan(seed=0, round=0, clients=torch.tensor([4, 7]),
@@ -145,7 +154,7 @@ class RoundPlan:
 
     def __post_init__(self) -> None:
         if not len(self.clients):
-            raise FederationError(f"round {self.round + 1} has no clients: it needs at least one")
+            raise FederationError(f"round {self.round + 1} has no clients: sample at least one")
         for name, value in {
             "num_steps": self.num_steps,
             "lr": self.lr,
@@ -153,17 +162,15 @@ class RoundPlan:
         }.items():
             if value is not None and value.shape != self.clients.shape:
                 raise FederationError(
-                    f"{name} has shape {tuple(value.shape)} for {len(self.clients)} clients: "
-                    "a policy returns one value for all or one for each"
+                    f"{name} has shape {tuple(value.shape)} for {len(self.clients)} clients: a"
+                    " policy must return a scalar or one value per client"
                 )
         if self.num_steps.is_floating_point():
-            raise FederationError(
-                f"num_steps must be whole numbers, got {self.num_steps}: return an integer tensor"
-            )
+            raise FederationError(f"num_steps must be an integer tensor, got {self.num_steps}")
         if (short := self.num_steps < 1).any():
             raise FederationError(
-                f"client {self.clients[short][0]} would make {self.num_steps[short][0]} local steps"
-                f" in round {self.round + 1}: every participating client makes at least one"
+                f"num_steps must be at least 1, got {self.num_steps[short][0]} for client"
+                f" {self.clients[short][0]} in round {self.round + 1}"
             )
         if self.lr is not None and not (self.lr.isfinite() & (self.lr >= 0)).all():
             raise FederationError(
@@ -172,19 +179,19 @@ class RoundPlan:
 
     @property
     def cohort(self) -> Tensor:
-        """Ids of those whose work counts."""
+        """Ids of the sampled clients; empty if :attr:`is_empty`."""
         return self.clients[:0] if self.is_empty else self.clients
 
     @cached_property
     def shares(self) -> list[list[int]]:
-        """Positions of each process's clients, as evenly as their steps allow."""
+        """Positions of the clients of each process, balanced by local steps."""
         return [sorted(row for group in groups for row in group) for groups in self._groups]
 
     @cached_property
     def _groups(self) -> list[list[tuple[int, ...]]]:
-        """Groups of clients that train at once, of each process.
+        """Groups of clients that train at once, per process.
 
-        Those with most steps go first, to the process that has the fewest so far.
+        Groups are assigned in decreasing order of steps, each to the process with the fewest steps.
         """
         steps = self.num_steps.tolist()
         rows = list(range(len(steps)))
@@ -201,7 +208,7 @@ class RoundPlan:
         return [self._cut(sorted(row for unit in share for row in unit)) for share in shares]
 
     def _cut(self, rows: list[int]) -> list[tuple[int, ...]]:
-        """Return clients in groups that differ by one in size at most, of similar work."""
+        """Split clients into groups of similar work. Group sizes differ by at most one."""
         steps = self.num_steps.tolist()
         if self.group_size > 1:
             rows = sorted(rows, key=lambda row: -steps[row])
@@ -212,15 +219,16 @@ class RoundPlan:
 
     @property
     def rows(self) -> list[int]:
-        """Positions of this process's clients."""
+        """Positions of the clients of this process."""
         return self.shares[self.rank]
 
     @cached_property
     def schedule(self) -> list[Step]:
-        """This process's steps in order, one group of clients after another.
+        """Training batches of this process in order, one group of clients after another.
 
-        Clients of similar work share the lanes, and groups differ by at most one in size: no lane
-        waits long for another, and none is empty. Every process has as many batches as the busiest.
+        A group contains clients with similar numbers of steps, and group sizes differ by at most
+        one, which keeps idle time short. Idle steps are added until all processes have the same
+        number of batches.
         """
         schedules = [self._schedule(groups) for groups in self._groups]
         own = schedules[self.rank]
@@ -237,10 +245,10 @@ class RoundPlan:
 
 
 class ServerState(NamedTuple):
-    """What a client starts from.
+    """Model state of the server, from which clients start.
 
     Args:
-        vector: Parameters and floating buffers, flattened, ``[P]``.
+        vector: Parameters and floating-point buffers, flattened, ``[P]``.
         counters: Integer buffers, flattened, ``[C]``.
     """
 
@@ -251,22 +259,23 @@ class ServerState(NamedTuple):
 class ClientBatches(list[Any]):
     """Batches of several clients and local steps, in the order ``[steps, clients]``.
 
-    Each is what the client alone would get. None stands for a client that is done.
+    Each entry is the batch of one client, as in sequential training; None if the client has
+    finished.
     """
 
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """What clients send to the server after local training; a client is a row.
+    """Client updates after local training, one row per client.
 
     Args:
-        clients: Ids, ``[k]``.
-        delta: Local models minus what the clients started from, ``[k, P]``.
-        num_samples: Training samples of each, ``[k]``.
-        num_steps: Local steps of each, ``[k]``; None if they are not known.
-        lr: Mean learning rate of each client's local steps, ``[k]``; None if it is not known.
-        extras: What the rule's :class:`~lightning_fl.federation.exchange.ClientPart` objects
-            return, ``[k, ...]`` by name.
+        clients: Ids of the clients, ``[k]``.
+        delta: Local models minus the models from which the clients started, ``[k, P]``.
+        num_samples: Number of training samples per client, ``[k]``.
+        num_steps: Number of local steps per client, ``[k]``; None if unknown.
+        lr: Mean learning rate over the local steps of each client, ``[k]``; None if unknown.
+        extras: Tensors returned by the :class:`~lightning_fl.federation.exchange.ClientPart`
+            objects of the aggregator, ``[k, ...]`` by name.
 
     Raises:
         FederationError: If the lengths differ.
@@ -288,21 +297,21 @@ class ClientUpdate:
         k = len(self.clients)
         if self.delta.ndim != 2 or len(self.delta) != k or self.num_samples.shape != (k,):
             raise FederationError(
-                "an update has one row for each client: clients [k], delta [k, P], num_samples [k];"
-                f" got {[tuple(t.shape) for t in (self.clients, self.delta, self.num_samples)]}"
+                "clients, delta and num_samples must have shapes [k], [k, P] and [k], got"
+                f" {[tuple(t.shape) for t in (self.clients, self.delta, self.num_samples)]}"
             )
         for name, value in {"num_steps": self.num_steps, "lr": self.lr, **self.extras}.items():
             if value is not None and value.shape[:1] != (k,):
                 raise FederationError(
-                    f"an update of {k} clients has one row for each: {name} has the shape"
+                    f"{name} must have one row for each of the {k} clients, got shape"
                     f" {tuple(value.shape)}"
                 )
 
     def select(self, rows: Tensor) -> ClientUpdate:
-        """Return the rows of some clients.
+        """Return the updates of selected clients.
 
         Args:
-            rows: A mask, ``[k]``, or positions.
+            rows: Boolean mask, ``[k]``, or positions.
         """
 
         def pick(value: Tensor) -> Tensor:
@@ -320,21 +329,24 @@ class ClientUpdate:
 
 @dataclass(frozen=True)
 class Feedback:
-    r"""What a policy learns from a round.
+    r"""Results of a round, from which a policy learns.
 
     Args:
-        plan: The round's plan.
-        val_loss_before: The server's validation loss before the round, None if it is not known.
-        val_loss: The same after the round, None if validation did not run in it.
-        losses: What the clients report: the loss of the model that the round started from,
-            each on its first batch and without terms, ``[k]``; NaN of a client whose update was
-            not used. None for a policy that does not learn from ``client_losses``.
-        weights: Each client's share of the samples of those whose updates were used, ``[k]``.
-        contributions: Returns what each client has done to the server's validation loss, ``[k]``:
-            :math:`p_k \langle \nabla L(w^{t+1}), w_k - w^t \rangle`, with its weight
-            :math:`p_k`; NaN as above. None for a policy that does not learn from
+        plan: Plan of the round.
+        val_loss_before: Validation loss of the global model before the round; None if unknown.
+        val_loss: Validation loss of the global model after the round; None if validation did not
+            run.
+        losses: Loss of the model at the start of the round on the first batch of each client,
+            without objective terms, ``[k]``. NaN for clients with a dropped update. None if the
+            policy does not learn from ``client_losses``.
+        weights: Number of samples of each client divided by the total over clients with a used
+            update, ``[k]``.
+        contributions: Function that returns the first-order effect of each client on the
+            validation loss of the global model, ``[k]``:
+            :math:`p_k \langle \nabla L(w^{t+1}), w_k - w^t \rangle` with weight :math:`p_k`. NaN
+            for clients with a dropped update. None if the policy does not learn from
             ``contributions``.
-        metrics: Figures that were logged in the round.
+        metrics: Metrics logged in the round.
     """
 
     plan: RoundPlan
@@ -348,53 +360,53 @@ class Feedback:
 
 @runtime_checkable
 class FederatedData(Protocol):
-    """What the loop needs of a data module (``lightning_fl.datamodules.FederatedDataModule``)."""
+    """Interface of the data module (``lightning_fl.datamodules.FederatedDataModule``)."""
 
-    #: Where the loader finds the plan of the round; set by the loop.
+    #: Function that returns the plan of the round; set by the loop.
     plan: Callable[[], RoundPlan] | None
-    #: A digest of the split, which a checkpoint keeps.
+    #: Digest of the partition, stored in checkpoints.
     checksum: str
-    #: Whether processes share out the server's validation samples in a fit; else each reads all.
+    #: Whether processes split the validation samples in a fit; otherwise each process reads all.
     shares_validation: bool
-    #: Training samples of each client, ``[num_clients]``.
+    #: Number of training samples per client, ``[num_clients]``.
     num_samples: Tensor
-    #: Batches in one pass over each client's samples, ``[num_clients]``.
+    #: Number of batches per local epoch of each client, ``[num_clients]``.
     batches_per_epoch: Tensor
 
-    #: Memory that a sample takes.
+    #: Size of a sample in bytes.
     sample_bytes: int
-    #: Whether the first axis of every tensor in a batch is known to be that of the samples.
+    #: Whether the first axis of every tensor in a batch is known to be the sample axis.
     has_samples_in_front: bool
-    #: Whether it can fetch a batch's local steps one at a time.
+    #: Whether the local steps of a batch can be fetched one at a time.
     can_fetch_steps: bool
 
     def local_steps(self) -> Callable[[int, bool], Any]:
-        """Return how to fetch the local steps of the next batch of a plan that is ``stepwise``.
+        """Return a function that fetches the local steps of the next batch of a stepwise plan.
 
-        The function takes the step, and whether it may use memory again that it has returned.
+        Its arguments are the local step, and whether it may reuse memory that it returned before.
         """
 
     def advance(self, round: int) -> bool:
-        """Let the samples of a round arrive; say whether rounds have samples of their own."""
+        """Make the samples of a round available; return whether rounds have different samples."""
 
     def samples_of(self, client: int) -> Iterator[Any]:
-        """All training samples of a client, in batches."""
+        """Yield all training samples of a client in batches."""
 
     def example(self) -> Any:
-        """Two training samples as the module gets them."""
+        """Return a batch of two training samples."""
 
     def batch_sizes(self, clients: Tensor, start: int, count: int) -> Tensor:
-        """Samples in some local steps of these clients, ``[count, k]``."""
+        """Return the batch sizes of ``count`` local steps of the clients, ``[count, k]``."""
 
 
 def full(value: Tensor | float, clients: Tensor) -> Tensor:
-    """One value for all, or one for each of the clients, as ``[k]``."""
+    """Expand a scalar to one value per client, ``[k]``; return other tensors unchanged."""
     value = torch.as_tensor(value)
     return value.expand(len(clients)) if value.ndim == 0 else value
 
 
 def describe(rule: object) -> str:
-    """Name a rule and those of its constructor's arguments that it keeps and that are plain.
+    """Return the class name of a rule with its constructor arguments of plain types.
 
     Example:
         >>> from lightning_fl.partition import Dirichlet
@@ -406,7 +418,7 @@ def describe(rule: object) -> str:
 
 
 def plain_options(rule: object) -> dict[str, Any]:
-    """Return those of a rule's constructor arguments that it keeps and that are plain values.
+    """Return the constructor arguments that a rule stores as attributes of plain types.
 
     Example:
         >>> from lightning_fl.partition import Dirichlet
@@ -419,15 +431,15 @@ def plain_options(rule: object) -> dict[str, Any]:
 
 
 def configuration(value: Any, depth: int = 8) -> str:
-    """Return a text that is the same for values of the same configuration, in every process.
+    """Return a string that identifies the configuration of a value across processes.
 
-    Tensors and plain values count by value. An object counts by its class and by those of its
-    constructor's arguments that it keeps; a module also by its layers and its hyperparameters; a
-    function by its name. Addresses in memory are left out.
+    Tensors and plain values are represented by value, functions by name. Objects are represented by
+    their class and the constructor arguments that they store as attributes; modules also by their
+    layers and hyperparameters. Memory addresses are omitted.
 
     Args:
-        value: Anything.
-        depth: How deep objects in objects are looked at.
+        value: Any value.
+        depth: Maximum depth of nested objects.
 
     Example:
         >>> from lightning_fl.partition import Dirichlet
@@ -463,7 +475,7 @@ def configuration(value: Any, depth: int = 8) -> str:
 
 
 def _arguments(kind: type) -> list[str]:
-    """Return the names of a constructor's arguments, also of those that it only passes on."""
+    """Return the names of a constructor's arguments, including those passed to parent classes."""
     found: dict[str, None] = {}
     for parent in kind.__mro__:
         if init := vars(parent).get("__init__"):

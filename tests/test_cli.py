@@ -145,7 +145,7 @@ def test_a_report_of_what_is_no_run_is_an_error(cli, tmp_path):
 
 
 def test_help_shows_the_report(cli):
-    assert "Make a page of runs" in cli("--help")
+    assert "Write an HTML report" in cli("--help")
     out = " ".join(cli("report", "--help").split())
     for words in ("--output", "--title", "runs/digits/version_0"):
         assert words in out
@@ -214,7 +214,7 @@ def test_a_test_leaves_the_config_of_the_fit_alone(cli, tmp_path):
     cli(*SHIPPED, "--federation.aggregator=CoordinateMedian", "--trainer.max_epochs=1")
     before = (run / "config.yaml").read_bytes()
     assert "CoordinateMedian" in before.decode()
-    with pytest.warns(UserWarning, match="the test ran with other options than the fit: data"):
+    with pytest.warns(UserWarning, match="options of the test differ from the fit: data"):
         out = cli("test", "--config", DIGITS, "--data.init_args.batch_size=16")
     cli("validate", "--config", DIGITS)
     cli("predict", "--config", DIGITS)
@@ -439,11 +439,11 @@ def test_every_config_opens_with_its_command_and_its_result(config):
             ["--federation.aggregator=Gossip", "--federation.aggregator.num_clients=4"],
             "num_clients=4, the federation has 10",
         ),
-        (["--model.init_args.net.init_args.sizes=[65,10]"], "does not take samples of shape"),
+        (["--model.init_args.net.init_args.sizes=[65,10]"], "does not accept samples of shape"),
         (["--federation.nonsense=1"], "unknown option --federation.nonsense"),
         (["--data.init_args.num_clients=5000"], "5000 clients cannot share 1294 samples"),
-        (["--trainer.limit_train_batches=3"], "set num_steps instead"),
-        (["--ckpt_path=nowhere.ckpt"], "there is no checkpoint nowhere.ckpt"),
+        (["--trainer.limit_train_batches=3"], "use Schedule(num_steps=...)"),
+        (["--ckpt_path=nowhere.ckpt"], "checkpoint nowhere.ckpt does not exist"),
         (["--data=MNIST", "--data.init_args.root=nowhere"], "download=true"),
         (["--seed_everything=-1"], "seed_everything must be from 0 to 4294967295, got -1"),
         (["--seed_everything=4294967296"], "seed_everything must be from 0 to 4294967295"),
@@ -528,7 +528,7 @@ def test_a_class_that_does_not_exist_is_answered_with_those_that_do(cli, args, n
             ["--config=typo.yaml"],
             "unknown option trainer.max_epoch: did you mean trainer.max_epochs",
         ),
-        (["--data=Digitss"], "data: there is no class Digitss: did you mean Digits?"),
+        (["--data=Digitss"], "data: unknown class Digitss: did you mean Digits?"),
     ],
 )
 def test_a_mistyped_option_gets_two_lines_of_usage_and_what_was_meant(cli, tmp_path, args, message):
@@ -554,9 +554,9 @@ def test_a_metric_that_nobody_logs_is_an_error(cli):
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda path: torch.save({"state_dict": {}}, path), "no checkpoint of Lightning"),
-        (lambda path: torch.save([1, 2], path), "no checkpoint of Lightning"),
-        (lambda path: torch.save(torch.ones(3), path), "no checkpoint of Lightning"),
+        (lambda path: torch.save({"state_dict": {}}, path), "not a checkpoint of Lightning"),
+        (lambda path: torch.save([1, 2], path), "not a checkpoint of Lightning"),
+        (lambda path: torch.save(torch.ones(3), path), "not a checkpoint of Lightning"),
         (lambda path: torch.save(print, path), "holds more than data"),
         (lambda path: path.write_text("hello"), "damaged, or not a checkpoint"),
         (lambda path: ZipFile(path, "w").writestr("a", "b"), "damaged, or not a checkpoint"),
@@ -586,7 +586,7 @@ def test_a_test_without_a_checkpoint_is_an_error(cli):
 def test_a_checkpoint_of_another_model_or_federation_is_an_error(cli, fitted):
     last = ("--ckpt_path=last", "--trainer.max_epochs=3")
     out = cli(*FIT, *last, "--model.init_args.net.init_args.sizes=[64,50,10]", expect=2)
-    assert "the checkpoint is of another model" in out
+    assert "the model does not match the checkpoint" in out
     assert "size mismatch for net.1.weight" in out
     assert "its seed is 1, here it is 7" in cli(*FIT, *last, "--seed_everything=7", expect=2)
     assert "its checksum is" in cli(*FIT, *last, "--data.init_args.partition=IID", expect=2)
@@ -754,8 +754,8 @@ def test_a_job_that_slurm_requeues_goes_on_where_it_was(cli, tmp_path, monkeypat
     (runs / "version_0" / "last.ckpt").write_bytes(b"older")
     os.utime(runs / "version_0" / "last.ckpt", (1, 1))
     out = cli(*args)
-    assert "SLURM job 17, restart 1: the run in runs/digits/version_0 goes on\n" in out
-    assert "Going on from runs/digits/version_0/hpc_ckpt_1.ckpt" in out
+    assert "SLURM job 17, restart 1: resuming the run in runs/digits/version_0\n" in out
+    assert "Resuming from runs/digits/version_0/hpc_ckpt_1.ckpt" in out
     whole = (tmp_path / "whole" / "version_0" / "rounds.csv").read_text()
     assert (runs / "version_0" / "rounds.csv").read_text() == whole
     assert sorted(p.name for p in runs.iterdir()) == ["version_0", "version_1"]

@@ -86,12 +86,12 @@ def test_only_the_ratio_of_weights_counts():
     "weights", ["size", [1.0, -1.0], [float("nan")], [float("inf"), 1.0], [1.0, float("-inf")]]
 )
 def test_weights_that_make_no_sense_are_refused(weights):
-    with pytest.raises(FederationError, match="samples or finite numbers from 0 up, got"):
+    with pytest.raises(FederationError, match="'samples' or finite non-negative numbers, got"):
         WeightedSampler(weights)
 
 
 def test_there_is_a_weight_for_each_client():
-    with pytest.raises(FederationError, match="2 weights for 3 clients"):
+    with pytest.raises(FederationError, match="weights must have 3 entries, one per client, got 2"):
         WeightedSampler([1.0, 1.0]).sample(0, 1, torch.ones(3), rng())
 
 

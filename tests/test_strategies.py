@@ -329,14 +329,14 @@ def test_without_a_federation_it_is_refused(alone, tmp_path):
 def test_a_strategy_that_is_not_known_is_refused(tmp_path, monkeypatch):
     fit = trainer(tmp_path, "auto")
     monkeypatch.setattr(L.Trainer, "world_size", 2)
-    with pytest.raises(FederationError, match="cannot share clients out with SingleDevice"):
+    with pytest.raises(FederationError, match="SingleDeviceStrategy is not supported with several"):
         fit.callbacks[0].setup(fit, client_module(), "fit")
 
 
 def test_lanes_with_ddp_are_refused(tmp_path, monkeypatch):
     fit = trainer(tmp_path, "ddp")
     monkeypatch.setattr(L.Trainer, "world_size", 2)
-    with pytest.raises(FederationError, match="choose strategy='client_parallel'"):
+    with pytest.raises(FederationError, match="set strategy='client_parallel'"):
         fit.fit(VectorizedClients(client_module()), datamodule=federation())
 
 

@@ -1,1 +1,1 @@
-"""A round of federated learning, without Lightning's hooks."""
+"""Implementation of communication rounds, independent of Lightning's hooks."""

@@ -1,4 +1,4 @@
-"""What a checkpoint of a running fit holds: the run as of the last boundary between two rounds."""
+"""Checkpoints of a running fit, which describe the last boundary between two rounds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from lightning_fl.hooks import replaced
 
-#: Returns what clients keep, in the form in which it is saved.
+#: Returns the client state in the form in which it is saved.
 Store = Callable[[], list[dict[str, Any]]]
-#: What a checkpoint says of Lightning's own progress.
+#: Entries of a checkpoint with Lightning's progress.
 PROGRESS = ("epoch", "global_step", "loops", "optimizer_states", "lr_schedulers")
-#: Hyperparameters are constants; they may hold whole data sets, so they are not copied.
+#: Hyperparameters are constant and may contain whole data sets, so they are not copied.
 _CONSTANT = (
     LightningModule.CHECKPOINT_HYPER_PARAMS_KEY,
     LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY,
@@ -27,50 +27,50 @@ _CONSTANT = (
 
 
 class _Boundary:
-    """A complete checkpoint of a boundary. Nothing in it changes any more.
+    """Immutable checkpoint of a boundary.
 
     Args:
-        checkpoint: What Lightning saves, with the loop's state in it.
-        store: Adds what clients keep to the loop's state; None if it is in there.
+        checkpoint: Checkpoint of Lightning, including the state of the loop.
+        store: Returns the client state; None if ``checkpoint`` contains it.
     """
 
     def __init__(self, checkpoint: dict[str, Any], store: Store | None) -> None:
         self.checkpoint, self.store = checkpoint, store
-        #: Whether the module already holds the aggregate of the round that follows.
+        #: Whether the module already holds the aggregate of the next round.
         self.is_passed = False
 
 
 class RoundBoundary:
-    """Answers every request for a checkpoint during a fit with the last boundary between rounds.
+    """Make every checkpoint during a fit describe the last boundary between two rounds.
 
-    A boundary is noted at the start of a fit and at the close of each round, after the work of all
-    other callbacks and of the module, and replaced by one assignment: a signal handler sees the old
-    one or the new one. A request reads no tensor of the running round, so it changes nothing. Only
-    two things are of the moment of the request: the states of callbacks that save files, and,
-    between a round's aggregation and its close, the model, which is the one that is validated.
+    A boundary is recorded at the start of a fit and at the end of each round, after all other
+    callbacks and the module. It is replaced by a single assignment, so that a signal handler sees
+    either the old or the new boundary. A checkpoint contains no tensor of the running round, with
+    two exceptions: the states of callbacks that save files are current, and between aggregation and
+    the end of the round, the model is the one that is validated.
 
     Args:
         trainer: The Trainer of the fit.
-        key: Where the loop's state is in the states of callbacks.
+        key: Key of the loop's state in the states of callbacks.
     """
 
     def __init__(self, trainer: Trainer, key: str) -> None:
         self._trainer, self._key = trainer, key
-        #: Returns what of the loop's state is chosen once for the whole run, in its first batches.
+        #: Returns the state that is chosen once per run, in the first batches.
         self.chosen: Callable[[], dict[str, Any]] = dict
         self._last: _Boundary | None = None
         self._undo = ExitStack()
-        #: Whether Lightning is asked for a checkpoint here, and the loop adds its own state.
+        #: Whether a boundary is being recorded, for which the loop adds its state separately.
         self.is_noting = False
         self._lightnings: Callable[[bool | None], dict[str, Any]]
         connector = trainer._checkpoint_connector
         self._lightnings = connector.dump_checkpoint
-        # Not the bound method itself, which cannot be given a name.
+        # A function, because attributes cannot be set on a bound method.
         dump = replaced(connector, "dump_checkpoint", lambda _: lambda *args: self.dump(*args))
         self._undo.enter_context(dump)
 
     def close(self) -> None:
-        """Let Lightning make its own checkpoints again; their progress remains the boundary's."""
+        """Restore Lightning's checkpoints. Their progress is still that of the boundary."""
         self._undo.close()
         if self._last is not None:
             kept = {name: self._last.checkpoint[name] for name in PROGRESS if name in self}
@@ -81,50 +81,50 @@ class RoundBoundary:
         return self._last is not None and name in self._last.checkpoint
 
     def call_before_checkpoints(self, close: Callable[[], None]) -> None:
-        """Call a function at the end of each epoch, after all hooks but those of Checkpoints."""
+        """Call a function after all epoch-end hooks except those of ``Checkpoint`` callbacks."""
         after = partial(_after, close)
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Checkpoint):
                 self._undo.enter_context(replaced(callback, "on_train_epoch_end", after))
-        # Where there are none of them: Lightning calls this next.
+        # Lightning calls this next if there are no Checkpoint callbacks.
         logs = self._trainer._logger_connector
         self._undo.enter_context(replaced(logs, "on_epoch_end", after))
 
     # --- the boundary -----------------------------------------------------------------------------
 
     def note(self, state: dict[str, Any], store: Store, *, is_begun: bool = True) -> None:
-        """Note that the run is at a boundary.
+        """Record a boundary.
 
         Args:
-            state: The loop's own state, which nothing changes any more.
-            store: Returns what clients keep as of now, whenever it is called.
-            is_begun: Whether training has begun. If not, the checkpoint does not hold Lightning's
-                progress, so a fit from it begins like a new one, with the sanity check.
+            state: State of the loop, which must not change afterwards.
+            store: Returns the client state at this boundary, whenever it is called.
+            is_begun: Whether training has started. If not, the checkpoint does not contain
+                Lightning's progress, so that a fit from it starts with the sanity check.
         """
         checkpoint = self._now(None)
         constant = {name: checkpoint.pop(name) for name in _CONSTANT if name in checkpoint}
         checkpoint = frozen(checkpoint) | constant
         for optimizer in checkpoint["optimizer_states"]:
-            optimizer["state"] = {}  # a round begins without; what clients keep is in the store
+            optimizer["state"] = {}  # empty between rounds; client state is in the store
         if not is_begun:
             del checkpoint["loops"]
         checkpoint["callbacks"][self._key] = state
         self._last = _Boundary(checkpoint, store)
 
     def adopt(self, checkpoint: dict[str, Any]) -> None:
-        """Take the checkpoint that is being resumed for the boundary, until training begins."""
+        """Use the resumed checkpoint as the boundary until training starts."""
         self._last = _Boundary(_unshared(checkpoint), None)
 
     def passed(self) -> None:
-        """Note that the module holds the next round's aggregate, which is going to be validated."""
+        """Record that the module holds the new aggregate, which is validated next."""
         assert self._last is not None
         self._last.is_passed = True
 
     # --- checkpoints ------------------------------------------------------------------------------
 
     def dump(self, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return a checkpoint; in the place of Lightning's ``dump_checkpoint``."""
-        last = self._last  # once: a signal handler may come between
+        """Return a checkpoint. Replaces Lightning's ``dump_checkpoint``."""
+        last = self._last  # read once, as a signal handler may replace it
         if last is None:
             return self._lightnings(weights_only)
         checkpoint: dict[str, Any] = _unshared(last.checkpoint)
@@ -146,7 +146,7 @@ class RoundBoundary:
         return checkpoint
 
     def _now(self, weights_only: bool | None) -> dict[str, Any]:
-        """Return Lightning's own checkpoint of this moment, without the loop's state."""
+        """Return Lightning's current checkpoint, without the state of the loop."""
         was, self.is_noting = self.is_noting, True
         try:
             return self._lightnings(weights_only)
@@ -154,7 +154,7 @@ class RoundBoundary:
             self.is_noting = was
 
     def state(self) -> dict[str, Any]:
-        """Return the loop's state at the boundary."""
+        """Return the state of the loop at the boundary."""
         if self._last is None or self.is_noting:
             return {}
         return self._own_state(self._last)
@@ -166,7 +166,7 @@ class RoundBoundary:
         return state | self.chosen()
 
     def progress(self) -> dict[str, Any]:
-        """Return what Lightning's own checkpoint has to say of progress, after a fit."""
+        """Return the progress for Lightning's checkpoints after a fit."""
         if self._last is None or self.is_noting:
             return {}
         names = (name for name in PROGRESS if name in self)
@@ -183,12 +183,12 @@ def _after(first: Callable[[], None], hook: Callable[..., Any]) -> Callable[...,
 
 
 def frozen(value: Any, copies: dict[Any, Tensor] | None = None) -> Any:
-    """Return a copy that shares nothing with what is saved; parameters that are tied stay so.
+    """Return a deep copy in which tied parameters stay tied.
 
     Args:
-        value: Containers of tensors, numbers and texts. Of other objects ``copy.deepcopy`` is
-            asked; one that cannot be copied stays as it is, and cannot be saved either.
-        copies: Of tensors.
+        value: Containers of tensors, numbers and strings. Other objects are copied with
+            ``copy.deepcopy``. Objects that cannot be copied are returned unchanged.
+        copies: Copies of tensors made so far.
     """
     copies = {} if copies is None else copies
     if isinstance(value, Tensor):
@@ -209,12 +209,12 @@ def frozen(value: Any, copies: dict[Any, Tensor] | None = None) -> Any:
         return type(value)(frozen(item, copies) for item in value)
     try:
         return copy.deepcopy(value)
-    except Exception:  # of many kinds
+    except Exception:  # deepcopy may raise any exception
         return value
 
 
 def _unshared(value: Any) -> Any:
-    """Return new containers of the same tensors."""
+    """Copy containers, but not tensors."""
     if isinstance(value, dict):
         same = copy.copy(value)
         for name, item in value.items():

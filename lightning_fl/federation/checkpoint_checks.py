@@ -1,4 +1,4 @@
-"""Checks of a checkpoint before any part of it is used: it may be damaged, or come from anyone."""
+"""Validation of checkpoints, which may be damaged or untrusted, before they are used."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from lightning_fl.types import FederationError, describe
 
 COUNT = range(2**63)
 _NUMBER = torch.zeros(())
-#: The most parts of a tree (a file has at least one byte for each), and the most levels.
+#: Maximum number of objects in a tree (each takes at least one byte), and of nested levels.
 MAX_PARTS, MAX_LEVELS = 2**26, 64
-#: Types that may be in the place of a number, or of None.
+#: Types that may replace a number or None.
 _SMALL: Any = bool | int | float | str | list | Tensor | None
 _KINDS: dict[type, Any] = {int: int | float, float: int | float, NoneType: _SMALL}
-#: What Lightning needs in a checkpoint, or may find there.
+#: Entries of a checkpoint that Lightning reads.
 _OUTLINE: dict[str, Any] = {
     "pytorch-lightning_version": str,
     "state_dict": {str: object},
@@ -44,7 +44,7 @@ _OUTLINE: dict[str, Any] = {
     "optimizer_states": [dict, ...],
     "lr_schedulers": [dict, ...],
 }
-#: What callbacks of Lightning read from their states.
+#: Entries that Lightning's callbacks read from their states.
 _PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 _CALLBACKS: dict[type, dict[str, Any]] = {
     ModelCheckpoint: {
@@ -58,7 +58,7 @@ _CALLBACKS: dict[type, dict[str, Any]] = {
         "stopping_reason_message": str | None,
     },
 }
-#: What a ``FederatedLoop`` saves.
+#: State of a ``FederatedLoop``.
 STATE: dict[str, Any] = {
     **dict.fromkeys(("seed", "num_clients", "number of parameter tensors", "round"), COUNT),
     **dict.fromkeys(("checksum", "aggregator_class", "policy_class"), str),
@@ -79,7 +79,7 @@ STATE: dict[str, Any] = {
 
 
 def compare(saved: Any, like: Any, at: str = "") -> None:
-    """Refuse a saved value of another structure than an example.
+    """Check that a saved value has the structure of an example.
 
     Args:
         saved: Value from a checkpoint.
@@ -147,7 +147,7 @@ def _entries(saved: Any, like: Any, at: str) -> Iterator[tuple[Any, Any, str]]:
 
 
 def _is_a(saved: Any, kind: Any) -> bool:
-    """Say whether a value is of a type, and if it is a number or a text, can be used and shown."""
+    """Return whether a value has a type. Numbers must fit 64 bits, strings be printable."""
     if isinstance(saved, bool) or kind is object:
         return kind in (bool, object, _SMALL)
     is_usable = not isinstance(saved, str) or saved.isprintable()
@@ -169,7 +169,7 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, bool]:
 
 
 def accept(saved: Any, now: Any, at: str, *, keep: bool = False) -> Any:
-    """Return a state of Lightning or torch, which another version of them may have saved.
+    """Adapt a state of Lightning or torch that was saved by another version.
 
     Args:
         saved: State from a checkpoint.
@@ -199,7 +199,7 @@ def accept(saved: Any, now: Any, at: str, *, keep: bool = False) -> Any:
 
 
 def check(value: Any, like: Any, what: str) -> None:
-    """Refuse the state of a callback that differs from an example; see :func:`compare`.
+    """Check the state of a callback against an example; see :func:`compare`.
 
     Args:
         value: State from a checkpoint.
@@ -215,11 +215,11 @@ def check(value: Any, like: Any, what: str) -> None:
 
 @contextmanager
 def error_context(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise errors again as errors of this library that begin with what they are about.
+    """Re-raise errors as :class:`FederationError` with a prefix.
 
     Args:
-        what: The beginning of the message.
-        kinds: Kinds of errors besides those of this library.
+        what: Prefix of the message.
+        kinds: Further exception types to convert.
     """
     try:
         yield
@@ -230,7 +230,7 @@ def error_context(what: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def one_line(error: object) -> str:
-    """Return the beginning of a message, as one line of printable characters."""
+    """Return the first 200 characters of a message as one line of printable characters."""
     text = str(error).strip() or type(error).__name__
     return "".join(c if c.isprintable() else " " for c in text)[:200]
 
@@ -241,35 +241,37 @@ def one_line(error: object) -> str:
 def read_checkpoint(
     path: str | os.PathLike[str], load: Callable[[], Any], *, in_full: bool = True
 ) -> dict[str, Any]:
-    """Read a checkpoint that is safe to hand to Lightning.
+    """Read and validate a checkpoint.
 
     Args:
-        path: Its file, anywhere that Lightning can read from.
-        load: Reads it, with ``weights_only=True``.
-        in_full: Whether to compare the content with its checksums.
+        path: Path of the file, local or remote.
+        load: Function that loads the file with ``weights_only=True``.
+        in_full: Whether to verify the checksums of the contents.
 
     Raises:
-        FederationError: If the file is damaged, is no checkpoint of Lightning 2, holds more than
-            data, or would take more memory than it has bytes.
+        FederationError: If the file is damaged, is not a checkpoint of Lightning 2, contains more
+            than plain data, or needs more memory than its size.
     """
     size = None
-    with error_context(f"{path} is damaged, or not a checkpoint", Exception):  # of many kinds
+    with error_context(
+        f"{path} is damaged, or not a checkpoint", Exception
+    ):  # torch.load may raise any exception
         if "://" not in os.fspath(path):
             size = archive_size(path)
         try:
             checkpoint = load()
         except pickle.UnpicklingError as error:
-            # Only the cause: the rest of torch's advice is how to run the code after all.
+            # Only the cause, as torch's advice is to run the code in the file.
             cause = next((line for line in str(error).splitlines() if "nsupported" in line), error)
             what = str(cause).rpartition("WeightsUnpickler error: ")[2].partition(". ")[0]
             raise FederationError(
-                f"it holds more than data: {one_line(what)}. If you trust whoever wrote it, pass"
+                f"it holds more than data: {one_line(what)}. If you trust its source, pass"
                 " weights_only=False to Trainer.fit (lightning-fl fit --weights_only=false), which"
                 " lets it run code"
             ) from error
         if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
             raise FederationError(
-                "it is a file of torch, but no checkpoint of Lightning: choose one of a fit"
+                "it is a torch file, but not a checkpoint of Lightning: choose one of a fit"
             )
         check_outline(checkpoint, size)
     if in_full and size is not None:
@@ -278,19 +280,19 @@ def read_checkpoint(
 
 
 def check_outline(checkpoint: dict[str, Any], size: int | None = None) -> None:
-    """Refuse what Lightning cannot read, and what is more than plain data.
+    """Check that a checkpoint contains plain data only and that Lightning can read it.
 
     Args:
-        checkpoint: Content of the file.
-        size: Bytes of the file, where known.
+        checkpoint: Contents of the file.
+        size: Size of the file in bytes; None if unknown.
 
     Raises:
-        FederationError: If there is any.
+        FederationError: If the checkpoint is invalid.
     """
     for name, tree in checkpoint.items():
         for item in _parts(tree, min(size or MAX_PARTS, MAX_PARTS)):
             _check_plain(item)
-            # Tensors of the model are compared with the module's when they are loaded.
+            # Tensors of the model are checked against the module when they are loaded.
             if isinstance(item, Tensor) and name != "state_dict":
                 _check_tensor(item, size)
     names = checkpoint.keys() | {"pytorch-lightning_version", "state_dict"}
@@ -307,7 +309,7 @@ def check_outline(checkpoint: dict[str, Any], size: int | None = None) -> None:
 
 
 def _parts(tree: Any, most: int = MAX_PARTS) -> Iterator[Any]:
-    """Yield all parts of a tree; refuse one that has too many, since parts hold each other."""
+    """Yield all objects of a tree; raise an error if there are too many, as in a cycle."""
     todo, count = [(tree, 0)], 0
     while todo:
         item, level = todo.pop()
@@ -323,10 +325,10 @@ def _parts(tree: Any, most: int = MAX_PARTS) -> Iterator[Any]:
 
 
 def _check_plain(item: Any) -> None:
-    """Refuse attributes, which could hide methods; users' classes that torch trusts have them."""
+    """Check that an object has no attributes, which could override methods."""
     if isinstance(item, dict | list | tuple | set | Tensor):
         attributes = dict(getattr(item, "__dict__", {}))
-        if isinstance(item, dict):  # the versions in a state_dict
+        if isinstance(item, dict):  # versions in a state_dict
             compare(attributes.pop("_metadata", {}), {str: {str: int}}, "_metadata")
         if attributes:
             name = short_repr(next(iter(attributes)))
@@ -334,7 +336,7 @@ def _check_plain(item: Any) -> None:
 
 
 def _check_tensor(tensor: Tensor, size: int | None) -> None:
-    """Refuse a tensor that is not simply its numbers, or larger than its file."""
+    """Check that a tensor is dense and not larger than the file."""
     is_dense = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     if not is_dense or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
         raise FederationError(f"a {type(tensor).__name__} is not simply its numbers")
@@ -350,11 +352,11 @@ def check_states(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
     Args:
         trainer: The Trainer that resumes.
-        checkpoint: Content of the file; its progress is completed.
+        checkpoint: Contents of the file. Missing entries of the progress are added.
 
     Raises:
-        FederationError: If the structure differs, or if a ``ModelCheckpoint`` would remove another
-            file than a checkpoint of this run.
+        FederationError: If the structure differs, or if a ``ModelCheckpoint`` would remove a file
+            that is not a checkpoint of this run.
     """
     loops = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
     now = {name: getattr(trainer, name).state_dict() for name in loops}
@@ -370,7 +372,7 @@ def check_states(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def _check_paths(callback: ModelCheckpoint, state: Mapping[str, Any]) -> None:
-    """Refuse paths that lead away from where a callback writes: it removes its former files."""
+    """Check that the saved paths, which the callback may remove, are checkpoints of the run."""
     for path in filter(None, [*map(state.get, _PATHS), *state["best_k_models"]]):
         is_remote = "://" in path and not path.startswith(f"{callback.dirpath}/")
         is_other = not path.endswith(callback.FILE_EXTENSION) or ".." in PurePath(path).parts
@@ -384,10 +386,10 @@ def check_state(state: Any) -> None:
     """Check the state of a ``FederatedLoop``.
 
     Args:
-        state: Its state from a checkpoint.
+        state: State from a checkpoint.
 
     Raises:
-        FederationError: If no ``FederatedLoop`` can have saved it.
+        FederationError: If a ``FederatedLoop`` cannot have saved this state.
     """
     compare(state, STATE)
     compare(state["server"] or {}, {str: object}, "'server'")
@@ -413,14 +415,14 @@ def check_state(state: Any) -> None:
 
 
 def check_round(fit_loop: Mapping[str, Any], round: int) -> None:
-    """Refuse progress that is not at the start of a round, where a resumed run begins.
+    """Check that the progress of Lightning is at the start of a round.
 
     Args:
         fit_loop: Progress of Lightning's fit loop.
-        round: Number of rounds that the federation has done.
+        round: Number of finished rounds of the federation.
 
     Raises:
-        FederationError: If Lightning is inside of a round, or has done another number of epochs.
+        FederationError: If Lightning is inside of a round, or at another number of epochs.
     """
     # Lightning counts an epoch as completed after checkpoints are written.
     ended = {"completed": range(round - 1, round + 1)}
@@ -433,11 +435,11 @@ def check_round(fit_loop: Mapping[str, Any], round: int) -> None:
 
 
 def check_progress(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Check the states of optimizers, schedulers and precision, once the Trainer has them.
+    """Check the states of optimizers, schedulers and precision against the Trainer's.
 
     Args:
         trainer: The Trainer that resumes.
-        checkpoint: Content of the file; these states are completed.
+        checkpoint: Contents of the file. Missing entries of these states are added.
 
     Raises:
         FederationError: If the structure differs from the Trainer's.
@@ -453,7 +455,7 @@ def check_progress(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
                 raise FederationError(f"{name} has {short_repr(shadow)}, which is a method")
         checkpoint[name] = states
     for state in checkpoint["optimizer_states"]:
-        state["state"] = {}  # a round begins without; what clients keep is in the store
+        state["state"] = {}  # empty between rounds; client state is in the store
     plugin = trainer.precision_plugin
     if (name := type(plugin).__qualname__) in checkpoint:
         checkpoint[name] = accept(checkpoint[name], plugin.state_dict(), name)
@@ -462,14 +464,14 @@ def check_progress(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 def check_buffers(
     state: Mapping[str, Tensor], buffers: Mapping[str, tuple[nn.Module, str]]
 ) -> None:
-    """Check the buffers that the module leaves out of its own state.
+    """Check the non-persistent buffers of the module.
 
     Args:
         state: Saved buffers by name.
-        buffers: Owner of each non-persistent buffer of the module, and its name there.
+        buffers: Owner of each non-persistent buffer of the module, and its name in the owner.
 
     Raises:
-        FederationError: If the module has no such buffer, or one of another shape.
+        FederationError: If the module has no such buffer, or its shape differs.
     """
     for name, saved in state.items():
         if name not in buffers:
@@ -479,14 +481,14 @@ def check_buffers(
 
 
 def check_rule(rule: nn.Module, state: Mapping[str, Any]) -> None:
-    """Check the state of an aggregator or a policy; the length of its tables is its own affair.
+    """Check the state of an aggregator or a policy. Sizes of tensors may differ.
 
     Args:
         rule: The rule that will load the state.
-        state: Its saved state. Loading refuses missing and unknown names.
+        state: The saved state. Loading checks for missing and unknown names.
 
     Raises:
-        FederationError: If an entry is of another kind.
+        FederationError: If an entry has another type or another number of dimensions.
     """
     for name, now in rule.state_dict().items():
         if name in state:
@@ -499,32 +501,32 @@ def check_rule(rule: nn.Module, state: Mapping[str, Any]) -> None:
 def check_rows(
     store: Mapping[int, Mapping[str, Tensor]],
     num_clients: int,
-    lane: ClientRunner,
+    runner: ClientRunner,
     transforms: Sequence[UpdateTransform],
     of_parts: Mapping[str, Tensor],
 ) -> None:
-    """Check what clients have kept: parameters, buffers, optimizers, memories of transforms.
+    """Check the saved client state: parameters, buffers, optimizer state, memory of transforms.
 
     Args:
-        store: Rows of each client, by name.
-        num_clients: Number of clients of the federation.
-        lane: Where clients train.
-        transforms: What happens to updates. Memories are tried, since only transforms know them.
-        of_parts: What clients may keep for parts of their work, by name.
+        store: Tensors of each client by name.
+        num_clients: Number of clients in the federation.
+        runner: Runner of the clients.
+        transforms: Update transforms. Their memory is checked in a trial call.
+        of_parts: Initial memory of client parts by name.
 
     Raises:
-        FederationError: If a client is unknown, or if it cannot have kept a row.
+        FederationError: If a client is unknown, or its state is invalid.
     """
-    like = {f"parameter.{name}": row for name, row in lane.private.items()}
+    like = {f"parameter.{name}": row for name, row in runner.private.items()}
     like |= of_parts
-    like |= {f"buffer.{name}": buffer for name, buffer in lane.named_buffers.items()}
-    like |= lane.optimizer_state.kept
-    params = {f"optimizer.{i}": param for i, param in enumerate(params_of(lane.optimizer))}
+    like |= {f"buffer.{name}": buffer for name, buffer in runner.named_buffers.items()}
+    like |= runner.optimizer_state.kept
+    params = {f"optimizer.{i}": param for i, param in enumerate(params_of(runner.optimizer))}
     checked = set()
     for client, rows in store.items():
         compare(client, range(num_clients), "a client of 'store'")
         kind = tuple((name, row.shape, row.dtype) for name, row in rows.items())
-        if kind in checked:  # like those of a client before
+        if kind in checked:  # same structure as a client checked before
             continue
         checked.add(kind)
         with error_context(f"what client {client} keeps"):
@@ -534,26 +536,28 @@ def check_rows(
                 elif (of := ".".join(name.split(".")[:2])) in params:
                     what = f"{name} is {_shape(row)}, its parameter is {_shape(params[of])}"
                     with error_context(what, RuntimeError):
-                        row.expand(params[of].shape)  # of its shape, or less of it
+                        row.expand(
+                            params[of].shape
+                        )  # the shape of the parameter, or broadcastable to it
                 elif not name.startswith("transform."):
                     raise FederationError(f"{short_repr(name)} is not known here")
             if learned := {k: row for k, row in rows.items() if k.startswith(OPTIMIZER_ROWS)}:
-                with error_context(f"{type(lane.optimizer).__name__} cannot use it", Exception):
-                    _try_optimizer(learned, lane)
+                with error_context(f"{type(runner.optimizer).__name__} cannot use it", Exception):
+                    _try_optimizer(learned, runner)
             for i, transform in enumerate(transforms):
                 at = f"transform.{i}."
                 if memory := {k.removeprefix(at): v for k, v in rows.items() if k.startswith(at)}:
                     with error_context(f"{describe(transform)} cannot use it", Exception):
-                        _try_transform(transform, memory, lane)
+                        _try_transform(transform, memory, runner)
 
 
-def _try_optimizer(rows: Mapping[str, Tensor], lane: ClientRunner) -> None:
-    """Let a copy of the optimizer make a step from what a client keeps of it."""
+def _try_optimizer(rows: Mapping[str, Tensor], runner: ClientRunner) -> None:
+    """Run a step with a copy of the optimizer and the saved state of a client."""
 
     def one(param: Tensor) -> Tensor:
-        return (param if isinstance(lane, SequentialRunner) else param[0]).clone()
+        return (param if isinstance(runner, SequentialRunner) else param[0]).clone()
 
-    trial, state = lane.optimizer_state.replica(one, every=True)
+    trial, state = runner.optimizer_state.replica(one, every=True)
     state.load(rows)
     for param in params_of(trial):
         param.grad = torch.zeros_like(param)
@@ -561,9 +565,11 @@ def _try_optimizer(rows: Mapping[str, Tensor], lane: ClientRunner) -> None:
 
 
 def _try_transform(
-    transform: UpdateTransform, memory: Mapping[str, Tensor], lane: ClientRunner
+    transform: UpdateTransform, memory: Mapping[str, Tensor], runner: ClientRunner
 ) -> None:
-    """Let a transform use a copy of what it keeps of a client."""
-    update = torch.zeros(lane.num_parameters, dtype=lane.vector.dtype, device=lane.vector.device)
+    """Call a transform with a copy of the saved memory of a client."""
+    update = torch.zeros(
+        runner.num_parameters, dtype=runner.vector.dtype, device=runner.vector.device
+    )
     copies = {name: row.to(update.device, copy=True) for name, row in memory.items()}
     transform(update, copies, torch.Generator()).view_as(update)

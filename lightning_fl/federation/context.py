@@ -1,4 +1,4 @@
-"""What a run is: handed to every rule, policy and sampler at the start of a fit."""
+"""Description of a run for aggregators, policies and samplers."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from lightning_fl.types import Cohort
 
 @dataclass(frozen=True)
 class Federation:
-    """What a run is. Rules, policies and samplers get it in ``setup`` and refuse what does not fit.
+    """Description of a run, passed to ``setup`` of aggregators, policies and samplers.
 
-    Outside a fit only ``num_clients`` and ``sampling`` are needed.
+    Outside of a fit, only ``num_clients`` and ``sampling`` are required.
 
     Args:
         num_clients: Number of clients.
-        sampling: How the clients of a round are drawn.
-        layout: The exchanged tensors. None: every entry of a vector belongs to a parameter.
+        sampling: Number of clients sampled per round, and the sampling scheme.
+        layout: Layout of the exchanged tensors. None means that all entries are parameters.
         seed: Seed of the run.
         shares_samples: Whether several processes train the same client on different samples.
-        num_samples: Training samples of each client at the start of the fit, ``[num_clients]``.
+        num_samples: Number of training samples per client at the start of the fit,
+            ``[num_clients]``.
         module: The user's LightningModule.
         trainer: The Trainer of the fit.
         data: The data module.
-        aggregator: The rule of the run; not a stage of it.
+        aggregator: The aggregator of the run (the outermost one if aggregators are nested).
         policy: The hyperparameter policy of the run.
         min_clients: Minimum number of usable updates that change the global model.
-        on_client_error: What happens to an unusable update: ``skip`` or ``raise``.
-        buffers: What becomes of a client's buffers: ``average``, ``server`` or ``local``.
-        optimizer_state: Whether clients keep their optimizer's state: ``reset`` or ``keep``.
-        configuration: Further objects and options that the run is a function of.
+        on_client_error: How unusable updates are handled: ``skip`` or ``raise``.
+        buffers: How buffers are combined: ``average``, ``server`` or ``local``.
+        optimizer_state: Whether clients keep their optimizer state: ``reset`` or ``keep``.
+        configuration: Further objects and options that determine the run.
 
     Example:
         >>> Federation(num_clients=20, sampling=Cohort(size=5, clients=20)).num_parameters is None
@@ -60,18 +61,18 @@ class Federation:
 
     @property
     def num_parameters(self) -> int | None:
-        """Length of the vector's part that parameters take; None is all of it."""
+        """Number of entries of the vector that are parameters; None means all."""
         return None if self.layout is None else self.layout.num_parameters
 
     def is_rule(self, aggregator: object) -> bool:
-        """Whether an aggregation rule is that of the run, and not a stage of it."""
+        """Return whether an aggregator is that of the run, and not nested in another one."""
         return self.aggregator is None or self.aggregator is aggregator
 
     @property
     def class_counts(self) -> Tensor | None:
-        """Training samples of each client and class, ``[clients, classes]``; None if unknown.
+        """Number of training samples per client and class, ``[clients, classes]``; None if unknown.
 
-        Of the samples that have arrived so far.
+        Only samples that are available so far are counted.
         """
         counts: Tensor | None = getattr(self.data, "class_counts", None)
         return counts

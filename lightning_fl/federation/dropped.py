@@ -1,4 +1,4 @@
-"""Clients whose updates do not reach the aggregate, and why."""
+"""Dropped client updates and their causes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fl.types import FederationError
 
-#: Causes that every table of rounds has a column for, in words. A callback may name others.
+#: Descriptions of the causes with a column in every table of rounds. Callbacks may add others.
 CAUSES = {
     "dropped_out": "dropped out",
     "crashed": "crashed",
@@ -20,7 +20,7 @@ CAUSES = {
 
 
 def in_words(cause: str) -> str:
-    """Return a cause as part of a sentence.
+    """Return the description of a cause.
 
     Example:
         >>> in_words("dropped_out"), in_words("low_battery")
@@ -30,31 +30,31 @@ def in_words(cause: str) -> str:
 
 
 def check_causes(dropped: Mapping[int, str], clients: Sequence[int], taken: set[str]) -> None:
-    """Refuse what a callback marked if it cannot be a column of the table of rounds.
+    """Check the clients and causes that a callback marked as dropped.
 
     Args:
-        dropped: Causes by client.
-        clients: Clients that may be marked.
-        taken: Columns that the table has already.
+        dropped: Causes by client id.
+        clients: Ids of the clients that may be dropped.
+        taken: Reserved column names of the table of rounds.
 
     Raises:
-        FederationError: If a client is not one of these, or a cause is not a name.
+        FederationError: If a client is not in ``clients``, or a cause is not a valid column name.
     """
     for client, cause in dropped.items():
         if client not in clients:
             raise FederationError(
-                f"on_client_updates drops client {client}, which is not one of {list(clients)}"
+                f"on_client_updates can only drop clients {list(clients)}, got client {client}"
             )
         if not isinstance(cause, str) or not cause.isidentifier() or cause in taken - {*CAUSES}:
             raise FederationError(
-                f"on_client_updates drops client {client} with the cause {cause!r}: a cause becomes"
-                f" a column of the table of rounds. Choose one of {', '.join(CAUSES)}, or a new"
+                f"on_client_updates drops client {client} with the cause {cause!r}, which cannot"
+                f" be a column of the table of rounds: use one of {', '.join(CAUSES)}, or a new"
                 " name of letters and underscores"
             )
 
 
 def count_causes(dropped: Mapping[int, str]) -> dict[str, int]:
-    """Return how many clients were dropped by cause, the usual causes first.
+    """Return the number of dropped clients per cause, in the order of :data:`CAUSES`.
 
     Example:
         >>> count_causes({4: "late", 7: "late"})
@@ -65,11 +65,11 @@ def count_causes(dropped: Mapping[int, str]) -> dict[str, int]:
 
 
 def describe_dropped(dropped: Mapping[int, str], most: int = 10) -> str:
-    """Return which clients were dropped, by cause.
+    """Return a text that lists the dropped clients by cause.
 
     Args:
-        dropped: Causes by client.
-        most: How many clients of a cause to name.
+        dropped: Causes by client id.
+        most: Maximum number of clients to list per cause.
 
     Example:
         >>> describe_dropped({7: "late", 4: "late", 9: "non_finite"})
@@ -85,7 +85,7 @@ def describe_dropped(dropped: Mapping[int, str], most: int = 10) -> str:
 
 
 class DropWarnings:
-    """Warn of the first round that lost updates, and sum up the others at the end of a fit."""
+    """Warn at the first round with dropped updates, and summarize the fit at its end."""
 
     def __init__(self) -> None:
         self._lost = self._kept = 0
@@ -93,24 +93,25 @@ class DropWarnings:
     def note(
         self, round: int, sampled: int, dropped: Mapping[int, str], kept_by: str | None
     ) -> None:
-        """Note a round that was aggregated.
+        """Record an aggregated round.
 
         Args:
-            round: Number of the round, counted from 1.
-            sampled: How many clients were sampled.
-            dropped: Causes by client.
-            kept_by: What kept the global model, as too few clients returned; None if it changed.
+            round: Number of the round, from 1.
+            sampled: Number of sampled clients.
+            dropped: Causes by client id.
+            kept_by: Description of the requirement that too few updates did not meet, so that the
+                global model is unchanged; None if the model was updated.
         """
         if dropped and not self._lost:
             rank_zero_warn(
                 f"round {round}: dropped {len(dropped)} of {sampled} client updates:"
-                f" {describe_dropped(dropped)}. Later rounds are summed up at the end of the fit",
+                f" {describe_dropped(dropped)}. Later rounds are summarized at the end of the fit",
                 stacklevel=2,
             )
         if kept_by is not None and not self._kept:
             rank_zero_warn(
                 f"round {round}: {sampled - len(dropped)} of {sampled} clients returned, too few"
-                f" for {kept_by}: the global model is kept. Later rounds are summed up at the end"
+                f" for {kept_by}: the global model is kept. Later rounds are summarized at the end"
                 " of the fit",
                 stacklevel=2,
             )
@@ -118,10 +119,10 @@ class DropWarnings:
         self._kept += kept_by is not None
 
     def summarize(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Sum up what went wrong in a fit, where the first warnings did not say it all.
+        """Warn with a summary of the fit if more than one round had dropped updates.
 
         Args:
-            rows: The rounds of the fit in the table of rounds.
+            rows: Rows of the fit in the table of rounds.
         """
         if self._lost > 1:
             rank_zero_warn(summarize_dropped(rows))
@@ -134,10 +135,10 @@ class DropWarnings:
 
 
 def summarize_dropped(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many updates were dropped in all rounds, by cause.
+    """Return a text with the number of dropped updates per cause.
 
     Args:
-        rows: The table of rounds.
+        rows: Rows of the table of rounds.
 
     Example:
         >>> row = {"clients": 5, "dropped": 3, "late": 2, "low_battery": 1}

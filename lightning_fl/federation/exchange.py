@@ -1,4 +1,4 @@
-"""What a rule adds to the local work of clients, besides their training."""
+"""Interface for client-side work of an aggregator in addition to training."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from lightning_fl.federation.context import Federation
 from lightning_fl.runners.base import ClientRunner, GradientTerm
 from lightning_fl.types import FederationError
 
-#: Measures something of each client in training on all its training samples.
+#: Function that evaluates the clients in training on all their training samples.
 Measure = Callable[[], Tensor]
 
 
 class ClientContext:
-    """The clients that train in a process at the moment: one, or several that train at once.
+    """Access to the clients that train on this process: one client, or several at once.
 
-    Every tensor has one row for each client, on the module's device.
+    Every tensor has one row per client, on the device of the module.
 
     Args:
-        federation: The run.
+        federation: Description of the run.
         round: Index of the round.
-        clients: Ids, ``[k]``.
-        num_samples: Training samples of each, ``[k]``.
-        num_steps: Local steps of each in this round, ``[k]``.
-        runner: Where the clients train.
-        losses: Measures the mean loss of each client's model on its samples, ``[k]``.
-        gradients: Measures the gradient of that loss, ``[k, num_parameters]``.
+        clients: Ids of the clients, ``[k]``.
+        num_samples: Number of training samples per client, ``[k]``.
+        num_steps: Number of local steps per client in this round, ``[k]``.
+        runner: Runner of the clients.
+        losses: Returns the mean loss of the model of each client on its samples, ``[k]``.
+        gradients: Returns the gradient of that loss, ``[k, num_parameters]``.
         trained: Mask of the trained parameters, ``[num_parameters]``; None means all.
     """
 
@@ -54,48 +54,49 @@ class ClientContext:
     def mean_losses(self) -> Tensor:
         """Return the mean loss of each client's model on all its training samples, ``[k]``.
 
-        This is a pass over the samples in evaluation mode. The module needs a method
+        Runs one pass over the samples in evaluation mode. The module must have a method
         ``federated_losses(batch)`` that returns the loss of each sample.
         """
         return self._losses()
 
     def mean_gradients(self) -> Tensor:
-        """Return the gradient of :meth:`mean_losses` at each client's model, ``[k, P]``.
+        """Return the gradient of :meth:`mean_losses` at each client's model, ``[k, P]`` in float64.
 
-        ``P`` is the number of exchanged parameters; frozen ones have 0. In float64.
+        ``P`` is the number of exchanged parameters. The gradient of frozen parameters is 0.
         """
         return self._gradients()
 
     def add_to_gradients(self, term: GradientTerm) -> None:
-        """Add a term to the gradients of every local step of these clients in this round.
+        """Add a term to the gradients in every local step of these clients in this round.
 
-        It is added after the backward pass and after gradient clipping, before the optimizer's
-        update.
+        The term is added after gradient clipping and before the update of the optimizer.
 
         Args:
-            term: Maps stacked parameters by name, ``[k, *shape]``, to what is added to their
-                gradients, by name and of the same shapes. A name may be left out.
+            term: Maps stacked parameters by name, ``[k, *shape]``, to terms of the same shapes by
+                name. Names may be omitted.
         """
         self._runner.add_to_gradients(term)
 
     @property
     def delta(self) -> Tensor:
-        """Local models minus what the clients started from, ``[k, P]``; after training only.
+        """Local models minus the models from which the clients started, ``[k, P]``.
 
-        With buffers, and before attacks and update transforms.
+        Available after training. Includes buffers; attacks and update transforms are not applied
+        yet.
         """
         return self._delta
 
     @property
     def lr(self) -> Tensor:
-        """Mean learning rate of each client's local steps, ``[k]`` in float64; after training only.
+        """Mean learning rate over the local steps of each client, ``[k]`` in float64.
 
-        With schedulers, of the optimizer's first parameter group.
+        Available after training. Includes schedulers; taken from the first parameter group of the
+        optimizer.
         """
         return self._lr
 
     def finish(self, delta: Tensor, lr: Tensor) -> None:
-        """Note the result of local training. The round calls it.
+        """Set the result of local training. Called by the round.
 
         Args:
             delta: See :attr:`delta`.
@@ -105,67 +106,69 @@ class ClientContext:
 
 
 class ClientPart(ABC):
-    """What a rule adds to the local work of a client; returned by ``Aggregator.client_parts``.
+    """Client-side work of an aggregator, returned by ``Aggregator.client_parts``.
 
-    A part works on several clients at once: every tensor that it gets or returns has one row for
-    each client of ``client.clients``, whether they train at once or one after another.
+    All tensors have one row per client of ``client.clients``, both for clients that train at once
+    and for clients that train one after another.
     """
 
     def initial_memory(self, federation: Federation) -> dict[str, Tensor]:
-        """Return what a client remembers before its first round, by name.
+        """Return the initial client memory, tensors by name; empty by default.
 
-        Each client has its own copy, which is saved in checkpoints. By default nothing.
+        Each client has its own copy, which is saved in checkpoints.
+
+        Args:
+            federation: Description of the run.
         """
         return {}
 
     def start(  # noqa: B027  # some parts act at the end only
         self, client: ClientContext, memory: dict[str, Tensor], broadcast: Mapping[str, Tensor]
     ) -> None:
-        """Act before the first local step, when the clients hold the model that they start from.
+        """Run before the first local step. The clients hold the model from which they start.
 
         Args:
             client: The clients.
-            memory: What they remember, ``[k, ...]`` by name.
-            broadcast: What the rule sent with the model; the same tensors for all clients.
+            memory: Memory of the clients, ``[k, ...]`` by name.
+            broadcast: Tensors from ``Aggregator.broadcast``, the same for all clients.
         """
 
     @abstractmethod
     def end(self, client: ClientContext, memory: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Act after the last local step; return what is sent with the update.
+        """Run after the last local step; return the tensors to send with the update.
 
-        A client whose update is dropped sends nothing, and forgets what is written here.
+        If the update of a client is dropped, its tensors and changes to its memory are discarded.
 
         Args:
             client: The clients, with ``client.delta`` and ``client.lr``.
-            memory: What they remember, ``[k, ...]`` by name. Assign new tensors to the names.
+            memory: Memory of the clients, ``[k, ...]`` by name. To change it, assign new tensors.
 
         Returns:
-            ``ClientUpdate.extras``: tensors ``[k, ...]`` by name; empty if nothing is sent.
+            Tensors for ``ClientUpdate.extras``, ``[k, ...]`` by name; may be empty.
         """
 
 
 def check_losses(part: object, module: Any) -> None:
-    """Refuse a module that does not tell the losses of samples.
+    """Check that the module returns the losses of samples.
 
     Args:
-        part: The rule or policy that needs them.
-        module: The user's module; None outside a fit, where nothing is checked.
+        part: The aggregator or policy that requires these losses.
+        module: The user's module; None outside of a fit, where nothing is checked.
 
     Raises:
         FederationError: If the module has no method ``federated_losses``.
     """
     if module is not None and not callable(getattr(module, "federated_losses", None)):
         raise FederationError(
-            f"{type(part).__name__} looks at the losses of samples, and {type(module).__name__} has"
-            " no method federated_losses(batch) that returns the loss of each sample: write one, or"
-            " use a ClientModule"
+            f"{type(part).__name__} requires a method federated_losses(batch) that returns the loss"
+            f" of each sample: add it to {type(module).__name__}, or use a ClientModule"
         )
 
 
 class MeanLosses(ClientPart):
-    """Measure each client's loss on all its samples before and after training.
+    """Evaluate the loss of each client on all its samples before and after training.
 
-    The update gets ``extras["loss_before"]`` and ``extras["loss_after"]``, ``[k]`` in float64.
+    Sends ``extras["loss_before"]`` and ``extras["loss_after"]``, ``[k]`` in float64.
     """
 
     def __init__(self) -> None:
@@ -174,9 +177,9 @@ class MeanLosses(ClientPart):
     def start(
         self, client: ClientContext, memory: dict[str, Tensor], broadcast: Mapping[str, Tensor]
     ) -> None:
-        """Measure the loss of the model that the clients start from."""
+        """Evaluate the model from which the clients start."""
         self._before = client.mean_losses()
 
     def end(self, client: ClientContext, memory: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Measure the loss of the clients' own models."""
+        """Evaluate the local models."""
         return {"loss_before": self._before, "loss_after": client.mean_losses()}

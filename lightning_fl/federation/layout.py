@@ -1,4 +1,4 @@
-"""Where each exchanged tensor lies in the flat vector of a model."""
+"""Layout of the exchanged tensors in the flat vector of a model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VectorLayout:
-    """Names, shapes and places of the tensors in a vector: parameters first, then floating buffers.
+    """Names, shapes and positions of the tensors in a flat vector.
 
-    A complex tensor takes two places for each of its entries.
+    Parameters come first, then floating-point buffers. Each entry of a complex tensor takes two
+    entries of the vector.
 
     Args:
-        shapes: Shapes by name, in the order of the vector. A complex tensor has a last axis of 2.
-        num_parameters: Length of the part that parameters take; buffers have the rest.
+        shapes: Shapes by name, in the order of the vector. Complex tensors have a last axis of 2.
+        num_parameters: Number of entries that belong to parameters. The others belong to buffers.
         complex_names: Names of the complex tensors.
-        num_counters: Entries of integer buffers, which are exchanged beside the vector.
-        dtype: Of the vector.
+        num_counters: Number of entries of integer buffers, which are exchanged separately.
+        dtype: Data type of the vector.
 
     Example:
         >>> layout = VectorLayout({"w": torch.Size([2, 1]), "mean": torch.Size([3])}, 2)
@@ -38,7 +39,7 @@ class VectorLayout:
 
     @property
     def sizes(self) -> list[int]:
-        """Length of each tensor's part of the vector."""
+        """Number of entries of each tensor in the vector."""
         return [shape.numel() for shape in self.shapes.values()]
 
     @property
@@ -48,14 +49,14 @@ class VectorLayout:
 
     @property
     def has_buffers(self) -> bool:
-        """Whether buffers are exchanged, in the vector or beside it."""
+        """Whether buffers are exchanged, in the vector or separately."""
         return self.size > self.num_parameters or self.num_counters > 0
 
     def split(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the tensors of several vectors, as views where possible.
 
         Args:
-            rows: Vectors of all tensors, or of the parameters alone, ``[k, P]``.
+            rows: Vectors of all tensors or of the parameters only, ``[k, P]``.
 
         Returns:
             Stacked tensors by name, ``[k, *shape]``.
@@ -70,6 +71,6 @@ class VectorLayout:
         for name, part in zip(names, rows.split(sizes, dim=1), strict=True):
             stack = part.reshape(len(rows), *self.shapes[name])
             is_complex = name in self.complex_names
-            # A copy: entries in the middle of a vector need not begin at an even place.
+            # Copied, because view_as_complex requires an even storage offset.
             parts[name] = torch.view_as_complex(stack.clone()) if is_complex else stack
         return parts

@@ -1,4 +1,4 @@
-"""What rules and policies ask for besides updates: losses, accuracies and gradients on samples."""
+"""Losses, accuracies and gradients for aggregators and policies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_fl.runners.base import ClientRunner, flat
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode; afterwards each of its parts has its own mode again."""
+    """Set a module to evaluation mode, and restore the mode of each submodule on exit."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -29,12 +29,12 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def on_device(trainer: Trainer, batch: Any) -> Any:
-    """Return a batch in the precision and on the device of training, as Lightning's loops do."""
+    """Convert a batch to the precision and device of training, as Lightning's loops do."""
     return trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
 
 
 def accuracy(module: LightningModule, batch: Any) -> Tensor:
-    """Return 1 for each sample of ``(x, y)`` whose largest output is the right one, else 0."""
+    """Return 1 for each correctly classified sample of a batch ``(x, y)``, else 0."""
     x, y = batch
     is_right: Tensor = module(x).argmax(1) == y
     return is_right.double()
@@ -43,7 +43,7 @@ def accuracy(module: LightningModule, batch: Any) -> Tensor:
 class Measures:
     """Evaluate models on the samples of clients and of the server.
 
-    All random numbers depend on seed, round and client alone.
+    Random numbers depend on the seed, the round and the client only.
 
     Args:
         trainer: The Trainer of the fit.
@@ -57,11 +57,11 @@ class Measures:
         self._processes = processes
 
     def client_losses(self, host: ClientRunner, clients: Sequence[int], round: int) -> Tensor:
-        """Return the mean loss of each client's model over all its training samples.
+        """Return the mean loss of the model of each client on all its training samples.
 
         Args:
-            host: Where these clients train, in this order.
-            clients: The clients.
+            host: Runner of these clients.
+            clients: Ids of the clients, in the order of the runner.
             round: Index of the round.
 
         Returns:
@@ -69,11 +69,11 @@ class Measures:
         """
         module: Any = host.module
         means = []
-        for lane, client in enumerate(clients):
+        for row, client in enumerate(clients):
             seed = derive_seed(self._seed, RandomStream.CLIENT_LOSS, round, client)
             total, count = 0.0, 0
             with (
-                host.client(lane),
+                host.client(row),
                 evaluating(module),
                 torch.no_grad(),
                 seeded_rng(seed, module.device),
@@ -88,13 +88,18 @@ class Measures:
     def training_accuracy(
         self, module: LightningModule, clients: Sequence[int], round: int
     ) -> float:
-        """Return the accuracy of a module on all training samples of some clients.
+        """Return the accuracy of a module on all training samples of the given clients.
 
-        All processes have to call it.
+        Must be called on all processes.
+
+        Args:
+            module: The module.
+            clients: Ids of the clients.
+            round: Index of the round.
         """
         trainer, processes = self._trainer, self._processes
         seed = derive_seed(self._seed, RandomStream.CLIENT_LOSS, round)
-        counts = torch.zeros(2, dtype=torch.float64, device=module.device)  # right ones, all
+        counts = torch.zeros(2, dtype=torch.float64, device=module.device)  # correct, total
         with evaluating(module), torch.no_grad(), seeded_rng(seed, module.device):
             for client in clients[processes.rank :: processes.count]:
                 for batch in self._data.samples_of(client):
@@ -108,8 +113,8 @@ class Measures:
         """Return the gradient of each client's mean loss over all its training samples.
 
         Args:
-            host: Where these clients train, in this order.
-            clients: The clients.
+            host: Runner of these clients.
+            clients: Ids of the clients, in the order of the runner.
             round: Index of the round.
 
         Returns:
@@ -117,21 +122,21 @@ class Measures:
             parameters. The same on processes that share samples.
         """
         rows = []
-        for lane, client in enumerate(clients):
+        for row, client in enumerate(clients):
             seed = derive_seed(self._seed, RandomStream.CLIENT_LOSS, round, client)
-            with host.client(lane):
+            with host.client(row):
                 rows.append(self._gradient(host, self._data.samples_of(client), seed))
         return self._processes.same(torch.stack(rows))
 
     def val_gradient(self, host: ClientRunner, round: int) -> Tensor:
-        """Return the gradient of the mean validation loss with respect to the server's vector.
+        """Return the gradient of the mean validation loss with respect to the global model.
 
         Args:
-            host: Holds the server's model.
+            host: Runner that holds the global model.
             round: Index of the round.
 
         Returns:
-            The gradient, ``[P]`` in float64; 0 for parameters that are frozen and for buffers.
+            The gradient, ``[P]`` in float64; 0 for frozen parameters and buffers.
         """
         seed = derive_seed(self._seed, RandomStream.VALIDATION, round)
         gradient = self._gradient(host, self._data.val_dataloader(), seed)
@@ -139,7 +144,7 @@ class Measures:
         return torch.cat([gradient, buffers])
 
     def _gradient(self, host: ClientRunner, batches: Iterable[Any], seed: int) -> Tensor:
-        """Return the gradient of the mean loss at the module's values, ``[num_parameters]``."""
+        """Return the gradient of the mean loss of the module, ``[num_parameters]``."""
         module: Any = host.module
         params = list(host.shared.values())
         trained = [p for p in params if p.requires_grad]
@@ -163,14 +168,14 @@ class Measures:
     def contributions(
         self, host: ClientRunner, moves: Mapping[int, Tensor], clients: Tensor, round: int
     ) -> Tensor:
-        r"""Return how far each client has moved along the gradient of the validation loss.
+        r"""Return the inner product of each update with the gradient of the validation loss.
 
-        All processes have to call it.
+        Must be called on all processes.
 
         Args:
-            host: Holds the server's model, at which the gradient :math:`g` is taken.
-            moves: Updates :math:`\Delta_k` of this process's clients, ``[P]`` each.
-            clients: The clients of the round, ``[K]``.
+            host: Runner that holds the global model, at which the gradient :math:`g` is evaluated.
+            moves: Updates :math:`\Delta_k` of the clients of this process by client, ``[P]`` each.
+            clients: Ids of the clients of the round, ``[K]``.
             round: Index of the round.
 
         Returns:
@@ -181,6 +186,6 @@ class Measures:
         parts = self._processes.gather(own)
         known = {client: product for part in parts for client, product in part.items()}
         products = [known.get(client, math.nan) for client in clients.tolist()]
-        # One for all: policies must agree.
+        # Policies must agree on all processes.
         products = self._trainer.strategy.broadcast(products)
         return torch.tensor(products, dtype=torch.float64)

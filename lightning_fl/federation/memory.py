@@ -1,4 +1,4 @@
-"""What clients keep from round to round, and what happens to their updates on the way."""
+"""Client state between rounds, and the transforms of client updates."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lightning_fl.store import ClientStore
 from lightning_fl.transforms import UpdateTransform
 from lightning_fl.types import ClientUpdate, FederationError
 
-#: First parts of the names of what transforms and parts of a client's work leave with a client.
+#: Name prefixes of the client state of update transforms and client parts.
 TRANSFORM, PART = "transform.", "part."
 
 
 class ClientMemory:
-    """Tensors that each client keeps, by who leaves them: runner, update transforms and parts.
+    """Client state of the runner, the update transforms and the client parts of an aggregator.
 
     Args:
-        store: Holds the tensors of all clients.
-        transforms: Change updates on their way to the server, in order.
-        parts: What clients do for the rule besides training.
-        federation: The run.
-        device: Where clients train.
+        store: Storage of the tensors of all clients.
+        transforms: Update transforms, in order.
+        parts: Client-side work of the aggregator in addition to training.
+        federation: Description of the run.
+        device: Device of training.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class ClientMemory:
         layout = federation.layout
         assert layout is not None
         self._num_parameters = layout.num_parameters
-        #: What a client remembers before its first round, of each part.
+        #: Initial client memory of each part.
         self.initial = [part.initial_memory(federation) for part in parts]
 
     def of_runner(self, client: int) -> dict[str, Tensor]:
-        """Return what the runner left with a client: local parameters, buffers, optimizer state."""
+        """Return the runner's state of a client: local parameters, buffers, optimizer state."""
         return runner_rows(self.store, client)
 
     def of_parts(self, clients: Tensor) -> list[dict[str, Tensor]]:
-        """Return what clients remember for each part, stacked ``[k, ...]``."""
+        """Return the memory of clients for each part, stacked as ``[k, ...]``."""
         stored = [self.store.get(client) for client in clients.tolist()]
         return [
             {
@@ -71,15 +71,15 @@ class ClientMemory:
         round: int,
         trained: Tensor | None,
     ) -> ClientUpdate:
-        """Leave the tensors of clients with them; return their updates as the server gets them.
+        """Store the state of clients; return their transformed updates.
 
-        Transforms see the parameters that are trained. What they keep of them is stored for all
-        parameters: other layers may be trained in later rounds.
+        Transforms get the trained parameters only. Their state is stored for all parameters, as
+        other layers may be trained in later rounds.
 
         Args:
-            update: Of the clients, before transforms.
-            of_runner: What the runner leaves with each client.
-            of_parts: What each part leaves with the clients, ``[k, ...]``.
+            update: Updates of the clients, before transforms.
+            of_runner: State of the runner for each client.
+            of_parts: Memory of each part, ``[k, ...]`` by name.
             round: Index of the round.
             trained: Mask of the trained parameters, ``[num_parameters]``; None means all.
         """
@@ -95,7 +95,7 @@ class ClientMemory:
         return replace(update, delta=delta)
 
     def like(self) -> dict[str, Tensor]:
-        """Return what clients may have kept for parts, by the names under which it is stored."""
+        """Return the initial memory of all parts, by the names under which it is stored."""
         return {
             f"{PART}{i}.{name}": first
             for i, initial in enumerate(self.initial)
@@ -103,25 +103,25 @@ class ClientMemory:
         }
 
     def _check(self, i: int, rows: Mapping[str, Tensor], count: int) -> None:
-        """Refuse what a part wants to leave with clients, if it is not what it declared."""
+        """Check the memory returned by a part against its ``initial_memory``."""
         name = type(self.parts[i]).__name__
         if rows.keys() != self.initial[i].keys():
             raise FederationError(
-                f"{name} leaves {sorted(rows)} with clients, and its initial_memory declares"
-                f" {sorted(self.initial[i])}: declare every name"
+                f"{name} stores {sorted(rows)} in the client memory, but its initial_memory"
+                f" declares {sorted(self.initial[i])}: declare every name"
             )
         for key, first in self.initial[i].items():
             if rows[key].shape != (count, *first.shape) or rows[key].dtype != first.dtype:
                 raise FederationError(
-                    f"{name} leaves {key!r} of shape {list(rows[key].shape)} and"
-                    f" {rows[key].dtype} with {count} clients, and its initial_memory declares"
-                    f" {list(first.shape)} and {first.dtype} for each"
+                    f"{name} stores {key!r} of shape {list(rows[key].shape)} and"
+                    f" {rows[key].dtype} for {count} clients, but its initial_memory declares"
+                    f" {list(first.shape)} and {first.dtype} for each client"
                 )
 
     def _transform(
         self, delta: Tensor, client: int, round: int, trained: Tensor | None
     ) -> dict[str, Tensor]:
-        """Transform a client's update in place; return what transforms leave with the client."""
+        """Transform the update of a client in place; return the state of the transforms."""
         n, stored, left = self._num_parameters, self.store.get(client), dict[str, Tensor]()
         for i, transform in enumerate(self.transforms):
             prefix = f"{TRANSFORM}{i}."
@@ -140,13 +140,13 @@ class ClientMemory:
 
 
 def runner_rows(store: ClientStore, client: int) -> dict[str, Tensor]:
-    """Return what the runner left with a client."""
+    """Return the runner's state of a client."""
     stored = store.get(client)
     return {name: row for name, row in stored.items() if not name.startswith((TRANSFORM, PART))}
 
 
 def _of_trained(tensor: Tensor, count: int, trained: Tensor | None) -> Tensor:
-    """Return the part of a tensor of all ``count`` parameters that belongs to trained ones."""
+    """Return the entries of trained parameters from a tensor of all ``count`` parameters."""
     return tensor if trained is None or tensor.shape != (count,) else tensor[trained]
 
 

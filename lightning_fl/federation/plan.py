@@ -1,4 +1,4 @@
-"""Which clients train in a round, with which hyperparameters, on which process."""
+"""Drawing of round plans: sampled clients, hyperparameters and processes."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from lightning_fl.runners import VectorizedClients
 from lightning_fl.samplers import ClientSampler
 from lightning_fl.types import FederationError, RoundPlan, full
 
-#: Hyperparameters that the loop acts on.
+#: Hyperparameters that the loop uses.
 KNOWN_VALUES = {"lr", "lr_factor", "num_steps", "local_epochs", "participates"}
 
 
 class Planner:
     """Draw the plan of each round.
 
-    A plan is a function of the seed of the run, the round and the state of the policy, which the
-    checkpoint holds.
+    A plan depends on the seed of the run, the round and the state of the policy only. The state of
+    the policy is saved in checkpoints.
 
     Args:
         trainer: The Trainer of the fit.
         data: The data module of the federation.
-        policy: Chooses the hyperparameters.
-        sampler: Draws the clients.
-        cohort_size: Number of clients that are sampled for a round.
-        vectorized: Where several clients train at once; None if they train sequentially.
+        policy: The hyperparameter policy.
+        sampler: The client sampler.
+        cohort_size: Number of clients sampled per round.
+        vectorized: The wrapper of the module if clients train at once; None if they train one after
+            another.
         processes: The processes of the fit.
     """
 
@@ -51,10 +52,10 @@ class Planner:
     ) -> None:
         self._trainer, self._data = trainer, data
         self._policy, self._sampler = policy, sampler
-        #: Number of clients that are sampled for a round.
+        #: Number of clients sampled per round.
         self.cohort_size = cohort_size
         self._vectorizer, self._processes = vectorized, processes
-        #: Samples of each client, and its batches in a local epoch.
+        #: Number of samples, and of batches per local epoch, of each client.
         self.num_samples: Tensor = data.num_samples
         self.batches_per_epoch: Tensor = data.batches_per_epoch
         self._total_steps: dict[int, int] = {}
@@ -65,7 +66,7 @@ class Planner:
         return len(self.num_samples)
 
     def advance(self, round: int) -> bool:
-        """Let the samples of a round arrive; return whether they are others than before."""
+        """Make the samples of a round available; return whether they changed."""
         if not self._data.advance(round):
             return False
         self.num_samples = self._data.num_samples
@@ -73,17 +74,17 @@ class Planner:
         return True
 
     def draw(self, seed: int, round: int) -> RoundPlan:
-        """Return the plan of a round, for this process.
+        """Return the plan of a round for this process.
 
         Args:
-            seed: The seed of the run.
-            round: Index of the round, whose samples have arrived.
+            seed: Seed of the run.
+            round: Index of the round. Its samples must be available.
 
         Raises:
-            FederationError: If the sampler returns clients twice, or others than there are.
+            FederationError: If the sampler returns duplicate or unknown clients.
         """
         clients = self._sample(seed, round)
-        if nobody := not len(clients):
+        if is_empty := not len(clients):
             clients = torch.zeros(1, dtype=torch.int64)
         values = {
             name: full(torch.as_tensor(value).cpu(), clients)
@@ -97,40 +98,40 @@ class Planner:
             )
         if (participates := values.pop("participates", None)) is not None:
             if not participates.any():
-                nobody, participates = True, torch.arange(len(clients)) == 0
+                is_empty, participates = True, torch.arange(len(clients)) == 0
             clients = clients[participates]
             values = {name: value[participates] for name, value in values.items()}
         steps = local_steps(values, self.batches_per_epoch[clients])
         values.pop("num_steps" if "num_steps" in values else "local_epochs", None)
         if batches := self._trainer.fast_dev_run:  # type: ignore[attr-defined]
-            # One tiny round of as many batches as were asked for, a step or more a client.
+            # One short round with the requested number of batches and at least one step per client.
             clients = clients[: int(batches)]
             values = {name: value[: len(clients)] for name, value in values.items()}
             steps = torch.full_like(clients, int(batches) // len(clients))
             steps[0] += int(batches) - int(steps.sum())
-        if nobody:
+        if is_empty:
             steps = torch.ones_like(clients)
         lr = values.pop("lr", None)
-        plan = RoundPlan(seed, round, clients, steps, lr, values, is_empty=nobody)
+        plan = RoundPlan(seed, round, clients, steps, lr, values, is_empty=is_empty)
         plan = self._processes.place(plan)
         if self._vectorizer is None or batches:
             return plan
         return self._vectorized(plan, self._vectorizer)
 
     def _sample(self, seed: int, round: int) -> Tensor:
-        """Return the clients that are drawn, in their order."""
+        """Return the sampled clients, sorted by id."""
         n, random = self.num_clients, generator(seed, RandomStream.COHORT, round)
         drawn = self._sampler.sample(round, self.cohort_size, self.num_samples, random)
         clients = drawn.sort().values
         if len(clients.unique()) != len(clients) or not ((clients >= 0) & (clients < n)).all():
             raise FederationError(
-                f"{type(self._sampler).__name__} must return different clients from 0 to {n - 1},"
+                f"{type(self._sampler).__name__} must return distinct clients from 0 to {n - 1},"
                 f" got {clients.tolist()}"
             )
         return clients
 
     def _vectorized(self, plan: RoundPlan, vectorizer: VectorizedClients) -> RoundPlan:
-        """Return the plan with clients that train at once."""
+        """Return the plan with groups of clients that train at once."""
         clients, data = plan.clients, self._data
         samples = int(data.batch_sizes(clients, 0, 1).max())
         fixed = vectorizer.fixed_groups
@@ -142,15 +143,15 @@ class Planner:
         )
 
     def stepping_batches(self, seed: int, round: int) -> int | float:
-        """Return the scheduler steps of one client in the whole run.
+        """Return the number of scheduler steps of one client in the whole run.
 
-        Each round's schedule goes on from the client with the most local steps, so it is the sum
-        over rounds of the most that any client can make: an upper bound where the longest client is
-        not sampled in each round.
+        The schedule of a round continues from the client with the most local steps. The result is
+        the sum over rounds of the maximum number of local steps of any client, which is an upper
+        bound if that client is not sampled in every round.
 
         Args:
-            seed: The seed of the run.
-            round: Index of the round in which this is asked.
+            seed: Seed of the run.
+            round: Index of the current round.
         """
         trainer, data = self._trainer, self._data
         if trainer.fast_dev_run:  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""How many processes train, and what they share."""
+"""Communication between the processes of a fit."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from lightning_fl.types import RoundPlan
 
 
 class Processes(ABC):
-    """What one process does with the results of all.
+    """Base class of the ways to split training over processes.
 
     Args:
         trainer: The Trainer of the fit.
     """
 
-    #: Whether they train the same client. Each then has the updates of all clients.
+    #: Whether processes train the same client on different samples.
     share_samples: ClassVar[bool]
-    #: Whether they train different clients.
+    #: Whether processes train different clients.
     share_clients: ClassVar[bool] = False
 
     def __init__(self, trainer: Trainer) -> None:
         self.rank, self.count = trainer.global_rank, trainer.world_size
 
     def wait(self, is_idle: bool) -> None:  # noqa: B027  # only some processes wait
-        """Note whether this process has no client in a batch, in which it waits for others."""
+        """Set whether this process is idle in a batch and waits for the others."""
 
     def repeat_validation(self, is_repeated: bool) -> None:  # noqa: B027  # only some share it
-        """Note whether each process validates on all samples."""
+        """Set whether each process validates on all samples."""
 
     @abstractmethod
     def place(self, plan: RoundPlan) -> RoundPlan:
@@ -41,47 +41,55 @@ class Processes(ABC):
 
     @abstractmethod
     def scale(self, num_samples: int) -> float:
-        r"""Return the factor of this process's mean loss of a batch.
+        r"""Return the factor by which the mean loss of this process is scaled.
 
-        Lightning's DDP takes the mean of the gradients of :math:`W` processes. With :math:`n_r` of
-        the :math:`n` samples a process's gradient has to count :math:`W n_r / n` times.
+        DDP averages the gradients of :math:`W` processes. The gradient of a process with
+        :math:`n_r` of the :math:`n` samples of a batch is scaled by :math:`W n_r / n`.
 
         Args:
-            num_samples: Samples of the whole batch, :math:`n`.
+            num_samples: Number of samples of the whole batch, :math:`n`.
         """
 
     @abstractmethod
     def mean(self, losses: Tensor, num_samples: int) -> Tensor:
-        """Return mean losses of a whole batch.
+        """Return the mean losses of the whole batch.
 
         Args:
-            losses: Mean losses of this process's samples.
-            num_samples: Samples of the whole batch.
+            losses: Mean losses on the samples of this process.
+            num_samples: Number of samples of the whole batch.
         """
 
     @abstractmethod
     def gather(self, value: Any) -> list[Any]:
-        """Return what the processes know of their clients; all have to call it."""
+        """Return the distinct values of all processes. Must be called on all processes.
+
+        Args:
+            value: Results of the clients of this process.
+
+        Returns:
+            One value per process, or a single value if it is the same on all processes.
+        """
 
     @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all processes; all have to call it."""
+        """Return the sum over all processes. Must be called on all processes."""
 
     @abstractmethod
     def same(self, tensor: Tensor) -> Tensor:
-        """Return process 0's tensor where the processes train the same client."""
+        """Return the tensor of process 0 if processes train the same client."""
 
     @abstractmethod
     def same_model(self, module: nn.Module) -> None:
-        """Give a client's model of process 0 to all processes that train the same client.
+        """Copy the model of process 0 to all processes that train the same client.
 
-        Running statistics are those of each process's own samples, and rounding may differ.
+        Otherwise running statistics, which depend on the samples of a process, and rounding could
+        differ.
         """
 
 
 @final
 class Alone(Processes):
-    """One process."""
+    """Training in a single process."""
 
     share_samples = False
 
@@ -110,12 +118,12 @@ class Alone(Processes):
         return tensor
 
     def same_model(self, module: nn.Module) -> None:
-        """Leave the model as it is."""
+        """Keep the model."""
 
 
 @final
 class ClientsShared(Processes):
-    """Processes that train different clients (``client_parallel``)."""
+    """Training of different clients in each process (``client_parallel``)."""
 
     share_samples = False
     share_clients = True
@@ -126,27 +134,27 @@ class ClientsShared(Processes):
         self._strategy = trainer.strategy
 
     def wait(self, is_idle: bool) -> None:
-        """Tell the strategy, which makes a step without a client in an idle batch."""
+        """Notify the strategy, which makes an empty step in an idle batch."""
         self._strategy.is_idle = is_idle
 
     def repeat_validation(self, is_repeated: bool) -> None:
-        """Tell the strategy, which reduces nothing of a repeated validation."""
+        """Notify the strategy, which does not reduce the results of a repeated validation."""
         self._strategy.repeats_validation = is_repeated
 
     def place(self, plan: RoundPlan) -> RoundPlan:
-        """Return the plan with this process's rank."""
+        """Return the plan with the rank of this process."""
         return replace(plan, rank=self.rank, world_size=self.count)
 
     def scale(self, num_samples: int) -> float:
-        """Return 1: a batch is on one process."""
+        """Return 1, as a batch is on one process."""
         return 1.0
 
     def mean(self, losses: Tensor, num_samples: int) -> Tensor:
-        """Return the losses: a batch is on one process."""
+        """Return the losses, as a batch is on one process."""
         return losses
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all processes, in their order."""
+        """Return the values of all processes in the order of their ranks."""
         return gathered(value)
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -154,29 +162,29 @@ class ClientsShared(Processes):
         return _all_reduced(tensor)
 
     def same(self, tensor: Tensor) -> Tensor:
-        """Return the tensor: clients are others on other processes."""
+        """Return the tensor, as other processes train other clients."""
         return tensor
 
     def same_model(self, module: nn.Module) -> None:
-        """Leave the model as it is: clients are others on other processes."""
+        """Keep the model, as other processes train other clients."""
 
 
 @final
 class SamplesShared(Processes):
-    """Processes that train the same client on different samples (Lightning's ``ddp``)."""
+    """Training of the same client on different samples in each process (``ddp``)."""
 
     share_samples = True
 
     def place(self, plan: RoundPlan) -> RoundPlan:
-        """Return the plan: each process trains all clients."""
+        """Return the plan, as each process trains all clients."""
         return plan
 
     def _share(self, num_samples: int) -> float:
-        """Return this process's part of the samples of a batch."""
+        """Return the fraction of the samples of a batch on this process."""
         return len(range(self.rank, num_samples, self.count)) / num_samples
 
     def scale(self, num_samples: int) -> float:
-        """Return this process's part of the samples, times the number of processes."""
+        """Return the fraction of the samples on this process times the number of processes."""
         return self._share(num_samples) * self.count
 
     def mean(self, losses: Tensor, num_samples: int) -> Tensor:
@@ -184,7 +192,7 @@ class SamplesShared(Processes):
         return _all_reduced(losses * self._share(num_samples))
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value: all processes know the same."""
+        """Return the value, as it is the same on all processes."""
         return [value]
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -192,13 +200,13 @@ class SamplesShared(Processes):
         return _all_reduced(tensor)
 
     def same(self, tensor: Tensor) -> Tensor:
-        """Return process 0's tensor."""
+        """Return the tensor of process 0."""
         whole = tensor.detach().contiguous()
         torch.distributed.broadcast(whole, 0)
         return whole
 
     def same_model(self, module: nn.Module) -> None:
-        """Copy process 0's parameters and buffers."""
+        """Copy the parameters and buffers of process 0."""
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.detach().copy_(self.same(tensor))
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a federation, and how a run goes on from it."""
+"""State of a federation in checkpoints, and resuming from it."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from lightning_fl.federation.table import RoundTable
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.types import FederationError
 
-#: The loop's state in a checkpoint that is written before the fit has begun.
+#: State of the loop in a checkpoint written before the fit has started.
 NOT_BEGUN = {"round": 0}
-#: What to do where a checkpoint belongs to another federation.
+#: Remedies if a checkpoint belongs to another federation.
 REMEDIES = {
-    "seed": "set seed_everything to the former",
-    "checksum": "go back to the former data, split options and seed",
-    "aggregator_class": "go back to the former aggregator",
-    "policy_class": "go back to the former policy",
-    "number of parameter tensors": "go back to the former network and terms",
+    "seed": "set seed_everything to the value in the checkpoint",
+    "checksum": "restore the original data, partition options and seed",
+    "aggregator_class": "restore the original aggregator",
+    "policy_class": "restore the original policy",
+    "number of parameter tensors": "restore the original network and objective terms",
 }
 
 
 @dataclass
 class Progress:
-    """How far a run is, besides its models.
+    """Progress of a run, except its models.
 
     Args:
-        round: Rounds that ended.
+        round: Number of finished rounds.
         table: The table of rounds.
-        val_loss: The validation loss after the last round, None if it is not known.
-        monitored: Metrics that schedulers look at after the last round.
+        val_loss: Validation loss after the last round; None if unknown.
+        monitored: Metrics monitored by schedulers after the last round.
         seed: Seed of the run.
     """
 
@@ -62,10 +62,10 @@ class Progress:
 
 
 class Resume:
-    """Write the state of a run, compare it with that of a checkpoint, and restore it.
+    """Save, compare and restore the state of a run.
 
     Args:
-        progress: How far the run is; a checkpoint is loaded into it.
+        progress: Progress of the run; a checkpoint is loaded into it.
         aggregator: The aggregation rule.
         policy: The hyperparameter policy.
     """
@@ -75,30 +75,30 @@ class Resume:
     ) -> None:
         self.progress = progress
         self._rules: dict[str, Any] = {"aggregator": aggregator, "policy": policy}
-        #: What a resumed run must have in common with the checkpoint's, by name.
+        #: Values by name that must be the same in a resumed run.
         self._identity: Mapping[str, Any] = {}
-        #: What a resumed run may have changed, with a warning, by name.
+        #: Options by name that may differ in a resumed run, with a warning.
         self._options: Mapping[str, Any] = {}
-        #: The checkpoint that is being resumed, and the loop's state in it.
+        #: The checkpoint to resume, and the state of the loop in it.
         self.checkpoint: dict[str, Any] = {}
         self.pending: dict[str, Any] = {}
 
     def describe(self, identity: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """Note what the run is, at the start of a fit.
+        """Set the description of the run at the start of a fit.
 
         Args:
-            identity: What a resumed run must have in common with the checkpoint's, by name.
-            options: What a resumed run may have changed, with a warning, by name.
+            identity: Values by name that must be the same in a resumed run.
+            options: Options by name that may differ in a resumed run, with a warning.
         """
         self._identity, self._options = identity, options
 
     def identity(self, module: nn.Module) -> dict[str, Any]:
-        """Return what a resumed run must have in common with the checkpoint's."""
+        """Return the values that must be the same in a resumed run."""
         count = len(list(module.parameters()))
         return {"number of parameter tensors": count, "seed": self.progress.seed, **self._identity}
 
     def state(self, fit: Fit) -> dict[str, Any]:
-        """Return what a resumed run needs besides the clients' tensors, as of now."""
+        """Return the current state of the loop, without the client state."""
         module, progress = fit.runner.module, self.progress
         buffers = {
             name: owner._buffers[key] for name, (owner, key) in unsaved_buffers(module).items()
@@ -115,7 +115,7 @@ class Resume:
             "options": self._options,
             **{name: frozen(rule.state_dict()) for name, rule in self._rules.items()},
             "unsaved buffers": frozen({n: b for n, b in buffers.items() if b is not None}),
-            # Where the model of the checkpoint is one that is validated before the round ends.
+            # Set if the checkpoint contains the model validated before the end of the round.
             "server": None,
         }
 
@@ -129,14 +129,17 @@ class Resume:
         state: Any,
         has_seed: bool,
     ) -> None:
-        """Refuse a checkpoint of another federation, and warn of changed options.
+        """Check that a checkpoint belongs to this federation, and warn if options differ.
 
         Args:
             trainer: The Trainer that resumes.
             module: The module of the run.
             checkpoint: The checkpoint.
-            state: The loop's state in it; None if it has none.
-            has_seed: Whether the run has a seed of its own, which has to be the checkpoint's.
+            state: State of the loop in it; None if it has none.
+            has_seed: Whether the seed of the run is set. It must then be that of the checkpoint.
+
+        Raises:
+            FederationError: If the checkpoint is damaged or belongs to another federation.
         """
         if state is None:
             raise not_of_a_federation(trainer)
@@ -149,8 +152,8 @@ class Resume:
                 raise FederationError(
                     f"{trainer.ckpt_path} belongs to another federation: its {what} is"
                     f" {was!s:.100}, here it is {now}. To resume,"
-                    f" {REMEDIES.get(what, f'set {what} to the former')}; to start anew, leave out"
-                    " ckpt_path"
+                    f" {REMEDIES.get(what, f'restore the original {what}')}; to start a new run,"
+                    " remove ckpt_path"
                 )
         changed = [
             f"{name} is {value}, was {was}"
@@ -160,12 +163,12 @@ class Resume:
         if changed:
             rank_zero_warn(
                 f"resuming {trainer.ckpt_path} with other options: {'; '.join(changed)}. The run"
-                " goes on, but it is not the run that one config describes"
+                " is resumed, but a single config does not reproduce it"
             )
         self.checkpoint = checkpoint
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over how far the checkpoint's run was."""
+        """Load the progress of the run from the state of a checkpoint."""
         self.pending = state
         if state != NOT_BEGUN:
             progress = self.progress
@@ -179,16 +182,16 @@ class Resume:
         return not self.pending or self.pending == NOT_BEGUN
 
     def restore(self, fit: Fit) -> None:
-        """Load what needed the module's shapes or the Trainer's device first."""
+        """Load the remaining state, which needs the module's shapes or the Trainer's device."""
         state, checkpoint = self.pending, self.checkpoint
         self.pending, self.checkpoint = {}, {}
         module, runner = fit.runner.module, fit.runner
-        # All that can be refused is, before the first is taken over.
+        # Check everything before anything is loaded.
         self._check_restored(fit, state, checkpoint)
-        if state["server"] is not None:  # Lightning has loaded the model that was validated
+        if state["server"] is not None:  # Lightning has loaded the validated model
             checkpoint = {**checkpoint, "state_dict": state["server"]}
             fit.module.on_load_checkpoint(checkpoint)
-        # Again: Lightning loads before a precision plugin has converted the module.
+        # Load again, as Lightning loads before the precision plugin converts the module.
         try:
             module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
         except RuntimeError as error:
@@ -205,8 +208,8 @@ class Resume:
                 rule.load_state_dict(state[name])
             except RuntimeError as error:
                 raise FederationError(
-                    f"{type(rule).__name__} cannot go on from the checkpoint's state: its"
-                    f" options are others now. Go back to the former, or leave out ckpt_path"
+                    f"{type(rule).__name__} cannot resume from the checkpoint's state, because its"
+                    " options have changed: restore them, or remove ckpt_path"
                 ) from error
         _train_only(module, state["trained"])
         runner.base_lr = state["base_lr"]
@@ -219,7 +222,9 @@ class Resume:
         if "val_loss" in policy.learns_from and state["round"] and state["val_loss"] is None:
             raise FederationError(f"{type(policy).__name__} needs 'val_loss', which is null")
         for callback in fit.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, BaseFinetuning):  # its groups: Lightning asks it later
+            if isinstance(
+                callback, BaseFinetuning
+            ):  # restores parameter groups, which Lightning would do later
                 callback.on_fit_start(fit.trainer, fit.runner.module)
         check_progress(fit.trainer, checkpoint)
         memory = fit.memory
@@ -232,17 +237,20 @@ class Resume:
         )
         check_buffers(state["unsaved buffers"], unsaved_buffers(fit.runner.module))
         for name, rule in self._rules.items():
-            with error_context(f"{type(rule).__name__} cannot go on"):
+            with error_context(f"{type(rule).__name__} cannot resume"):
                 check_rule(rule, state[name])
 
 
 def check_contents(trainer: Trainer, checkpoint: dict[str, Any], state: Any) -> None:
-    """Refuse a checkpoint whose contents are damaged, whatever it is loaded for.
+    """Check the contents of a checkpoint, for any stage.
 
     Args:
-        trainer: The Trainer that loads it.
+        trainer: The Trainer that loads the checkpoint.
         checkpoint: The checkpoint.
-        state: The loop's state in it; None if it has none.
+        state: State of the loop in it; None if it has none.
+
+    Raises:
+        FederationError: If the checkpoint is damaged.
     """
     with error_context(f"{trainer.ckpt_path} is damaged, or was changed"):
         check_states(trainer, checkpoint)
@@ -251,32 +259,32 @@ def check_contents(trainer: Trainer, checkpoint: dict[str, Any], state: Any) -> 
 
 
 def not_of_a_federation(trainer: Trainer) -> FederationError:
-    """Return the error of a checkpoint that no federation has written."""
+    """Return the error for a checkpoint that was not written by a federation."""
     return FederationError(
-        f"{trainer.ckpt_path} was not written by a federation, it cannot be resumed as one:"
-        " load its weights into the module and start a new fit without ckpt_path"
+        f"{trainer.ckpt_path} was not written by a federation, so it cannot be resumed:"
+        " load its parameters into the module and start a new fit without ckpt_path"
     )
 
 
 def unsaved_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return the owners of a module's non-persistent buffers, and their names there."""
+    """Return the owner of each non-persistent buffer of a module, and its name in the owner."""
     return {
         f"{path}.{name}" if path else name: (owner, name)
         for path, owner in module.named_modules()
-        for name, _ in owner._buffers.items()  # a scripted module's cannot be iterated over
+        for name, _ in owner._buffers.items()  # scripted modules support items() only
         if name in owner._non_persistent_buffers_set
     }
 
 
 def _flags(module: nn.Module) -> list[tuple[Any, str]]:
-    """Return where a module says what of it is trained: parameters, statistics of BatchNorm."""
+    """Return the flags of what is trained: parameters and BatchNorm statistics."""
     flags: list[tuple[Any, str]] = [(param, "requires_grad") for param in module.parameters()]
     name = "track_running_stats"
     return flags + [(part, name) for part in module.modules() if name in vars(part)]
 
 
 def _train_only(module: LightningModule, trained: list[bool]) -> None:
-    """Freeze and thaw what a checkpoint says: callbacks do so once, in an earlier round."""
+    """Restore which parameters are frozen, as callbacks freeze them in earlier rounds only."""
     flags = _flags(module)
     if len(flags) != len(trained):
         raise FederationError(f"'trained' has {len(trained)} entries, here there are {len(flags)}")

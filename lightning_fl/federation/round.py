@@ -1,4 +1,4 @@
-"""One communication round, from the snapshot of the global model to the next global model."""
+"""One communication round, from the current global model to the next one."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ COLUMNS |= {"bytes_up", "bytes_down"}
 
 @dataclass
 class Fit:
-    """What the rounds of a fit work with.
+    """Objects shared by the rounds of a fit.
 
     Args:
         trainer: The Trainer.
-        module: The module whose hooks Lightning calls.
+        module: The module passed to the Trainer.
         data: The data module.
-        federation: What the run is.
+        federation: Description of the run.
         aggregator: The aggregation rule.
         policy: The hyperparameter policy.
-        parts: What clients do for the rule besides training.
-        planner: Draws the plans.
+        parts: Client-side work of the aggregator in addition to training.
+        planner: Draws the plans of the rounds.
         processes: The processes of the fit.
-        runner: Where clients train.
+        runner: Runner that trains the clients.
         schedulers: The learning-rate schedulers.
         measures: Losses and gradients on samples.
-        memory: What clients keep from round to round, and what happens to updates on their way.
+        memory: Client state between rounds, and the update transforms.
         watchers: Callbacks with a method ``on_client_updates``.
     """
 
@@ -82,7 +82,12 @@ class Fit:
         return 1 if is_trial else self.federation.min_clients
 
     def lr(self, plan: RoundPlan, row: int) -> float:
-        """Return the learning rate that the policy gives a client, without schedulers."""
+        """Return the learning rate of a client from the policy, without schedulers.
+
+        Args:
+            plan: Plan of the round.
+            row: Position of the client in the plan.
+        """
         lr = self.runner.base_lr if plan.lr is None else float(plan.lr[row])
         factor = plan.hyperparameters.get("lr_factor")
         return lr if factor is None else lr * float(factor[row])
@@ -90,16 +95,16 @@ class Fit:
 
 @dataclass
 class Results:
-    """What a process knows of its clients in a round, by client.
+    """Results of the clients of a process in a round.
 
     Args:
         counters: Maximum of the integer buffers, ``[C]``.
-        dropped: Causes of the updates that do not count.
-        losses: What clients report of the model that they started from.
-        rates: Mean learning rate of each client's local steps.
-        num_samples: Training samples of the clients whose updates count.
-        most_steps: Local steps of the client with most of them, after which the schedulers are as
-            in ``schedule``.
+        schedule: State of the schedulers after the client with the most local steps.
+        dropped: Causes of dropped updates by client id.
+        losses: Loss of the model at the start of the round, reported by clients, by client id.
+        rates: Mean learning rate over the local steps, by client id.
+        num_samples: Total number of training samples of the clients with a used update.
+        most_steps: Maximum number of local steps of a client.
     """
 
     counters: Tensor
@@ -114,32 +119,32 @@ class Results:
 class Round:
     """One communication round of the clients of this process.
 
-    ``begin`` takes the snapshot that clients start from. For each group of clients that train at
-    once, ``load`` prepares their first local step and ``collect`` takes their updates after the
-    last one. ``aggregate`` makes the next global model. A round that is cut short is ``abandon``-ed
-    instead: the global model stays.
+    ``begin`` stores the model from which clients start. For each group of clients that train at
+    once, ``load`` prepares the first local step and ``collect`` takes the updates after the last
+    one. ``aggregate`` computes the next global model. For an interrupted round, ``abandon``
+    restores the previous global model instead.
 
     Args:
-        fit: What the round works with.
-        plan: The plan of the round.
+        fit: Objects shared by the rounds of the fit.
+        plan: Plan of the round.
     """
 
     def __init__(self, fit: Fit, plan: RoundPlan) -> None:
         self.fit, self.plan = fit, plan
-        #: The state before any hook of the round, which an abandoned round goes back to.
+        #: State before any hook of the round, restored if the round is abandoned.
         self.before, self.schedule_before = fit.runner.read(), fit.schedulers.read()
-        #: What clients start from, and what the clients in training started from.
+        #: Model state of the server, and the state from which the clients in training started.
         self.server = self.start = self.before
         self.results = Results(self.before.counters, self.schedule_before)
-        #: The local step that is fetched or trained on; None before the first and after the last.
+        #: Current local step; None before the first and after the last.
         self.step: Step | None = None
-        #: Number of clients of this process that are done.
+        #: Number of finished clients of this process.
         self.position = 0
         self.logs = ClientLogs()
-        #: Updates of this process's clients, for a policy that learns from contributions.
+        #: Updates of the clients of this process, for policies that learn from contributions.
         self.updates: dict[int, Tensor] = {}
         self.is_aggregating = self.is_aggregated = self.is_abandoned = self.is_validated = False
-        #: Whether the round kept the global model, as too few clients returned.
+        #: Whether the global model is unchanged, because there were too few updates.
         self.is_kept = False
         self._schedule = self.schedule_before
         self._client: ClientContext | None = None
@@ -147,16 +152,16 @@ class Round:
         self._is_trained: list[bool] = []
         self._broadcast: Mapping[str, Tensor] = {}
         self.traffic = Traffic(fit.runner, fit.memory.transforms)
-        # What is drawn besides the clients' own streams depends on the round alone, too.
+        # Random numbers outside of client training depend on the seed and the round only.
         device = fit.module.device
         seed_rng(derive_seed(plan.seed, RandomStream.ROUND, plan.round), device)
-        #: State of the round's own random stream, which it goes back to after clients.
+        #: State of the random stream of the round, restored after the clients.
         self.rng: Mapping[str, Any] = rng_state(device)
 
     # --- begin ------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Take the snapshot that every client starts from, with what other hooks have written."""
+        """Store the model from which clients start, including changes by other hooks."""
         fit = self.fit
         self.server = self.start = fit.runner.read()
         self.results.counters = self.server.counters
@@ -172,7 +177,7 @@ class Round:
         self._seed_next_clients(self.step)
 
     def _seed_next_clients(self, step: Step) -> None:
-        """Seed the clients to come, before their first batch: transforms on the device draw."""
+        """Seed the next clients before their first batch, as device transforms draw from it."""
         if step.rows:
             key = (RandomStream.CLIENT, self.plan.round, int(self.plan.clients[step.rows[0]]))
             seed_rng(derive_seed(self.plan.seed, *key), self.fit.module.device)
@@ -183,7 +188,7 @@ class Round:
         """Prepare the local steps of a training batch."""
         fit, plan, step = self.fit, self.plan, self.plan.schedule[batch_idx]
         fit.processes.wait(is_idle=not step.rows)
-        if not step.rows:  # Lightning steps schedulers in idle batches, too: past their end
+        if not step.rows:  # Lightning also steps schedulers in idle batches
             fit.schedulers.write(self._schedule)
         if step.first:
             self.load(step)
@@ -195,11 +200,11 @@ class Round:
         )
 
     def load(self, step: Step) -> None:
-        """Give the clients of a step the model that they start from, before their first batch."""
+        """Load the model from which the clients of a step start, before their first batch."""
         fit, rows = self.fit, list(step.rows)
         clients = self.plan.clients[rows]
         self.start = ServerState(fit.aggregator.models_for(clients), self.server.counters)
-        # Before what a client keeps of its optimizer.
+        # Before the optimizer state of the client, which takes precedence.
         fit.schedulers.write(self._schedule)
         kept = [fit.memory.of_runner(client) for client in clients.tolist()]
         fit.runner.load(self.start, kept, [fit.lr(self.plan, row) for row in rows])
@@ -226,11 +231,11 @@ class Round:
         )
 
     def report(self, batch_idx: int, outputs: Any) -> None:
-        """Note what clients report of the model that they started from, after their first step.
+        """Record the losses that clients report after their first local step.
 
         Args:
             batch_idx: Index of the training batch.
-            outputs: What Lightning kept of the training step.
+            outputs: Outputs of the training step, as Lightning passes them to hooks.
         """
         if not (step := self.plan.schedule[batch_idx]).first:
             return
@@ -240,19 +245,19 @@ class Round:
         self._reported = losses
 
     def scale(self, loss: Tensor) -> None:
-        """Weigh each process's mean loss by its samples, where processes share a batch."""
+        """Scale the loss by this process's share of the samples if processes share a batch."""
         if self.fit.processes.share_samples and self.step is not None:
             factor = self.fit.processes.scale(self._batch_size(self.step))
             if factor != 1:
                 loss.register_hook(lambda gradient: gradient * factor)
 
     def _batch_size(self, step: Step) -> int:
-        """Return the samples of a local step, on all processes that share them."""
+        """Return the number of samples of a local step over all processes that share them."""
         clients = self.plan.clients[list(step.rows)]
         return int(self.fit.data.batch_sizes(clients, step.start, 1))
 
     def end_batch(self, batch_idx: int) -> bool:
-        """Collect clients after their last step; return whether they were the last clients."""
+        """Collect updates after the last local step; return whether all clients have finished."""
         schedule = self.plan.schedule
         step = schedule[batch_idx]
         if step.last:
@@ -269,7 +274,7 @@ class Round:
         return self.step is None
 
     def collect(self, step: Step) -> None:
-        """Take the updates of clients that are done, and hand the usable ones to the rule."""
+        """Collect the updates of finished clients and pass the usable ones to the aggregator."""
         fit, rows = self.fit, list(step.rows)
         clients = self.plan.clients[rows]
         rates = [
@@ -307,7 +312,7 @@ class Round:
         self._note(sent, reports, counters)
 
     def _end_parts(self, delta: Tensor, lr: Tensor) -> dict[str, Tensor]:
-        """Return what the parts of the clients' work send with the updates."""
+        """Run the client parts after training; return the tensors sent with the updates."""
         assert self._client is not None
         self._client.finish(delta, lr)
         extras: dict[str, Tensor] = {}
@@ -316,17 +321,17 @@ class Round:
         return extras
 
     def _drop(self, dropped: dict[int, str]) -> None:
-        """Note the clients whose updates do not count, or end the run."""
+        """Record dropped clients, or end the run if ``on_client_error`` is ``raise``."""
         if dropped and self.fit.federation.on_client_error == "raise":
             raise FederationError(
                 f"round {self.plan.round + 1} has no usable update of {describe_dropped(dropped)}:"
-                " lower the learning rate or clip gradients if values are non-finite, or choose"
+                " decrease the learning rate or clip gradients if values are non-finite, or set"
                 " on_client_error: skip"
             )
         self.results.dropped |= dropped
 
     def _note(self, update: ClientUpdate, reports: Tensor, counters: Tensor) -> None:
-        """Note what the table and the policy need of clients whose updates count."""
+        """Record results of clients with a used update for the table and the policy."""
         results, clients = self.results, update.clients.tolist()
         if "contributions" in self.fit.policy.learns_from:
             self.updates.update(zip(clients, update.delta.clone(), strict=True))
@@ -337,7 +342,7 @@ class Round:
     # --- aggregate --------------------------------------------------------------------------------
 
     def aggregate(self) -> None:
-        """Make the next global model of all updates, and give it to the module."""
+        """Compute the next global model from all updates, and load it into the module."""
         fit, self.is_aggregating = self.fit, True
         self._merge()
         returned = len(self.plan.cohort) - len(self.results.dropped)
@@ -354,7 +359,7 @@ class Round:
         self.is_aggregated = True
 
     def _merge(self) -> None:
-        """Take in what other processes know of their clients; the rule sums by itself."""
+        """Merge the results of all processes. The aggregator reduces its own state."""
         own, memory, processes = self.results, self.fit.memory, self.fit.processes
         device = own.counters.device
         if processes.share_clients:
@@ -366,7 +371,7 @@ class Round:
         merged = Results(
             torch.stack([each.counters for each in results]).amax(0).to(device),
             max(results, key=lambda each: each.most_steps).schedule,
-            # Groups of clients end in the order of their work.
+            # Sorted, because groups of clients finish in the order of their work.
             dict(sorted(item for each in results for item in each.dropped.items())),
             {c: loss for each in results for c, loss in each.losses.items()},
             {c: rate for each in results for c, rate in each.rates.items()},
@@ -381,15 +386,15 @@ class Round:
         set_rng_state(self.rng)
 
     def abandon(self, rule_state: Callable[[], Mapping[str, Any]]) -> None:
-        """Keep the global model of before: the round was cut short.
+        """Restore the state before the round, after an interruption.
 
         Args:
-            rule_state: Returns the state of the rule before the round.
+            rule_state: Returns the state of the aggregator before the round.
         """
         if self.is_aggregated or self.is_abandoned:
             return
         rule = self.fit.aggregator
-        if self.is_aggregating:  # the rule failed halfway
+        if self.is_aggregating:  # the aggregator failed during aggregation
             rule.load_state_dict(rule_state())
         rule.reset()
         rule.load_client_network()
@@ -401,25 +406,25 @@ class Round:
     # --- afterwards -------------------------------------------------------------------------------
 
     def begin_validation(self) -> None:
-        """Give validation a random stream of its own, whatever was drawn before."""
+        """Switch to the random stream of validation."""
         device = self.fit.module.device
         self.rng = rng_state(device)
         seed_rng(derive_seed(self.plan.seed, RandomStream.VALIDATION, self.plan.round), device)
 
     def end_validation(self) -> None:
-        """Go back to the round's stream."""
+        """Return to the random stream of the round."""
         set_rng_state(self.rng)
         self.is_validated = True
 
     def feedback(
         self, before: float | None, after: float | None, metrics: Mapping[str, float]
     ) -> Feedback:
-        """Return what the policy learns from.
+        """Return the results from which the policy learns.
 
         Args:
-            before: Validation loss before the round, None if it is not known.
-            after: Validation loss after the round, None if it is not known.
-            metrics: What was logged in the round.
+            before: Validation loss before the round; None if unknown.
+            after: Validation loss after the round; None if unknown.
+            metrics: Metrics logged in the round.
         """
         fit, clients, known = self.fit, self.plan.clients, self.results.losses
         used = torch.tensor([client in known for client in clients.tolist()])
@@ -445,10 +450,12 @@ class Round:
         )
 
     def metrics(self) -> dict[str, Any]:
-        """Return the loop's own columns of the round in the table of rounds."""
+        """Return the columns of the loop for the table of rounds."""
         plan, dropped = self.plan, self.results.dropped
         rates = [self.results.rates[client] for client in plan.clients.tolist()]
-        lr = rates[0] if len(set(rates)) == 1 else fmean(rates)  # the mean of equal ones is rounded
+        lr = (
+            rates[0] if len(set(rates)) == 1 else fmean(rates)
+        )  # avoids rounding in the mean of equal values
         up, down = self.traffic.of_a_client()
         return {
             "round": plan.round + 1,
@@ -464,14 +471,14 @@ class Round:
         }
 
     def where(self) -> str | None:
-        """Name the round, and the clients whose local step is under way; None after the round."""
+        """Return a text with the round and the clients in training; None after the round."""
         if self.is_aggregated:
             return None
         where = f"In round {self.plan.round + 1}"
         if self.fit.trainer.world_size > 1:
             where += f", process {self.fit.trainer.global_rank}"
         if self.is_aggregating:
-            return f"{where}, when the updates were aggregated"
+            return f"{where}, during aggregation"
         if (step := self.step) is None or not step.rows:
             return where
         clients = self.plan.clients[list(step.rows)].tolist()
@@ -482,11 +489,11 @@ class Round:
 
 
 def is_finite(delta: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
-    """Return which clients sent finite values only, ``[k]``.
+    """Return a mask of the clients with finite values only, ``[k]``.
 
     Args:
         delta: Updates, ``[k, P]``.
-        extras: What was sent besides, ``[k, ...]`` by name.
+        extras: Tensors sent with the updates, ``[k, ...]`` by name.
 
     Example:
         >>> is_finite(torch.zeros(2, 3), {"loss": torch.tensor([1.0, torch.inf])})
@@ -497,7 +504,7 @@ def is_finite(delta: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
         if not value.numel() or not (value.is_floating_point() or value.is_complex()):
             continue
         value = torch.view_as_real(value) if value.is_complex() else value
-        # NaN or infinite if anything is; isfinite() of all would take six times as long.
+        # Non-finite if any entry is; isfinite() on all entries would take six times as long.
         lowest, highest = value.aminmax()
         if not (lowest.isfinite() & highest.isfinite()):
             finite &= value.reshape(len(value), -1).isfinite().all(1).cpu()
@@ -505,6 +512,6 @@ def is_finite(delta: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
 
 
 def call_hook(module: nn.Module, name: str) -> None:
-    """Call a hook that a module may have (``on_client_start``, ``on_client_end``)."""
+    """Call an optional hook of the module (``on_client_start``, ``on_client_end``)."""
     if callable(hook := getattr(module, name, None)):
         hook()

@@ -1,4 +1,4 @@
-"""Learning-rate schedulers between clients, over a run and over a resume."""
+"""Learning-rate schedulers across clients, rounds and resumed runs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_fl.types import FederationError
 
 @contextmanager
 def stepping_batches(trainer: Trainer, count: Callable[[], int | float]) -> Iterator[None]:
-    """Make ``trainer.estimated_stepping_batches`` the scheduler steps of one client for a while.
+    """Replace ``trainer.estimated_stepping_batches`` by the scheduler steps of one client.
 
-    Lightning's own property counts the batches of all clients. It cannot be set on an object, so
-    the Trainer gets a class of its own, a child of the one that it has.
+    Lightning's property counts the batches of all clients. A property cannot be set on an instance,
+    so the Trainer temporarily gets a subclass of its class.
 
     Args:
         trainer: The Trainer.
-        count: Returns the number.
+        count: Function that returns the number of steps.
     """
     kind = type(trainer)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": None}
@@ -40,16 +40,19 @@ ScheduleState = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
 class Schedulers:
-    """The module's schedulers, of which two kinds need care.
+    """Manage the learning-rate schedulers of the module.
 
-    One with ``interval="step"``: every client of a round starts where the round does, so its rates
-    do not depend on who trained before it; the next round goes on from the client that made most
-    steps. And ``ReduceLROnPlateau``: Lightning writes checkpoints before it steps this one, so a
-    resumed run makes up for the step.
+    With ``interval="step"``, every client starts from the schedule at the start of the round, so
+    that its learning rates do not depend on other clients. The next round continues from the client
+    with the most local steps. With ``ReduceLROnPlateau``, Lightning saves checkpoints before it
+    steps the scheduler, so a resumed run repeats this step.
+
+    Args:
+        trainer: The Trainer of the fit.
 
     Raises:
-        FederationError: If schedulers count steps beside others that count rounds, or not each one;
-            if ``ReduceLROnPlateau`` counts steps.
+        FederationError: If schedulers with ``interval="step"`` are combined with others or have a
+            ``frequency`` other than 1, or if ``ReduceLROnPlateau`` has ``interval="step"``.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -57,20 +60,20 @@ class Schedulers:
         stepwise = [c for c in configs if c.interval == "step"]
         if stepwise and (len(stepwise) < len(configs) or any(c.frequency != 1 for c in stepwise)):
             raise FederationError(
-                'a scheduler with interval="step" counts the steps of each client anew: it needs'
-                " frequency=1 and cannot stand beside one that counts rounds"
+                'a scheduler with interval="step" counts the local steps of each client: set'
+                ' frequency=1, and do not combine it with schedulers with interval="epoch"'
             )
         if any(c.reduce_on_plateau for c in stepwise):
             raise FederationError(
-                'ReduceLROnPlateau with interval="step" would read its metric after each local step'
-                ' of a client, which has none: set interval="epoch", which counts rounds'
+                'ReduceLROnPlateau with interval="step" is not supported, because metrics are not'
+                ' available after each local step: set interval="epoch", which counts rounds'
             )
         self._stepwise: list[Any] = [c.scheduler for c in stepwise]
         self._on_plateau = [c for c in configs if c.reduce_on_plateau and c.interval == "epoch"]
         self._optimizer = trainer.optimizers[0]
 
     def read(self) -> ScheduleState:
-        """Return a copy of where those that count steps are, and of the rates that they set."""
+        """Return a copy of the state of step-wise schedulers and of their optimizer options."""
         if not self._stepwise:
             return [], []
         groups = [
@@ -79,7 +82,11 @@ class Schedulers:
         return copy.deepcopy(([s.state_dict() for s in self._stepwise], groups))
 
     def write(self, state: ScheduleState) -> None:
-        """Go back to what :meth:`read` returned."""
+        """Restore a state returned by :meth:`read`.
+
+        Args:
+            state: The state.
+        """
         if not self._stepwise:
             return
         schedulers, groups = copy.deepcopy(state)
@@ -89,12 +96,21 @@ class Schedulers:
             group.update(values)
 
     def monitored(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Return the figures that ``ReduceLROnPlateau`` will look at when the round is over."""
+        """Return the metrics that ``ReduceLROnPlateau`` monitors, at the end of a round.
+
+        Args:
+            metrics: All logged metrics.
+        """
         names = (str(c.monitor) for c in self._on_plateau)
         return {name: float(metrics[name]) for name in names if name in metrics}
 
     def catch_up(self, rounds: int, monitored: Mapping[str, float]) -> None:
-        """Make the steps that Lightning made after it had written the checkpoint."""
+        """Repeat the scheduler steps that Lightning made after saving the checkpoint.
+
+        Args:
+            rounds: Number of finished rounds.
+            monitored: Monitored metrics from the checkpoint.
+        """
         for config in self._on_plateau:
             value, scheduler = monitored.get(str(config.monitor)), config.scheduler
             if value is not None and rounds % config.frequency == 0:

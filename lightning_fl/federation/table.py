@@ -14,43 +14,50 @@ from lightning_fl.files import write_atomically
 
 
 class RoundTable:
-    """One row for each round that ended: the federation's figures, then what the module logged.
+    """Table with one row per finished round: the metrics of the loop, then those of the module.
 
-    It is part of the checkpoint, so its file is a function of the run, however often it was killed.
+    The table is saved in checkpoints, so that the file is complete after an interruption.
+
+    Args:
+        rows: Initial rows.
     """
 
     def __init__(self, rows: Iterable[dict[str, Any]] = ()) -> None:
         self.rows = list(rows)
-        #: The rows that were written last, as they were written.
+        #: Columns of the file that was written last.
         self._columns: list[str] = []
         self._written = 0
         self._text = ""
         self._before: Mapping[str, Any] = {}
         self._is_open = False
-        #: Columns of the open row that are the federation's.
+        #: Columns of the open row that belong to the loop.
         self._own: set[str] = set()
 
     def begin(self, metrics: Mapping[str, Any]) -> None:
-        """Note what earlier rounds logged: Lightning keeps it."""
+        """Record the metrics of earlier rounds, which Lightning keeps."""
         self._before = dict(metrics)
 
     def is_fresh(self, name: str, metrics: Mapping[str, Any]) -> bool:
-        """Say whether a figure was logged since the round began: it is another tensor then."""
+        """Return whether a metric was logged in this round. It is then a different tensor."""
         return name in metrics and metrics[name] is not self._before.get(name)
 
     def fresh(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Return the figures that were logged since the round began."""
+        """Return the metrics that were logged in this round."""
         return {name: float(metrics[name]) for name in metrics if self.is_fresh(name, metrics)}
 
     def add(self, figures: dict[str, Any]) -> None:
-        """Begin the row of a round that ended."""
+        """Add the row of a finished round."""
         self.rows.append(figures)
         self._is_open, self._own = True, set(figures)
 
     def complete(self, metrics: Mapping[str, Any], close: bool = False) -> None:
-        """Add what the module logged; late, as its own on_train_epoch_end runs after callbacks'.
+        """Add the metrics of the module, after its ``on_train_epoch_end`` has run.
 
-        A metric with the name of one of the federation's columns gets the prefix ``module/``.
+        Metrics with the name of a column of the loop get the prefix ``module/``.
+
+        Args:
+            metrics: All logged metrics.
+            close: Whether the row is complete.
         """
         if self._is_open:
             fresh = sorted(self.fresh(metrics).items())
@@ -59,7 +66,9 @@ class RoundTable:
                 for name, value in fresh
                 if "federation/" not in name
             }
-            self.rows[-1] = self.rows[-1] | logged  # a new row: a checkpoint may hold the old
+            self.rows[-1] = (
+                self.rows[-1] | logged
+            )  # a new dictionary, as a checkpoint may hold the old one
             self._is_open = not close
 
     @rank_zero_only
@@ -71,11 +80,11 @@ class RoundTable:
         if columns != self._columns or self._written > len(self.rows):
             self._columns, self._written, self._text = columns, 0, ""
             writer.writeheader()
-        # Only what is new: a long run would spend its time on the rows of before.
+        # Format new rows only, as formatting all rows would slow down long runs.
         writer.writerows(self._unwritten())
         self._text, self._written = self._text + text.getvalue(), len(self.rows)
-        # Not durable: waiting for the disk takes a third of what a round costs, and a checkpoint
-        # holds the rows, too.
+        # Not durable: waiting for the disk can take a third of a round, and checkpoints contain the
+        # rows as well.
         write_atomically(path, self._text, durable=False)
 
     def _unwritten(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Bytes between the server and a client in a round."""
+"""Communication volume between the server and the clients."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_fl.transforms import Message, UpdateTransform
 
 
 class Traffic:
-    """Count what the server and a client send each other in a round.
+    """Count the bytes exchanged between the server and a client in a round.
 
-    Trained parameters go both ways, and so do buffers and frozen parameters that a module changes
-    by itself. Other frozen parameters are with the clients from the start.
+    Trained parameters, buffers and frozen parameters that the module itself changes are sent in
+    both directions. Other frozen parameters are not sent.
 
     Args:
-        runner: Where clients train.
-        transforms: What happens to updates on their way to the server.
+        runner: Runner of the clients.
+        transforms: Update transforms, which can reduce the size of updates.
     """
 
     def __init__(self, runner: ClientRunner, transforms: Sequence[UpdateTransform]) -> None:
@@ -28,11 +28,11 @@ class Traffic:
         self._transforms = transforms
         self._trained: Tensor | None = None
         self._num_trained = self._num_moved = self._extra_down = 0
-        #: Bytes that a client sends besides its update.
+        #: Bytes that a client sends in addition to its update.
         self.extra_up = 0
 
     def begin(self, trained: Tensor | None) -> None:
-        """Note which parameters clients train.
+        """Set the parameters that clients train.
 
         Args:
             trained: Mask, ``[num_parameters]``; None means all.
@@ -42,11 +42,15 @@ class Traffic:
         self._num_trained = n if trained is None else int(trained.sum())
 
     def down(self, broadcast: Mapping[str, Tensor]) -> None:
-        """Count what a rule sends to each client besides the model."""
+        """Count the tensors that the aggregator sends to each client in addition to the model.
+
+        Args:
+            broadcast: Tensors by name.
+        """
         self._extra_down = sum(tensor.nbytes for tensor in broadcast.values())
 
     def up(self, extras: Mapping[str, Tensor]) -> None:
-        """Count what a client sends besides its update.
+        """Count the tensors that a client sends in addition to its update.
 
         Args:
             extras: Tensors ``[k, ...]`` by name.
@@ -54,7 +58,7 @@ class Traffic:
         self.extra_up = sum(tensor[0].nbytes for tensor in extras.values())
 
     def note_moved(self, before: Tensor, after: Tensor) -> None:
-        """Count frozen parameters that the module changed by itself: they are exchanged, too.
+        """Count frozen parameters that the module itself changed, as they are exchanged too.
 
         Args:
             before: Global model before the round, ``[P]``.
@@ -62,7 +66,7 @@ class Traffic:
         """
         if self._trained is None:
             return
-        # By more than rounding: an average of equal values is no move.
+        # Averaging equal values may change them by rounding only.
         rounding = 16 * torch.finfo(after.dtype).eps
         has_moved, sizes, at = [], [], 0
         for size in self._layout.sizes:

@@ -1,4 +1,4 @@
-"""Validation on all samples in each process, where its result acts on the run."""
+"""Validation with several processes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_fl.policies import HyperparameterPolicy
 
 
 class Validation:
-    """Let each process validate on all samples, where what it finds acts on the run.
+    """Let each process validate on all samples if validation results influence the run.
 
-    The batches are those of one process, and nothing is reduced. Otherwise the last bits would
-    depend on the number of processes, and the run with them.
+    Each process then uses the same batches as a single process, without reductions. Otherwise
+    rounding would depend on the number of processes, and so would the run.
 
     Args:
         trainer: The Trainer of the fit.
@@ -36,13 +36,13 @@ class Validation:
         self._data, self._processes = data, processes
         #: Whether each process validates on all samples.
         self.is_repeated = acts and trainer.world_size > 1
-        #: Metrics that do not wait for other processes while a validation is repeated.
+        #: Restores the synchronization of metrics after a repeated validation.
         self._alone = ExitStack()
         data.shares_validation = not self.is_repeated
         processes.repeat_validation(self.is_repeated)
 
     def begin(self, module: nn.Module) -> None:
-        """Let the metrics of a module wait for no other process, where each validates on all."""
+        """Disable the synchronization of the metrics of a module if validation is repeated."""
         if self.is_repeated:
             for metric in (m for m in module.modules() if isinstance(m, Metric)):
                 self._alone.callback(
@@ -51,10 +51,10 @@ class Validation:
                 metric.distributed_available_fn = lambda: False
 
     def end(self) -> None:
-        """Let metrics wait for other processes again."""
+        """Enable the synchronization of metrics again."""
         self._alone.close()
 
     def close(self) -> None:
-        """Let processes share validation samples again, at the end of a fit."""
+        """Let processes split the validation samples again, at the end of a fit."""
         self.end()
         self._data.shares_validation = True

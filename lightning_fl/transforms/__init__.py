@@ -1,4 +1,4 @@
-"""What happens to an update between client and server, one kind a file."""
+"""Transforms of client updates, such as compression."""
 
 from lightning_fl.transforms.base import Message, UpdateTransform
 from lightning_fl.transforms.compression import Compression, Quantize, TopK

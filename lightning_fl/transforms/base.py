@@ -1,4 +1,4 @@
-"""What every transform of updates is."""
+"""Base class of update transforms."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 class Message(NamedTuple):
-    """What an update takes on its way.
+    """Size of a transmitted update.
 
     Args:
-        values: Numbers that are sent.
-        bits: Of each.
-        extra: Bytes beside them.
+        values: Number of transmitted values.
+        bits: Bits per value.
+        extra: Additional bytes, such as indices and scales.
 
     Example:
         >>> Message(values=10, bits=1, extra=4).bytes
@@ -29,41 +29,42 @@ class Message(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """All bytes."""
+        """Total size in bytes."""
         return math.ceil(self.values * self.bits / 8) + self.extra
 
 
 class UpdateTransform(ABC):
-    """Change what a client sends: the update of the parameters that it trains.
+    """Base class of transforms that are applied to each client update before aggregation.
 
-    Buffers and frozen parameters are not passed to it. A vector in ``memory`` of the length of the
-    update follows its parameters when other layers are trained in later rounds.
+    The update contains the trained parameters only, without buffers and frozen parameters. A vector
+    in ``memory`` with the length of the update stays aligned with its parameters if other layers
+    are trained in later rounds.
 
-    The loop calls it for one client after another, in the order of its ``transforms``, after
-    updates that are not finite were dropped.
+    The loop applies the transforms to one client after another, in the order of
+    ``update_transforms``, after non-finite updates were dropped.
     """
 
     @abstractmethod
     def __call__(
         self, update: Tensor, memory: dict[str, Tensor], generator: torch.Generator
     ) -> Tensor:
-        """Return what the server gets.
+        """Return the transformed update.
 
         Args:
-            update: A client's move of the trained parameters, ``[P]``.
-            memory: What this client has left in its last round, to be read and written: tensors by
-                name, empty at first. It is in the checkpoint.
-            generator: The client's own of this round, on the CPU.
+            update: Update of the trained parameters of a client, ``[P]``.
+            memory: Tensors by name that the client keeps between rounds; empty at first. May be
+                read and modified. Saved in checkpoints.
+            generator: Random generator of the client in this round, on the CPU.
 
         Returns:
-            ``[P]``.
+            The update that the server receives, ``[P]``.
         """
 
     def message(self, numbers: int, before: Message) -> Message:
-        """Return what an update takes on its way.
+        """Return the size of the transformed update.
 
         Args:
-            numbers: Trained parameters, :math:`P`.
-            before: What it takes without this transform.
+            numbers: Number of trained parameters, :math:`P`.
+            before: Size without this transform.
         """
         return before

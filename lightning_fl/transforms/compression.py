@@ -1,4 +1,4 @@
-"""Updates in fewer bytes."""
+"""Compression of client updates."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from lightning_fl.types import FederationError
 
 
 class Compression(UpdateTransform):
-    r"""Send less than an update; with error feedback a client sends later what it left out.
+    r"""Base class of compressors :math:`C`, with optional error feedback.
+
+    With error feedback, clients add the compression error of earlier rounds to their update:
 
     .. math:: e \leftarrow e + \Delta, \qquad \text{send } C(e), \qquad e \leftarrow e - C(e)
 
-    (Seide et al., 2014; Karimireddy et al., 2019). A child class says what :math:`C` is.
+    (Seide et al., 2014; Karimireddy et al., 2019). Subclasses define :math:`C`.
 
     Args:
-        error_feedback: Whether a client keeps :math:`e`: one vector a client.
+        error_feedback: Whether to use error feedback, which stores :math:`e`, one vector per
+            client.
     """
 
     def __init__(self, error_feedback: bool) -> None:
@@ -30,7 +33,7 @@ class Compression(UpdateTransform):
     def __call__(
         self, update: Tensor, memory: dict[str, Tensor], generator: torch.Generator
     ) -> Tensor:
-        """Return what the server gets; see :class:`UpdateTransform`."""
+        """Return the compressed update; see :class:`UpdateTransform`."""
         if not self.error_feedback:
             return self.compressed(update, generator)
         wanted = update + memory["error"] if "error" in memory else update
@@ -44,16 +47,16 @@ class Compression(UpdateTransform):
 
 
 class TopK(Compression):
-    r"""Send the largest numbers of an update only.
+    r"""Send only the entries of an update with the largest magnitude.
 
     See :func:`~lightning_fl.functional.compression.top_k`.
 
     Args:
-        fraction: Of the parameters that are sent, in (0, 1], rounded up.
+        fraction: Fraction of the entries to send, in (0, 1]. The number is rounded up.
         error_feedback: See :class:`Compression`.
 
     Raises:
-        FederationError: If the fraction is out of range.
+        FederationError: If ``fraction`` is out of range.
 
     Example:
         >>> transform, memory = TopK(0.5), {}
@@ -73,28 +76,28 @@ class TopK(Compression):
         return max(1, math.ceil(self.fraction * numbers - 1e-9))
 
     def compressed(self, update: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the largest numbers; see :class:`Compression`."""
+        """Return the largest entries; see :class:`Compression`."""
         return top_k(update, self._count(len(update)))
 
     def message(self, numbers: int, before: Message) -> Message:
-        """Return fewer values, with an index of 32 bits each."""
+        """Return the size of the sent values with a 32-bit index each."""
         count = self._count(numbers)
         return Message(count, before.bits, before.extra + 4 * count)
 
 
 class Quantize(Compression):
-    r"""Send each number in a few bits, and one scale.
+    r"""Quantize each entry to a few bits, with one scale per update.
 
-    From two bits up rounding is at random and unbiased
-    (:func:`~lightning_fl.functional.compression.quantized`), one bit is the sign
+    With two or more bits, rounding is stochastic and unbiased
+    (:func:`~lightning_fl.functional.compression.quantized`). With one bit, the sign is sent
     (:func:`~lightning_fl.functional.compression.signs`), which needs error feedback to converge.
 
     Args:
-        bits: 1 to 16.
-        error_feedback: See :class:`Compression`; None is with one bit, and without with more.
+        bits: Bits per entry, from 1 to 16.
+        error_feedback: See :class:`Compression`. None enables it for one bit only.
 
     Raises:
-        FederationError: If bits are out of range.
+        FederationError: If ``bits`` is out of range.
 
     Example:
         >>> Quantize(1)(torch.tensor([1.0, -5.0]), {}, torch.Generator())
@@ -105,18 +108,21 @@ class Quantize(Compression):
 
     def __init__(self, bits: int = 8, error_feedback: bool | None = None) -> None:
         if not 1 <= bits <= 16 or int(bits) != bits:
-            raise FederationError(f"bits must be a whole number from 1 to 16, got {bits}")
+            raise FederationError(f"bits must be an integer from 1 to 16, got {bits}")
         super().__init__(bits == 1 if error_feedback is None else error_feedback)
         self.bits = int(bits)
 
     def compressed(self, update: Tensor, generator: torch.Generator) -> Tensor:
-        """Return rounded numbers; see :class:`Compression`."""
+        """Return the quantized update; see :class:`Compression`."""
         if self.bits == 1:
             return signs(update)
         uniform = torch.rand(len(update), generator=generator).to(update)
         return quantized(update, self.bits, uniform)
 
     def message(self, numbers: int, before: Message) -> Message:
-        """Return fewer bits, with a scale of 32; a sign has to be sent of zeros, too."""
+        """Return the size of the quantized values and a 32-bit scale.
+
+        One bit per entry has no code for zero, so signs are sent for all entries.
+        """
         values = numbers if self.bits == 1 else before.values
         return Message(values, self.bits, before.extra + 4)

@@ -402,7 +402,7 @@ def test_what_does_not_go_together(fit, data):
         fit(module((6, 8, 4)), FederatedLoop(aggregator=PFNM(**ALL)), data())
     with pytest.raises(FederationError, match="labels go up to 2, the network has 2"):
         fit(module((6, 8, 2)), FederatedLoop(aggregator=PFNM(**ALL)), data())
-    with pytest.raises(FederationError, match="leave one of them out"):
+    with pytest.raises(FederationError, match="remove one of them"):
         fit(
             module(),
             FederatedLoop(aggregator=PFNM(**ALL)),

@@ -44,7 +44,7 @@ def test_the_docs_say_of_each_callback_of_lightning_whether_it_is_supported():
 def test_a_callback_that_breaks_rounds_is_refused_by_name(kind, fit, foreign):
     name = kind.__name__
     callback = kind(**OPTIONS.get(name, {}))
-    with pytest.raises(FederationError, match=f"{name} .* take it out of the Trainer's callbacks"):
+    with pytest.raises(FederationError, match=f"{name} .* from the Trainer's callbacks"):
         fit(foreign(), callbacks=[callback])
 
 
@@ -154,10 +154,10 @@ def test_a_trainer_of_pytorch_lightning_is_refused_by_name(data):
 
 def test_a_module_or_a_callback_of_pytorch_lightning_is_refused_by_name(fit, foreign):
     with pytest.raises(
-        FederationError, match=r"Old is .* pytorch_lightning.*`import lightning as L`"
+        FederationError, match=r"Old comes from .* pytorch_lightning.*`import lightning as L`"
     ):
         VectorizedClients(Old())
     with pytest.raises(
-        FederationError, match=r"Timer is .* pytorch_lightning.*`import lightning as L`"
+        FederationError, match=r"Timer comes from .* pytorch_lightning.*`import lightning as L`"
     ):
         fit(foreign(), callbacks=[old.callbacks.Timer()])

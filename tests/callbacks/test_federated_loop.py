@@ -348,7 +348,7 @@ def test_a_scheduler_of_steps_resumes_bit_equal(fit, stepwise, tmp_path):
 
 @pytest.mark.parametrize("options", [{"frequency": 2}, {"epochs": True}])
 def test_schedulers_of_steps_that_would_depend_on_the_order_are_refused(fit, stepwise, options):
-    with pytest.raises(FederationError, match="frequency=1 and cannot stand beside"):
+    with pytest.raises(FederationError, match="set frequency=1, and do not combine"):
         fit(stepwise(**options))
 
 
@@ -356,7 +356,7 @@ def test_batchnorm_and_batches_of_one_sample_are_warned_of(fit, foreign, data, l
     train = data().train
     one_too_many = TensorDataset(*(t[:33] for t in train.tensors))  # clients of 9, 8, 8, 8
     with (
-        pytest.warns(UserWarning, match="client 0 trains on batches of one sample"),
+        pytest.warns(UserWarning, match="client 0 has batches of one sample"),
         pytest.raises(ValueError, match="more than 1 value per channel"),
     ):
         fit(foreign(), datamodule=data(one_too_many))
@@ -401,7 +401,7 @@ def test_a_policy_may_return_one_value_for_all(fit, foreign):
     ("values", "message"),
     [
         ({"num_steps": torch.tensor([1, 2])}, "num_steps has shape"),
-        ({"num_steps": torch.tensor(0)}, "makes at least one"),
+        ({"num_steps": torch.tensor(0)}, "num_steps must be at least 1, got 0"),
         ({"lr": torch.tensor(float("nan"))}, "lr must be finite"),
     ],
 )
@@ -576,7 +576,7 @@ def test_what_becomes_of_buffers(fit, buffers, seen, steps):
 
 
 def test_running_statistics_ask_for_a_choice(fit, foreign):
-    with pytest.warns(UserWarning, match="keeps running statistics"):
+    with pytest.warns(UserWarning, match="has running statistics"):
         fit(foreign(), FederatedLoop(), rounds=1)
 
 
@@ -1071,13 +1071,16 @@ def test_hooks_of_the_module_are_called_once_a_client(fit, foreign):
         ({"client_fraction": 1.5}, r"got 1\.5"),
         ({"clients_per_round": -1}, "got -1"),
         ({"clients_per_round": True}, "got True"),
-        ({"clients_per_round": 0.5}, "got 0.5: for a part of all clients set client_fraction"),
+        (
+            {"clients_per_round": 0.5},
+            "got 0.5: to sample a fraction of the clients, set client_fraction",
+        ),
         ({"clients_per_round": "2"}, "clients_per_round must be .* got '2'"),
         ({"client_fraction": math.nan}, "got nan"),
-        ({"client_fraction": 10}, "got 10: for a number of clients set clients_per_round"),
-        ({"client_fraction": 0.5, "clients_per_round": 2}, "give one of them"),
-        ({"min_clients": 0}, "min_clients must be a whole number from 1 up, got 0"),
-        ({"min_clients": 1.5}, r"min_clients must be a whole number from 1 up, got 1\.5"),
+        ({"client_fraction": 10}, "got 10: to sample a number of clients, set clients_per_round"),
+        ({"client_fraction": 0.5, "clients_per_round": 2}, "set only one of them"),
+        ({"min_clients": 0}, "min_clients must be a positive integer, got 0"),
+        ({"min_clients": 1.5}, r"min_clients must be a positive integer, got 1\.5"),
         ({"aggregator": FedAvg}, r"aggregator must be a Aggregator, got .*: write FedAvg\(\)"),
         ({"policy": {"lr": 0.1}}, "policy must be a HyperparameterPolicy, got {'lr'"),
         ({"sampler": "uniform"}, "sampler must be a ClientSampler, got 'uniform'"),
@@ -1094,7 +1097,7 @@ def test_options_out_of_range_are_refused(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"accumulate_grad_batches": 2}, r"Trainer\(accumulate_grad_batches=2\) breaks rounds"),
+        ({"accumulate_grad_batches": 2}, r"Trainer\(accumulate_grad_batches=2\) is not"),
         ({"limit_train_batches": 5}, "limit_train_batches=5"),
         ({"limit_train_batches": 1}, "limit_train_batches=1"),
         ({"limit_train_batches": 0.5}, "limit_train_batches=0.5"),
@@ -1114,14 +1117,14 @@ def test_weight_averaging_is_refused(fit, foreign, name):
     from lightning.pytorch import callbacks
 
     options = {"swa_lrs": 0.1} if name.startswith("S") else {}
-    with pytest.raises(FederationError, match=f"{name} averages the parameters"):
+    with pytest.raises(FederationError, match=f"{name} is not supported, because it averages"):
         fit(foreign(), callbacks=[getattr(callbacks, name)(**options)])
 
 
 def test_manual_optimisation_is_refused(fit, foreign):
     module = foreign()
     module.automatic_optimization = False
-    with pytest.raises(FederationError, match="Foreign optimizes by hand"):
+    with pytest.raises(FederationError, match="Foreign uses manual optimization"):
         fit(module)
 
 
@@ -1131,14 +1134,16 @@ def test_other_than_one_optimiser_is_refused(fit, foreign, count):
     module.configure_optimizers = lambda: [
         torch.optim.SGD(module.parameters(), lr=0.1) for _ in range(count)
     ]
-    with pytest.raises(FederationError, match=f"Foreign configures {count}: return one"):
+    with pytest.raises(
+        FederationError, match=rf"configure_optimizers must return one optimizer, got {count}"
+    ):
         fit(module)
 
 
 def test_lazy_parameters_are_refused(fit, foreign):
     module = foreign()
     module.lazy = nn.LazyLinear(3)
-    with pytest.raises(FederationError, match=r"lazy\.weight has no shape yet"):
+    with pytest.raises(FederationError, match=r"lazy\.weight is a lazy parameter"):
         fit(module)
 
 
@@ -1149,7 +1154,7 @@ def test_a_loader_instead_of_a_federation_is_refused(foreign, trainer, blobs):
 
 def test_more_participants_than_clients_are_refused(fit, foreign):
     with pytest.raises(
-        FederationError, match="clients_per_round=9, and the federation has 4 clients"
+        FederationError, match="clients_per_round must be at most the number of clients, 4, got 9"
     ):
         fit(foreign(), FederatedLoop(clients_per_round=9))
 
@@ -1161,7 +1166,7 @@ def test_min_clients_above_the_cohort_is_refused(fit, foreign):
 
 def test_a_loop_that_has_run_is_refused_by_another_trainer(fit, foreign):
     loop = fit(foreign(), rounds=2)
-    with pytest.raises(FederationError, match="the loop has done 2 rounds"):
+    with pytest.raises(FederationError, match="FederatedLoop is at round 2"):
         fit(foreign(), loop)
 
 
@@ -1179,7 +1184,7 @@ def test_a_second_fit_of_the_same_trainer_goes_on(foreign, data, trainer):
 def test_a_loader_of_another_length_is_refused(fit, foreign, data):
     federated = data()
     federated.train_dataloader = lambda: DataLoader(federated.train.tensors[0], batch_size=8)
-    with pytest.raises(FederationError, match="Lightning would run"):
+    with pytest.raises(FederationError, match="the training loader has"):
         fit(foreign(), None, federated)
 
 
@@ -1272,7 +1277,7 @@ def test_validating_later_leaves_other_weights_alone(linear, data, trainer):
 @pytest.mark.parametrize("answer", [[0, 0], [1, 4], [-1, 2]])
 def test_a_sampler_that_makes_no_sense_is_refused(fit, linear, answer):
     data = FederatedDataModule(regression(), regression(9), num_clients=4)
-    with pytest.raises(FederationError, match="must return different clients from 0 to 3"):
+    with pytest.raises(FederationError, match="must return distinct clients from 0 to 3"):
         fit(linear(), FederatedLoop(sampler=Only(answer), clients_per_round=2), data)
 
 
@@ -1368,7 +1373,7 @@ def test_another_grid_is_named_on_resuming(fit, foreign, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:resuming")
 def test_a_grid_of_other_axes_is_refused_on_resuming(fit, foreign, tmp_path):
-    with pytest.raises(FederationError, match="cannot go on from the checkpoint's state"):
+    with pytest.raises(FederationError, match="cannot resume from the checkpoint's state"):
         resumed(fit, foreign, tmp_path, {"lr": [0.01, 0.02]})
 
 

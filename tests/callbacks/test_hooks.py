@@ -653,8 +653,8 @@ def test_the_exception_of_a_rule_is_the_one_that_is_seen(fit, data, at):
         fit(module, FederatedLoop(aggregator=rule, seed=2), data(), callbacks=[keep])
     if at == "load_client_network":  # between rounds: nothing is to be put back
         return
-    assert "In round 2, when the updates were aggregated" in notes(caught)
-    assert "Afterwards" not in notes(caught)
+    assert "In round 2, during aggregation" in notes(caught)
+    assert "Clean-up" not in notes(caught)
     for name, tensor in module.net.state_dict().items():
         assert torch.equal(tensor, before[f"net.{name}"])
 
@@ -677,7 +677,7 @@ def test_what_fails_in_the_clean_up_is_a_note(fit, linear, data, trainer):
     module = linear()
     with pytest.raises(KeyError, match="the rule failed") as caught:
         fit(module, FederatedLoop(aggregator=Stubborn()), data(regression(), val=regression(9)))
-    assert "Afterwards abandon failed" in notes(caught)
+    assert "Clean-up step abandon failed" in notes(caught)
     assert "ValueError: cannot put back" in notes(caught)
     assert "on_train_batch_end" not in vars(module)  # what comes after is cleaned up all the same
 

@@ -96,7 +96,7 @@ def test_a_logger_that_goes_on_keeps_its_values_and_the_run_resumes(run, tmp_pat
     first, options = Note(), {"enable_checkpointing": True}
     run(first, rounds=1, callbacks=[RoundCheckpoint(tmp_path)], **options)
     second, other = Note(first.values), CSVLogger(tmp_path)
-    with pytest.warns(UserWarning, match="Note keeps its hyperparameters: .*'rounds'"):
+    with pytest.warns(UserWarning, match="Note keeps its previous hyperparameters: .*'rounds'"):
         run(
             [second, other],
             rounds=2,

@@ -194,8 +194,8 @@ def test_what_is_missing_is_named(train, fit, data, foreign):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"steps": -1}, "steps must be a whole number from 0 up, got -1"),
-        ({"local_steps": 0.5}, "local_steps must be a whole number"),
+        ({"steps": -1}, "steps must be a non-negative integer, got -1"),
+        ({"local_steps": 0.5}, "local_steps must be a non-negative integer"),
         ({"lr": 0.0}, "lr must be positive"),
         ({"every_n_rounds": 0}, "every_n_rounds must be at least 1"),
     ],
@@ -258,7 +258,7 @@ def test_a_run_that_ends_early_is_measured(train):
 def test_a_baseline_needs_the_first_model(train, tmp_path):
     saved = {"callbacks": [RoundCheckpoint(str(tmp_path))], "enable_checkpointing": True}
     train(PersonalizedEvaluation(), rounds=1, **saved)
-    with pytest.raises(FederationError, match="federation's first model"):
+    with pytest.raises(FederationError, match="initial global model"):
         train(
             PersonalizedEvaluation(local_steps=3),
             rounds=2,

@@ -265,7 +265,7 @@ def test_a_sanity_check_and_a_validation_alone_draw_nothing(run, trainer, data, 
 
 def test_without_a_federation_there_are_no_rounds_to_show(trainer, data):
     module = ClientModule(nn.Linear(6, 3)).double()
-    with pytest.raises(FederationError, match="RoundProgress shows rounds: add a FederatedLoop"):
+    with pytest.raises(FederationError, match="RoundProgress requires a FederatedLoop"):
         trainer(False, callbacks=[RoundProgress()], enable_progress_bar=True).fit(
             module, datamodule=data()
         )

@@ -195,7 +195,7 @@ def test_points_are_marked_while_there_are_few():
 
 def test_without_a_federation_there_is_nothing_to_report(trainer, data):
     module = ClientModule(nn.Linear(6, 3)).double()
-    with pytest.raises(FederationError, match="RunReport reports rounds: add a FederatedLoop"):
+    with pytest.raises(FederationError, match="RunReport requires a FederatedLoop"):
         trainer(False, callbacks=[RunReport()]).fit(module, datamodule=data())
 
 
@@ -387,9 +387,9 @@ def test_where_nothing_can_be_measured_the_reason_is_noted(
     measured(fit, data, module, FederatedLoop(buffers="average"), *callbacks, most=most, **options)
     words = {
         "0": "client_samples=0",
-        "personalized": "PersonalizedEvaluation looks at test samples",
+        "personalized": "PersonalizedEvaluation uses test samples",
         "forward": "NotImplementedError",
-        "loss": "the module's output is none",
+        "loss": "the module does not return class scores",
     }[why]
     assert words in environment(tmp_path)["no train_acc"]
     assert "train_acc" not in clients(tmp_path)[0]
@@ -397,7 +397,7 @@ def test_where_nothing_can_be_measured_the_reason_is_noted(
 
 @pytest.mark.parametrize("value", [-1, 0.5])
 def test_client_samples_is_a_number(value):
-    with pytest.raises(FederationError, match=f"from 0 up, got {value}"):
+    with pytest.raises(FederationError, match=f"non-negative integer, got {value}"):
         RunReport(value)
 
 

@@ -558,7 +558,7 @@ def test_tables_of_rules_may_have_another_length():
         (lambda s: s.pop("happened"), "'happened' is missing"),
         (lambda s: s.update(happened=[(1, 2)]), "has 2 entries, here there are 3"),
         (lambda s: s.update(happened=[(1, -2, "nan")]), r"'happened'\[0\]\[1\] must be an integer"),
-        (lambda s: s.update(happened=[(1, 2, "x")]), "must be a round, a client"),
+        (lambda s: s.update(happened=[(1, 2, "x")]), "must list rounds, clients and faults"),
         (lambda s: s.update(virtual_time="1"), "'virtual_time' must be of type float"),
     ],
 )
@@ -621,7 +621,7 @@ def test_what_is_no_archive_is_refused(tmp_path, content):
 def test_what_is_no_checkpoint_is_refused(tmp_path):
     for tree in ([1], {"state_dict": {}}):
         torch.save(tree, tmp_path / "a.ckpt")
-        with pytest.raises(FederationError, match="no checkpoint of Lightning"):
+        with pytest.raises(FederationError, match="not a checkpoint of Lightning"):
             AtomicCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
 
 

@@ -211,7 +211,7 @@ def test_a_resumed_run_is_bit_equal(federation, tmp_path, method):
 
 def test_without_validation_or_losses_it_is_refused(fit, foreign, blobs):
     loop = FederatedLoop(policy=PersonalizedPolicyGradient(TWO), buffers="average")
-    with pytest.raises(FederationError, match=r"no method federated_losses\(batch\)"):
+    with pytest.raises(FederationError, match=r"requires a method federated_losses\(batch\)"):
         fit(foreign(), loop)
     nothing = FederatedDataModule(TensorDataset(*blobs(40).tensors), num_clients=2, val_size=0)
     module = ClientModule(nn.Linear(6, 3)).double()

@@ -773,7 +773,7 @@ def test_state_that_lanes_share_cannot_be_kept(train, tiny, optimizer, what):
 def test_manual_optimisation_is_refused(train, tiny):
     module = tiny()
     module.automatic_optimization = False
-    with pytest.raises(FederationError, match="Tiny optimizes by hand"):
+    with pytest.raises(FederationError, match="Tiny uses manual optimization"):
         train(module, 3)
 
 

@@ -164,11 +164,11 @@ def test_personal_evaluation_is_not_disturbed(fit, data):
     ("make", "message"),
     [
         (lambda: TopK(0.0), r"fraction must be in \(0, 1\], got 0.0"),
-        (lambda: Quantize(0), "bits must be a whole number from 1 to 16"),
-        (lambda: Quantize(2.5), "bits must be a whole number"),
+        (lambda: Quantize(0), "bits must be an integer from 1 to 16"),
+        (lambda: Quantize(2.5), "bits must be an integer"),
         (
             lambda: FederatedLoop(update_transforms=[TopK]),
-            "update_transforms must be UpdateTransforms",
+            "update_transforms must contain UpdateTransforms",
         ),
     ],
 )
