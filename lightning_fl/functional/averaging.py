@@ -6,7 +6,9 @@ from torch import Tensor
 
 
 def weighted_mean(rows: Tensor, weights: Tensor) -> Tensor:
-    r"""Return the weighted mean of rows, :math:`\sum_k w_k x_k / \sum_k w_k` (McMahan et al., 2017, Algorithm 1).
+    r"""Return the weighted mean of rows (McMahan et al., 2017, Algorithm 1).
+
+    .. math:: \sum_k w_k x_k / \sum_k w_k
 
     The weights are normalized over the given rows, not over all clients: the mean of equal rows is
     that row, independent of the number of rows.

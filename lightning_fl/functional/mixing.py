@@ -119,6 +119,5 @@ def check_mixing(weights: Tensor) -> None:
     values = torch.linalg.eigvalsh(weights.double())
     if len(values) > 1 and values[0] < -1 + 1e-9:
         raise FederationError(
-            f"{name} oscillates between two groups of clients: use positive weights on the"
-            " diagonal"
+            f"{name} oscillates between two groups of clients: use positive weights on the diagonal"
         )

@@ -88,7 +88,9 @@ def noise_multiplier(target: float, delta: float, rounds: int, cohort: Cohort) -
     if rounds < 1:
         raise FederationError(f"rounds must be at least 1, got {rounds}")
     if epsilon([(_LEAST_NOISE, rounds)], delta, cohort) <= target:
-        raise FederationError(f"the target epsilon {target:g} requires almost no noise: use a smaller target")
+        raise FederationError(
+            f"the target epsilon {target:g} requires almost no noise: use a smaller target"
+        )
     dp, made = _accountants(cohort)
     with _quiet():
         found = [

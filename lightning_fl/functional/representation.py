@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def matching_error(guess: Tensor, target: Tensor, reduction: Literal["sum", "mean"]) -> Tensor:
-    r"""Return the squared reconstruction error, :math:`\frac1{|b|} \sum_i \lVert g_i - a_i \rVert^2`.
+    r"""Return the squared error :math:`\frac1{|b|} \sum_i \lVert g_i - a_i \rVert^2`.
 
     Args:
         guess: Reconstruction from the next higher layer, ``[batch, ...]``.

@@ -31,7 +31,8 @@ def check_stages(rounds: Sequence[int], rules: Sequence[object], name: str) -> N
     """
     if len(rules) != len(rounds) + 1:
         raise FederationError(
-            f"{name} must have one more entry than rounds, got {len(rules)} and rounds={list(rounds)}"
+            f"{name} must have one more entry than rounds, got {len(rules)} and"
+            f" rounds={list(rounds)}"
         )
     if any(count < 1 or int(count) != count for count in rounds):
         raise FederationError(f"rounds must be integers of at least 1, got {list(rounds)}")

@@ -27,7 +27,8 @@ from torch import Tensor
 
 #: Number of bits per bin. Sums of up to ``2 ** (53 - BITS)`` addends, two million, are exact.
 BITS = 32
-#: Number of bins per coordinate. A total has at least ``BITS * (BINS - 1)`` bits below the largest addend.
+#: Number of bins per coordinate. A total has at least ``BITS * (BINS - 1)`` bits below the largest
+#: addend.
 BINS = 3
 #: Number of elements to add at once on a CPU, limited by its cache, and on other devices.
 PIECE, DEVICE_PIECE = 2**16, 2**22

@@ -275,7 +275,7 @@ class Untraceable(nn.Module):
                 .append(nn.ReLU())
             ),
             {},
-            "name other points",
+            "use other points",
         ),
     ],
 )
@@ -303,7 +303,7 @@ def test_a_forward_of_the_users_own_and_other_points_are_refused():
         def forward(self, x):
             return self.net(x) * 2
 
-    with pytest.raises(FederationError, match="would not be asked"):
+    with pytest.raises(FederationError, match="would not be called"):
         Mine(mlp(), terms=[RepresentationMatching()]).build_terms(torch.randn(2, 6))
     both = [RepresentationMatching(), RepresentationMatching(points=["3"])]
     with pytest.raises(FederationError, match="same points"):
@@ -698,7 +698,7 @@ def test_the_network_is_run_as_it_is_written():
             ["0", "0.1"],
             "0.1",
         ),
-        (flat_net(torch.relu)(), [""], "points names ''"),
+        (flat_net(torch.relu)(), [""], "points contains ''"),
         (
             Written(lambda n, x: n.a(x), a=nn.Linear(6, 3), unused=nn.Linear(2, 2)),
             ["unused"],
@@ -709,7 +709,7 @@ def test_the_network_is_run_as_it_is_written():
             None,
             "cannot repeat hardtanh",
         ),
-        (Written(lambda n, x: (n.a(x), x), a=nn.Linear(6, 3)), None, "one output, a tensor"),
+        (Written(lambda n, x: (n.a(x), x), a=nn.Linear(6, 3)), None, "returns a single tensor"),
         (
             Written(lambda n, x: n.top(n.r(x)[0]), r=nn.RNN(6, 4), top=nn.Linear(4, 3)),
             ["r"],
