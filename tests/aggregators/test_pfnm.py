@@ -433,7 +433,7 @@ def test_what_does_not_go_together(fit, data):
         ({"tolerance": -0.1}, "tolerance must be at least 0"),
         ({"widths": []}, "widths must be a non-empty list of numbers"),
         ({"widths": 5}, "widths must be a non-empty list"),
-        ({"widths": [2.5]}, r"widths\[0\] must be a whole number, got 2.5"),
+        ({"widths": [2.5]}, r"widths\[0\] must be an integer, got 2.5"),
         ({"gamma": "1"}, "gamma must be positive and finite, or null, got '1'"),
         ({"sweeps": 1.5}, "sweeps must be a whole number"),
         ({"max_width": 9.5}, "max_width must be a whole number"),

@@ -310,7 +310,7 @@ def test_what_cannot_be_private_is_refused(simulate, fit, foreign):
             simulate(aggregator=DPFedAvg(), policy=policy)
     with pytest.raises(FederationError, match=r"got 0\.2: increase count_noise"):
         simulate(aggregator=DPFedAvg(quantile=0.5))
-    with pytest.raises(FederationError, match="count_noise must be at most .* round, 4, got 5"):
+    with pytest.raises(FederationError, match=r"count_noise must be at most .* round, 4, got 5"):
         simulate(aggregator=DPFedAvg(quantile=0.5, count_noise=5.0))
     with pytest.raises(
         FederationError, match="no privacy accountant supports this sampling of 2 of 4"
