@@ -145,8 +145,8 @@ def test_what_an_optimiser_is_belongs_to_the_options_of_a_run():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FedAvgM(lr=-1.0), "cannot be used: Invalid learning rate: -1.0"),
-        (lambda: FedOpt(partial(torch.optim.SGD, lr=-1.0)), "cannot be used: Invalid"),
+        (lambda: FedAvgM(lr=-1.0), "invalid server optimizer: Invalid learning rate: -1.0"),
+        (lambda: FedOpt(partial(torch.optim.SGD, lr=-1.0)), "invalid server optimizer: Invalid"),
         (lambda: FedOpt(torch.optim.LBFGS), "invalid server optimizer: .*closure"),
         (lambda: FedAdam(tau=0.0), "lr and tau must be positive"),
     ],

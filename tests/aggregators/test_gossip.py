@@ -99,7 +99,7 @@ def test_wrong_options(options, words):
 
 
 def test_another_number_of_clients_and_none(fit, foreign):
-    with pytest.raises(FederationError, match="of 3 clients, the federation has 4"):
+    with pytest.raises(FederationError, match="has 3 clients, the federation has 4"):
         fit(foreign(), FederatedLoop(aggregator=Gossip(mixing_matrix=PATH), buffers="average"))
     with pytest.raises(FederationError, match="Gossip requires num_clients"):
         Gossip().start(torch.zeros(2))

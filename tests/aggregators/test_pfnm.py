@@ -435,8 +435,8 @@ def test_what_does_not_go_together(fit, data):
         ({"widths": 5}, "widths must be a non-empty list"),
         ({"widths": [2.5]}, r"widths\[0\] must be an integer, got 2.5"),
         ({"gamma": "1"}, "gamma must be positive and finite, or null, got '1'"),
-        ({"sweeps": 1.5}, "sweeps must be a whole number"),
-        ({"max_width": 9.5}, "max_width must be a whole number"),
+        ({"sweeps": 1.5}, "sweeps must be an integer"),
+        ({"max_width": 9.5}, "max_width must be an integer"),
         ({"bias_mean": float("nan")}, "bias_mean must be finite"),
     ],
 )

@@ -134,7 +134,7 @@ def test_too_few_clients(fit, data):
     ):
         fit(made, FederatedLoop(aggregator=Krum(1)), data(num_clients=4))
     rules = Staged([1], [FedAvg(), Krum(1)])
-    with pytest.raises(FederationError, match="needs 5 clients"):
+    with pytest.raises(FederationError, match="requires 5 clients"):
         fit(made, FederatedLoop(aggregator=rules), data(num_clients=4))
     server, few = problem(4)
     assert torch.equal(after(Krum(1), server, few), server)

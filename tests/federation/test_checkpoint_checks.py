@@ -535,7 +535,7 @@ def personalized():
             lambda s: s.update(mean=s["mean"] * torch.nan),
             "the policy of the checkpoint is invalid",
         ),
-        (reinforce, lambda s: s.update(rewards=torch.zeros(7).double()), "scores of 7 rewards"),
+        (reinforce, lambda s: s.update(rewards=torch.zeros(7).double()), "scores, 7 rewards"),
         (personalized, lambda s: s.update(logits=s["logits"] * torch.nan), "has non-finite"),
     ],
 )

@@ -267,7 +267,7 @@ class Untraceable(nn.Module):
     ("net", "options", "named"),
     [
         (Untraceable, {}, "cannot be traced"),
-        (mlp, {"points": ["relu"]}, "names 'relu'"),
+        (mlp, {"points": ["relu"]}, "points contains 'relu'"),
         (
             lambda: (
                 nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Unflatten(1, (2, 4)))
@@ -702,18 +702,18 @@ def test_the_network_is_run_as_it_is_written():
         (
             Written(lambda n, x: n.a(x), a=nn.Linear(6, 3), unused=nn.Linear(2, 2)),
             ["unused"],
-            "'unused', which is no point",
+            "'unused', which cannot be recorded",
         ),
         (
             flat_net(lambda x: F.hardtanh(x, -x.size(1), x.size(1)))(),
             None,
-            "cannot repeat hardtanh",
+            "does not support hardtanh",
         ),
         (Written(lambda n, x: (n.a(x), x), a=nn.Linear(6, 3)), None, "returns a single tensor"),
         (
             Written(lambda n, x: n.top(n.r(x)[0]), r=nn.RNN(6, 4), top=nn.Linear(4, 3)),
             ["r"],
-            "number 1 is tuple",
+            "activation 1 is tuple",
         ),
     ],
 )
