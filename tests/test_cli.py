@@ -434,7 +434,10 @@ def test_every_config_opens_with_its_command_and_its_result(config):
         (["--federation.client_fraction=1.5"], "got 1.5"),
         (["--federation.aggregator=FedAvgg"], "FedAvgg"),
         (["--federation.policy.init_args.lr=-1"], "lr must be positive and finite, got -1"),
-        (["--federation.aggregator=FedAvgM", "--federation.aggregator.lr=-1"], "cannot be used"),
+        (
+            ["--federation.aggregator=FedAvgM", "--federation.aggregator.lr=-1"],
+            "invalid server optimizer",
+        ),
         (
             ["--federation.aggregator=Gossip", "--federation.aggregator.num_clients=4"],
             "num_clients=4, the federation has 10",

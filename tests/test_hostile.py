@@ -235,7 +235,7 @@ def test_matched_networks_are_checked(linear):
         {"starts": torch.ones(3, 3)},
         {"known": torch.ones(3).bool()},
     ):
-        with pytest.raises(FederationError, match="they do not fit"):
+        with pytest.raises(FederationError, match="the checkpoint is inconsistent"):
             rule.load_state_dict({**good, **bad})
         rule.load_state_dict(good)
 

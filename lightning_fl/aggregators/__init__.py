@@ -1,4 +1,4 @@
-"""Server rules, one a file; an aggregator is a metric over client updates."""
+"""Aggregation rules, one per file. An aggregator is a metric over client updates."""
 
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.aggregators.clustered import ClusteredFL

@@ -1,4 +1,4 @@
-"""What every aggregation rule is."""
+"""Base class of all aggregation rules."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ if TYPE_CHECKING:
 
 
 class Aggregator(Metric, ABC):
-    """Aggregate client updates into the next global model; a metric over client updates.
+    """Aggregate client updates into the next global model.
 
-    A fit begins with ``setup(federation)``. A round is ``start(server)``, ``broadcast(plan)``,
-    ``update(clients)`` as often as clients return, and ``conclude(returned, min_clients)``, which
-    calls ``compute()``.
+    An aggregator is a ``torchmetrics.Metric`` over client updates. ``setup(federation)`` is called
+    once at the start of a fit. Each round calls ``start(server)``, ``broadcast(plan)``,
+    ``update(clients)`` for each batch of client updates, and
+    ``conclude(returned, min_clients)``, which calls ``compute()``.
 
-    What belongs to a round is a state, declared in :meth:`allocate` with its ``dist_reduce_fx``.
-    What outlives it is a buffer, saved with the checkpoint. :meth:`update` copies what it keeps of
-    an update.
+    Declare data of a single round as a state, with ``dist_reduce_fx``, in :meth:`allocate`. Declare
+    data that persists across rounds as a buffer; it is saved with the checkpoint. :meth:`update`
+    must copy the tensors that it stores.
     """
 
     full_state_update = False
-    #: The run; None outside a fit.
+    #: Description of the run. None outside a fit.
     federation: Federation | None = None
     server: Tensor
 
@@ -45,72 +46,80 @@ class Aggregator(Metric, ABC):
         self.register_buffer("server", torch.zeros(0), persistent=False)
 
     def setup(self, federation: Federation) -> None:
-        """Learn what the run is, once at the start of a fit, before the first :meth:`start`.
+        """Configure the rule for a run, once at the start of a fit, before :meth:`start`.
 
-        A rule that does not fit the run raises a ``FederationError`` here.
+        A rule that is incompatible with the run raises a ``FederationError`` here.
 
         Args:
-            federation: The run.
+            federation: Description of the run.
         """
         self.federation = federation
-        # Where processes share the samples of a client, each of them has all updates already.
+        # If processes share the samples of a client, every process already has all updates.
         self.distributed_available_fn = (
             _never if federation.shares_samples else jit_distributed_available
         )
 
     @property
     def num_parameters(self) -> int | None:
-        """Length of the vector's part that parameters take, buffers follow; None is all of it."""
+        """Number of leading vector entries that are parameters, before buffers; None means all."""
         return None if self.federation is None else self.federation.num_parameters
 
     def start(self, server: Tensor, trained: Tensor | None = None) -> None:
         """Begin a round.
 
         Args:
-            server: The global model, ``[P]``.
+            server: Global model, ``[P]``.
             trained: Mask of the parameters that clients train in this round,
-                ``[num_parameters]``; None means all.
+                ``[num_parameters]``. None means all.
         """
         if self.server.shape != server.shape:
-            # In full and on every process: one without clients has to gather the same shape.
+            # Allocate on every process: a process without clients must gather the same shapes.
             self.allocate(server)
-            self.to(server.device)  # also what a rule has made on the CPU
+            self.to(server.device)  # move tensors that a rule created on the CPU
         self.reset()
         self.server = server
 
     def client_parts(self) -> Sequence[ClientPart]:
-        """Return what clients do for this rule besides training; asked once, after :meth:`setup`.
+        """Return the client-side hooks of this rule. Called once, after :meth:`setup`.
 
         See :class:`~lightning_fl.federation.exchange.ClientPart`.
         """
         return ()
 
     def broadcast(self, plan: RoundPlan) -> Mapping[str, Tensor]:
-        """Return what every client of a round gets besides the model, by name.
+        """Return named tensors to send to all clients of the round, in addition to the model.
 
         Args:
-            plan: The plan of the round.
+            plan: Plan of the round.
         """
         return {}
 
     @abstractmethod
     def allocate(self, server: Tensor) -> None:
-        """Declare states and buffers for parameters of this shape, dtype and device."""
+        """Declare states and buffers.
+
+        Args:
+            server: Global model, ``[P]``, which sets shape, dtype and device.
+        """
 
     @abstractmethod
     def update(self, clients: ClientUpdate) -> None:
-        """Take in the updates of one or more clients."""
+        """Accumulate the updates of one or more clients.
+
+        Args:
+            clients: Client updates.
+        """
 
     @abstractmethod
     def compute(self) -> Tensor:
-        """Return the server's new parameters, ``[P]``."""
+        """Return the new global model, ``[P]``."""
 
     def conclude(self, returned: int, min_clients: int) -> Tensor | None:
-        """End a round: return the new global model, or None to keep the present one.
+        """End a round. Return the new global model, or None to keep the current one.
 
         Args:
-            returned: Number of clients whose updates were taken in, on all processes.
-            min_clients: Minimum number that changes the model; an option of the loop.
+            returned: Number of accumulated client updates, over all processes.
+            min_clients: Minimum number of client updates for a new model, an option of the loop.
         """
         if returned < min_clients:
             self.on_round_skipped()
@@ -118,24 +127,25 @@ class Aggregator(Metric, ABC):
         return self.compute()
 
     def add_sum(self, name: str, *shape: int) -> None:
-        """Declare a sum over clients that does not depend on their order, nor on the processes.
+        """Declare a sum over clients that is independent of their order and of the processes.
 
-        See :mod:`lightning_fl.functional.summation`, whose ``add_rows`` and ``sum_value`` belong to
-        it. A plain state with ``dist_reduce_fx="sum"`` is as good for whole numbers only.
+        Use ``add_rows`` and ``sum_value`` of :mod:`lightning_fl.functional.summation` to add to the
+        sum and to read it. A plain state with ``dist_reduce_fx="sum"`` is equivalent for integers
+        only.
 
         Args:
-            name: Of the state.
-            shape: Of an addend.
+            name: Name of the state.
+            shape: Shape of an addend.
         """
         self.add_state(name, empty_sum(shape, self.device), dist_reduce_fx=merged_sums)
 
     def _sync_dist(
         self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None
     ) -> None:
-        """Put the states of all processes together, of which some may have had no client.
+        """Gather the states of all processes, including processes without clients.
 
-        torchmetrics gathers an empty list as a float32 vector, which the lists of the others are
-        not: here it has their type and shape. Sums are merged without a copy for each process.
+        torchmetrics gathers an empty list as a float32 vector. Here an empty list gets the dtype
+        and shape of the lists on other processes. Sums are merged without a copy per process.
         """
         group = process_group or self.process_group
         reductions = self._reductions
@@ -149,7 +159,7 @@ class Aggregator(Metric, ABC):
             self._reductions = reductions
 
     def _type_empty_lists(self, group: Any) -> None:
-        """Give empty list states the dtype and the row shape that other processes have."""
+        """Give empty list states the dtype and row shape of the other processes."""
         lists = {name: getattr(self, name) for name, first in self._defaults.items() if first == []}
         if not lists:
             return
@@ -163,50 +173,50 @@ class Aggregator(Metric, ABC):
                 rows.append(torch.zeros(0, *shape, dtype=dtype, device=self.device))
 
     def on_round_skipped(self) -> None:
-        """Let a round pass in which too few clients returned, for a rule that counts rounds."""
+        """Handle a round with too few client updates, for example to count rounds."""
 
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         value = super()._wrap_compute(compute)
 
         def wrapped() -> Tensor:
-            with warnings.catch_warnings():  # A process may have no client of its own.
+            with warnings.catch_warnings():  # A process may have no clients.
                 warnings.filterwarnings("ignore", ".* was called before the ``update`` method")
                 server: Tensor = value()
-            return server.reshape(-1)  # torchmetrics makes a scalar of one parameter, [1].
+            return server.reshape(-1)  # torchmetrics squeezes shape [1] to a scalar.
 
         return wrapped
 
     def prepare(self, module: LightningModule, example: Callable[[], Any] | None = None) -> None:
-        """Look at a module before a checkpoint is loaded, for a rule that replaces its network.
+        """Inspect the module before a checkpoint is loaded, for rules that replace its network.
 
         Args:
             module: The user's module, with the shapes that clients train.
-            example: Returns two training samples as the module gets them; None where nothing is
-                trained.
+            example: Function that returns a batch of two training samples, as passed to the module.
+                None if nothing is trained.
         """
 
     def load_client_network(self) -> None:
-        """Give the module the network that clients train."""
+        """Load the network that clients train into the module."""
 
     def load_global_network(self, score: Callable[[], float] | None = None) -> None:
-        """Give the module the network that is validated, tested and saved.
+        """Load the network that is validated, tested and saved into the module.
 
         Args:
-            score: Returns the training accuracy of the module as it is.
+            score: Function that returns the training accuracy of the module in its current state.
         """
 
     def gather_by_client(self, *names: str) -> list[Tensor]:
-        """Return lists that were kept of a round's clients, each as one tensor, by client.
+        """Concatenate the list states of a round, sorted by client index.
 
-        Processes return their clients in another order than one process does.
+        Sorting makes the order of clients independent of the number of processes.
 
         Args:
-            names: Of states; the first holds the clients' numbers.
+            names: Names of the states. The first one holds the client indices.
 
         Returns:
-            A tensor each; nothing where nobody returned.
+            One tensor per state, or an empty list if no client returned.
         """
-        # Lists, or what torchmetrics has gathered of them.
+        # Lists, or tensors if torchmetrics has gathered them.
         states: list[Any] = [getattr(self, name) for name in names]
         if not len(states[0]):
             return []
@@ -215,27 +225,31 @@ class Aggregator(Metric, ABC):
         return [tensor[order] for tensor in tensors]
 
     def check_metrics(self, of_clients: Collection[str]) -> None:
-        """Refuse decisions that follow certain metrics, for a rule that hides clients.
+        """Reject callbacks and schedulers that monitor client metrics, for private rules.
 
-        Called at the end of each round, when its metrics are logged and nothing has acted on them.
+        Called at the end of each round, after metrics are logged and before they are used.
 
         Args:
-            of_clients: Names of the metrics that the loop logs of clients.
+            of_clients: Names of the client metrics that the loop logs.
         """
 
     def metrics(self) -> dict[str, float]:
-        """Return what is worth knowing after a round: it is logged, and put into the table."""
+        """Return metrics of the last round. They are logged and written to the table of rounds."""
         return {}
 
     def plot(self) -> Figure | None:
-        """Draw what a picture shows best; None if nothing."""
+        """Return a figure of the state of the rule, or None."""
         return None
 
     def models_for(self, clients: Tensor) -> Tensor:
-        """Return what each client starts from, ``[k, P]``."""
+        """Return the initial model of each client, ``[k, P]``.
+
+        Args:
+            clients: Client indices, ``[k]``.
+        """
         return self.server.expand(len(clients), -1)
 
 
 def _never() -> bool:
-    """Say that processes need not talk to each other."""
+    """Return False: states need no synchronization across processes."""
     return False

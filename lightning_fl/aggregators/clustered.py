@@ -1,4 +1,4 @@
-"""Clusters of clients that split where the clients' updates point apart."""
+"""Clustered federated learning by recursive bipartitioning of client updates."""
 
 from __future__ import annotations
 
@@ -19,41 +19,44 @@ if TYPE_CHECKING:
 
 
 class ClusteredFL(Aggregator):
-    r"""Keep a model for each cluster of clients, and split clusters in two (Sattler et al., 2021).
+    r"""Clustered federated learning (Sattler et al., 2021): one model per cluster of clients.
 
-    All clients begin in one cluster. In a round every client starts from the model of its cluster,
-    and its update is :math:`\Delta_k`. Where the mean of a cluster is small though single updates
-    are not,
+    All clients begin in one cluster. In each round every client starts from the model of its
+    cluster, and its update is :math:`\Delta_k`. If the mean update of a cluster is small but
+    individual updates are large,
 
     .. math:: \lVert \bar\Delta_c \rVert < \varepsilon_1 \quad\text{and}\quad
         \max_{k \in c} \lVert \Delta_k \rVert > \varepsilon_2, \qquad
         \bar\Delta_c = \sum_{k \in c} \frac{n_k}{\sum_{j \in c} n_j} \Delta_k,
 
-    the cluster is split in two by agglomerative clustering of the cosine similarities of its
-    clients' updates. Then each model moves by the mean of its own clients,
-    :math:`W_c \leftarrow W_c + \bar\Delta_c`; after a split both parts start from the model of
-    the cluster that was split. Norms and cosines are over parameters, without BatchNorm statistics,
-    as in the authors' program (felisat/clustered-federated-learning).
+    the cluster is split in two by agglomerative clustering of the cosine similarities between
+    client updates. Each model is then updated with the mean of its clients,
+    :math:`W_c \leftarrow W_c + \bar\Delta_c`. After a split both parts start from the model of
+    the parent cluster. Norms and cosines are computed over parameters, without BatchNorm
+    statistics, as in the authors' program (felisat/clustered-federated-learning).
 
-    Only the clients of the round count. A cluster without one keeps its model; clients that were
-    not in the round of a split stay in the first part. Cluster models, the tree and the cluster of
-    each client are in the checkpoint.
+    Only clients of the current round are considered. A cluster without sampled clients keeps its
+    model. Clients that are not sampled in the round of a split stay in the first part. Cluster
+    models, the cluster tree and the cluster of each client are saved in the checkpoint.
 
-    What the server validates is the mean of the clusters' models, each weighted by its clients;
-    the accuracy of clients on their own data is what clusters are for.
+    The global model for validation is the mean of the cluster models, weighted by their number of
+    clients. To evaluate the clusters, use the accuracy of clients on their local data.
 
     Args:
-        eps1: :math:`\varepsilon_1`: the norm of the mean update below which a cluster may split.
-        eps2: :math:`\varepsilon_2`: the largest norm of an update above which it may. Both belong
-            to a network and its learning rate; the table of rounds shows the norms.
-        warmup: Rounds before the first split.
-        min_size: Minimum number of a cluster's clients in the round for it to be split, from 2 up.
+        eps1: Threshold :math:`\varepsilon_1`. A cluster may split if the norm of its mean update is
+            smaller.
+        eps2: Threshold :math:`\varepsilon_2`. A cluster may split if its largest update norm is
+            larger. Both thresholds depend on the network and the learning rate; the table of
+            rounds shows the norms.
+        warmup: Number of rounds before the first split.
+        min_size: Minimum number of sampled clients in a cluster to split it, at least 2.
         linkage: ``complete`` (the authors' programs) or ``single``, which is the optimum of the
             paper's criterion.
-        weighting: ``samples`` weighs a client by its samples, ``uniform`` counts each once.
-        split_update: How models move in the round of a split. ``parts`` moves each part by the mean
-            of its own clients (the authors' program, which splits before it aggregates).
-            ``cluster`` moves both parts by the mean of the whole cluster, so that they still are
+        weighting: ``samples`` weights a client by its number of samples. ``uniform`` gives all
+            clients equal weight.
+        split_update: Model update in the round of a split. ``parts`` updates each part with the
+            mean of its own clients (the authors' program, which splits before aggregation).
+            ``cluster`` updates both parts with the mean of the whole cluster, so that both are
             equal at the start of the next round (aggregation before the split).
 
     Raises:
@@ -106,31 +109,31 @@ class ClusteredFL(Aggregator):
         self._norms = {"mean_norm": 0.0, "max_norm": 0.0}
 
     def allocate(self, server: Tensor) -> None:
-        """Declare the updates of the round, and what is known of the clusters."""
+        """Declare the updates of the round, and the cluster models and members."""
         for name in ("ids", "deltas", "sizes"):
             self.add_state(name, [], dist_reduce_fx="cat")
         #: The model of each cluster, ``[c, P]``.
         self.register_buffer("models", server[None].clone())
-        #: The cluster of each client, ``[places]``; -1 of who has never returned.
+        #: The cluster of each client, ``[places]``; -1 before its first update.
         self.register_buffer("cluster_of", torch.full((PLACES,), -1, device=server.device))
-        #: Of each cluster, which it was split from and in what round, ``[c, 2]``; -1 of the first.
+        #: Parent and split round of each cluster, ``[c, 2]``; -1 for the first cluster.
         self.register_buffer("tree", torch.full((1, 2), -1, device=server.device))
         self.register_buffer("round", torch.zeros((), dtype=torch.int64))
 
     def start(self, server: Tensor, trained: Tensor | None = None) -> None:
-        """Begin a round: as long as there is one cluster, from the server's model."""
+        """Begin a round. With a single cluster, its model is the global model."""
         super().start(server, trained)
         if len(self.models) == 1:
             self.models = server[None].clone()
 
     def models_for(self, clients: Tensor) -> Tensor:
-        """Return each client's cluster's model, ``[k, P]``."""
+        """Return the cluster model of each client, ``[k, P]``."""
         if len(self.models) == 1:
             return self.models.expand(len(clients), -1)
         return self.models[self._cluster(clients).clamp(min=0)]
 
     def update(self, clients: ClientUpdate) -> None:
-        """Keep updates until all are there."""
+        """Store updates until the end of the round."""
         for state, value in (
             (self.ids, clients.clients),
             (self.deltas, clients.delta.clone()),
@@ -139,7 +142,7 @@ class ClusteredFL(Aggregator):
             state.append(value.to(self.models.device))  # type: ignore[union-attr]
 
     def compute(self) -> Tensor:
-        """Move each cluster's model, split clusters, and return the mean of the models."""
+        """Update and split the clusters, and return the mean of the cluster models."""
         self.round = self.round + 1
         if not (returned := self.gather_by_client("ids", "deltas", "sizes")):
             return self.server
@@ -156,11 +159,11 @@ class ClusteredFL(Aggregator):
         return mean.to(self.server.dtype) if len(self.models) > 1 else self.models[0].clone()
 
     def on_round_skipped(self) -> None:
-        """Let a round pass."""
+        """Count the round."""
         self.round = self.round + 1
 
     def _move(self, cluster: int, ids: Tensor, deltas: Tensor, weights: Tensor) -> None:
-        """Split a cluster whose clients' updates point apart, and move its model or models."""
+        """Split a cluster if its client updates diverge, and update its models."""
         before, wide = self.models[cluster].double(), deltas.double()
         mean, parameters = weighted_mean(wide, weights), wide[:, : self.num_parameters]
         mean_norm = float(mean[: self.num_parameters].norm())
@@ -180,7 +183,7 @@ class ClusteredFL(Aggregator):
         self.models[cluster] = moved[0].to(self.models.dtype)
 
     def parts(self, deltas: Tensor) -> Tensor:
-        """Return which updates are in the other part than the first one, ``[k]``.
+        """Return a mask of the updates in the second part of a split, ``[k]``.
 
         Args:
             deltas: Updates of the parameters, ``[k, P]``.
@@ -188,17 +191,17 @@ class ClusteredFL(Aggregator):
         distance = (1 - cosine_similarity(deltas)).cpu().numpy()
         upper = torch.triu_indices(len(deltas), len(deltas), 1).numpy()
         joined = linkage(distance[upper[0], upper[1]].clip(min=0), method=self.linkage)
-        # Not fcluster, which leaves one part where distances tie.
+        # cut_tree, because fcluster returns one part if distances tie.
         parts = torch.from_numpy(cut_tree(joined, n_clusters=[2])[:, 0])
         return (parts != parts[0]).to(deltas.device)
 
     def clusters(self) -> list[list[int]]:
-        """Return the clients of each cluster that have returned at least once."""
+        """Return the clients of each cluster, without clients that never returned an update."""
         each = range(len(self.models))
         return [(self.cluster_of == cluster).nonzero()[:, 0].tolist() for cluster in each]
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of clusters, and the norms of the one that moves most."""
+        """Return the number of clusters, and the norms of the one with the largest update."""
         return {"clusters": len(self.models), **self._norms}
 
     def plot(self) -> Figure:
@@ -213,7 +216,7 @@ class ClusteredFL(Aggregator):
         ):
             start = max(born, 0)
             axes.plot([start, int(self.round)], [cluster, cluster], color=f"C{cluster % 10}", lw=3)
-            if parent >= 0:  # of several splits in a round, each has a line of its own
+            if parent >= 0:  # separate lines for several splits in one round
                 at = start + 0.015 * cluster * max(int(self.round), 1) / len(self.models)
                 axes.plot([at, at], [parent, cluster], color=f"C{cluster % 10}", lw=1)
             label = f" {len(members)} client{'s' * (len(members) != 1)}"
@@ -226,21 +229,21 @@ class ClusteredFL(Aggregator):
         return figure
 
     def _cluster(self, ids: Tensor) -> Tensor:
-        """Return clients' clusters, -1 of who is new, with place for all."""
+        """Return client clusters, -1 for new clients, and grow the table if necessary."""
         ids = ids.to(self.cluster_of.device)
         self.cluster_of = with_place(self.cluster_of, ids, fill=-1)
         return self.cluster_of[ids]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Make place for as many clusters and clients as a checkpoint has."""
+        """Resize the buffers to the clusters and clients of the checkpoint."""
         names = [prefix + name for name in ("models", "cluster_of", "tree")]
         if hasattr(self, "models") and all(name in state_dict for name in names):
             models, cluster_of, tree = (state_dict[name] for name in names)
             named = {*cluster_of.tolist(), *tree[:, 0].tolist()}
             if len(tree) != len(models) or named - {*range(-1, len(models))}:
                 raise FederationError(
-                    f"the checkpoint has models of {len(models)} clusters, and others in its tree"
-                    " or as those of clients"
+                    f"the checkpoint is inconsistent: it has models of {len(models)} clusters, and"
+                    " its tree or its clients refer to others"
                 )
             self.models = with_rows_of(self.models, models)
             self.cluster_of = with_rows_of(self.cluster_of, cluster_of)

@@ -1,4 +1,4 @@
-"""Weights that look at how clients' losses move: FedCostWAvg, FedControl, FedPIDAvg."""
+"""Loss-based aggregation weights: FedCostWAvg, FedControl and FedPIDAvg."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ from lightning_fl.types import ClientUpdate, FederationError
 
 
 class FedControl(Aggregator):
-    r"""Weigh clients by size, by how their loss fell, and by the losses so far.
+    r"""Weight clients by dataset size, loss decrease and accumulated loss.
 
-    Mächler et al. (2022, 2023). With :math:`\ell_k^t` the loss of client :math:`k`'s own model on
-    all its samples after its training in round :math:`t`,
+    Mächler et al. (2022, 2023). Let :math:`\ell_k^t` be the loss of the local model of client
+    :math:`k` on all its samples after local training in round :math:`t`. Then
 
     .. math:: w^{t+1} = w^t + \sum_{k \in S_t} \left(\alpha \frac{s_k}{\sum_j s_j}
         + \beta \frac{d_k}{\sum_j d_j} + (1 - \alpha - \beta) \frac{i_k}{\sum_j i_j}\right)
         (w_k - w^t),
 
-    where :math:`s` are numbers of samples, :math:`d_k = \ell_k^{t'} / \ell_k^t` compares with the
-    last round that the client took part in, and
-    :math:`i_k = \sum_{q \le t} \lambda^{t - q} \ell_k^q` sums those rounds. All sums over clients
-    run over those of the round, so weights sum to 1; a client's first comparison is with the loss
-    of the model that it started from. With :math:`\lambda = 0` the integral is the present loss.
+    where :math:`s_k` is the number of samples, :math:`d_k = \ell_k^{t'} / \ell_k^t` is the loss
+    ratio between the client's previous round :math:`t'` and this round, and the integral
+    :math:`i_k = \sum_{q \le t} \lambda^{t - q} \ell_k^q` runs over all rounds of the client. Sums
+    over clients run over the clients of the round, so the weights sum to 1. In the first round of a
+    client, the loss of its initial model takes the place of :math:`\ell_k^{t'}`. With
+    :math:`\lambda = 0` the integral is the current loss.
 
     Args:
-        alpha: :math:`\alpha`, the weight of size.
-        beta: :math:`\beta`, the weight of the fall; the integral has the rest.
-        decay: :math:`\lambda`, in [0, 1].
-        least: Losses below count as this, so that no quotient explodes.
+        alpha: Weight :math:`\alpha` of the dataset size.
+        beta: Weight :math:`\beta` of the loss decrease. The integral has weight
+            :math:`1 - \alpha - \beta`.
+        decay: Decay :math:`\lambda` of past losses, in [0, 1].
+        least: Lower bound on losses, which prevents division by values near 0.
 
     Raises:
-        FederationError: If weights are negative or sum to more than 1, or ``decay`` is out of
-            range; in a round, if losses were not measured.
+        FederationError: If weights are negative or sum to more than 1, if ``decay`` is out of
+            range, or if an update has no losses.
 
     Example:
         >>> rule = FedControl(alpha=0.0, beta=0.0)  # the integral alone
@@ -52,15 +54,15 @@ class FedControl(Aggregator):
         tensor([1.])
     """
 
-    #: Smallest part of the sum of a term's absolute values that its sum has to be: below, the
-    #: quotients of the term say nothing. Without negative values only a sum of 0 is too small.
+    #: Minimum ratio between the absolute sum of a term and the sum of its absolute values. Below it
+    #: the term is dominated by cancellation. Without negative values only a sum of 0 is too small.
     cancellation = 0.0
     total: Tensor
     weight: Tensor
     absolute: Tensor
     reports: list[Tensor] | Tensor
-    #: What is remembered of a client, ``[places, columns]``: the last round's loss, the integral as
-    #: of then, and that round, counted from 1; 0 is none.
+    #: State of each client, ``[places, columns]``: the loss of its last round, the integral up to
+    #: that round, and the round number, counted from 1. Round 0 means no record.
     known: Tensor
     round: Tensor
     columns = 3
@@ -85,7 +87,7 @@ class FedControl(Aggregator):
         self._weight_l1 = 1.0
 
     def allocate(self, server: Tensor) -> None:
-        """Declare three weighted sums of updates, their weights, and what clients report."""
+        """Declare the weighted sums of the three terms, their weights, and client reports."""
         device = server.device
         self.add_sum("total", 3, len(server))
         self.add_sum("weight", 3)
@@ -96,19 +98,19 @@ class FedControl(Aggregator):
         self.register_buffer("round", torch.zeros((), dtype=torch.int64, device=device))
 
     def setup(self, federation: Federation) -> None:
-        """Refuse a module that does not tell the losses of samples."""
+        """Raise an error if the module does not provide per-sample losses."""
         super().setup(federation)
         check_losses(self, federation.module)
 
     def client_parts(self) -> Sequence[ClientPart]:
-        """Let clients measure the loss on all their samples before and after training."""
+        """Measure the loss on all samples of a client before and after local training."""
         return [MeanLosses()]
 
     def update(self, clients: ClientUpdate) -> None:
         """Add updates to the three sums."""
         if not {"loss_before", "loss_after"} <= clients.extras.keys():
             raise FederationError(
-                f"{type(self).__name__} weighs clients by their losses, which were not measured:"
+                f"{type(self).__name__} requires client losses, and the update has none:"
                 " add loss_before and loss_after to the extras of the update, or use a"
                 " FederatedLoop"
             )
@@ -126,7 +128,7 @@ class FedControl(Aggregator):
         self.reports.append(torch.cat([ids, rows], dim=1))  # type: ignore[union-attr]
 
     def _terms(self, known: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return how losses fell, their integrals, and what to remember, ``[k, columns]``."""
+        """Return the loss decreases, the integrals and the new client states, ``[k, columns]``."""
         before, after = before.clamp(min=self.least), after.clamp(min=self.least)
         last, integral, when = known.unbind(1)
         now = self.round + 1
@@ -135,14 +137,14 @@ class FedControl(Aggregator):
         return fall, integral, torch.stack([after, integral, now.expand_as(after)], dim=1)
 
     def compute(self) -> Tensor:
-        """Return the server's new model, and remember what the clients have reported."""
+        """Return the new global model, and store the client reports."""
         total, weight = sum_value(self.total), sum_value(self.weight)
         absolute = sum_value(self.absolute)
         share = total.new_tensor([self.alpha, self.beta, 1 - self.alpha - self.beta])
         self._remember()
         if not weight[0]:
             return self.server
-        # Where a term cannot be divided by its sum, size decides for it, too.
+        # A term with a vanishing sum cannot be normalized: use the dataset sizes instead.
         none = weight.abs() <= self.cancellation * absolute
         total = torch.where(none[:, None], total[0], total)
         weight = torch.where(none, weight[0], weight)
@@ -152,11 +154,11 @@ class FedControl(Aggregator):
         return (self.server + move).to(self.server.dtype)
 
     def on_round_skipped(self) -> None:
-        """Let a round pass: the integrals of all decay."""
+        """Count the round, so that all integrals decay."""
         self.round = self.round + 1
 
     def _rows(self, ids: Tensor) -> Tensor:
-        """Return what is known of clients, with place for all."""
+        """Return the stored client states, and grow the table if necessary."""
         self.known = with_place(self.known, ids)
         return self.known[ids.to(self.known.device)]
 
@@ -171,12 +173,12 @@ class FedControl(Aggregator):
         self.round = self.round + 1
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Make place for as many clients as a checkpoint has."""
+        """Resize the table of client states to that of the checkpoint."""
         if (saved := state_dict.get(prefix + "known")) is not None and hasattr(self, "known"):
             if saved.shape[1] != self.columns:
                 raise FederationError(
-                    f"{type(self).__name__} cannot go on from the checkpoint, which remembers"
-                    f" {saved.shape[1] - 1} losses of a client: set window to that, or leave out"
+                    f"{type(self).__name__} cannot resume from the checkpoint, which stores"
+                    f" {saved.shape[1] - 1} losses per client: set window to this number, or remove"
                     " ckpt_path"
                 )
             self.known = with_rows_of(self.known, saved)
@@ -184,14 +186,14 @@ class FedControl(Aggregator):
 
 
 class FedCostWAvg(FedControl):
-    r"""Weigh clients by size and by how their loss fell (Mächler et al., 2022).
+    r"""Weight clients by dataset size and loss decrease (Mächler et al., 2022).
 
-    :math:`\alpha s_k / \sum_j s_j + (1 - \alpha) d_k / \sum_j d_j`: :class:`FedControl` without the
-    integral.
+    The weights are :math:`\alpha s_k / \sum_j s_j + (1 - \alpha) d_k / \sum_j d_j`, as in
+    :class:`FedControl` without the integral.
 
     Args:
-        alpha: :math:`\alpha`, in [0, 1].
-        least: Losses below count as this, so that no quotient explodes.
+        alpha: Weight :math:`\alpha` of the dataset size, in [0, 1].
+        least: Lower bound on losses, which prevents division by values near 0.
 
     Example:
         >>> rule = FedCostWAvg(0.5)
@@ -206,35 +208,37 @@ class FedCostWAvg(FedControl):
 
 
 class FedPIDAvg(FedControl):
-    r"""Weigh clients by size, by how much their loss fell, and by their last losses.
+    r"""Weight clients by dataset size, loss difference and recent losses.
 
-    Mächler et al. (2023, "FedPIDAvg", section 2): with :math:`\ell_k^0` the loss of the initial
-    model on the samples of client :math:`k`, and :math:`\ell_k^i` that of its own model after its
-    :math:`i`-th round of training,
+    Mächler et al. (2023, "FedPIDAvg", section 2). Let :math:`\ell_k^0` be the loss of the initial
+    model on the samples of client :math:`k`, and :math:`\ell_k^i` the loss of its local model after
+    its :math:`i`-th round of training. Then
 
     .. math:: w_k = \alpha \frac{s_k}{\sum_j s_j} + \beta \frac{d_k}{\sum_j d_j}
         + (1 - \alpha - \beta) \frac{m_k}{\sum_j m_j}, \qquad
         d_k = \ell_k^{i - 1} - \ell_k^i, \quad m_k = \sum_{l = 0}^{5} \ell_k^{i - l},
 
-    where :math:`m_k` has as many terms as there are. The initial model of a client is the one that
-    it started its first round from. All sums over clients run over those of the round, so weights
-    sum to 1.
+    where :math:`m_k` has fewer terms if the client has fewer losses. The initial model of a client
+    is the model at the start of its first round. Sums over clients run over the clients of the
+    round, so the weights sum to 1.
 
-    Nothing is clamped: where a loss rises :math:`d_k` is negative, and so may be the weight of the
-    client. The quotient is undefined where :math:`\sum_j d_j` is 0, and where rising and falling
-    losses nearly cancel it gives weights far above 1 and below 0. Therefore the shares of this term
-    are those of size, too, where :math:`\lvert \sum_j d_j \rvert` is at most ``cancellation``
-    times :math:`\sum_j \lvert d_j \rvert`. The same holds for the last term, if losses are
-    negative. The table of rounds has ``weight_l1``, the sum of the absolute values of the weights:
-    1 where no weight of a term is negative.
+    By default nothing is clamped. If a loss rises, :math:`d_k` is negative, and the weight of the
+    client may be negative. The quotient is undefined if :math:`\sum_j d_j` is 0, and if rising and
+    falling losses nearly cancel it gives weights far above 1 and below 0. Therefore this term uses
+    the dataset sizes instead if :math:`\lvert \sum_j d_j \rvert` is at most ``cancellation`` times
+    :math:`\sum_j \lvert d_j \rvert`. The same holds for the last term, if losses are negative. The
+    metric ``weight_l1`` is the sum of the absolute values of the weights. It is 1 if no weight of a
+    term is negative.
 
     Args:
-        alpha: The weight of size.
-        beta: The weight of the fall; the last losses have the rest.
-        window: How many losses are summed, from 1 up.
-        clamp: Use :math:`\max(0, d_k)`, so that no weight is negative as long as no loss is. This
-            is not in the paper.
-        cancellation: See above, from 0 up, below 1. With 0 only a sum of exactly 0 is replaced.
+        alpha: Weight of the dataset size.
+        beta: Weight of the loss difference. The recent losses have weight
+            :math:`1 - \alpha - \beta`.
+        window: Number of losses to sum, at least 1.
+        clamp: Use :math:`\max(0, d_k)`. The weights are then not negative if no loss is negative.
+            This is not in the paper.
+        cancellation: Threshold for the fallback to dataset sizes, in [0, 1). With 0 only a sum of
+            exactly 0 is replaced.
 
     Raises:
         FederationError: If an option is out of range.
@@ -260,11 +264,11 @@ class FedPIDAvg(FedControl):
     ) -> None:
         super().__init__(alpha, beta)
         if window < 1 or int(window) != window:
-            raise FederationError(f"window must be a whole number from 1 up, got {window}")
+            raise FederationError(f"window must be an integer of at least 1, got {window}")
         if not 0 <= cancellation < 1:
             raise FederationError(f"cancellation must be in [0, 1), got {cancellation}")
         self.window, self.clamp, self.cancellation = window, clamp, cancellation
-        #: The last losses, oldest first, and in the end whether there was one.
+        #: The last losses, oldest first, then a flag: 1 if the client has a record.
         self.columns = window + 1
 
     def _terms(self, known: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""An optimizer of the server that takes clients' moves one after another."""
+"""Downpour SGD: one server step per client update."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from lightning_fl.types import ClientUpdate
 
 
 class Downpour(FedOpt):
-    r"""Downpour SGD, its clients in turn (Dean et al., 2012, as Yurochkin et al., 2019, use it).
+    r"""Sequential Downpour SGD (Dean et al., 2012, as used by Yurochkin et al., 2019).
 
-    Each client's move is a gradient for the server's optimizer, one step a client, in the order of
-    their numbers:
+    The server optimizer takes one step per client, in the order of client indices, with the
+    negative client update as the gradient:
 
     .. math:: w \leftarrow \operatorname{Opt}(w, -\Delta_k), \qquad k \in S_t
 
-    Clients start a round from the same model; in the original they fetch it when they please.
-    Floating buffers are averaged. Memory grows with the number of clients of a round.
+    All clients of a round start from the same model; in the original they fetch it asynchronously.
+    Floating-point buffers are averaged. Memory grows with the number of clients per round.
 
     Args:
-        optimizer: Makes the optimizer from the parameters; None is Adam with learning rate 0.01.
+        optimizer: Function that creates the optimizer from the parameters. None means Adam with
+            learning rate 0.01.
 
     Raises:
         FederationError: See :class:`FedOpt`.
@@ -45,18 +46,18 @@ class Downpour(FedOpt):
         super().__init__(optimizer or partial(torch.optim.Adam, lr=0.01))
 
     def allocate(self, server: Tensor) -> None:
-        """Declare the moves of a round, too."""
+        """Declare also the list of client updates."""
         super().allocate(server)
         for name in ("ids", "deltas"):
             self.add_state(name, [], dist_reduce_fx="cat")
 
     def update(self, clients: ClientUpdate) -> None:
-        """Keep the moves until all are there."""
+        """Store updates until the end of the round."""
         super().update(clients)
         self.ids.append(clients.clients.to(clients.delta.device))  # type: ignore[union-attr]
         self.deltas.append(clients.delta.clone())  # type: ignore[union-attr]
 
     def compute(self) -> Tensor:
-        """Return the server's model after a step for each client."""
+        """Return the global model after one step per client."""
         found = self.gather_by_client("ids", "deltas")
         return self._stepped(found[1]) if found else self.server

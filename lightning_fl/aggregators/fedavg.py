@@ -13,17 +13,17 @@ from lightning_fl.types import ClientUpdate, FederationError
 
 
 class FedAvg(Aggregator):
-    r"""Move the server by the mean update of the clients that returned (McMahan et al., 2017).
+    r"""Federated averaging (McMahan et al., 2017): add the mean client update to the global model.
 
     .. math:: w^{t+1} = w^t + \sum_{k \in S_t} \frac{n_k}{\sum_{j \in S_t} n_j} (w_k - w^t)
 
-    The weights are normalized over the clients of the round, so the step does not shrink with
-    participation. The order of the clients and the number of processes do not change the result
-    (:mod:`~lightning_fl.functional.summation`).
+    The aggregation weights are normalized over the clients of the round, so the step size does not
+    depend on the participation rate. The result is independent of the order of the clients and of
+    the number of processes (:mod:`~lightning_fl.functional.summation`).
 
     Args:
-        weighting: ``samples`` weighs a client by its number of training samples, ``uniform``
-            counts every client once.
+        weighting: ``samples`` weights a client by its number of training samples. ``uniform``
+            gives all clients equal weight.
 
     Raises:
         FederationError: If the weighting is unknown.
@@ -54,7 +54,7 @@ class FedAvg(Aggregator):
 
     def update(self, clients: ClientUpdate) -> None:
         """Add updates to the weighted sum."""
-        if not self.server.numel():  # Without a start it is the mean update.
+        if not self.server.numel():  # Without start(), compute() returns the mean update.
             self.server = torch.zeros_like(clients.delta[0])
             self.allocate(self.server)
         weights = clients.num_samples.to(self.total)
@@ -64,9 +64,9 @@ class FedAvg(Aggregator):
         self.weight += weights.sum()
 
     def compute(self) -> Tensor:
-        """Return server plus mean update; the server itself when nobody returned."""
+        """Return the global model plus the mean update, unchanged if no client returned."""
         return (self.server + self._mean()).to(self.server.dtype)
 
     def _mean(self) -> Tensor:
-        """Return the mean update in float64, zeros when nobody returned."""
+        """Return the mean update in float64, zeros if no client returned."""
         return sum_value(self.total) / self.weight.clamp(min=1)

@@ -1,4 +1,4 @@
-"""Networks merged one layer a round, the lowest first."""
+"""Federated matched averaging: one layer per round, from the lowest."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from lightning_fl.layer_stack import Layers
 class FedMA(NeuronMatching):
     r"""Federated matched averaging (Wang et al., 2020, algorithm 1).
 
-    One layer is matched a round: filters or units by their incoming weights, in the order of the
-    atoms below (:func:`~lightning_fl.functional.networks.match_upwards`). Clients then get what
-    their neurons were matched to, keep it fixed, and train the layers above, which makes up for
-    the change below; then the next layer is matched. The last, softmax layer is averaged by class
-    counts. A network of :math:`n` layers takes :math:`n` rounds (``max_epochs``); in further
-    rounds it begins with the lowest layer again.
+    Each round matches one layer: filters or units are matched by their incoming weights, in the
+    order of the atoms of the layer below
+    (:func:`~lightning_fl.functional.networks.match_upwards`). Clients receive the atoms of their
+    neurons, freeze them, and train the layers above to adapt to the change. The next round matches
+    the next layer. The softmax layer is averaged by class counts. A network of :math:`n` layers
+    takes :math:`n` rounds (``max_epochs``). Further rounds start again from the lowest layer.
 
-    The module has all layers merged also when it is validated in between. A client that was not in
-    the rounds of all layers below is left out until the lowest is matched again.
+    For validation between rounds all layers are merged. A client that missed the round of a lower
+    layer is ignored until the lowest layer is matched again.
 
-    Unlike the paper's, clients keep their own widths: each gets the filters that its own were
-    matched to.
+    Unlike in the paper, clients keep their own widths: each receives the filters that its own
+    filters were matched to.
 
     Args:
-        gamma: See :class:`NeuronMatching`; None is searched.
-        client_variance: See :class:`NeuronMatching`; None is searched.
-        prior_variance: See :class:`NeuronMatching`; None is searched.
+        gamma: See :class:`NeuronMatching`. None is searched.
+        client_variance: See :class:`NeuronMatching`. None is searched.
+        prior_variance: See :class:`NeuronMatching`. None is searched.
         std: See :class:`NeuronMatching`.
-        options: Others of :class:`NeuronMatching`.
+        options: Other arguments of :class:`NeuronMatching`.
 
     Raises:
         FederationError: See :class:`NeuronMatching`.
@@ -61,7 +61,7 @@ class FedMA(NeuronMatching):
 
     @property
     def layer(self) -> int:
-        """The layer that the round matches, the lowest is 0."""
+        """Layer to match in this round, from 0 for the lowest."""
         return int(self.round) % len(self.module_chain.layers) if self.server.numel() else 0
 
     def _first(self, client: int) -> Layers:
@@ -75,7 +75,7 @@ class FedMA(NeuronMatching):
         return match_upwards(nets, counts, options, known=known, generator=self._orders())
 
     def _next(self, ids: Sequence[int], nets: Sequence[Layers], merged: MatchedNetwork) -> None:
-        """Give clients the layers that are matched; above them they keep their own."""
+        """Replace the matched layers of clients; they keep their own layers above."""
         top = self.layer + 1
         for row, client in enumerate(ids):
             self._start_with(client, [*merged.of_client(row)[:top], *nets[row][top:]])

@@ -1,4 +1,4 @@
-"""Optimizers of the server."""
+"""Server optimizers: FedOpt, FedAvgM, FedAdagrad, FedAdam and FedYogi."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from lightning_fl.types import FederationError
 
 
 class FedOpt(FedAvg):
-    r"""Let any optimizer step from the server's model to the clients' average (Reddi et al., 2021).
+    r"""Update the global model with any optimizer (Reddi et al., 2021).
 
     .. math:: w^{t+1} = \operatorname{Opt}(w^t, g^t), \qquad
         g^t = w^t - \sum_{k \in S_t} \frac{n_k}{\sum_{j \in S_t} n_j} w_k
 
-    Floating buffers are averaged, as by :class:`FedAvg`: a variance with momentum may become
-    negative. SGD with learning rate 1 is :class:`FedAvg`. The optimizer's state outlives the round,
-    and is in the checkpoint. It and the step are in float64.
+    The pseudo-gradient :math:`g^t` is the negative mean client update. SGD with learning rate 1 is
+    :class:`FedAvg`. Floating-point buffers are averaged as in :class:`FedAvg`, because a variance
+    with momentum could become negative. The optimizer state persists across rounds and is saved in
+    the checkpoint. State and step are in float64.
 
     Args:
-        optimizer: Makes the optimizer from the parameters; None is SGD with learning rate 1.
+        optimizer: Function that creates the optimizer from the parameters. None means SGD with
+            learning rate 1.
         weighting: See :class:`FedAvg`.
 
     Raises:
-        FederationError: If the weighting is unknown, or the optimizer refuses its options or wants
-            to ask for a loss (LBFGS).
+        FederationError: If the weighting is unknown, if the optimizer rejects its options, or if
+            it requires a closure (LBFGS).
 
     Example:
         >>> from lightning_fl.types import ClientUpdate
@@ -49,23 +51,23 @@ class FedOpt(FedAvg):
     ) -> None:
         super().__init__(weighting)
         self.make_optimizer = optimizer or partial(torch.optim.SGD, lr=1.0)
-        #: What the optimizer is, in words: another one cannot go on from its state.
+        #: Name and options of the optimizer, for checkpoints and reports.
         self.optimizer = _tried(self.make_optimizer)
 
     def allocate(self, server: Tensor) -> None:
-        """Make the optimizer; see :meth:`FedAvg.allocate`."""
+        """Create the optimizer; see :meth:`FedAvg.allocate`."""
         super().allocate(server)
-        # Neither it nor its parameter is part of the state: the server's model is saved elsewhere.
+        # Not registered as a submodule: the global model is saved elsewhere in the checkpoint.
         self._optimizer = self.make_optimizer(
             [nn.Parameter(torch.zeros_like(server[: self.num_parameters], dtype=torch.float64))]
         )
 
     def compute(self) -> Tensor:
-        """Return the server's model after a step; the server itself when nobody returned."""
+        """Return the global model after one step, unchanged if no client returned."""
         return self._stepped(self._mean()[None]) if self.weight else self.server
 
     def _stepped(self, moves: Tensor) -> Tensor:
-        """Return the server's model after a step for each move, ``[steps, P]``."""
+        """Return the global model after one step for each row of ``moves``, ``[steps, P]``."""
         param: Tensor = self._optimizer.param_groups[0]["params"][0]
         server, mean, n = self.server.double(), self._mean(), param.numel()
         param.data = server[:n].clone()
@@ -75,40 +77,41 @@ class FedOpt(FedAvg):
         return torch.cat([param.detach(), (server + mean)[n:]]).to(self.server.dtype)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return the optimizer's state, for the checkpoint."""
+        """Return the optimizer state for the checkpoint."""
         made = getattr(self, "_optimizer", None)  # none before the first round
         if made is None:
             return {}
         return {"kind": type(made).__name__, "state": copy.deepcopy(made.state_dict()["state"])}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over the optimizer's state of a checkpoint; options are those that are given now."""
+        """Restore the optimizer state from a checkpoint. Options keep their current values."""
         if not state:
             return
         if (was := state.get("kind")) != (now := type(self._optimizer).__name__):
             raise FederationError(
-                f"{type(self).__name__} cannot go on from the checkpoint: its optimizer was"
-                f" {was!s:.50}, now it is {now}. Go back to the former, or leave out ckpt_path"
+                f"{type(self).__name__} cannot resume from the checkpoint: it was saved with the"
+                f" optimizer {was!s:.50}, and the current optimizer is {now}. Use the same"
+                " optimizer, or remove ckpt_path"
             )
         own: dict[str, Any] = self._optimizer.state_dict()
         param: nn.Parameter = self._optimizer.param_groups[0]["params"][0]
         saved = state.get("state")
-        # A copy makes a step first: what is in the state only the optimizer knows.
+        # Validate the state with a step of a copy: its format depends on the optimizer.
         tried = self.make_optimizer([nn.Parameter(param.detach().clone())])
         try:
             tried.load_state_dict({**own, "state": copy.deepcopy(saved)})
             tried.param_groups[0]["params"][0].grad = torch.zeros_like(param)
             tried.step()
             self._optimizer.load_state_dict({**own, "state": saved})
-        except Exception as error:  # of many kinds
+        except Exception as error:  # the type depends on the optimizer
             raise FederationError(
-                f"{type(self).__name__} cannot go on from the checkpoint: {now} has no use for what"
-                f" is there ({type(error).__name__})"
+                f"{type(self).__name__} cannot resume from the checkpoint: {now} rejected the saved"
+                f" optimizer state ({type(error).__name__}). Remove ckpt_path"
             ) from error
 
 
 def _tried(make: Any) -> str:
-    """Make an optimizer and a step with it, so that it complains now and not in round 1."""
+    """Take one step with the optimizer to detect errors early, and return its description."""
     param = nn.Parameter(torch.ones(1, dtype=torch.float64))
     param.grad = torch.ones_like(param)
     try:
@@ -117,19 +120,19 @@ def _tried(make: Any) -> str:
     except FederationError:
         raise
     except Exception as error:
-        raise FederationError(f"the server's optimizer cannot be used: {error}") from error
+        raise FederationError(f"invalid server optimizer: {error}") from error
     options = {k: v for k, v in made.param_groups[0].items() if k != "params" and v is not None}
     return f"{type(made).__name__}({', '.join(f'{k}={v}' for k, v in options.items())})"
 
 
 class FedAvgM(FedOpt):
-    r"""Momentum on the server (Hsu et al., 2019).
+    r"""Server momentum (Hsu et al., 2019).
 
     .. math:: v \leftarrow \beta v + g, \qquad w \leftarrow w - \eta v
 
     Args:
-        lr: :math:`\eta`.
-        momentum: :math:`\beta`.
+        lr: Server learning rate :math:`\eta`.
+        momentum: Momentum :math:`\beta`.
 
     Example:
         >>> FedAvgM(momentum=0.5).momentum
@@ -154,36 +157,36 @@ class _Adaptive(FedOpt):
 
 
 class FedAdagrad(_Adaptive):
-    r"""Adagrad on the server; see :class:`~lightning_fl.optimizers.Adaptive`.
+    r"""Adagrad as the server optimizer; see :class:`~lightning_fl.optimizers.Adaptive`.
 
     Args:
-        lr: :math:`\eta`.
-        betas: :math:`\beta_1`, and a number without a use.
-        tau: :math:`\tau`.
+        lr: Server learning rate :math:`\eta`.
+        betas: Decay rate :math:`\beta_1` of the first moment, and a second value that is ignored.
+        tau: Adaptivity :math:`\tau`.
     """
 
     rule = "adagrad"
 
 
 class FedAdam(_Adaptive):
-    r"""Adam on the server; see :class:`~lightning_fl.optimizers.Adaptive`.
+    r"""Adam as the server optimizer; see :class:`~lightning_fl.optimizers.Adaptive`.
 
     Args:
-        lr: :math:`\eta`.
-        betas: :math:`\beta_1, \beta_2`.
-        tau: :math:`\tau`.
+        lr: Server learning rate :math:`\eta`.
+        betas: Decay rates :math:`\beta_1, \beta_2` of the moments.
+        tau: Adaptivity :math:`\tau`.
     """
 
     rule = "adam"
 
 
 class FedYogi(_Adaptive):
-    r"""Yogi on the server; see :class:`~lightning_fl.optimizers.Adaptive`.
+    r"""Yogi as the server optimizer; see :class:`~lightning_fl.optimizers.Adaptive`.
 
     Args:
-        lr: :math:`\eta`.
-        betas: :math:`\beta_1, \beta_2`.
-        tau: :math:`\tau`.
+        lr: Server learning rate :math:`\eta`.
+        betas: Decay rates :math:`\beta_1, \beta_2` of the moments.
+        tau: Adaptivity :math:`\tau`.
     """
 
     rule = "yogi"

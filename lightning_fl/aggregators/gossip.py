@@ -1,4 +1,4 @@
-"""Averaging among neighbors, without a server."""
+"""Decentralized averaging between neighbors (gossip)."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from lightning_fl.functional.mixing import Graph, adjacency, check_mixing, metro
 from lightning_fl.functional.randomness import RandomStream, generator, run_seed
 from lightning_fl.types import ClientUpdate, FederationError
 
-#: Numbers of each client that are mixed at once, in float64.
+#: Number of parameters per client that are mixed at once in float64, to limit memory.
 PIECE = 2**14
 
 
 class Gossip(Aggregator):
-    r"""Let each client have a model of its own, and average it with its neighbors'.
+    r"""Decentralized averaging: every client averages its model with those of its neighbors.
 
-    After local training, :math:`x_i \leftarrow \sum_j W_{ij} (x_j + \Delta_j)`; who was not in
-    the round has :math:`\Delta_j = 0`. With :math:`W` symmetric and of row sums 1 the mean of all
-    models moves as under :class:`FedAvg` with equal weights, and models come together. There is no
-    server: what is validated is the mean of the clients' models. They are in the checkpoint, and
-    in memory: as many as there are clients.
+    After local training, :math:`x_i \leftarrow \sum_j W_{ij} (x_j + \Delta_j)`, with
+    :math:`\Delta_j = 0` for clients outside the round. If :math:`W` is symmetric with row sums 1,
+    the mean of all models follows :class:`FedAvg` with equal weights, and the models converge to
+    consensus. There is no server: validation uses the mean of the client models. One model per
+    client is kept in memory and saved in the checkpoint.
 
     Args:
-        graph: Who is a neighbor of whom, with Metropolis weights and self-loops: ``ring``,
-            ``grid``, ``erdos_renyi`` or ``complete``.
-        mixing_matrix: :math:`W`, instead of a graph: ``[clients, clients]``, symmetric, of row sums
-            1, connected.
-        probability: Of an edge of ``erdos_renyi``.
-        num_clients: Clients; None, where a ``FederatedLoop`` tells it.
-        seed: Of the random graph; None is that of ``seed_everything``, else 0.
+        graph: Communication graph, with Metropolis weights and self-loops: ``ring``, ``grid``,
+            ``erdos_renyi`` or ``complete``.
+        mixing_matrix: Mixing matrix :math:`W` to use instead of a graph, ``[clients, clients]``:
+            symmetric, with row sums 1, and connected.
+        probability: Edge probability of ``erdos_renyi``.
+        num_clients: Number of clients. None takes it from the ``FederatedLoop``.
+        seed: Seed of the random graph. None uses the seed of ``seed_everything``, or 0.
 
     Raises:
-        FederationError: If an option is out of range, or the matrix does not mix all clients.
+        FederationError: If an option is out of range, or the matrix does not connect all clients.
 
     Example:
         >>> rule = Gossip("ring", num_clients=4)
@@ -77,22 +77,23 @@ class Gossip(Aggregator):
         self.num_clients, self.seed, self._given = num_clients, seed, given
 
     def setup(self, federation: Federation) -> None:
-        """Refuse a number of clients that is not that of the federation."""
+        """Raise an error if ``num_clients`` differs from that of the federation."""
         super().setup(federation)
         if self.num_clients not in (None, n := federation.num_clients):
             raise FederationError(
-                f"Gossip has num_clients={self.num_clients}, the federation has {n}: leave it out"
+                f"Gossip has num_clients={self.num_clients}, the federation has {n}: remove"
+                " num_clients"
             )
 
     def allocate(self, server: Tensor) -> None:
-        """Give everyone the same model."""
+        """Initialize all client models with the global model."""
         for name in ("ids", "deltas"):
             self.add_state(name, [], dist_reduce_fx="cat")
         weights = self._mixing().to(server.device)
         #: The model of each client, ``[clients, P]``, and the mixing matrix.
         self.register_buffer("models", server.repeat(len(weights), 1))
         self.register_buffer("weights", weights, persistent=False)
-        #: Whether clients have had a round.
+        #: True after the first round.
         self.register_buffer("begun", torch.tensor(False))
 
     def _mixing(self) -> Tensor:
@@ -100,31 +101,31 @@ class Gossip(Aggregator):
         if self._given is not None:
             if n not in (None, len(self._given)):
                 raise FederationError(
-                    f"mixing_matrix is of {len(self._given)} clients, the federation has {n}"
+                    f"mixing_matrix has {len(self._given)} clients, the federation has {n}"
                 )
             return self._given
         if n is None:
-            raise FederationError("Gossip needs num_clients: use a FederatedLoop, or give it")
+            raise FederationError("Gossip requires num_clients: set it, or use a FederatedLoop")
         random = generator(run_seed(self.seed), RandomStream.GRAPH)
         return metropolis(adjacency(self.graph, n, self.probability, random))
 
     def start(self, server: Tensor, trained: Tensor | None = None) -> None:
-        """Begin a round; in the first everyone has the server's model."""
+        """Begin a round. The first round starts from the global model."""
         super().start(server, trained)
         if not self.begun:
             self.models[:] = server
 
     def models_for(self, clients: Tensor) -> Tensor:
-        """Return each client's own model, ``[k, P]``."""
+        """Return the model of each client, ``[k, P]``."""
         return self.models[clients.to(self.models.device)]
 
     def update(self, clients: ClientUpdate) -> None:
-        """Keep updates until all are there."""
+        """Store updates until the end of the round."""
         self.ids.append(clients.clients.to(self.models.device))  # type: ignore[union-attr]
         self.deltas.append(clients.delta.clone())  # type: ignore[union-attr]
 
     def compute(self) -> Tensor:
-        """Mix the clients' models, and return their mean."""
+        """Mix the client models, and return their mean."""
         if not (found := self.gather_by_client("ids", "deltas")):
             return self.server
         ids, deltas = found

@@ -1,4 +1,4 @@
-"""What rules share that merge networks by matching their neurons."""
+"""Base class of rules that merge client networks by matching neurons."""
 
 from __future__ import annotations
 
@@ -32,52 +32,54 @@ if TYPE_CHECKING:
 
 
 class NeuronMatching(Aggregator):
-    r"""Networks that were trained apart, merged by matching their neurons; what such rules share.
+    r"""Base class of rules that merge independently trained networks by matching their neurons.
 
-    Clients start from networks of their own. After a round their hidden neurons are matched, layer
-    by layer, and merged. The module has the merged network, of the widths that were inferred, when
-    it is validated, tested and saved, and the clients' own in training.
+    Each client starts from its own network. After a round, the hidden neurons of all clients are
+    matched layer by layer and merged. The widths of the merged network are inferred. The module
+    holds the merged network for validation, testing and saving, and client networks for training.
 
-    Options that are None are searched: of all combinations whose merged network is within
-    ``tolerance`` of the best training accuracy (of the round's clients) the narrowest is taken.
+    Options that are None are searched. Among all combinations with a merged network within
+    ``tolerance`` of the best training accuracy (on the clients of the round), the narrowest network
+    is selected.
 
-    Defaults are those of the authors' program (IBM/probabilistic-federated-neural-matching) for
-    what is searched, ``std``, ``bias_mean``, ``sweeps`` and ``accept``. Where the program departs
-    from the paper the default is the paper's: the program has ``popularity=1``, the paper's
-    equations give 2. Limits are left out: the program has ``cap=10`` and ``max_width=700``, and
-    takes the best training accuracy of a search (``tolerance=0``).
+    The search values and the defaults of ``std``, ``bias_mean``, ``sweeps`` and ``accept`` are from
+    the authors' program (IBM/probabilistic-federated-neural-matching). Where the program differs
+    from the paper, the default follows the paper: the program uses ``popularity=1``, and the
+    paper's equations give 2. There are no limits by default: the program uses ``cap=10`` and
+    ``max_width=700``, and selects the best training accuracy of a search (``tolerance=0``).
 
     Args:
-        gamma: :math:`\gamma_0`: the larger, the wider.
-        client_variance: :math:`\sigma^2`, the variance of a client's weights around the atom's.
-        prior_variance: :math:`\sigma_0^2`, the variance of atoms around the prior's mean.
-        widths: Hidden neurons of client ``i`` are ``widths[i % len(widths)]`` in each layer, at
-            most as many as the module's; None is the module's.
-        start: Where clients start from in their first round: ``own`` draws each client's network
-            anew, ``server`` is the module's, the same for all.
-        std: Standard deviation of weights that are drawn, with biases of ``bias_mean``; None lets
-            the layers draw both themselves, as torch does.
-        bias_mean: Mean of biases in the prior.
-        sweeps: Over clients, in the first round; three at most in later ones.
-        popularity: How much it counts who else has an atom; see
+        gamma: Concentration :math:`\gamma_0`. Larger values give wider networks.
+        client_variance: Variance :math:`\sigma^2` of client weights around the atom.
+        prior_variance: Variance :math:`\sigma_0^2` of atoms around the prior mean.
+        widths: Hidden widths of the client networks: client ``i`` has ``widths[i % len(widths)]``
+            neurons in each hidden layer, at most as many as the module. None uses the widths of the
+            module.
+        start: Initial network of a client. ``own`` draws a new network for each client. ``server``
+            uses the network of the module for all clients.
+        std: Standard deviation of the initial weights. Initial biases are ``bias_mean``. None uses
+            the default initialization of the layers.
+        bias_mean: Prior mean of biases.
+        sweeps: Number of sweeps over clients in the first round. Later rounds use at most three.
+        popularity: Weight of the number of other clients that have an atom; see
             :class:`~lightning_fl.functional.matching.Process`.
-        cap: Counts of an atom above it count as this.
-        max_width: Neurons of a merged layer from which on each client may add only one (or as many
-            as it has more than the layer). None is no limit.
-        tolerance: See above.
-        seed: Of starts and orders; None is that of ``seed_everything``, else 0.
-        accept: ``always`` keeps the assignment that a sweep finds for a client, ``improvement``
-            only where it raises the objective; see
-            :func:`~lightning_fl.functional.matching.match`.
+        cap: Upper bound on the counts of an atom. None means no bound.
+        max_width: Width of a merged layer from which each client may add only one neuron (or as
+            many as it has more than the layer). None means no limit.
+        tolerance: Maximum loss of training accuracy in the search for the narrowest network.
+        seed: Seed of initial networks and client orders. None uses the seed of
+            ``seed_everything``, or 0.
+        accept: ``always`` accepts every new assignment of a sweep. ``improvement`` accepts it only
+            if it increases the objective; see :func:`~lightning_fl.functional.matching.match`.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the module has
             hidden neurons that cannot be matched.
     """
 
-    #: Buffers whose shapes depend on what was matched.
+    #: Buffers with shapes that depend on the matching.
     grown: ClassVar[tuple[str, ...]] = ("starts", "known", "merged", "shapes", "places")
-    #: Whether later rounds keep the options that the search of the first round has found.
+    #: True if later rounds keep the options found by the search of the first round.
     searches_once: ClassVar[bool] = False
     starts: Tensor
     base: Tensor
@@ -124,7 +126,7 @@ class NeuronMatching(Aggregator):
             seed=seed,
             accept=accept,
         )
-        # As attributes, too: tables, reports and checkpoints describe a rule by its arguments.
+        # Also as attributes: tables, reports and checkpoints describe a rule by its arguments.
         vars(self).update((k, v) for k, v in vars(self.settings).items() if k != "start")
         self.chain: LayerStack | None = None
         self._in_training: ClientNetworks | None = None
@@ -132,57 +134,57 @@ class NeuronMatching(Aggregator):
         self._merged: tuple[list[int], list[Layers]] = ([], [])
         self._figures: dict[str, float] = {}
 
-    # --- what a rule decides ------------------------------------------------------------------
+    # --- subclass interface -------------------------------------------------------------------
 
     @property
     @abstractmethod
     def layer(self) -> int | None:
-        """The layer that the round matches, those below being fixed; None if it matches all."""
+        """Layer to match in this round, with lower layers frozen; None means all layers."""
 
     @abstractmethod
     def _first(self, client: int) -> Layers:
-        """Return the network of a client of which nothing is known."""
+        """Return the initial network of a new client."""
 
     @abstractmethod
     def _matched(
         self, ids: Sequence[int], nets: Sequence[Layers], options: MatchingOptions
     ) -> MatchedNetwork:
-        """Merge the networks of clients."""
+        """Merge client networks."""
 
     @abstractmethod
     def _next(self, ids: Sequence[int], nets: Sequence[Layers], merged: MatchedNetwork) -> None:
-        """Note what the next round begins with, after networks were merged."""
+        """Set the initial networks of the next round after a merge."""
 
     # --- the module ---------------------------------------------------------------------------
 
     def setup(self, federation: Federation) -> None:
-        """Refuse a run in which the module cannot have another network."""
+        """Raise an error if the run does not allow replacing the network of the module."""
         super().setup(federation)
         name = type(self).__name__
         if not federation.is_rule(self):
             raise FederationError(
                 f"{name} replaces the module's network and cannot be a stage of"
-                f" {type(federation.aggregator).__name__}: use it alone"
+                f" {type(federation.aggregator).__name__}: use it as the only aggregator"
             )
         if federation.shares_samples:
             raise FederationError(
-                f"{name} replaces the module's network, which processes that share the samples of a"
-                " client have to know beforehand: choose strategy='client_parallel'"
+                f"{name} replaces the module's network, which is not supported if processes share"
+                " the samples of a client: set strategy='client_parallel'"
             )
         if federation.policy is not None and "contributions" in federation.policy.learns_from:
             raise FederationError(
                 f"{type(federation.policy).__name__} learns from the gradient of the global model,"
-                f" and {name} replaces its network: choose another policy"
+                f" and {name} replaces its network: use another policy"
             )
         self._check_classes()
 
     def prepare(self, module: LightningModule, example: Callable[[], Any] | None = None) -> None:
-        """Find the layers of a module, and let it load networks of other widths.
+        """Find the layers of a module, and allow it to load networks of other widths.
 
         Args:
-            module: The user's, with the shapes that clients train.
-            example: Returns a batch ``(x, ...)`` of training samples; None where nothing is
-                trained.
+            module: The user's module, with the shapes that clients train.
+            example: Function that returns a batch ``(x, ...)`` of training samples. None if nothing
+                is trained.
         """
         if self.chain is None or self.chain.module is not module:
             self.chain = LayerStack(module)
@@ -194,29 +196,29 @@ class NeuronMatching(Aggregator):
         last = [*self.chain.layers.values()][-1]
         if self.layer is not None and not any(p.requires_grad for p in last.parameters()):
             raise FederationError(
-                f"{type(self).__name__} trains the last layer alone in its last round, and it is"
-                " frozen (requires_grad): let it be trained, or use PFNM"
+                f"{type(self).__name__} trains only the last layer in its last round, and this"
+                " layer is frozen: set requires_grad=True, or use PFNM"
             )
 
     def _check_classes(self) -> None:
-        """Refuse a class that nobody has: nobody would know its weights."""
+        """Raise an error for a class without samples: its output weights would be undefined."""
         if (counts := self.class_counts) is None:
             return
         classes = self._clients.shapes[-1][0]
         if counts.shape[1] > classes:
             raise FederationError(
                 f"labels go up to {counts.shape[1] - 1}, the network has {classes}"
-                " outputs: give it one for each class"
+                " outputs: use one output per class"
             )
         if absent := (counts.sum(0) == 0).nonzero()[:, 0].tolist():
             raise FederationError(
-                f"no client has a training sample of class {absent[0]}, of {classes}: nobody could"
-                " know its weights. Give the network as many outputs as there are classes"
+                f"no client has a training sample of class {absent[0]}, of {classes}: the weights"
+                " of this output would be undefined. Use one output per class"
             )
 
     @property
     def class_counts(self) -> Tensor | None:
-        """Training samples of each client and class, ``[clients, classes]``; None if unknown."""
+        """Number of training samples per client and class, ``[clients, classes]``, or None."""
         counts = None if self.federation is None else self.federation.class_counts
         if counts is None or self._in_training is None:
             return counts
@@ -228,22 +230,22 @@ class NeuronMatching(Aggregator):
 
     @property
     def module_chain(self) -> LayerStack:
-        """The layers of the module."""
+        """Layers of the module."""
         if self.chain is None:
             raise FederationError(
-                f"{type(self).__name__} has to know the module: use it in a FederatedLoop"
+                f"{type(self).__name__} requires the module: use it in a FederatedLoop"
             )
         return self.chain
 
     @property
     def _clients(self) -> ClientNetworks:
-        """The networks of clients, known in a fit."""
+        """Client networks, available during a fit."""
         chain = self.module_chain
         assert self._in_training is not None, f"{type(chain.module).__name__} is not being trained"
         return self._in_training
 
     def load_client_network(self) -> None:
-        """Give the module the shapes that clients train and the server's vector; fix layers."""
+        """Load the client shapes and the global vector into the module, and freeze layers."""
         chain, clients = self.module_chain, self._clients
         if chain.shapes != clients.shapes:
             is_begun = self.server.numel() > 0
@@ -252,10 +254,10 @@ class NeuronMatching(Aggregator):
             chain.freeze(self.layer)
 
     def load_global_network(self, score: Callable[[], float] | None = None) -> None:
-        """Merge what clients returned, and give the module the network.
+        """Merge the client networks, and load the merged network into the module.
 
         Args:
-            score: Returns the training accuracy of the module as it is.
+            score: Function that returns the training accuracy of the module in its current state.
         """
         if self._returned is not None:
             self._merge(score)
@@ -265,7 +267,7 @@ class NeuronMatching(Aggregator):
             self.module_chain.freeze(0)
 
     def returned(self) -> tuple[list[int], list[Layers]]:
-        """Return the clients that were merged last, and their networks; once."""
+        """Return and clear the last merged clients and their networks."""
         returned, self._merged = self._merged, ([], [])
         return returned
 
@@ -281,31 +283,31 @@ class NeuronMatching(Aggregator):
         self._figures = {}
 
     def reset(self) -> None:
-        """Forget the updates of the round, also those that are still to be merged."""
+        """Clear the updates of the round, including those not yet merged."""
         super().reset()
         self._returned = None
 
     def allocate(self, server: Tensor) -> None:
-        """Declare the updates of the round, and what outlives it."""
+        """Declare the updates of the round, and the persistent buffers."""
         for name in ("ids", "deltas"):
             self.add_state(name, [], dist_reduce_fx="cat")
         device = server.device
-        #: What the module holds in training between clients: its own start.
+        #: Initial vector of the module, which it holds in training between clients.
         self.register_buffer("base", server.clone())
-        #: What each client starts from, ``[places, P]``, and whether it is known.
+        #: Initial vector of each client, ``[places, P]``, and a mask of the valid rows.
         self.register_buffer("starts", server.new_zeros(PLACES, len(server)))
         self.register_buffer("known", torch.zeros(PLACES, dtype=torch.bool, device=device))
         #: The merged network as a vector, and the shapes of its layers, ``[layers, 2]``.
         self.register_buffer("merged", server.new_zeros(0))
         self.register_buffer("shapes", torch.zeros(0, 2, dtype=torch.int64))
-        #: The assignments of the last round, see :func:`assignment_table`.
+        #: Assignments of the last round; see :func:`assignment_table`.
         self.register_buffer("places", torch.zeros(0, 0, 0, dtype=torch.int64))
         #: The last round's gamma, client_variance and prior_variance.
         self.register_buffer("chosen", torch.zeros(3, dtype=torch.float64))
         self.register_buffer("round", torch.zeros((), dtype=torch.int64))
 
     def models_for(self, clients: Tensor) -> Tensor:
-        """Return what each client starts from, ``[k, P]``."""
+        """Return the initial vector of each client, ``[k, P]``."""
         ids = clients.to(self.known.device)
         self.starts = with_place(self.starts, ids)
         self.known = with_place(self.known, ids)
@@ -314,17 +316,17 @@ class NeuronMatching(Aggregator):
         return self.starts[ids]
 
     def _start_with(self, client: int, layers: Layers) -> None:
-        """Let a client start from a network."""
+        """Set the initial network of a client."""
         self.starts[client] = self._clients.vector(layers).to(self.starts)
         self.known[client] = True
 
     def update(self, clients: ClientUpdate) -> None:
-        """Keep updates until all are there."""
+        """Store updates until the end of the round."""
         self.ids.append(clients.clients.to(self.starts.device))  # type: ignore[union-attr]
         self.deltas.append(clients.delta.clone())  # type: ignore[union-attr]
 
     def compute(self) -> Tensor:
-        """Take the clients' networks; they are merged by :meth:`load_global_network`."""
+        """Collect the client networks. :meth:`load_global_network` merges them."""
         if joined := self.gather_by_client("ids", "deltas"):
             ids, deltas = joined
             ends = self.models_for(ids) + deltas
@@ -335,12 +337,12 @@ class NeuronMatching(Aggregator):
     # --- merging ------------------------------------------------------------------------------
 
     def _merge(self, score: Callable[[], float] | None) -> None:
-        """Merge the networks that clients returned."""
+        """Merge the collected client networks."""
         assert self._returned is not None
         (returned, networks), self._returned = self._returned, None
         layer, usable = self.layer, self.assignments() if self.layer else returned.tolist()
         rows = [row for row, client in enumerate(returned.tolist()) if client in usable]
-        if not rows:  # nobody was in the rounds of all layers below: begin with the lowest again
+        if not rows:  # no client was in the rounds of all lower layers: restart with the lowest
             self.round.zero_()
             return
         ids = [returned.tolist()[row] for row in rows]
@@ -373,14 +375,15 @@ class NeuronMatching(Aggregator):
     def _best(
         self, ids: Sequence[int], nets: Sequence[Layers], score: Callable[[], float] | None
     ) -> tuple[MatchedNetwork, MatchingOptions, dict[str, float]]:
-        """Merge with the options that were given, or those that the search finds."""
+        """Merge with the given options, or with those found by the search."""
         settled = self.chosen.tolist() if self.searches_once and self.round > 0 else None
         tried = candidates(self.settings, int(self.round), settled)
         if len(tried) == 1:
             return self._matched(ids, nets, tried[0]), tried[0], {}
         if score is None:
             raise FederationError(
-                f"{type(self).__name__} searches its options on training samples: give them all"
+                f"{type(self).__name__} searches options that are None on training samples, and"
+                " there are none: set gamma, client_variance and prior_variance"
             )
         training_accuracy = score
 
@@ -390,15 +393,15 @@ class NeuronMatching(Aggregator):
             return training_accuracy(), sum(merged.widths)
 
         best, accuracy = narrowest(tried, self.settings.tolerance, scored)
-        # Again, with the same orders: to keep all of them would take much memory.
+        # Merge again with the same orders: keeping all merged networks takes too much memory.
         return self._matched(ids, nets, best), best, {"train_accuracy": accuracy}
 
     def _orders(self) -> torch.Generator:
-        """Return where the orders of the round's matching come from."""
+        """Return the generator of the client orders of this round."""
         return generator(run_seed(self.settings.seed), RandomStream.NEURONS, 0, int(self.round))
 
     def _counts(self, ids: Sequence[int]) -> Tensor | None:
-        """Return samples of each client and class; of a class that nobody has, one each."""
+        """Return samples per client and class, with ones for classes without samples."""
         if self.class_counts is None:
             return None
         counts = self.class_counts[list(ids)]
@@ -409,11 +412,11 @@ class NeuronMatching(Aggregator):
         return read_table(self.places)
 
     def metrics(self) -> dict[str, float]:
-        """Return widths, neurons that went into them, clients of an atom, objective, options."""
+        """Return widths, number of client neurons, mean clients per atom, objective and options."""
         return self._figures
 
     def plot(self) -> Figure | None:
-        """Draw which atoms each client's neurons became, a panel a hidden layer."""
+        """Draw the atoms of each client, one panel per hidden layer."""
         if not (assignments := self.assignments()):
             return None
         return draw_assignments(assignments, self.shapes[:-1, 0].tolist())
@@ -421,24 +424,24 @@ class NeuronMatching(Aggregator):
     # --- checkpoints --------------------------------------------------------------------------
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Make place for as many neurons and clients as a checkpoint has."""
+        """Resize the buffers to the neurons and clients of the checkpoint."""
         make_place(self, self.grown, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if "merged" in self._buffers:
             self._check_loaded()
 
     def _check_loaded(self) -> None:
-        """Refuse networks that are of other shapes than they say."""
+        """Raise an error if the shapes of the loaded networks are inconsistent."""
         fits = self.starts.shape == (len(self.known), len(self.base))
         try:
             widths = [len(bias) for _, bias in self.network()] if len(self.merged) else []
-        except (RuntimeError, ValueError):  # of other sizes, or of another number of layers
+        except (RuntimeError, ValueError):  # wrong sizes, or a wrong number of layers
             fits, widths = False, []
-        # The widths of clients are not known where nothing is trained.
+        # Client widths are unknown if nothing is trained.
         neurons = None if self._in_training is None else self._in_training.widths
         if not (fits and table_fits(self.places, widths[:-1], len(self.known), neurons)):
             raise FederationError(
-                f"the checkpoint has a network of {len(self.merged)} numbers in layers of"
-                f" {self.shapes.tolist()}, those of clients {list(self.starts.shape)}, and"
-                f" assignments of their neurons {list(self.places.shape)}: they do not fit"
+                f"the checkpoint is inconsistent: it has a network of {len(self.merged)} numbers in"
+                f" layers {self.shapes.tolist()}, client networks {list(self.starts.shape)}, and"
+                f" assignments {list(self.places.shape)}"
             )

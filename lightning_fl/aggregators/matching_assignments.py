@@ -1,4 +1,4 @@
-"""Tables of assignments: the atoms that clients' neurons became."""
+"""Tables of assignments from client neurons to atoms."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Assignments = Mapping[int, Sequence[Sequence[int]]]
 def assignment_table(clients: Sequence[int], matchings: Sequence[Matching]) -> Tensor:
     """Return assignments as one tensor, ``[clients, layers, 1 + neurons]``.
 
-    A row is the number of the client, then the atom of each of its neurons, then -1.
+    A row holds the client index, the atom of each neuron, and padding of -1.
 
     Args:
-        clients: Number of each client.
+        clients: Client indices.
         matchings: Matching of each hidden layer.
     """
     most = max(len(atoms) for matching in matchings for atoms in matching.assignments)
@@ -54,13 +54,13 @@ def table_fits(
     clients: int,
     neurons: Callable[[int], Sequence[int]] | None = None,
 ) -> bool:
-    """Say whether a table maps neurons to atoms that there are, each to one of its own.
+    """Return True if a table maps the neurons of each client to distinct existing atoms.
 
     Args:
-        table: See :func:`assignment_table`.
+        table: Table of :func:`assignment_table`.
         widths: Number of atoms of each hidden layer.
-        clients: Number of clients that there may be.
-        neurons: Returns the hidden widths of a client; None where they are not known.
+        clients: Upper bound on client indices.
+        neurons: Function that returns the hidden widths of a client. None if they are unknown.
 
     Example:
         >>> table_fits(torch.tensor([[[0, 2, 1]]]), widths=[3], clients=1)
@@ -87,10 +87,10 @@ def table_fits(
 
 
 def draw_assignments(assignments: Assignments, widths: Sequence[int]) -> Figure:
-    """Draw which atoms each client's neurons became, a panel a hidden layer.
+    """Draw the atoms of each client, one panel per hidden layer.
 
     Args:
-        assignments: Atoms of one client or more.
+        assignments: Atoms of at least one client.
         widths: Number of atoms of each hidden layer.
     """
     from matplotlib.figure import Figure
@@ -104,7 +104,7 @@ def draw_assignments(assignments: Assignments, widths: Sequence[int]) -> Figure:
         order = has.sum(0).argsort(descending=True, stable=True)
         axes.imshow(has[:, order].numpy(), aspect="auto", cmap="Greys", interpolation="nearest")
         axes.set(
-            xlabel=f"{width} neurons, those of most clients first",
+            xlabel=f"{width} neurons, by decreasing number of clients",
             ylabel=f"client, layer {layer + 1}",
             yticks=range(len(assignments)),
             yticklabels=list(assignments),

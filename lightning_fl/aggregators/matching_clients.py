@@ -1,4 +1,4 @@
-"""The networks of clients, which may be narrower than the module's, and what they begin as."""
+"""Client networks, which may be narrower than the module, and their initialization."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Shapes = list[tuple[int, int]]
 
 
 class ClientNetworks:
-    """Networks of clients, and the vectors of the module's shape that they are sent as.
+    """Convert between client networks and parameter vectors of the module.
 
-    A client that is narrower than the module fills its vector up with neurons of weight zero.
+    The vector of a client that is narrower than the module is padded with neurons of weight zero.
 
     Args:
-        chain: The layers of the module, with the shapes that clients train.
+        chain: Layers of the module, with the shapes that clients train.
         options: Options of the rule.
     """
 
     def __init__(self, chain: LayerStack, options: MatchingRuleOptions) -> None:
         self.chain, self.options = chain, options
-        #: Shapes of the module's layers, and what it came with.
+        #: Shapes of the module's layers, and its initial network.
         self.shapes, self.initial = chain.shapes, chain.read()
 
     def widths(self, client: int) -> list[int]:
@@ -49,7 +49,7 @@ class ClientNetworks:
         return list(zip(outs, ins, strict=True))
 
     def network(self, vector: Tensor, client: int) -> Layers:
-        """Return the network of a client."""
+        """Return the network of a client from its vector."""
         return self._narrowed(self.chain.unpack(vector, self.shapes), client)
 
     def vector(self, layers: Layers) -> Tensor:
@@ -57,11 +57,11 @@ class ClientNetworks:
         return self.chain.pack(padded(layers, self.shapes))
 
     def first(self, client: int, server: Tensor) -> Layers:
-        """Return the network that a client begins with.
+        """Return the initial network of a client.
 
         Args:
-            client: Number of the client.
-            server: The vector of the module's network.
+            client: Client index.
+            server: Parameter vector of the module.
         """
         if self.options.start == "server":
             return self.network(server.clone(), client)
@@ -77,34 +77,34 @@ class ClientNetworks:
         return self._narrowed(layers, client)
 
     def check(self, example: Any, rule: str) -> None:
-        """Refuse a module whose neurons cannot be matched, and widths that do not fit it.
+        """Raise an error if the module cannot be matched, or if widths do not fit it.
 
         Args:
-            example: A batch ``(x, ...)`` of training samples.
-            rule: Name of the rule, for errors.
+            example: Batch ``(x, ...)`` of training samples.
+            rule: Name of the rule for error messages.
         """
         if not (isinstance(example, list | tuple) and isinstance(example[0], Tensor)):
             raise FederationError(
-                f"{rule} looks at what the module makes of x in a batch (x, ...), and a batch is a"
-                f" {type(example).__name__}: let the data be such tuples"
+                f"{rule} requires batches (x, ...) with a tensor x, got a batch of type"
+                f" {type(example).__name__}: return such tuples from the dataset"
             )
         try:
             is_inert = self.chain.check_order(example[0])
         except NotImplementedError as error:
             raise FederationError(
-                f"{rule} looks at what the module makes of x, and"
-                f" {type(self.chain.module).__name__} has no forward(x): write one"
+                f"{rule} requires forward(x), and {type(self.chain.module).__name__} has none:"
+                " implement it"
             ) from error
         narrow = min(width for width, _ in self.shapes[:-1])
         if (widths := self.options.widths) is not None and max(widths) > narrow:
             raise FederationError(
-                f"widths has {max(widths)} neurons, the module's network {narrow}: give the"
-                " module the width of the widest client"
+                f"widths has {max(widths)} neurons, the module's network {narrow}: use a module as"
+                " wide as the widest client"
             )
         if widths is not None and not is_inert:
             raise FederationError(
-                "widths gives clients networks of different widths, and the module's activation"
-                " does not map 0 to 0: use ReLU or tanh, or leave widths out"
+                "widths requires an activation that maps 0 to 0, and the module's does not: use"
+                " ReLU or tanh, or remove widths"
             )
 
     def _narrowed(self, layers: Layers, client: int) -> Layers:
@@ -116,9 +116,9 @@ def padded(layers: Layers, shapes: Shapes, bias: float = 0.0) -> Layers:
     """Add neurons of weight zero to a network.
 
     Args:
-        layers: The network.
-        shapes: Shapes that its layers are to have.
-        bias: Bias of the neurons that are added.
+        layers: Layers of the network.
+        shapes: Target shapes of the layers.
+        bias: Bias of the added neurons.
 
     Example:
         >>> padded([(torch.ones(1, 1), torch.ones(1))], [(2, 1)], bias=0.5)

@@ -1,4 +1,4 @@
-"""Options of the rules that merge networks by matching their neurons."""
+"""Options of the neuron matching rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_fl.types import FederationError
 
 @dataclass(frozen=True)
 class MatchingRuleOptions:
-    """Options that all neural matching rules have; ``NeuronMatching`` describes each.
+    """Options of all neuron matching rules; see ``NeuronMatching`` for their description.
 
     Raises:
         FederationError: If an option is out of range.
@@ -46,7 +46,7 @@ class MatchingRuleOptions:
             if value is not None and not (is_number and 0 < value < math.inf):
                 raise FederationError(f"{name} must be positive and finite, or null, got {value!r}")
         if widths is not None and not (isinstance(widths, list | tuple) and widths):
-            raise FederationError(f"widths must be a list of one number or more, got {widths!r}")
+            raise FederationError(f"widths must be a non-empty list of numbers, got {widths!r}")
         for i, width in enumerate(widths or ()):
             check_whole(f"widths[{i}]", width)
         check_least("widths", min(widths) if widths else None, 1)
@@ -54,18 +54,18 @@ class MatchingRuleOptions:
         check_least("tolerance", self.tolerance, 0)
         if self.start not in ("own", "server"):
             raise FederationError(f"start must be own or server, got {self.start!r}")
-        self.matching(1.0, 1.0, 1.0)  # checks the others
+        self.matching(1.0, 1.0, 1.0)  # validates the other options
 
     def matching(
         self, gamma: float, client_variance: float, prior_variance: float, round: int = 0
     ) -> MatchingOptions:
-        """Return the options of one matching.
+        """Return the options of a single matching.
 
         Args:
-            gamma: Given, or one of those that are searched.
-            client_variance: See ``gamma``.
-            prior_variance: See ``gamma``.
-            round: Number of the round; all but the first, 0, sweep three times at most.
+            gamma: Value of ``gamma``, given or from the search.
+            client_variance: Value of ``client_variance``, given or from the search.
+            prior_variance: Value of ``prior_variance``, given or from the search.
+            round: Round index, from 0. Rounds after the first make at most three sweeps.
         """
         return MatchingOptions(
             client_variance,

@@ -1,4 +1,4 @@
-"""The search over those options of a matching that are not given."""
+"""Search over the matching options that are not given."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from itertools import product
 from lightning_fl.aggregators.matching_options import MatchingRuleOptions
 from lightning_fl.functional.networks import MatchingOptions
 
-#: Values of gamma, client_variance and prior_variance that are tried where they are None (the
-#: authors' program).
+#: Values of gamma, client_variance and prior_variance to try if they are None (from the authors'
+#: program).
 SEARCHED = ((1.0, 1e-3, 50.0), (1.0, 0.1, 0.5), (1.0, 10.0))
 
 
 def candidates(
     options: MatchingRuleOptions, round: int, settled: Sequence[float] | None = None
 ) -> list[MatchingOptions]:
-    """Return all combinations of the options that are given and those that are searched.
+    """Return all combinations of given and searched options.
 
     Args:
         options: Options of the rule.
-        round: Number of the round, from 0.
-        settled: Values of gamma, client_variance and prior_variance that a search has found before.
+        round: Round index, from 0.
+        settled: Values of gamma, client_variance and prior_variance from an earlier search.
     """
     given = settled or (options.gamma, options.client_variance, options.prior_variance)
     axes = [
@@ -38,12 +38,12 @@ def narrowest(
     tolerance: float,
     score: Callable[[MatchingOptions], tuple[float, int]],
 ) -> tuple[MatchingOptions, float]:
-    """Return the options of the narrowest network that is accurate enough, and its accuracy.
+    """Return the options of the narrowest network within the tolerance, and its accuracy.
 
     Args:
-        tried: What is tried, one after another.
-        tolerance: By how much the accuracy may be below the best.
-        score: Returns accuracy and width of the network that is merged with these options.
+        tried: Options to try.
+        tolerance: Maximum difference from the best accuracy.
+        score: Function that returns accuracy and width of the network merged with given options.
 
     Example:
         >>> scores = {1.0: (0.90, 30), 2.0: (0.89, 20), 3.0: (0.5, 10)}

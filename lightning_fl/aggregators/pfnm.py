@@ -1,4 +1,4 @@
-"""Networks that were trained apart, fused once by matching their neurons."""
+"""Probabilistic federated neural matching."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from lightning_fl.types import FederationError
 class PFNM(NeuronMatching):
     r"""Probabilistic federated neural matching (Yurochkin et al., 2019).
 
-    Clients start from networks of their own, trained apart; after a round their hidden neurons are
-    matched, the top layer first: :func:`~lightning_fl.functional.networks.match_networks`. Filters
-    of convolutions are neurons. One round of several local epochs is the paper's one-shot setting.
-    In further rounds each client starts from the neurons that its own were matched to;
-    ``Proximal`` then is the paper's pull towards them. The matching goes on from that of the last
-    round, as in the authors' program (``pfnm_communication.py``): clients that were in it begin
-    with the atoms that their neurons had, the others are placed greedily, and sweeps follow.
+    Each client starts from its own network. After a round, hidden neurons are matched from the top
+    layer down (:func:`~lightning_fl.functional.networks.match_networks`). Filters of convolutions
+    are treated as neurons. One round of several local epochs is the paper's one-shot setting. In
+    further rounds each client starts from the atoms that its neurons were matched to; add
+    ``Proximal`` for the paper's regularization towards them. The matching is initialized from the
+    previous round, as in the authors' program (``pfnm_communication.py``): clients of that round
+    keep the atoms of their neurons, other clients are assigned greedily, and sweeps follow.
 
     Args:
         gamma: See :class:`NeuronMatching`.
         client_variance: See :class:`NeuronMatching`.
         prior_variance: See :class:`NeuronMatching`.
-        restart: What a client starts the next round from: ``matched`` neurons, or its ``own``
-            network as it was: then nothing is ever sent to it. In a stream class counts are those
-            of the round's samples, not of all that a network has seen.
-        matching_start: Where the matching of a round after the first starts: ``previous`` is the
-            last round's assignment, ``greedy`` matches all clients anew.
-        options: Others of :class:`NeuronMatching`.
+        restart: Initial network of a client in the next round. ``matched`` uses the atoms of its
+            neurons. ``own`` keeps its network unchanged, so that clients receive no model. In a
+            stream, class counts are those of the samples of the round, not of all samples that a
+            network was trained on.
+        matching_start: Initial assignment in rounds after the first. ``previous`` uses the
+            assignment of the last round, ``greedy`` matches all clients from scratch.
+        options: Other arguments of :class:`NeuronMatching`.
 
     Raises:
-        FederationError: If an option is out of range, or see :class:`NeuronMatching`.
+        FederationError: If an option is out of range; see also :class:`NeuronMatching`.
 
     Example:
         >>> rule = PFNM(gamma=1.0, client_variance=1.0, prior_variance=10.0)
@@ -77,13 +78,13 @@ class PFNM(NeuronMatching):
         return match_networks(nets, counts, options, start=start, generator=self._orders())
 
     def _next(self, ids: Sequence[int], nets: Sequence[Layers], merged: MatchedNetwork) -> None:
-        """Let clients start from what their neurons were matched to, or from their own."""
+        """Set the next initial networks: matched atoms, or the clients' own networks."""
         for row, client in enumerate(ids):
             own = self.restart == "own"
             self._start_with(client, list(nets[row]) if own else merged.of_client(row))
 
     def _start(self, ids: Sequence[int]) -> list[list[Tensor | None]] | None:
-        """Return the last assignment of each hidden layer and client; None of other clients."""
+        """Return the last assignment per hidden layer and client, None for new clients."""
         goes_on = self.matching_start == "previous" and self.round > 0
         last = self.assignments() if goes_on else {}
         if last.keys().isdisjoint(ids):

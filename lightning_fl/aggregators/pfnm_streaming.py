@@ -1,4 +1,4 @@
-"""Neural matching of data that arrive in steps."""
+"""Probabilistic federated neural matching of data streams."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from lightning_fl.types import FederationError
 
 
 class LayerPosterior(nn.Module):
-    """What the steps of a stream have taught of a hidden layer, for all clients.
+    """Posterior of a hidden layer after the past steps of a stream, for all clients.
 
     Args:
-        device: Where it is kept.
+        device: Device of the buffers.
     """
 
     sums: Tensor
@@ -43,12 +43,12 @@ class LayerPosterior(nn.Module):
             self.register_buffer(name, empty)
 
     def posterior(self, clients: Sequence[int], steps: int) -> Posterior:
-        """Return the posterior for some ``clients`` after so many ``steps``."""
+        """Return the posterior for ``clients`` after ``steps`` steps."""
         uses = with_place(self.uses.cpu(), torch.tensor(clients))[list(clients)]
         return Posterior(self.sums.cpu(), self.precisions.cpu(), uses, steps)
 
     def learn(self, clients: Sequence[int], posterior: Posterior) -> None:
-        """Take over the ``posterior`` of a step in which these ``clients`` were."""
+        """Store the ``posterior`` of a step with these ``clients``."""
         rows = with_place(self.uses, torch.tensor(clients))
         uses = rows.new_zeros(len(rows), posterior.uses.shape[1])
         uses[:, : rows.shape[1]] = rows
@@ -57,14 +57,14 @@ class LayerPosterior(nn.Module):
         self.uses = uses
 
     def drawn(self, client: int, count: int, random: torch.Generator) -> Tensor:
-        """Draw ``count`` different atoms, in proportion to the steps in which a client had them."""
+        """Draw ``count`` distinct atoms, in proportion to the client's steps with each atom."""
         weights = with_place(self.uses.cpu(), torch.tensor([client]))[client] + 1e-9
         if (count := min(max(count, 0), len(weights))) == 0:
             return torch.arange(0)
         return torch.multinomial(weights, count, generator=random)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Make place for as many atoms and clients as a checkpoint has."""
+        """Resize the buffers to the atoms and clients of the checkpoint."""
         make_place(self, list(self._buffers), state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -72,24 +72,25 @@ class LayerPosterior(nn.Module):
 class StreamingPFNM(NeuronMatching):
     r"""Neural matching of a stream (Yurochkin et al., 2019, section 3.3 and supplement 3).
 
-    A round is a step :math:`s` of a stream: data modules have ``stream_steps``. The posterior of a
-    step is the prior of the next. Before step :math:`s + 1` client :math:`j` draws neurons of the
-    global network, each in proportion to :math:`m_{ji}`, the steps in which it had neuron :math:`i`
-    (others only where these are too few), adds ``fresh`` ones at the prior's mean, and noise.
+    Each round is a step :math:`s` of a stream; set ``stream_steps`` of the data module. The
+    posterior of a step is the prior of the next. Before step :math:`s + 1` client :math:`j` draws
+    neurons of the global network in proportion to :math:`m_{ji}`, the number of steps in which it
+    had neuron :math:`i`. It draws neurons with :math:`m_{ji} = 0` only if there are too few others.
+    Then ``fresh`` neurons at the prior mean and noise are added.
 
-    What is searched is searched in the first step, and kept.
+    Options are searched in the first step, and kept for later steps.
 
     Args:
         gamma: See :class:`NeuronMatching`.
         client_variance: See :class:`NeuronMatching`.
         prior_variance: See :class:`NeuronMatching`.
-        fresh: Neurons of each hidden layer that a client begins a step with at the prior's mean:
-            those that it may use for something new.
-        noise: Standard deviation of what is added to all weights a client begins with.
-        options: Those of :class:`NeuronMatching`.
+        fresh: Number of neurons per hidden layer that start each step at the prior mean. They can
+            learn new features.
+        noise: Standard deviation of the noise added to all initial weights of a client.
+        options: Other arguments of :class:`NeuronMatching`.
 
     Raises:
-        FederationError: If an option is out of range, or see :class:`NeuronMatching`.
+        FederationError: If an option is out of range; see also :class:`NeuronMatching`.
 
     Example:
         >>> rule = StreamingPFNM(gamma=1.0, client_variance=1.0, prior_variance=10.0, fresh=5)
@@ -115,14 +116,14 @@ class StreamingPFNM(NeuronMatching):
             gamma=gamma, client_variance=client_variance, prior_variance=prior_variance, **options
         )
         if not isinstance(fresh, int):
-            raise FederationError(f"fresh must be a whole number, got {fresh!r}")
+            raise FederationError(f"fresh must be an integer, got {fresh!r}")
         for name, value in (("fresh", fresh), ("noise", noise)):
             if not 0 <= value < math.inf:
                 raise FederationError(f"{name} must be at least 0, got {value}")
         self.fresh, self.noise = fresh, noise
 
     def allocate(self, server: Tensor) -> None:
-        """Declare what a stream teaches, too."""
+        """Declare also the posterior of the stream."""
         super().allocate(server)
         hidden = 0 if self.chain is None else len(self.chain.layers) - 1
         self.layers = nn.ModuleList(LayerPosterior(server.device) for _ in range(hidden))
@@ -131,10 +132,10 @@ class StreamingPFNM(NeuronMatching):
         self.register_buffer("top", empty)
 
     def posterior(self, ids: Sequence[int]) -> NetworkPosterior:
-        """Return what the steps so far have taught.
+        """Return the posterior after the steps so far.
 
         Args:
-            ids: Clients whose use of atoms is wanted.
+            ids: Client indices for the atom counts.
         """
         if self.round == 0:
             return NetworkPosterior()
@@ -153,7 +154,7 @@ class StreamingPFNM(NeuronMatching):
         return match_networks(nets, counts, options, generator=self._orders(), past=past)
 
     def _next(self, ids: Sequence[int], nets: Sequence[Layers], merged: MatchedNetwork) -> None:
-        """Keep the posterior: all clients start from it."""
+        """Store the posterior, from which all clients start the next step."""
         self.known.fill_(False)
         assert merged.posterior.bias is not None
         self.top = torch.stack(merged.posterior.bias).to(self.top)

@@ -1,4 +1,4 @@
-"""What a differentially private rule refuses of a run."""
+"""Compatibility checks for differentially private rules."""
 
 from __future__ import annotations
 
@@ -14,70 +14,70 @@ from lightning_fl.types import FederationError, configuration
 
 
 def check_run(name: str, federation: Federation) -> None:
-    """Refuse what lets something of single clients out, or passes it from one client to others.
+    """Raise an error if the run would reveal data of single clients or share it between them.
 
     Args:
-        name: Class of the rule.
-        federation: The run.
+        name: Class name of the rule.
+        federation: Description of the run.
 
     Raises:
         FederationError: If an option of the loop, the policy, buffers, a scheduler or the precision
-            would reveal something of a client.
+            would reveal data of a client.
     """
     if federation.min_clients > 1:
         raise FederationError(
-            f"{name} releases a model in every round: a round that keeps the model would reveal how"
-            " many clients returned. Set min_clients=1"
+            f"{name} requires min_clients=1, got {federation.min_clients}: a round that keeps the"
+            " model would reveal the number of returned clients"
         )
     if federation.on_client_error == "raise":
         raise FederationError(
-            f"{name} cannot be combined with on_client_error='raise': a run that ends would reveal"
-            " that a client with an unusable update took part. Set on_client_error='skip'"
+            f"{name} is incompatible with on_client_error='raise': an error would reveal that a"
+            " client with an invalid update was sampled. Set on_client_error='skip'"
         )
     policy = federation.policy
     if policy is not None and policy.learns_from - {"val_loss"}:
         raise FederationError(
-            f"{type(policy).__name__} learns from what single clients report, which {name} hides:"
-            " choose another policy, or let it learn from the validation loss"
+            f"{type(policy).__name__} learns from reports of single clients, which {name} must not"
+            " reveal: use another policy, or let it learn from the validation loss"
         )
     layout = federation.layout
     has_buffers = layout is not None and layout.has_buffers
     if has_buffers and federation.buffers != "server":
         raise FederationError(
-            f"{name} cannot protect buffers that clients change (BatchNorm's running statistics,"
-            " counters): set buffers='server', which keeps the server's, or use a network without"
-            " them"
+            f"{name} does not protect buffers that clients change (BatchNorm running statistics,"
+            " counters): set buffers='server' to keep the global buffers, or use a network without"
+            " buffers"
         )
     if federation.trainer is not None:
         _check_training(name, federation.trainer)
 
 
 def _check_training(name: str, trainer: Trainer) -> None:
-    """Refuse what passes from one client to the others during local training."""
+    """Raise an error if local training would pass data from one client to another."""
     if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
         raise FederationError(
-            f'{name} cannot be combined with a scheduler of interval="step": it continues from the'
+            f'{name} is incompatible with a scheduler of interval="step": it continues from the'
             " client with the most steps, so one client's size would set the learning rate of all."
             ' Set interval="epoch", which counts rounds'
         )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise FederationError(
-            f"{name} cannot be combined with precision={trainer.precision!r}: its loss scale is"
+            f"{name} is incompatible with precision={trainer.precision!r}: its loss scale is"
             " shared, so one client's gradients would change the steps of others. Set"
             " precision='bf16-mixed' or '32-true'"
         )
 
 
 def check_monitors(name: str, trainer: Trainer, of_clients: Collection[str]) -> None:
-    """Refuse decisions that follow metrics of clients, which have no noise.
+    """Raise an error if a callback or scheduler monitors client metrics, which have no noise.
 
-    It is checked when the first round has logged its metrics and before any decision: which hook
-    logs a metric is not known earlier.
+    The check runs after a round has logged its metrics and before they are used, because the hook
+    that logs a metric is not known earlier.
 
     Args:
-        name: Class of the rule.
-        trainer: At the end of a round.
-        of_clients: Names of further metrics that clients determine.
+        name: Class name of the rule.
+        trainer: Trainer at the end of a round.
+        of_clients: Names of additional client metrics.
 
     Raises:
         FederationError: If a callback or a scheduler monitors such a metric.
@@ -99,19 +99,19 @@ def check_monitors(name: str, trainer: Trainer, of_clients: Collection[str]) -> 
         if monitor in unsafe or monitor in of_clients:
             raise FederationError(
                 f"{who} monitors {monitor!r}, which clients report without noise:"
-                f" {name} would not hide them. Monitor a validation metric"
+                f" {name} does not protect it. Monitor a validation metric"
             )
 
 
 def noise_key(federation: Federation) -> int:
-    """Return a digest of everything known that changes what a run computes.
+    """Return a digest of the configuration of the run, to seed the noise.
 
-    Noise is drawn from it: two continuations of one checkpoint with different options do not share
-    the noise of a round, which the difference of their models would otherwise not contain. Paths,
-    the number of processes, vectorization and the number of rounds are not part of it.
+    Two runs that resume from one checkpoint with different options draw different noise. With equal
+    noise, the difference of their models would contain no noise. Paths, the number of processes,
+    vectorization and the number of rounds do not change the digest.
 
     Args:
-        federation: The run, at the start of a fit; outside a fit the digest is 0.
+        federation: Description of the run at the start of a fit. Outside a fit the digest is 0.
     """
     if federation.trainer is None:
         return 0

@@ -1,4 +1,4 @@
-"""Differential privacy of clients."""
+"""Client-level differential privacy."""
 
 from __future__ import annotations
 
@@ -19,46 +19,53 @@ from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
 
 class DPFedAvg(FedOpt):
-    r"""Averaging that is differentially private for each client (McMahan et al., 2018).
+    r"""Federated averaging with client-level differential privacy (McMahan et al., 2018).
 
     .. math:: w^{t+1} = w^t + \frac{1}{m} \Bigl( \sum_{k \in S_t} \Delta_k
         \min\bigl(1, \tfrac{C}{\|\Delta_k\|}\bigr) + N(0, z^2 C^2 I) \Bigr)
 
-    with :math:`m` the number of clients in a round that is expected, whoever returns. Every client
-    counts once. After each round column ``epsilon`` says what all rounds so far have cost
-    (:func:`~lightning_fl.functional.privacy.epsilon`, which says what is promised);
-    ``clip_norm`` is :math:`C`, ``noise`` the standard deviation on each number of the mean.
+    where :math:`m` is the expected number of clients per round, independent of the number of
+    updates received. All clients have equal weight. The metric ``epsilon`` is the privacy loss of
+    all rounds so far (see :func:`~lightning_fl.functional.privacy.epsilon` for the guarantee),
+    ``clip_norm`` is :math:`C`, and ``noise`` is the standard deviation of the noise on each entry
+    of the mean.
 
-    With a ``quantile`` the norm follows the updates (Andrew et al., 2021): a round also releases,
-    with noise, how many were not longer, and the noise of updates grows so that both together cost
-    what they did (:func:`~lightning_fl.functional.privacy.next_clip`,
+    With a ``quantile`` the clipping norm adapts to the updates (Andrew et al., 2021). Each round
+    then also releases a noisy count of the updates within the norm. The noise on the updates is
+    increased so that the total privacy loss is unchanged
+    (:func:`~lightning_fl.functional.privacy.next_clip`,
     :func:`~lightning_fl.functional.privacy.noise_beside_a_count`).
 
-    What is protected is the model, of every round, against anyone who sees it and does not know the
-    run's seed, from which noise and cohorts follow, nor who took part. Not protected are figures
-    that clients report (``train_loss``, numbers of samples), tables of clients, and what happens on
-    a client's way to the server. Noise is drawn in float64 from a generator that is not
-    cryptographic: this is a simulation of a private federation, not a guard of real secrets.
+    The guarantee covers the models of all rounds, against an observer who knows neither the seed of
+    the run, which determines noise and cohorts, nor the sampled clients. It does not cover metrics
+    that clients report (``train_loss``, numbers of samples), per-client tables, or the
+    communication between clients and server. Noise is drawn in float64 from a generator that is not
+    cryptographically secure: use this rule to simulate a private federation, not to protect real
+    data.
 
-    Buffers stay the server's: BatchNorm wants ``buffers: server``, or another network. What is not
-    trained has no noise. ``min_clients`` is refused: each round has its answer, of noise alone
-    where nobody returned. So are policies that learn from what single clients report.
+    Buffers are not updated: networks with BatchNorm require ``buffers: server``. Parameters that
+    are not trained get no noise. ``min_clients`` above 1 is not allowed: every round releases a
+    model, of noise alone if no client returned. Policies that learn from reports of single clients
+    are not allowed either.
 
     Args:
-        noise_multiplier: :math:`z`; 0 is no privacy.
-        clip_norm: :math:`C`; with a ``quantile``, of the first round.
-        delta: :math:`\delta`; None is :math:`N^{-1.1}` of :math:`N` clients.
-        quantile: :math:`\gamma`, the part of updates that the norm shall not shorten; None keeps it
-            fixed.
-        clip_lr: :math:`\eta_C`, how fast the norm follows.
-        count_noise: :math:`\sigma_b`, the noise of the count; None is :math:`m / 20`.
-        optimizer: Of the server, a step for each noisy mean; None is SGD with learning rate 1.
+        noise_multiplier: Noise multiplier :math:`z`. 0 gives no privacy.
+        clip_norm: Clipping norm :math:`C`. With a ``quantile``, the norm of the first round.
+        delta: :math:`\delta` of the guarantee. None means :math:`N^{-1.1}` for :math:`N` clients.
+        quantile: Target fraction :math:`\gamma` of updates that are not clipped. None keeps the
+            norm fixed.
+        clip_lr: Learning rate :math:`\eta_C` of the clipping norm.
+        count_noise: Standard deviation :math:`\sigma_b` of the noise on the count. None means
+            :math:`m / 20`.
+        optimizer: Function that creates the server optimizer, which takes one step per noisy mean.
+            None means SGD with learning rate 1.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if clients would
-            change buffers, ``min_clients`` is more than 1, delta is not less than one client's
-            part, cohorts are drawn in a way that no accountant knows, dp-accounting is not
-            installed, or a checkpoint's cohorts were drawn otherwise.
+            change buffers, ``min_clients`` is more than 1, ``delta`` is not less than 1 divided by
+            the number of clients, the accountant does not support the client sampling,
+            dp-accounting is not installed, or the checkpoint was saved with another client
+            sampling.
 
     Example:
         >>> rule = DPFedAvg(noise_multiplier=0.0, clip_norm=1.0)
@@ -100,7 +107,7 @@ class DPFedAvg(FedOpt):
             if value is not None and not 0 < value < infinity:
                 raise FederationError(f"{name} must be positive and finite, got {value}")
         if clip_lr > 10:
-            raise FederationError(f"clip_lr must be at most 10, got {clip_lr}: the paper has 0.2")
+            raise FederationError(f"clip_lr must be at most 10, got {clip_lr}: the paper uses 0.2")
         if quantile is not None and count_noise is not None:
             noise_beside_a_count(noise_multiplier, count_noise)
         self.noise_multiplier, self.clip_norm = float(noise_multiplier), float(clip_norm)
@@ -108,26 +115,26 @@ class DPFedAvg(FedOpt):
         self.quantile, self.clip_lr, self.count_noise = quantile, clip_lr, count_noise
         self.register_buffer("clip", torch.tensor(self.clip_norm, dtype=torch.float64))
         self.register_buffer("round", torch.zeros((), dtype=torch.int64))
-        #: Noise multipliers of the rounds so far, and of how many rounds each.
+        #: Pairs of a noise multiplier and the number of rounds with it.
         self.ledger: list[tuple[float, int]] = []
         self._figures: dict[str, float] = {}
         self._noise_key = 0
         self._trained: Tensor | None = None
 
     def setup(self, federation: Federation) -> None:
-        """Refuse a run that reveals single clients."""
+        """Raise an error if the run would reveal data of single clients."""
         super().setup(federation)
         name = type(self).__name__
         if not federation.is_rule(self):
             raise FederationError(
-                f"{name} cannot be a stage of {type(federation.aggregator).__name__}: what other"
-                " stages reveal would not be counted. Use it alone"
+                f"{name} cannot be a stage of {type(federation.aggregator).__name__}: the privacy"
+                f" loss of other stages would not be counted. Use {name} as the only aggregator"
             )
         check_run(name, federation)
         self._noise_key = noise_key(federation)
 
     def check_metrics(self, of_clients: Collection[str]) -> None:
-        """Refuse decisions that follow metrics of clients, which have no noise."""
+        """Raise an error if a callback or scheduler monitors client metrics without noise."""
         if self.federation is not None and self.federation.trainer is not None:
             check_monitors(type(self).__name__, self.federation.trainer, of_clients)
 
@@ -137,19 +144,20 @@ class DPFedAvg(FedOpt):
         self._trained = trained
 
     def allocate(self, server: Tensor) -> None:
-        """Refuse what cannot be private; see :meth:`FedOpt.allocate`."""
+        """Check delta and count_noise, and declare states; see :meth:`FedOpt.allocate`."""
         n = self._drawn.clients
         if not self._delta < 1 / n:
             raise FederationError(
-                f"delta={self._delta:g} lets one of {n} clients be given away whole: it must be"
-                f" less than {1 / n:g}"
+                f"delta={self._delta:g} would allow revealing one of {n} clients entirely: delta"
+                f" must be less than {1 / n:g}"
             )
-        epsilon([], self._delta, self._drawn)  # says now that the library is missing
+        epsilon([], self._delta, self._drawn)  # raises early if dp-accounting is missing
         if self.quantile is not None:
             noise_beside_a_count(self.noise_multiplier, self._count_noise)
             if self._count_noise > (size := self._drawn.size):
                 raise FederationError(
-                    f"count_noise={self._count_noise:g} drowns a count of {size} clients: lower it"
+                    f"count_noise must be at most the number of clients per round, {size}, got"
+                    f" {self._count_noise:g}"
                 )
         super().allocate(server)
         zero = torch.zeros((), dtype=torch.float64, device=server.device)
@@ -159,8 +167,8 @@ class DPFedAvg(FedOpt):
     def _drawn(self) -> Cohort:
         if self.federation is None:
             raise FederationError(
-                f"{type(self).__name__} needs to know how clients are drawn: use it in a"
-                " FederatedLoop, or call its setup"
+                f"{type(self).__name__} requires the client sampling: use it in a FederatedLoop, or"
+                " call its setup"
             )
         return self.federation.sampling
 
@@ -174,27 +182,29 @@ class DPFedAvg(FedOpt):
 
     @property
     def _norm(self) -> float:
-        """The norm of this round: an option that is given anew counts, what was learned goes on."""
+        """Clipping norm of this round: the option if fixed, the adapted norm otherwise."""
         return self.clip_norm if self.quantile is None else float(self.clip)
 
     def update(self, clients: ClientUpdate) -> None:
-        """Add clipped updates, and count those that were short enough."""
+        """Add clipped updates, and count the updates within the norm."""
         n, norm = len(self._mask()), self._norm
-        for row in clients.delta[:, :n]:  # a copy of all in float64 would be twice their memory
+        for row in clients.delta[
+            :, :n
+        ]:  # row by row: a float64 copy of all would double the memory
             short, is_below = clipped_update(row.double(), norm)
             add_rows(self.total[:, :n], short[None])
             self.below += is_below.double() - 0.5
         self.weight += len(clients.delta)
 
     def _mask(self) -> Tensor:
-        """Return of which parameters clients train; buffers are not among them."""
+        """Return the mask of trained parameters, without buffers."""
         if self._trained is not None:
             return self._trained
         return torch.ones_like(self.server[: self.num_parameters], dtype=torch.bool)
 
     def compute(self) -> Tensor:
-        """Return the server's model after a step for the noisy mean."""
-        assert self.federation is not None  # as _drawn has checked
+        """Return the global model after one optimizer step with the noisy mean."""
+        assert self.federation is not None  # checked by _drawn
         size, noise, mask = self._drawn.size, self.noise_multiplier, self._mask()
         key = (self.federation.seed, RandomStream.NOISE, int(self.round), self._noise_key)
         random = generator(*key)
@@ -217,7 +227,7 @@ class DPFedAvg(FedOpt):
         return step
 
     def _pay(self) -> None:
-        """Note the round in the ledger."""
+        """Add the round to the privacy ledger."""
         noise, count = self.noise_multiplier, 0
         if self.ledger and self.ledger[-1][0] == noise:
             noise, count = self.ledger.pop()
@@ -226,16 +236,16 @@ class DPFedAvg(FedOpt):
         self._figures["delta"] = self._delta
 
     def conclude(self, returned: int, min_clients: int) -> Tensor:
-        """Return a new model, whoever returned: keeping the model would reveal their number."""
+        """Return a new model in every round; keeping the model would reveal the client count."""
         model: Tensor = self.compute()
         return model
 
     def metrics(self) -> dict[str, float]:
-        """Return what was spent so far, the norm, and the noise on each number of the mean."""
+        """Return the privacy loss so far, the norm, and the noise on each entry of the mean."""
         return self._figures
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return what was spent, for the checkpoint."""
+        """Return the privacy ledger and the optimizer state for the checkpoint."""
         spent = [list(entry) for entry in self.ledger]
         if self.federation is None:
             return {**super().get_extra_state(), "ledger": spent}
@@ -243,26 +253,26 @@ class DPFedAvg(FedOpt):
         return {**super().get_extra_state(), "ledger": spent, **now}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over what was spent; it cannot be added up with cohorts that are drawn otherwise."""
+        """Restore the privacy ledger, which is valid only for the same client sampling."""
         super().set_extra_state({k: state[k] for k in ("kind", "state") if k in state})
         ledger = state.get("ledger")
         if not isinstance(ledger, list) or not all(map(_is_entry, ledger)):
             raise FederationError(
-                f"the checkpoint says that {ledger!s:.100} was spent: it must be pairs of a noise"
-                " multiplier and a number of rounds"
+                f"the checkpoint has the privacy ledger {ledger!s:.100}: it must contain pairs of a"
+                " noise multiplier and a number of rounds"
             )
         self.ledger = [(float(noise), count) for noise, count in ledger]
         was, now = (state.get("drawn"), state.get("size")), (self._drawn.drawn, self._drawn.size)
         if self.ledger and was != now:
             raise FederationError(
-                f"the checkpoint's cohorts were {was[0]!s:.20}, of {was[1]!s:.20} clients, now they"
-                f" are {now[0]}, of {now[1]}: what both spent cannot be added up. Go back to the"
-                " former sampler and number of clients per round"
+                f"the checkpoint was saved with {was[0]!s:.20} cohorts of {was[1]!s:.20} clients,"
+                f" and the current cohorts are {now[0]}, of {now[1]} clients: their privacy losses"
+                " cannot be added. Use the same sampler and number of clients per round"
             )
 
 
 def _is_entry(entry: Any) -> bool:
-    """Say whether something is a noise multiplier and a number of rounds."""
+    """Return True for a valid pair of a noise multiplier and a number of rounds."""
     if not isinstance(entry, list | tuple) or [*map(type, entry)] != [float, int]:
         return False
     return bool(entry[0] >= 0 and entry[1] >= 0)

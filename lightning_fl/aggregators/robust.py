@@ -1,4 +1,4 @@
-"""Rules that hold out against clients who send anything."""
+"""Byzantine-robust aggregation rules."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from lightning_fl.types import ClientUpdate, FederationError, describe
 
 
 class RobustAggregator(Aggregator):
-    """Move the server to a center of the clients' updates, of which some may be anything.
+    """Base class of Byzantine-robust rules, which replace the mean by a robust center.
 
-    All updates of a round are kept until it ends. A child class says which center.
+    All updates of a round are stored until the end of the round. Subclasses implement
+    :meth:`center`.
     """
 
     ids: list[Tensor] | Tensor
@@ -39,14 +40,14 @@ class RobustAggregator(Aggregator):
             self.add_state(name, [], dist_reduce_fx="cat")
 
     def update(self, clients: ClientUpdate) -> None:
-        """Keep updates until all are there."""
+        """Store updates until the end of the round."""
         device = clients.delta.device
         self.ids.append(clients.clients.to(device))  # type: ignore[union-attr]
         self.deltas.append(clients.delta.clone())  # type: ignore[union-attr]
         self.weights.append(clients.num_samples.to(device))  # type: ignore[union-attr]
 
     def compute(self) -> Tensor:
-        """Return server plus center; the server itself when nobody returned."""
+        """Return the global model plus the center, unchanged if no client returned."""
         if not (found := self.gather_by_client("ids", "deltas", "weights")):
             return self.server
         _, deltas, weights = found
@@ -55,19 +56,19 @@ class RobustAggregator(Aggregator):
 
     @abstractmethod
     def center(self, deltas: Tensor, weights: Tensor) -> Tensor:
-        """Return what stands for all updates.
+        """Return a robust center of the updates.
 
         Args:
-            deltas: ``[k, P]`` in float64.
-            weights: Samples of each, ``[k]``.
+            deltas: Client updates in float64, ``[k, P]``.
+            weights: Number of samples of each client, ``[k]``.
 
         Returns:
-            ``[P]``.
+            The center, ``[P]``.
         """
 
 
 class CoordinateMedian(RobustAggregator):
-    r"""The median of each coordinate (Yin et al., 2018); every client counts once.
+    r"""Coordinate-wise median with equal client weights (Yin et al., 2018).
 
     See :func:`~lightning_fl.functional.robust.coordinate_median`.
 
@@ -86,13 +87,13 @@ class CoordinateMedian(RobustAggregator):
 
 
 class TrimmedMean(RobustAggregator):
-    r"""The mean of each coordinate without its extremes (Yin et al., 2018).
+    r"""Coordinate-wise trimmed mean with equal client weights (Yin et al., 2018).
 
-    See :func:`~lightning_fl.functional.robust.trimmed_mean`. Every client counts once.
+    See :func:`~lightning_fl.functional.robust.trimmed_mean`.
 
     Args:
-        fraction: Of the clients, left out at either end of each coordinate and rounded down: the
-            part of attackers that it stands. In [0, 0.5).
+        fraction: Fraction of the clients to remove at either end of each coordinate, rounded down,
+            in [0, 0.5). The rule tolerates this fraction of attackers.
 
     Raises:
         FederationError: If the fraction is out of range.
@@ -106,33 +107,33 @@ class TrimmedMean(RobustAggregator):
 
     def center(self, deltas: Tensor, weights: Tensor) -> Tensor:
         """Return the trimmed mean; see :class:`RobustAggregator`."""
-        # What 0.29 * 100 is in binary must not cost a client.
+        # The offset corrects rounding errors: 0.29 * 100 is less than 29 in binary.
         return trimmed_mean(deltas, math.floor(self.fraction * len(deltas) + 1e-9))
 
 
 class Krum(RobustAggregator):
-    r"""The mean of the updates that are nearest to others (Blanchard et al., 2017).
+    r"""Krum and Multi-Krum: the mean of the most central updates (Blanchard et al., 2017).
 
-    See :func:`~lightning_fl.functional.robust.krum_scores`; floating buffers are not looked at.
-    Every client counts once. A round needs :math:`2 f + 3` clients; with fewer the server keeps its
-    model.
+    See :func:`~lightning_fl.functional.robust.krum_scores`. Scores ignore floating-point
+    buffers. All clients have equal weight. A round requires :math:`2 f + 3` client updates; with
+    fewer the global model is unchanged.
 
     Args:
-        attackers: :math:`f`: dishonest clients in a round at most.
-        keep: How many updates are averaged: 1 is Krum, more is Multi-Krum. At most
-            :math:`f + 3`, which are there in any round.
+        attackers: Maximum number :math:`f` of malicious clients per round.
+        keep: Number of updates to average: 1 is Krum, more is Multi-Krum. At most :math:`f + 3`,
+            the number of honest updates in the smallest round.
 
     Raises:
-        FederationError: If an option is out of range; at the start of a fit, if rounds are too
-            small.
+        FederationError: If an option is out of range; at the start of a fit, if too few clients are
+            sampled per round.
     """
 
     def __init__(self, attackers: int = 1, keep: int = 1) -> None:
         super().__init__()
         if attackers < 0 or int(attackers) != attackers:
             raise FederationError(
-                f"attackers must be a whole number from 0 up, got {attackers}: how many clients of"
-                " a round may be dishonest"
+                f"attackers must be an integer of at least 0, got {attackers}: set it to the"
+                " maximum number of malicious clients per round"
             )
         if not 1 <= keep <= attackers + 3:
             raise FederationError(
@@ -142,24 +143,24 @@ class Krum(RobustAggregator):
 
     @property
     def min_updates(self) -> int:
-        """Minimum number of updates of a round, :math:`2 f + 3`."""
+        """Minimum number of client updates per round, :math:`2 f + 3`."""
         return 2 * self.attackers + 3
 
     def setup(self, federation: Federation) -> None:
-        """Refuse rounds that are too small."""
+        """Raise an error if too few clients are sampled per round."""
         super().setup(federation)
         if (size := federation.sampling.size) < self.min_updates:
             raise FederationError(
-                f"{describe(self)} needs {self.min_updates} clients in a round, and {size} are"
-                " sampled: sample more clients, or choose another rule"
+                f"{describe(self)} requires {self.min_updates} clients per round, and {size} are"
+                " sampled: sample more clients, or use another aggregator"
             )
 
     def conclude(self, returned: int, min_clients: int) -> Tensor | None:
-        """Keep the model where too few clients returned; see :meth:`Aggregator.conclude`."""
+        """Keep the model if too few clients returned; see :meth:`Aggregator.conclude`."""
         return super().conclude(returned, max(min_clients, self.min_updates))
 
     def center(self, deltas: Tensor, weights: Tensor) -> Tensor:
-        """Return the mean of those with the best scores; see :class:`RobustAggregator`."""
+        """Return the mean of the updates with the best scores; see :class:`RobustAggregator`."""
         if len(deltas) < self.min_updates:
             return torch.zeros_like(deltas[0])
         scores = krum_scores(deltas[:, : self.num_parameters], self.attackers)
@@ -167,13 +168,13 @@ class Krum(RobustAggregator):
 
 
 class GeometricMedian(RobustAggregator):
-    r"""The point with the smallest mean distance to the updates (Pillutla et al., 2022, "RFA").
+    r"""Geometric median: the point of minimum mean distance (Pillutla et al., 2022, "RFA").
 
     See :func:`~lightning_fl.functional.robust.geometric_median`.
 
     Args:
-        weighting: ``samples`` weighs a distance by the client's training samples, ``uniform``
-            counts every client once: who lies about samples gains nothing.
+        weighting: ``samples`` weights a distance by the client's number of training samples.
+            ``uniform`` gives all clients equal weight and is robust to false sample counts.
 
     Raises:
         FederationError: If the weighting is unknown.
@@ -192,14 +193,14 @@ class GeometricMedian(RobustAggregator):
 
 
 class NormClipping(FedAvg):
-    r"""The mean of updates none of which is longer than a norm (Sun et al., 2019).
+    r"""Mean of norm-clipped client updates (Sun et al., 2019).
 
     .. math:: w^{t+1} = w^t + \sum_k p_k \Delta_k \min(1, M / \|\Delta_k\|)
 
-    Floating buffers are neither measured nor shortened.
+    Floating-point buffers are not part of the norm, and are not clipped.
 
     Args:
-        max_norm: :math:`M`.
+        max_norm: Maximum norm :math:`M` of an update.
         weighting: See :class:`FedAvg`.
 
     Raises:
@@ -226,29 +227,29 @@ class NormClipping(FedAvg):
         self.max_norm = max_norm
 
     def allocate(self, server: Tensor) -> None:
-        """Declare how many were clipped, too; see :meth:`FedAvg.allocate`."""
+        """Declare also the number of clipped updates; see :meth:`FedAvg.allocate`."""
         super().allocate(server)
         for name in ("hits", "count"):
             zero = torch.zeros((), dtype=torch.float64, device=server.device)
             self.add_state(name, zero, dist_reduce_fx="sum")
-        #: The part of the last round's updates that were clipped.
+        #: Fraction of the last round's updates that were clipped.
         self._part = 0.0
 
     def update(self, clients: ClientUpdate) -> None:
         """Add clipped updates to the weighted sum."""
         n = clients.delta.shape[1] if self.num_parameters is None else self.num_parameters
         delta = clients.delta.clone()
-        for row in delta:  # each by itself: the norms of many may be rounded in another way
+        for row in delta:  # separately: batched norms may round differently
             self.hits += row[:n].norm() > self.max_norm
             row[:n] = clipped(row[None, :n], self.max_norm)[0]
         super().update(replace(clients, delta=delta))
         self.count += len(delta)
 
     def compute(self) -> Tensor:
-        """Return server plus mean; see :meth:`FedAvg.compute`."""
+        """Return the global model plus the mean; see :meth:`FedAvg.compute`."""
         self._part = float(self.hits / self.count) if self.count else 0.0
         return super().compute()
 
     def metrics(self) -> dict[str, float]:
-        """Return the part of the last round's updates that were clipped."""
+        """Return the fraction of the last round's updates that were clipped."""
         return {"clipped": self._part} if hasattr(self, "_part") else {}

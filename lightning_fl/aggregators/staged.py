@@ -1,4 +1,4 @@
-"""One rule after another in one run."""
+"""Switch between aggregation rules during a run."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 class Staged(Aggregator):
-    """Let one server rule take over from another after some rounds.
+    """Switch from one aggregation rule to the next after a given number of rounds.
 
-    As FedAvg+ does (Jiang et al., 2019): many local epochs with momentum on the server, then few
-    local steps (Reptile) with Adam on the server. Each rule keeps its own state. A rule that holds
-    models of clients or clusters starts with the server's when its stage begins.
+    An example is FedAvg+ (Jiang et al., 2019): many local epochs with server momentum, then few
+    local steps (Reptile) with Adam on the server. Each rule keeps its own state. Rules with client
+    or cluster models initialize them from the global model at the start of their stage.
 
     Args:
-        rounds: Rounds of each stage but the last.
-        aggregators: The stages' rules, one more than ``rounds``.
+        rounds: Number of rounds of each stage except the last.
+        aggregators: Rule of each stage, one more than ``rounds``.
 
     Raises:
-        FederationError: If numbers do not fit.
+        FederationError: If ``rounds`` and ``aggregators`` do not match.
 
     Example:
         >>> from lightning_fl.aggregators import FedAvg, FedAvgM
@@ -50,27 +50,27 @@ class Staged(Aggregator):
 
     @property
     def stage(self) -> int:
-        """Index of the present stage."""
+        """Index of the current stage."""
         return stage_of(self.rounds, int(self.round))
 
     @property
     def active(self) -> Aggregator:
-        """The rule of the present stage."""
+        """Rule of the current stage."""
         return cast("Aggregator", self.rules[self.stage])
 
     def allocate(self, server: Tensor) -> None:
-        """Let all rules declare what they need: a checkpoint has it of all."""
+        """Declare the states of all rules, which are all saved in the checkpoint."""
         for rule in self.rules:
             cast("Aggregator", rule).start(server)
 
     def setup(self, federation: Federation) -> None:
-        """Let every rule refuse what does not fit it."""
+        """Set up all rules; each may reject the run."""
         super().setup(federation)
         for rule in self.rules:
             cast("Aggregator", rule).setup(federation)
 
     def client_parts(self) -> Sequence[ClientPart]:
-        """Return the parts of all stages, each of which works in its own stage only."""
+        """Return the client-side hooks of all stages, each active in its own stage only."""
         return [
             _PartOfStage(self, stage, part)
             for stage, rule in enumerate(self.rules)
@@ -78,24 +78,24 @@ class Staged(Aggregator):
         ]
 
     def broadcast(self, plan: RoundPlan) -> Mapping[str, Tensor]:
-        """Return what the rule of the stage sends."""
+        """Return the tensors that the current rule sends to clients."""
         return self.active.broadcast(plan)
 
     def start(self, server: Tensor, trained: Tensor | None = None) -> None:
         """Begin a round."""
         super().start(server, trained)
         begins = int(self.round) in [sum(self.rounds[:i]) for i in range(1, len(self.rounds) + 1)]
-        if begins:  # with the model that the stage before has left
+        if begins:  # initialize from the model of the previous stage
             self.active.allocate(server)
             self.active.to(server.device)
         self.active.start(server, trained)
 
     def update(self, clients: ClientUpdate) -> None:
-        """Take in the updates of one or more clients."""
+        """Accumulate the updates of one or more clients."""
         self.active.update(clients)
 
     def compute(self) -> Tensor:
-        """Return the server's new parameters."""
+        """Return the new global model."""
         found: Tensor = self.active.compute()
         self.round = self.round + 1
         return found
@@ -107,22 +107,22 @@ class Staged(Aggregator):
         return model
 
     def models_for(self, clients: Tensor) -> Tensor:
-        """Return what each client starts from, ``[k, P]``."""
+        """Return the initial model of each client, ``[k, P]``."""
         return self.active.models_for(clients)
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of the rule whose round it was, and its stage."""
+        """Return the metrics of the rule of the last round, and its stage."""
         stage = stage_of(self.rounds, max(int(self.round) - 1, 0))
         return {"stage": stage + 1, **cast("Aggregator", self.rules[stage]).metrics()}
 
     def plot(self) -> Figure | None:
-        """Draw what the rule of the last stage draws, of those that have a picture."""
+        """Return the figure of the last stage that has one."""
         drawn = (cast("Aggregator", rule).plot() for rule in reversed(list(self.rules)))
         return next((figure for figure in drawn if figure is not None), None)
 
 
 class _PartOfStage(ClientPart):
-    """A part of a client's work that rests while other stages run."""
+    """Client-side hook that is active in one stage only."""
 
     def __init__(self, rule: Staged, stage: int, part: ClientPart) -> None:
         self._rule, self._stage, self._part = rule, stage, part

@@ -1,4 +1,4 @@
-"""The mathematics: pure functions of tensors, each true to one equation."""
+"""Pure functions of tensors that implement the equations of the papers."""
 
 from lightning_fl.functional.averaging import weighted_mean
 from lightning_fl.functional.discrete_gaussian import (

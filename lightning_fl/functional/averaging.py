@@ -1,4 +1,4 @@
-"""Averages of client updates."""
+"""Weighted averages of client updates."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from torch import Tensor
 
 
 def weighted_mean(rows: Tensor, weights: Tensor) -> Tensor:
-    r"""Average rows, :math:`\sum_k w_k x_k / \sum_k w_k` (McMahan et al., 2017, Algorithm 1).
+    r"""Return the weighted mean of rows (McMahan et al., 2017, Algorithm 1).
 
-    The weights are normalized over the rows that are given, not over all clients: the average of
-    equal rows is that row, however few take part.
+    .. math:: \sum_k w_k x_k / \sum_k w_k
+
+    The weights are normalized over the given rows, not over all clients: the mean of equal rows is
+    that row, independent of the number of rows.
 
     Args:
-        rows: ``[k, P]``.
-        weights: ``[k]``, non-negative, for example numbers of samples.
+        rows: Client updates, ``[k, P]``.
+        weights: Non-negative weights, ``[k]``, for example numbers of samples.
 
     Returns:
-        ``[P]``, in the dtype of ``rows``.
+        The mean, ``[P]``, in the dtype of ``rows``.
 
     Example:
         >>> import torch

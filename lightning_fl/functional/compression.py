@@ -1,4 +1,4 @@
-"""Updates in fewer bytes: pure functions of vectors, ``[P]``."""
+"""Compression of client updates: pure functions of vectors, ``[P]``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def top_k(update: Tensor, count: int) -> Tensor:
-    """Keep the numbers that are largest in magnitude, and make the others 0 (Stich et al., 2018).
+    """Keep the entries of largest magnitude, and set the others to 0 (Stich et al., 2018).
 
     Args:
-        update: ``[P]``.
-        count: How many are kept; of equal ones the first.
+        update: Client update, ``[P]``.
+        count: Number of entries to keep. Ties are resolved in favor of lower indices.
 
     Example:
         >>> top_k(torch.tensor([1.0, -3.0, 2.0, -2.0]), 2)
@@ -22,15 +22,15 @@ def top_k(update: Tensor, count: int) -> Tensor:
 
 
 def quantized(update: Tensor, bits: int, uniform: Tensor) -> Tensor:
-    r"""Round numbers at random to one of :math:`2^b - 1` values, unbiased (Alistarh et al., 2017).
+    r"""Quantize to :math:`2^b - 1` values by stochastic, unbiased rounding (Alistarh et al., 2017).
 
     .. math:: Q(x) = s \Bigl\lfloor \frac{x}{s} + u \Bigr\rfloor, \qquad
         s = \frac{\max_i |x_i|}{2^{b - 1} - 1}, \qquad u \sim U[0, 1)
 
     Args:
-        update: :math:`x`, ``[P]``.
-        bits: :math:`b`, from 2 up.
-        uniform: :math:`u`, ``[P]``.
+        update: Client update :math:`x`, ``[P]``.
+        bits: Number of bits :math:`b`, at least 2.
+        uniform: Uniform random numbers :math:`u`, ``[P]``.
 
     Example:
         >>> quantized(torch.tensor([-3.0, 0.6, 3.0]), 3, torch.tensor([0.5, 0.5, 0.5]))
@@ -45,14 +45,14 @@ def quantized(update: Tensor, bits: int, uniform: Tensor) -> Tensor:
 
 
 def signs(update: Tensor) -> Tensor:
-    r"""Keep signs, times the mean magnitude (Karimireddy et al., 2019).
+    r"""Return the signs, scaled by the mean magnitude (Karimireddy et al., 2019).
 
     .. math:: C(x) = \frac{\|x\|_1}{P} \operatorname{sign}(x)
 
-    with the sign of 0 taken for positive: it has to be one of two.
+    The sign of 0 is positive, so that one bit per entry is sufficient.
 
     Args:
-        update: :math:`x`, ``[P]``.
+        update: Client update :math:`x`, ``[P]``.
 
     Example:
         >>> signs(torch.tensor([1.0, -5.0, 0.0]))

@@ -1,4 +1,4 @@
-"""A Gaussian on the points of a grid."""
+"""Discrete Gaussian on a grid, and REINFORCE weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 def normalized_axis(values: Sequence[float]) -> Tensor:
-    r"""Shift and scale values to :math:`[-\frac12, \frac12]`, their mid-range to 0.
+    r"""Shift and scale values to :math:`[-\frac12, \frac12]`, with their mid-range at 0.
+
+    Args:
+        values: Grid values of one axis.
 
     Example:
         >>> normalized_axis([1, 2, 5])
@@ -22,17 +25,17 @@ def normalized_axis(values: Sequence[float]) -> Tensor:
 
 
 def log_probabilities(grid: Tensor, mean: Tensor, precision: Tensor) -> Tensor:
-    r"""Discrete Gaussian, :math:`P(h) = \frac1Z e^{-\frac12 (h - \mu)^T A (h - \mu)}`.
+    r"""Return log-probabilities, :math:`P(h) = \frac1Z e^{-\frac12 (h - \mu)^T A (h - \mu)}`.
 
-    Mostafa (2019), section 3.3: :math:`Z` is the sum over the grid.
+    Discrete Gaussian of Mostafa (2019), section 3.3. :math:`Z` is the sum over the grid.
 
     Args:
         grid: Points :math:`h`, ``[n, D]``.
-        mean: :math:`\mu`, ``[D]``.
-        precision: :math:`A`, ``[D, D]``, positive definite.
+        mean: Mean :math:`\mu`, ``[D]``.
+        precision: Precision matrix :math:`A`, ``[D, D]``, positive definite.
 
     Returns:
-        Logarithms of probabilities, ``[n]``.
+        Log-probabilities, ``[n]``.
 
     Example:
         >>> grid = torch.tensor([[-0.5], [0.5]])
@@ -44,7 +47,7 @@ def log_probabilities(grid: Tensor, mean: Tensor, precision: Tensor) -> Tensor:
 
 
 def score(grid: Tensor, index: int, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Gradients of :math:`\log P(h)` by the mean and by a root of :math:`A = B B^T`.
+    r"""Return gradients of :math:`\log P(h)` by the mean and the root of :math:`A = B B^T`.
 
     With :math:`d = h - \mu` and expectations over the grid,
 
@@ -53,12 +56,12 @@ def score(grid: Tensor, index: int, mean: Tensor, root: Tensor) -> tuple[Tensor,
 
     Args:
         grid: Points, ``[n, D]``.
-        index: Which of them is :math:`h`.
-        mean: :math:`\mu`, ``[D]``.
-        root: :math:`B`, ``[D, D]``.
+        index: Index of :math:`h` in the grid.
+        mean: Mean :math:`\mu`, ``[D]``.
+        root: Root :math:`B` of the precision, ``[D, D]``.
 
     Returns:
-        :math:`\nabla_\mu` and :math:`\nabla_B`, of the shapes of what they are gradients by.
+        :math:`\nabla_\mu`, ``[D]``, and :math:`\nabla_B`, ``[D, D]``.
 
     Example:
         >>> grid = torch.tensor([[-0.5], [0.5]])
@@ -73,23 +76,23 @@ def score(grid: Tensor, index: int, mean: Tensor, root: Tensor) -> tuple[Tensor,
 
 
 def relative_reduction(before: float, after: float, bound: float = math.inf) -> float:
-    r"""Return how far a loss fell, relative to its size: the reward of Mostafa (2019, section 3.2).
+    r"""Return the relative reduction of a loss, the reward of Mostafa (2019, section 3.2).
 
     .. math:: r_t = \frac{L_t - L_{t+1}}{\lvert L_t \rvert}
 
-    The paper divides by :math:`L_t`, which is the same for positive losses. For a negative loss
-    (a log-likelihood of a density, for example) that would reward a rising loss; the absolute
-    value makes a falling loss a positive reward whatever its sign. A loss that leaves 0 is the
-    limit: ``bound`` if it fell, ``-bound`` if it rose.
+    The paper divides by :math:`L_t`, which is equal for positive losses. For a negative loss, for
+    example a negative log-density, this would reward a rising loss. With the absolute value the
+    reward of a falling loss is positive for either sign. If :math:`L_t` is 0 the reward is
+    ``bound`` for a falling loss and ``-bound`` for a rising loss.
 
     Args:
-        before: :math:`L_t`, the loss before the round.
-        after: :math:`L_{t+1}`, the loss after the round.
-        bound: The reward is clamped to ``[-bound, bound]``.
+        before: Loss :math:`L_t` before the round.
+        after: Loss :math:`L_{t+1}` after the round.
+        bound: Bound of the reward, which is clamped to ``[-bound, bound]``.
 
     Returns:
-        The reward, never NaN. A loss that becomes NaN or infinite gives ``-bound``, one that
-        becomes finite again 1, and one that stays so 0.
+        The reward, never NaN. It is ``-bound`` if the loss becomes non-finite, 1 if it becomes
+        finite again, and 0 if it stays non-finite.
 
     Example:
         >>> relative_reduction(4.0, 3.0), relative_reduction(-4.0, -5.0)
@@ -106,17 +109,17 @@ def relative_reduction(before: float, after: float, bound: float = math.inf) -> 
 
 
 def causal_weights(rewards: Tensor) -> Tensor:
-    r"""Weights of the scores in a window, :math:`r_\tau - \frac{1}{Z'+1} \sum_\sigma r_\sigma`.
+    r"""Return score weights of a window, :math:`r_\tau - \frac{1}{Z'+1} \sum_\sigma r_\sigma`.
 
-    Mostafa (2019), eq. 7: :math:`\psi` moves by :math:`\eta_H \sum_\tau (r_\tau - \hat r)
-    \nabla \log P(h_\tau \mid \psi_\tau)` over the last :math:`Z' + 1` rounds. The paper prints
-    minus; that would lower the expected reward, which it sets out to raise.
+    Mostafa (2019), eq. 7: the update of :math:`\psi` is :math:`\eta_H \sum_\tau
+    (r_\tau - \hat r) \nabla \log P(h_\tau \mid \psi_\tau)` over the last :math:`Z' + 1` rounds.
+    The sign in the paper is a minus, which would decrease the expected reward.
 
     Args:
-        rewards: Of the window, oldest first, ``[n]``.
+        rewards: Rewards of the window, oldest first, ``[n]``.
 
     Returns:
-        ``[n]``.
+        The weights, ``[n]``.
 
     Example:
         >>> causal_weights(torch.tensor([1.0, 2.0, 3.0]))
@@ -126,18 +129,19 @@ def causal_weights(rewards: Tensor) -> Tensor:
 
 
 def centerd_weights(rewards: Tensor) -> Tensor:
-    r"""Weights of the scores with a baseline that is centerd on a round (Mostafa, 2019, eq. 6).
+    r"""Return score weights with a baseline centered on a round (Mostafa, 2019, eq. 6).
 
     .. math:: \bar r_t = \gamma_Z \sum_{\tau \neq t} (Z + 1 - |\tau - t|) r_\tau
 
-    :math:`\gamma_Z` makes the weights of the mean sum to 1. Only the round in the middle has a
-    weight, :math:`r_t - \bar r_t`: it is known :math:`Z` rounds later.
+    The constant :math:`\gamma_Z` normalizes the weights of the mean to a sum of 1. Only the round
+    in the middle of the window has a nonzero weight, :math:`r_t - \bar r_t`, which is available
+    :math:`Z` rounds later.
 
     Args:
-        rewards: Of the window, ``[2 Z + 1]``.
+        rewards: Rewards of the window, ``[2 Z + 1]``.
 
     Returns:
-        ``[2 Z + 1]``.
+        The weights, ``[2 Z + 1]``.
 
     Example:
         >>> centerd_weights(torch.tensor([1.0, 5.0, 2.0]))

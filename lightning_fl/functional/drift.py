@@ -1,4 +1,4 @@
-"""Control variates and normalized updates, against the drift of clients."""
+"""Control variates and normalized updates to correct client drift."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from torch import Tensor
 def next_control(
     control: Tensor, server_control: Tensor, delta: Tensor, num_steps: Tensor, lr: Tensor
 ) -> Tensor:
-    r"""Return clients' next control variates, from the way that they have gone.
+    r"""Return the new client control variates from the local updates.
 
     SCAFFOLD, option II (Karimireddy et al., 2020, eq. 4):
-    :math:`c_k^+ = c_k - c + \frac{x - y_k}{K \eta_l}`, the mean gradient on the way. It holds for
-    plain SGD with a learning rate that is constant in the round.
+    :math:`c_k^+ = c_k - c + \frac{x - y_k}{K \eta_l}`, where the last term is the mean
+    local gradient. This holds for plain SGD with a learning rate that is constant in the round.
 
     Args:
-        control: :math:`c_k`, ``[k, P]``.
-        server_control: :math:`c`, ``[P]``.
-        delta: :math:`y_k - x`, ``[k, P]``.
-        num_steps: Local steps :math:`K` of each client, ``[k]``.
-        lr: Learning rate :math:`\eta_l` of each client, ``[k]``. A client with a rate of 0 keeps
-            its control variate: it has learned nothing.
+        control: Client control variates :math:`c_k`, ``[k, P]``.
+        server_control: Server control variate :math:`c`, ``[P]``.
+        delta: Client updates :math:`y_k - x`, ``[k, P]``.
+        num_steps: Number of local steps :math:`K` of each client, ``[k]``.
+        lr: Learning rate :math:`\eta_l` of each client, ``[k]``. Clients with a learning rate of 0
+            keep their control variates.
 
     Returns:
-        :math:`c_k^+`, ``[k, P]``.
+        New client control variates :math:`c_k^+`, ``[k, P]``.
 
     Example:
         >>> import torch
@@ -37,10 +37,10 @@ def next_control(
 
 
 def effective_steps(num_steps: Tensor, momentum: float = 0.0, pull: Tensor | None = None) -> Tensor:
-    r"""Return how often a client's change contains its mean gradient, :math:`\lVert a \rVert_1`.
+    r"""Return the effective number of local steps, :math:`\lVert a \rVert_1`.
 
-    A local solver's change is :math:`x - y = \eta \sum_i a_i g_i` (Wang et al., 2020, section 3.1;
-    FedNova). For :math:`\tau` steps of
+    The change of a local solver is :math:`x - y = \eta \sum_i a_i g_i` (Wang et al., 2020, section
+    3.1; FedNova). For :math:`\tau` steps of
 
     - SGD: :math:`\lVert a \rVert_1 = \tau`;
     - SGD with momentum :math:`\rho`:
@@ -49,12 +49,12 @@ def effective_steps(num_steps: Tensor, momentum: float = 0.0, pull: Tensor | Non
       :math:`\frac{1 - (1 - m)^\tau}{m}`.
 
     Args:
-        num_steps: :math:`\tau`, ``[k]``.
-        momentum: :math:`\rho`, in [0, 1).
-        pull: :math:`m` of each client, ``[k]``; None is 0. Without momentum only.
+        num_steps: Number of local steps :math:`\tau` of each client, ``[k]``.
+        momentum: Momentum :math:`\rho`, in [0, 1).
+        pull: Product :math:`m` of each client, ``[k]``. None means 0. Only without momentum.
 
     Returns:
-        ``[k]`` in float64.
+        :math:`\lVert a \rVert_1` of each client, ``[k]``, in float64.
 
     Example:
         >>> import torch

@@ -6,13 +6,13 @@ from torch import Tensor
 
 
 def entropy(logits: Tensor) -> Tensor:
-    r"""Entropy of softmax distributions in nats, :math:`H = -\sum_c p_c \log p_c`.
+    r"""Return the entropy of softmax distributions in nats, :math:`H = -\sum_c p_c \log p_c`.
 
     Args:
-        logits: ``[..., classes]``.
+        logits: Logits, ``[..., classes]``.
 
     Returns:
-        ``[...]``, from 0 to ``log(classes)``.
+        Entropies, ``[...]``, from 0 to ``log(classes)``.
 
     Example:
         >>> import torch
@@ -20,7 +20,7 @@ def entropy(logits: Tensor) -> Tensor:
         tensor([4.])
     """
     log_p = logits.log_softmax(-1)
-    # A class that is ruled out (-inf) counts 0, as p log p tends to 0.
+    # A class with logit -inf contributes 0, the limit of p log p.
     return -(log_p.exp() * log_p.nan_to_num(neginf=0)).sum(-1)
 
 
@@ -28,12 +28,13 @@ def entropy_hinge(logits: Tensor, min_entropy: float, of_mean: bool = False) -> 
     r"""Penalize entropies below a bound, :math:`\max(0, H_{min} - H)` (Mostafa, 2019, eq. 8).
 
     Args:
-        logits: ``[batch, classes]``.
-        min_entropy: The bound in nats.
-        of_mean: Compare the mean entropy of the batch with the bound, not each sample's.
+        logits: Logits, ``[batch, classes]``.
+        min_entropy: Bound :math:`H_{min}` in nats.
+        of_mean: Compare the bound with the mean entropy of the batch instead of the entropy of each
+            sample.
 
     Returns:
-        The penalty, the mean over the batch; a scalar.
+        The mean penalty over the batch, a scalar.
 
     Example:
         >>> import torch

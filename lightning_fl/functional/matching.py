@@ -1,19 +1,19 @@
-r"""Matching of neurons of networks that were trained apart (Yurochkin et al., 2019, "PFNM").
+r"""Matching of neurons of independently trained networks (Yurochkin et al., 2019, "PFNM").
 
-A neuron is a vector of the weights that belong to it. Each is a noisy copy of a global one, an atom
-:math:`\theta_i \sim N(\mu_0, \sigma_0^2)`; which neurons are copies of the same atom, and how many
-atoms there are, is inferred under a Beta-Bernoulli process. All is in float64.
+A neuron is the vector of its weights. Each neuron is a noisy copy of a global neuron, an atom
+:math:`\theta_i \sim N(\mu_0, \sigma_0^2)`. The assignment of neurons to atoms and the number of
+atoms are inferred under a Beta-Bernoulli process. All computations are in float64.
 
 Atom :math:`i` with clients :math:`j` has the natural parameters
 
 .. math:: S_i = \mu_0 p_0 + \sum_{(j, l) \to i} p_j v_{jl}, \qquad
     P_i = p_0 + \sum_{(j, l) \to i} p_j
 
-for each coordinate, where :math:`p_0 = 1 / \sigma_0^2` and :math:`p_j = 1 / \sigma_j^2`, and its
-best value is :math:`S_i / P_i` (proposition 1).
+for each coordinate, where :math:`p_0 = 1 / \sigma_0^2` and :math:`p_j = 1 / \sigma_j^2`. Its
+optimal value is :math:`S_i / P_i` (proposition 1).
 
-In a stream, where data arrive in steps, the posterior of a step is the prior of the next: an atom
-begins a step with what :math:`S_i` and :math:`P_i` were after the last, and stays even if nobody
+In a stream, where data arrive in steps, the posterior of a step is the prior of the next. An atom
+starts a step with :math:`S_i` and :math:`P_i` of the previous step, and is kept even if no client
 has it any more.
 """
 
@@ -29,25 +29,26 @@ from torch import Tensor
 
 from lightning_fl.types import FederationError
 
-#: Numbers that are worked on at once: few enough to stay in a processor's cache.
+#: Number of elements to process at once, limited by the CPU cache.
 PIECE = 2**18
 
 
 @dataclass(frozen=True)
 class Process:
-    r"""What is believed of neurons before any is seen.
+    r"""Prior over neurons.
 
     Args:
-        mean: :math:`\mu_0` of each coordinate, ``[D]``.
-        precision: :math:`p_0 = 1 / \sigma_0^2` of each, ``[D]``, positive.
-        clients: :math:`J`.
-        gamma: :math:`\gamma_0`: the larger, the more atoms.
-        popularity: :math:`\kappa`: how much it counts who else has an atom. 2 follows from the
-            paper's equations 6 and 8; 1 is its proposition 2 as printed, and its authors' program.
-        cap: Counts above it count as this; 10 in the authors' program, None is no limit.
-        most: Atoms from which on a client may add only one of its own (supplement 4.2: 700), or as
-            many as it has neurons more than there are atoms. So the limit is soft: it can grow by
-            one with each client that is placed. None is no limit.
+        mean: Mean :math:`\mu_0` of each coordinate, ``[D]``.
+        precision: Precision :math:`p_0 = 1 / \sigma_0^2` of each coordinate, ``[D]``, positive.
+        clients: Number :math:`J` of clients.
+        gamma: Concentration :math:`\gamma_0`. Larger values give more atoms.
+        popularity: Weight :math:`\kappa` of the number of other clients with an atom. 2 follows
+            from the paper's equations 6 and 8. 1 is proposition 2 as printed, and the authors'
+            program.
+        cap: Upper bound on the counts of an atom; 10 in the authors' program. None means no bound.
+        most: Number of atoms from which a client may add only one atom (supplement 4.2: 700), or as
+            many as it has more neurons than there are atoms. The limit is soft: each client can add
+            one atom. None means no limit.
     """
 
     mean: Tensor
@@ -61,13 +62,13 @@ class Process:
 
 @dataclass(frozen=True)
 class Posterior:
-    """What the steps of a stream have taught.
+    """Posterior after the steps of a stream.
 
     Args:
-        sums: :math:`S`, ``[L, D]``.
-        precisions: :math:`P`, ``[L, D]``.
-        uses: Steps in which each client had each atom, ``[J, L]``.
-        steps: How many there were.
+        sums: Sums :math:`S`, ``[L, D]``.
+        precisions: Precisions :math:`P`, ``[L, D]``.
+        uses: Number of steps in which each client had each atom, ``[J, L]``.
+        steps: Number of steps.
     """
 
     sums: Tensor
@@ -77,22 +78,22 @@ class Posterior:
 
     @classmethod
     def before(cls, clients: int, size: int) -> Posterior:
-        """Return that of no step: no atoms, of ``size`` coordinates."""
+        """Return the posterior before the first step, with no atoms of ``size`` coordinates."""
         none = torch.zeros(0, size, dtype=torch.float64)
         return cls(none, none, torch.zeros(clients, 0, dtype=torch.float64), 0)
 
 
 @dataclass(frozen=True)
 class Matching:
-    """Which neurons are copies of which atoms.
+    """Assignment of neurons to atoms.
 
     Args:
-        assignments: Of each client, the atom of each of its neurons, ``[L_j]``.
-        sums: :math:`S`, ``[L, D]``.
-        precisions: :math:`P`, ``[L, D]``.
-        counts: Clients of each atom, ``[L]``; none has some of a stream's.
-        objective: Its values, after the greedy pass and after each sweep.
-        posterior: What is known after it, if another step follows.
+        assignments: Atom of each neuron, ``[L_j]``, for each client.
+        sums: Sums :math:`S`, ``[L, D]``.
+        precisions: Precisions :math:`P`, ``[L, D]``.
+        counts: Number of clients of each atom, ``[L]``; may be 0 in a stream.
+        objective: Objective after the greedy pass and after each sweep.
+        posterior: Posterior after this step, for the next step of a stream.
     """
 
     assignments: list[Tensor]
@@ -104,7 +105,7 @@ class Matching:
 
     @property
     def atoms(self) -> Tensor:
-        """The best values of the atoms, ``[L, D]``."""
+        """Optimal values of the atoms, ``[L, D]``."""
         return self.sums / self.precisions
 
 
@@ -117,34 +118,34 @@ def gains(
     own: Tensor,
     step: int | None = None,
 ) -> Tensor:
-    r"""Say what a client's neurons add to the objective, by the atom that each may become.
+    r"""Return the gain in the objective for each assignment of a client's neurons to atoms.
 
-    Neuron :math:`l` as a copy of atom :math:`i`, which :math:`m_i` others have, gains
+    Assigning neuron :math:`l` to atom :math:`i`, with :math:`m_i` other clients, gains
 
     .. math:: \sum_d \frac{(S_i + p v_l)^2}{P_i + p} - \frac{S_i^2}{P_i}
         + \kappa \log \frac{m_i}{J - m_i},
 
-    and as the :math:`q`-th atom of its own
+    and assigning it to the :math:`q`-th new atom gains
 
     .. math:: \sum_d \frac{(\mu_0 p_0 + p v_l)^2}{p_0 + p} - \mu_0^2 p_0
         + 2 \log \frac{\gamma_0}{J} - 2 \log q,
 
     with :math:`\kappa` = ``popularity`` (propositions 1 and 2). In step :math:`s` of a stream
-    :math:`m_i` is in how many steps before this client had the atom, the fraction is
+    :math:`m_i` is the number of earlier steps in which this client had the atom, the fraction is
     :math:`\frac{1 + m_i}{s - m_i}`, and :math:`\frac{\gamma_0}{J}` is :math:`\frac{\gamma_0}{s J}`
-    (supplement, equation 11). Squares are expanded: it takes two matrix products.
+    (supplement, equation 11). Squares are expanded to use two matrix products.
 
     Args:
-        prior: What is believed before.
-        sums: :math:`S` of the others, ``[L, D]``.
-        precisions: :math:`P` of the others, ``[L, D]``.
-        counts: :math:`m`, ``[L]``.
-        values: :math:`v`, ``[L_j, D]``.
-        own: :math:`p`, ``[D]``.
-        step: :math:`s`, from 1; None where there is no stream.
+        prior: Prior over neurons.
+        sums: Sums :math:`S` of the other clients, ``[L, D]``.
+        precisions: Precisions :math:`P` of the other clients, ``[L, D]``.
+        counts: Counts :math:`m`, ``[L]``.
+        values: Neurons :math:`v` of the client, ``[L_j, D]``.
+        own: Precisions :math:`p` of the client, ``[D]``.
+        step: Step :math:`s` of a stream, from 1. None without a stream.
 
     Returns:
-        ``[L_j, L + N]``, where :math:`N` is how many atoms there may be beside.
+        Gains, ``[L_j, L + N]``, where :math:`N` is the number of possible new atoms.
 
     Example:
         >>> prior = Process(torch.zeros(1), torch.ones(1), clients=2)
@@ -165,35 +166,35 @@ def gains(
 
 
 def _fit(sums: Tensor, precisions: Tensor, values: Tensor, own: Tensor) -> Tensor:
-    """Return what values add to the terms of atoms, ``[L_j, L]``."""
+    """Return the gain in the data terms of existing atoms, ``[L_j, L]``."""
     part = own / (precisions + own)
     alone = (part * sums.square() / precisions).sum(1)
     return 2 * values @ (part * sums).mT + values.square() @ (part * own).mT - alone
 
 
 def _odds(prior: Process, counts: Tensor, step: int | None) -> Tensor:
-    """Return the logarithm of the odds that a client has an atom."""
+    """Return the log-odds that a client has an atom."""
     m = counts if prior.cap is None else counts.clamp(max=prior.cap)
     return (m / (prior.clients - m) if step is None else (1 + m) / (step - m)).log()
 
 
 def _rate(prior: Process, step: int | None) -> float:
-    """Return how many atoms of its own a client is expected to have."""
+    """Return the expected number of new atoms of a client."""
     return prior.gamma / (prior.clients * (step or 1))
 
 
 def _places(prior: Process, atoms: int, neurons: int) -> int:
-    """Return how many atoms a client may add: one for each neuron, at the limit one for all."""
+    """Return the number of atoms that a client may add; at the limit only one."""
     if prior.most is None:
         return neurons
     return min(neurons, max(prior.most - atoms, neurons - atoms, 1))
 
 
 def best_assignment(gain: Tensor) -> Tensor:
-    """Give each neuron an atom of its own such that the gains' sum is largest (Hungarian method).
+    """Assign neurons to distinct atoms with the maximum total gain (Hungarian method).
 
     Args:
-        gain: ``[L_j, N]`` with at least as many columns as rows.
+        gain: Gains, ``[L_j, N]``, with at least as many columns as rows.
 
     Returns:
         The column of each row, ``[L_j]``.
@@ -212,15 +213,15 @@ def objective(prior: Process, terms: Tensor, counts: Tensor, alone: Tensor) -> f
     .. math:: \sum_i \Bigl(\sum_d \frac{S_i^2}{P_i} - \mu_0^2 p_0 + 2 \log \frac{\gamma_0}{J}
         + \kappa \log \frac{(m_i - 1)!\, (J - m_i)!}{(J - 1)!}\Bigr) - 2 \sum_j \log K_j!
 
-    without a ``cap``; with one the odds of which it is the product have it, too. A client's own
-    :func:`gains` are differences of it, but for :math:`K_j!` of other clients: who joins an atom
-    that another had alone makes that one's factorial smaller.
+    without a ``cap``. A cap applies to each factor of the odds. The :func:`gains` of a client are
+    differences of the objective, except for :math:`K_j!` of other clients: if a client joins an
+    atom that only client :math:`j` had, :math:`K_j` decreases.
 
     Args:
-        prior: What is believed before.
-        terms: :math:`\sum_d S_i^2 / P_i` of each atom, ``[L]``.
-        counts: :math:`m`, ``[L]``, from 1 up.
-        alone: :math:`K`: how many atoms each client has alone, ``[J]``.
+        prior: Prior over neurons.
+        terms: Data term :math:`\sum_d S_i^2 / P_i` of each atom, ``[L]``.
+        counts: Number of clients :math:`m` of each atom, ``[L]``, at least 1.
+        alone: Number :math:`K` of atoms that only this client has, for each client, ``[J]``.
     """
     data = terms.sum() - len(terms) * (prior.mean.square() * prior.precision).sum()
     others = torch.arange(1, prior.clients, dtype=torch.float64)
@@ -230,13 +231,13 @@ def objective(prior: Process, terms: Tensor, counts: Tensor, alone: Tensor) -> f
 
 
 def _process(prior: Process, atoms: int, alone: Tensor, step: int | None) -> Tensor:
-    """Return the part of the objective that new atoms and those of one client have."""
+    """Return the part of the objective due to new atoms and to atoms of a single client."""
     rate = torch.tensor(_rate(prior, step), dtype=torch.float64)
     return 2 * (atoms * rate.log() - (alone.double() + 1).lgamma().sum())
 
 
 class _State:
-    """Assignments, and what they add up to."""
+    """Assignments and their sufficient statistics."""
 
     def __init__(
         self,
@@ -248,19 +249,19 @@ class _State:
         self.prior = prior
         self.values = [v.double() for v in values]
         self.own = [p.double() for p in own]
-        #: Of each client, ``[L_j]``; those that are out have none.
+        #: Assignment of each client, ``[L_j]``; None if the client is not assigned.
         self.assignments: list[Tensor | None] = [None] * len(values)
-        #: The number of a stream's step, None where there is none.
+        #: Step of the stream; None without a stream.
         self.step = None if past is None else past.steps + 1
         self.past = Posterior.before(len(values), len(prior.mean)) if past is None else past
         self.sums = self.past.sums.double().clone()
         self.precisions = self.past.precisions.double().clone()
         self.counts = torch.zeros(len(self.sums), dtype=torch.float64)
-        #: Each atom's sum of S^2 / P: few change at a time.
+        #: Sum of S^2 / P of each atom, cached because few atoms change at a time.
         self.terms = (self.sums.square() / self.precisions).sum(1)
 
     def add(self, client: int, atoms: Tensor) -> None:
-        """Assign a client's neurons; atoms beyond those that there are begin with the prior."""
+        """Assign the neurons of a client. New atoms start from the prior."""
         more = max(int(atoms.max()) + 1 - len(self.counts), 0)
         begin = (self.prior.mean * self.prior.precision).double().expand(more, -1)
         self.sums = torch.cat([self.sums, begin])
@@ -273,7 +274,7 @@ class _State:
         self._count(client, atoms, 1)
 
     def remove(self, client: int) -> None:
-        """Take a client out, and the atoms that nobody else has."""
+        """Remove a client, and the atoms that only it had."""
         atoms = self.assignments[client]
         assert atoms is not None
         self._count(client, atoms, -1)
@@ -281,7 +282,7 @@ class _State:
         self.drop_empty()
 
     def drop_empty(self) -> None:
-        """Forget atoms that nobody has."""
+        """Remove atoms without clients."""
         kept = self.counts > 0
         kept[: len(self.past.sums)] = True
         if kept.all():
@@ -299,7 +300,7 @@ class _State:
         self.terms[atoms] = (self.sums[atoms].square() / self.precisions[atoms]).sum(1)
 
     def objective(self) -> float:
-        """Return the present value; in a stream what the step has added, by the gains alike."""
+        """Return the current objective; in a stream, the gain of this step."""
         old, assigned = len(self.past.sums), [a for a in self.assignments if a is not None]
         alone = torch.stack([((self.counts[a] == 1) & (a >= old)).sum() for a in assigned])
         if self.step is None:
@@ -316,7 +317,7 @@ class _State:
         return float(data + self.prior.popularity * shared + process)
 
     def uses(self) -> Tensor:
-        """Return in how many steps each client had each atom, with this one, ``[J, L]``."""
+        """Return the number of steps in which each client had each atom, ``[J, L]``."""
         uses = self._earlier()
         for client, atoms in enumerate(self.assignments):
             if atoms is not None:
@@ -324,13 +325,13 @@ class _State:
         return uses
 
     def _earlier(self) -> Tensor:
-        """Return in how many steps before each client had each atom, ``[J, L]``."""
+        """Return the number of earlier steps in which each client had each atom, ``[J, L]``."""
         uses = self.counts.new_zeros(len(self.values), len(self.counts))
         uses[:, : self.past.uses.shape[1]] = self.past.uses
         return uses
 
     def begin(self, start: Sequence[Tensor | None], order: Sequence[int]) -> None:
-        """Assign the clients that have a start, and place the others in this order."""
+        """Assign clients with a start, and place the others in the given order."""
         for client, (atoms, values) in enumerate(zip(start, self.values, strict=True)):
             if atoms is not None:
                 _check_start(client, atoms, len(values))
@@ -341,28 +342,28 @@ class _State:
                 self.place(client)
 
     def place(self, client: int) -> None:
-        """Match a client that is out to the atoms of the others."""
+        """Match an unassigned client to the atoms of the others."""
         own, values = self.own[client], self.values[client]
         counts = self.counts if self.step is None else self._earlier()[client]
         gain = gains(self.prior, self.sums, self.precisions, counts, values, own, self.step)
         found = best_assignment(gain)
         fresh = found >= len(self.counts)
-        # Those of its own in the order of its neurons: which is the q-th is of no account.
+        # Number new atoms in the order of the neurons: the value of q does not matter.
         found[fresh] = len(self.counts) + torch.arange(int(fresh.sum()))
         self.add(client, found)
 
     def replace(self, client: int) -> None:
-        """Take a client out, and match it anew."""
+        """Remove a client, and match it again."""
         self.remove(client)
         self.place(client)
 
     def improve(self, client: int) -> None:
-        """Match a client anew, if that raises the objective.
+        """Match a client again, and keep the result if it increases the objective.
 
-        By more than rounding does: else the atoms' order would depend on it.
+        The increase must exceed rounding errors; otherwise they would determine the atom order.
         """
         before, value = dict(vars(self)), self.objective()
-        for name in ("sums", "precisions", "counts", "terms"):  # they are changed in place
+        for name in ("sums", "precisions", "counts", "terms"):  # modified in place
             before[name] = before[name].clone()
         self.replace(client)
         if self.objective() <= value + 1e-9 * abs(value):
@@ -382,33 +383,34 @@ def match(
 ) -> Matching:
     """Match the neurons of several clients (Yurochkin et al., 2019, section 3.1).
 
-    The clients are placed one after another, the widest first, each by the Hungarian method. Then
-    in each sweep every client is taken out and placed anew. A client's own best assignment can
-    lower the objective of all a little, since its gains leave out how many atoms others have alone:
-    see :func:`objective`.
+    A greedy pass places the clients one after another, from the widest, each by the Hungarian
+    method. Then each sweep removes every client in turn and places it again. The best assignment of
+    a single client can slightly decrease the total objective, because its gains ignore the number
+    of atoms that only other clients have; see :func:`objective`.
 
     Args:
-        prior: What is believed before.
+        prior: Prior over neurons.
         values: Neurons of each client, ``[L_j, D]``.
-        own: Precisions of each client's coordinates, ``[D]``, from 0 up.
-        sweeps: How often.
-        orders: Of the clients: the first is that of the greedy pass, then one a sweep; None draws
-            those of the sweeps.
-        start: Atoms to start with, of each client, ``[L_j]``, all different, in place of the greedy
-            pass (the authors' program in rounds after the first). Clients with None are placed
-            after the others, in the order of the greedy pass.
-        generator: Where orders come from; None is torch's.
-        past: What the steps of a stream before this one have taught; that of none is
-            :meth:`Posterior.before`, None is no stream.
-        accept: ``always`` keeps every new assignment (the paper, and its authors' program).
-            ``improvement`` keeps it only where it raises the objective, which then never falls.
+        own: Precisions of the coordinates of each client, ``[D]``, at least 0.
+        sweeps: Number of sweeps.
+        orders: Orders of the clients: one for the greedy pass, then one per sweep. None draws the
+            orders of the sweeps.
+        start: Initial atoms of each client, ``[L_j]``, all distinct, instead of the greedy pass
+            (the authors' program in rounds after the first). Clients with None are placed after the
+            others, in the order of the greedy pass.
+        generator: Generator of the orders. None uses the default generator of torch.
+        past: Posterior after the previous steps of a stream, :meth:`Posterior.before` in the first
+            step. None without a stream.
+        accept: ``always`` accepts every new assignment (the paper and the authors' program).
+            ``improvement`` accepts it only if it increases the objective, which then never
+            decreases.
 
     Returns:
         The matching.
 
     Raises:
-        FederationError: If ``accept`` is neither, ``orders`` are not of all clients, or ``start``
-            has not one atom for each neuron.
+        FederationError: If ``accept`` is invalid, ``orders`` do not contain all clients, or
+            ``start`` does not assign a distinct atom to each neuron.
 
     Example:
         >>> prior = Process(torch.zeros(1), torch.full((1,), 0.1), clients=2)
@@ -438,20 +440,20 @@ def match(
 
 
 def _check_orders(orders: Sequence[Sequence[int]] | None, clients: int, sweeps: int) -> None:
-    """Refuse orders that are not of all clients, or too few."""
+    """Raise an error if orders are too few or do not contain all clients."""
     if orders is not None and (
         len(orders) <= sweeps or any(sorted(order) != list(range(clients)) for order in orders)
     ):
         raise FederationError(
-            f"orders must hold one of the {clients} clients, numbered from 0, for the greedy pass"
-            f" and one for each of {sweeps} sweeps, got {orders}"
+            f"orders must contain an order of the {clients} clients (indices from 0) for the greedy"
+            f" pass and for each of {sweeps} sweeps, got {orders}"
         )
 
 
 def _check_start(client: int, atoms: Tensor, neurons: int) -> None:
-    """Refuse a start that is no assignment."""
+    """Raise an error if a start is not a valid assignment."""
     if atoms.shape != (neurons,) or len(atoms.unique()) < neurons or int(atoms.min()) < 0:
         raise FederationError(
-            f"start must give each of the {neurons} neurons of client {client} an atom of its own,"
-            f" numbered from 0, got {atoms.tolist()}"
+            f"start must assign a distinct atom (index from 0) to each of the {neurons} neurons of"
+            f" client {client}, got {atoms.tolist()}"
         )

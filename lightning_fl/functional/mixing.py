@@ -1,4 +1,4 @@
-"""Who talks to whom without a server, and how much each counts."""
+"""Communication graphs and mixing matrices for decentralized averaging."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import Tensor
 from lightning_fl.types import FederationError
 
 Graph = Literal["ring", "grid", "erdos_renyi", "complete"]
-#: Draws of a random graph before it is said to be never connected.
+#: Maximum number of draws to obtain a connected random graph.
 TRIES = 1000
 
 
 def adjacency(graph: Graph, count: int, probability: float, generator: torch.Generator) -> Tensor:
-    """Return who is a neighbor of whom, without self-loops.
+    """Return the adjacency matrix of a graph, without self-loops.
 
     Args:
-        graph: ``ring``; ``grid``, the squarest of so many clients, without wrapping; ``complete``;
-            ``erdos_renyi``, each edge with a probability, drawn again until it is connected.
-        count: Clients.
-        probability: Of an edge.
-        generator: Where random edges come from.
+        graph: Kind of graph. ``ring``; ``grid``, the most square grid without wrapping;
+            ``complete``; or ``erdos_renyi``, with random edges, drawn again until it is connected.
+        count: Number of clients.
+        probability: Edge probability of ``erdos_renyi``.
+        generator: Generator of the random edges.
 
     Returns:
-        ``[count, count]``, symmetric, of truth values.
+        Symmetric boolean matrix, ``[count, count]``.
 
     Raises:
-        FederationError: If random graphs of this probability are not connected.
+        FederationError: If no drawn random graph is connected.
 
     Example:
         >>> adjacency("ring", 4, 0.5, torch.Generator()).sum(1).tolist()
@@ -52,12 +52,16 @@ def adjacency(graph: Graph, count: int, probability: float, generator: torch.Gen
             return found
     raise FederationError(
         f"a random graph of {count} clients with probability={probability} was not connected in"
-        f" {TRIES} draws: raise it"
+        f" {TRIES} draws: use a larger probability"
     )
 
 
 def is_connected(edges: Tensor) -> bool:
-    """Say whether everyone can be reached along edges, ``[n, n]``."""
+    """Return True if the graph is connected.
+
+    Args:
+        edges: Adjacency matrix, ``[n, n]``.
+    """
     return int(connected_components(edges.numpy(), directed=False)[0]) == 1
 
 
@@ -68,10 +72,10 @@ def metropolis(edges: Tensor) -> Tensor:
         W_{ii} = 1 - \sum_{j \ne i} W_{ij}
 
     Args:
-        edges: Who is a neighbor of whom, ``[n, n]``.
+        edges: Adjacency matrix, ``[n, n]``.
 
     Returns:
-        ``[n, n]``, in float64.
+        Mixing matrix, ``[n, n]``, in float64.
 
     Example:
         >>> metropolis(torch.tensor([[False, True], [True, False]])).tolist()
@@ -83,14 +87,14 @@ def metropolis(edges: Tensor) -> Tensor:
 
 
 def check_mixing(weights: Tensor) -> None:
-    """Refuse a matrix that does not lead clients to their common mean.
+    """Raise an error if a mixing matrix does not converge to the mean of the clients.
 
     Args:
-        weights: ``[n, n]``.
+        weights: Mixing matrix, ``[n, n]``.
 
     Raises:
-        FederationError: If it is not square, finite, non-negative, symmetric and of row sums 1; if
-            some cannot reach others; if it goes back and forth for ever (a bipartite graph without
+        FederationError: If the matrix is not square, finite, non-negative and symmetric with row
+            sums 1; if its graph is not connected; if mixing oscillates (a bipartite graph without
             self-loops).
 
     Example:
@@ -107,14 +111,13 @@ def check_mixing(weights: Tensor) -> None:
         raise FederationError(f"{name} must have rows that sum to 1, row {row} has {sums[row]}")
     if (weights - weights.mT).abs().max() > 1e-6:
         raise FederationError(
-            f"{name} must be symmetric, else it does not keep the mean: transpose differs by"
+            f"{name} must be symmetric to preserve the mean: the transpose differs by"
             f" {(weights - weights.mT).abs().max()}"
         )
     if not is_connected(weights > 0):
-        raise FederationError(f"{name} must connect all clients: some cannot reach others")
+        raise FederationError(f"{name} must connect all clients: its graph is not connected")
     values = torch.linalg.eigvalsh(weights.double())
     if len(values) > 1 and values[0] < -1 + 1e-9:
         raise FederationError(
-            f"{name} goes back and forth between two halves for ever: give clients a weight of"
-            " their own (on the diagonal)"
+            f"{name} oscillates between two groups of clients: use positive weights on the diagonal"
         )

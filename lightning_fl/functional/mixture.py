@@ -9,22 +9,22 @@ from torch import Tensor
 
 
 def log_responsibilities(losses: Tensor, log_weights: Tensor) -> Tensor:
-    r"""Return the logarithms of the responsibilities of components for samples, the E step.
+    r"""Return the log-responsibilities of components for samples (E step).
 
     .. math:: q_i(m) = \frac{\pi_m e^{-\ell(\theta_m; x_i, y_i)}}
         {\sum_{m'} \pi_{m'} e^{-\ell(\theta_{m'}; x_i, y_i)}}
 
-    (Marfoq et al., 2021, algorithm 1; ``MixtureClient`` of omarfoq/FedEM). Only logarithms are
-    added, so that neither large losses nor small weights under- or overflow. A weight of 0 gives a
-    responsibility of 0, whatever the losses are.
+    (Marfoq et al., 2021, algorithm 1; ``MixtureClient`` of omarfoq/FedEM). The computation
+    uses logarithms to avoid underflow and overflow. A weight of 0 gives a responsibility of 0 for
+    any losses.
 
     Args:
         losses: Negative log-likelihoods, ``[n, M]``.
-        log_weights: Logarithms of the mixture's weights, ``[M]``; -inf for a weight of 0. At least
-            one weight is positive.
+        log_weights: Logarithms of the mixture weights, ``[M]``; -inf for a weight of 0. At least
+            one weight must be positive.
 
     Returns:
-        ``[n, M]``, rows whose exponentials sum to 1.
+        Log-responsibilities, ``[n, M]``. The exponentials of each row sum to 1.
 
     Example:
         >>> log_responsibilities(torch.tensor([[0.0, 1000.0]]), torch.tensor([0.5, 0.5]).log())
@@ -38,10 +38,10 @@ def responsibilities(losses: Tensor, log_weights: Tensor) -> Tensor:
 
     Args:
         losses: Negative log-likelihoods, ``[n, M]``.
-        log_weights: Logarithms of the mixture's weights, ``[M]``; -inf for a weight of 0.
+        log_weights: Logarithms of the mixture weights, ``[M]``; -inf for a weight of 0.
 
     Returns:
-        ``[n, M]``, rows summing to 1.
+        Responsibilities, ``[n, M]``. Each row sums to 1.
 
     Example:
         >>> responsibilities(torch.tensor([[1000.0, 1000.0]]), torch.tensor([0.25, 0.75]).log())
@@ -51,19 +51,19 @@ def responsibilities(losses: Tensor, log_weights: Tensor) -> Tensor:
 
 
 def floored_log_weights(log_weights: Tensor, floor: float) -> Tensor:
-    r"""Raise the small weights of a mixture to a floor, and divide all by their sum.
+    r"""Raise small mixture weights to a floor, and normalize all weights.
 
     .. math:: \pi_m \leftarrow
         \frac{\max(\pi_m, \varepsilon)}{\sum_{m'} \max(\pi_{m'}, \varepsilon)}
 
-    Not in the paper, where a weight that has become 0 stays 0.
+    This is not in the paper, where a weight of 0 stays 0.
 
     Args:
-        log_weights: :math:`\log \pi`, ``[M]``.
-        floor: :math:`\varepsilon`, at least 0. With 0 the weights stay what they are.
+        log_weights: Logarithms :math:`\log \pi` of the mixture weights, ``[M]``.
+        floor: Floor :math:`\varepsilon`, at least 0. With 0 the weights are unchanged.
 
     Returns:
-        Logarithms of the raised weights, ``[M]``.
+        Logarithms of the new weights, ``[M]``.
 
     Example:
         >>> floored_log_weights(torch.tensor([0.0, 1.0]).log(), 0.25).exp()
@@ -75,14 +75,14 @@ def floored_log_weights(log_weights: Tensor, floor: float) -> Tensor:
 
 
 def mixture_log_probabilities(logits: Tensor, log_weights: Tensor) -> Tensor:
-    r"""Return the mixture's prediction, :math:`\log \sum_m \pi_m \operatorname{softmax}(h_m(x))`.
+    r"""Return the mixture prediction, :math:`\log \sum_m \pi_m \operatorname{softmax}(h_m(x))`.
 
     Args:
-        logits: Of the components, ``[M, n, classes]``.
-        log_weights: ``[M]``.
+        logits: Logits of the components, ``[M, n, classes]``.
+        log_weights: Logarithms of the mixture weights, ``[M]``.
 
     Returns:
-        ``[n, classes]``.
+        Log-probabilities, ``[n, classes]``.
 
     Example:
         >>> logits = torch.tensor([[[0.0, 0.0]], [[0.0, 0.0]]])

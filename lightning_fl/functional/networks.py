@@ -1,14 +1,15 @@
 r"""Networks matched layer by layer (Yurochkin et al., 2019, "PFNM"; Wang et al., 2020, "FedMA").
 
-A network is a list of layers, each a weight, ``[out, in, ...]``, and a bias, ``[out]``; the last is
-the softmax layer. A neuron is what has a bias: the unit of a linear layer, ``[out, in]``, or the
-filter of a convolution, ``[out, in, height, width]``. Where a linear layer follows a convolution,
-its weight is ``[out, in, pixels]``: each filter goes in with all pixels of its map.
+A network is a list of layers. Each layer is a pair of a weight, ``[out, in, ...]``, and a bias,
+``[out]``. The last layer is the softmax layer. A neuron is a unit of a linear layer, ``[out, in]``,
+or a filter of a convolution, ``[out, in, height, width]``. If a linear layer follows a convolution,
+its weight is ``[out, in, pixels]``, with all pixels of the map of each filter.
 
-:func:`match_networks` goes from the top down: a neuron is the vector of its bias and its outgoing
-weights, in the order of the atoms above, which is known by then; in the lowest hidden layer, of its
-incoming weights too. :func:`match_upwards` goes from the input up: a neuron is its bias and its
-incoming weights, in the order of the atoms below.
+:func:`match_networks` matches layers from the top down. A neuron is the vector of its bias and its
+outgoing weights, in the order of the atoms of the layer above. In the lowest hidden layer the
+vector also contains the incoming weights. :func:`match_upwards` matches layers from the input up. A
+neuron is the vector of its bias and its incoming weights, in the order of the atoms of the layer
+below.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from lightning_fl.functional.matching import Matching, Posterior, Process, match
 from lightning_fl.types import FederationError
 
 Layers = Sequence[tuple[Tensor, Tensor]]
-#: Orders of clients: of the greedy pass, then of each sweep.
+#: Orders of clients, for the greedy pass and then for each sweep.
 Orders = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class NetworkPosterior:
-    """What the steps of a stream have taught of a network; without arguments that is nothing.
+    """Posterior of a network after the steps of a stream; empty by default.
 
     Args:
-        layers: Of each hidden layer, the lowest first.
-        bias: Sums and precisions of the softmax layer's bias, ``[classes]`` each.
+        layers: Posterior of each hidden layer, the lowest first.
+        bias: Sums and precisions of the bias of the softmax layer, ``[classes]`` each.
     """
 
     layers: list[Posterior] = field(default_factory=list)
@@ -44,12 +45,12 @@ class NetworkPosterior:
 
 @dataclass(frozen=True)
 class MatchedNetwork:
-    """What networks have been merged to.
+    """Result of merging networks.
 
     Args:
-        layers: The network.
-        matchings: Of each hidden layer, the lowest first.
-        posterior: What is known after it, if another step follows.
+        layers: Merged network.
+        matchings: Matching of each hidden layer, the lowest first.
+        posterior: Posterior after this step, for the next step of a stream.
     """
 
     layers: list[tuple[Tensor, Tensor]]
@@ -58,20 +59,20 @@ class MatchedNetwork:
 
     @property
     def widths(self) -> list[int]:
-        """Neurons of each hidden layer."""
+        """Number of neurons of each hidden layer."""
         return [len(bias) for _, bias in self.layers[:-1]]
 
     def of_client(self, client: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the part of the network that a client's neurons were matched to, in its order."""
+        """Return the atoms of a client's neurons as a network, in the order of its neurons."""
         return part_of(self.layers, [m.assignments[client] for m in self.matchings])
 
 
 def part_of(layers: Layers, chosen: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return the part of a network that has these hidden neurons, in this order.
+    """Return the sub-network of the given hidden neurons, in the given order.
 
     Args:
-        layers: The network.
-        chosen: Neurons of each hidden layer.
+        layers: Layers of the network.
+        chosen: Indices of the neurons of each hidden layer.
 
     Example:
         >>> net = [(torch.eye(3), torch.arange(3.0)), (torch.ones(1, 3), torch.zeros(1))]
@@ -87,23 +88,23 @@ def part_of(layers: Layers, chosen: Sequence[Tensor]) -> list[tuple[Tensor, Tens
 
 
 def check_whole(name: str, value: float | None) -> None:
-    """Refuse an option that is neither a whole number nor None.
+    """Raise an error if an option is neither an integer nor None.
 
     Args:
         name: Name of the option.
         value: Its value.
     """
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise FederationError(f"{name} must be a whole number, got {value!r}")
+        raise FederationError(f"{name} must be an integer, got {value!r}")
 
 
 def check_least(name: str, value: float | None, least: int) -> None:
-    """Refuse an option that is below a limit or not finite; None is not checked.
+    """Raise an error if an option is below a minimum or not finite; None is allowed.
 
     Args:
         name: Name of the option.
         value: Its value.
-        least: The limit.
+        least: Minimum value.
     """
     if value is not None and not least <= value < math.inf:
         raise FederationError(f"{name} must be at least {least}, got {value}")
@@ -114,13 +115,13 @@ class MatchingOptions:
     r"""Options of :func:`match_networks` and :func:`match_upwards`.
 
     Args:
-        client_variance: :math:`\sigma^2`, the variance of a client's weights around the atom's.
-        prior_variance: :math:`\sigma_0^2`, the variance of atoms around the prior's mean.
-        gamma: :math:`\gamma_0`: the larger, the wider the merged network.
-        bias_mean: Mean of biases in the prior; that of weights is 0.
+        client_variance: Variance :math:`\sigma^2` of client weights around the atom.
+        prior_variance: Variance :math:`\sigma_0^2` of atoms around the prior mean.
+        gamma: Concentration :math:`\gamma_0`. Larger values give wider networks.
+        bias_mean: Prior mean of biases. The prior mean of weights is 0.
         popularity: See :class:`~lightning_fl.functional.matching.Process`.
         cap: See :class:`~lightning_fl.functional.matching.Process`.
-        max_width: Neurons of a hidden layer from which on a client may add only one (``most`` of
+        max_width: Width of a hidden layer from which a client may add only one neuron (``most`` of
             :class:`~lightning_fl.functional.matching.Process`).
         sweeps: See :func:`~lightning_fl.functional.matching.match`.
         accept: See :func:`~lightning_fl.functional.matching.match`.
@@ -166,7 +167,7 @@ class MatchingOptions:
             check_least(name, count, least)
 
     def prior(self, clients: int, size: int) -> Process:
-        """Return the prior of neurons whose first coordinate is the bias.
+        """Return the prior over neurons with the bias as the first coordinate.
 
         Args:
             clients: Number of clients.
@@ -180,7 +181,7 @@ class MatchingOptions:
         )
 
 
-#: Options of the authors' program: of PFNM, and of FedMA.
+#: Options of the authors' programs of PFNM and FedMA.
 DOWNWARDS, UPWARDS = MatchingOptions(), MatchingOptions(gamma=7.0)
 
 
@@ -194,28 +195,30 @@ def match_networks(
     generator: torch.Generator | None = None,
     past: NetworkPosterior | None = None,
 ) -> MatchedNetwork:
-    r"""Merge networks that were trained apart, of any widths, into one whose widths are inferred.
+    r"""Merge independently trained networks of any widths, and infer the merged widths.
 
-    Weights of the softmax layer count by the samples that a client has: with :math:`n_{jk}` samples
-    of class :math:`k` client :math:`j` has the precision
-    :math:`\frac{1}{\sigma^2} \frac{n_{jk}}{\sum_i n_{ik}}` there, hence together
-    :math:`1 / \sigma^2`; elsewhere each client has :math:`1 / \sigma^2`.
+    Softmax layer weights are weighted by the number of samples. Client :math:`j` with
+    :math:`n_{jk}` samples of class :math:`k` has the precision
+    :math:`\frac{1}{\sigma^2} \frac{n_{jk}}{\sum_i n_{ik}}`, so the precisions of all clients sum to
+    :math:`1 / \sigma^2`. In other layers each client has the precision :math:`1 / \sigma^2`.
 
     Args:
         networks: Network of each client, from input to classes.
-        class_counts: :math:`n`, ``[J, K]``; None gives each client the same share.
+        class_counts: Samples per client and class :math:`n`, ``[J, K]``. None gives all clients
+            equal weight.
         options: Options of the matching.
-        orders: See :func:`~lightning_fl.functional.matching.match`: a list for each hidden layer,
-            the lowest first, or one for all. None draws orders of its own for each layer.
-        start: Assignments to start with, of each hidden layer and client, the lowest layer first,
-            see :func:`~lightning_fl.functional.matching.match`.
+        orders: Orders of clients, see :func:`~lightning_fl.functional.matching.match`: a list for
+            each hidden layer, the lowest first, or one list for all layers. None draws separate
+            orders for each layer.
+        start: Initial assignments of each hidden layer and client, the lowest layer first; see
+            :func:`~lightning_fl.functional.matching.match`.
         generator: See :func:`~lightning_fl.functional.matching.match`.
-        past: What the steps of a stream before this one have taught, ``NetworkPosterior()`` in the
-            first; None is no stream.
+        past: Posterior after the previous steps of a stream, ``NetworkPosterior()`` in the first
+            step. None without a stream.
 
     Raises:
-        FederationError: If networks do not fit each other or are not finite, nobody has a sample
-            of a class (but in a stream), or ``orders`` fit neither clients nor layers.
+        FederationError: If the networks are incompatible with each other or not finite, a class has
+            no samples (except in a stream), or ``orders`` do not match clients and layers.
 
     Example:
         >>> def one(*neurons):  # of one input and one output: weights in, bias, weights out
@@ -234,7 +237,7 @@ def match_networks(
     matchings: list[Matching] = []
     for layer in reversed(range(len(nets[0]) - 1)):
         width, kernel = len(layers[0][1]), nets[0][layer + 1][0].shape[2:]
-        end = 1 + width * kernel.numel()  # of bias and outgoing weights
+        end = 1 + width * kernel.numel()  # end of bias and outgoing weights
         values, trust = _outgoing(nets, layer, width, share, matchings)
         prior = options.prior(len(nets), values[0].shape[1])
         before = None if past is None else _before(past, layer, prior, end)
@@ -261,11 +264,10 @@ def match_upwards(
     generator: torch.Generator | None = None,
     known: Sequence[Sequence[Tensor]] = (),
 ) -> MatchedNetwork:
-    r"""Merge networks from the input up, as FedMA does (Wang et al., 2020, algorithm 1).
+    r"""Merge networks from the input up, as in FedMA (Wang et al., 2020, algorithm 1).
 
-    A hidden neuron is its bias and its incoming weights, each client's in the order of the atoms
-    below. Weights of the softmax layer are averaged by class counts, each client's in the order
-    of the atoms below:
+    A hidden neuron is the vector of its bias and its incoming weights, in the order of the atoms of
+    the layer below. Softmax layer weights, in the same order, are averaged by class counts:
 
     .. math:: w_k = \sum_j \frac{n_{jk}}{\sum_i n_{ik}} w_{jk}.
 
@@ -275,8 +277,8 @@ def match_upwards(
         options: Options of the matching.
         orders: See :func:`match_networks`.
         generator: See :func:`~lightning_fl.functional.matching.match`.
-        known: Assignments of the lowest hidden layers, of each client, that are not to be found:
-            layers that the clients have been given and have not changed since.
+        known: Fixed assignments of the lowest hidden layers for each client. These are layers that
+            the clients received and did not change.
 
     Raises:
         FederationError: See :func:`match_networks`.
@@ -313,7 +315,7 @@ def _softmax_bias(
     options: MatchingOptions,
     past: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return sums and precisions of the softmax layer's bias, of which nothing is matched."""
+    """Return sums and precisions of the softmax layer's bias, which needs no matching."""
     begin = (
         (options.bias_mean / options.prior_variance, 1 / options.prior_variance)
         if past is None
@@ -328,15 +330,15 @@ def _softmax_bias(
 def _outgoing(
     nets: Sequence[Layers], layer: int, width: int, share: Tensor, matchings: Sequence[Matching]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return each client's neurons of a layer as vectors, and how much their coordinates count.
+    """Return the neuron vectors of a layer for each client, and the weights of their coordinates.
 
-    A vector is the bias, the outgoing weights in the order of the atoms above and, in the lowest
-    layer, the incoming weights.
+    A vector contains the bias, the outgoing weights in the order of the atoms of the layer above
+    and, in the lowest layer, the incoming weights.
     """
     values, trusts, pixels = [], [], nets[0][layer + 1][0].shape[2:].numel()
     for client, net in enumerate(nets):
         outgoing, trust = net[layer + 1][0].movedim(1, 0), share[client]
-        if matchings:  # else the layer above is the softmax layer
+        if matchings:  # otherwise the layer above is the softmax layer
             outgoing = _ordered(outgoing, matchings[0].assignments[client], width)
             trust = torch.ones(width).double()
         incoming = net[0][0].flatten(1) if layer == 0 else outgoing.new_zeros(len(outgoing), 0)
@@ -347,14 +349,14 @@ def _outgoing(
 
 
 def _ordered(weight: Tensor, atoms: Tensor, width: int) -> Tensor:
-    """Put weights, ``[neurons, others, ...]``, in the order of the others' atoms."""
+    """Reorder the second dimension of weights, ``[neurons, others, ...]``, by its atoms."""
     ordered = weight.new_zeros(len(weight), width, *weight.shape[2:])
     ordered[:, atoms] = weight
     return ordered
 
 
 def _incoming(nets: Sequence[Layers], layer: int, matchings: Sequence[Matching]) -> list[Tensor]:
-    """Return each client's weights into a layer, in the order of the atoms below."""
+    """Return the incoming weights of a layer per client, in the order of the atoms below."""
     if not matchings:
         return [net[layer][0] for net in nets]
     below = matchings[-1]
@@ -365,7 +367,7 @@ def _incoming(nets: Sequence[Layers], layer: int, matchings: Sequence[Matching])
 
 
 def _given(values: Sequence[Tensor], found: Matching) -> Tensor:
-    """Return atoms that the clients have copies of."""
+    """Return atoms of a fixed assignment, with values copied from the clients."""
     atoms = found.atoms.clone()
     for value, own in zip(values, found.assignments, strict=True):
         atoms[own] = value
@@ -373,14 +375,14 @@ def _given(values: Sequence[Tensor], found: Matching) -> Tensor:
 
 
 def _before(past: NetworkPosterior, layer: int, prior: Process, end: int) -> Posterior:
-    """Return what a stream has taught of a layer, with the coordinates that it has now."""
+    """Return the posterior of a layer, extended to its current coordinates."""
     if not past.layers:
         return Posterior.before(prior.clients, len(prior.mean))
     return _grown(past.layers[layer], prior, end)
 
 
 def _grown(past: Posterior, prior: Process, end: int) -> Posterior:
-    """Give a stream's atoms the coordinates, before ``end``, of atoms that came to be above."""
+    """Extend a posterior by coordinates before ``end``, for new atoms of the layer above."""
     at = end - (len(prior.mean) - past.sums.shape[1])
 
     def grown(tensor: Tensor, begin: Tensor) -> Tensor:
@@ -392,7 +394,7 @@ def _grown(past: Posterior, prior: Process, end: int) -> Posterior:
 
 
 def _checked(networks: Sequence[Layers]) -> list[list[tuple[Tensor, Tensor]]]:
-    """Return networks in float64, if they can be matched with each other."""
+    """Check networks, and return them in float64."""
     nets = [[(w.double(), b.double()) for w, b in layers] for layers in networks]
     _check_networks(nets)
     return nets
@@ -408,8 +410,8 @@ def _of_each_layer(
         return [cast("Orders", orders)] * layers
     if len(orders) != layers:
         raise FederationError(
-            f"orders must be a list for each of {layers} hidden layers, the lowest first, or one"
-            f" for all, got {len(orders)} lists"
+            f"orders must contain one list per hidden layer ({layers}), the lowest first, or be a"
+            f" single list for all layers, got {len(orders)} lists"
         )
     return cast("Sequence[Orders]", orders)
 
@@ -417,35 +419,35 @@ def _of_each_layer(
 def _shares(
     class_counts: Tensor | None, clients: int, classes: int, may_lack: bool = False
 ) -> Tensor:
-    """Return what part of each class's samples a client has, ``[J, K]``; 0 if nobody has any."""
+    """Return the fraction of samples per client for each class, ``[J, K]``; 0 without samples."""
     counts = class_counts
     if counts is None:
         counts = torch.ones(clients, classes)
     if counts.shape != (clients, classes):
         raise FederationError(
-            f"class_counts must be one number for each of {clients} clients and {classes} classes,"
-            f" got the shape {tuple(counts.shape)}"
+            f"class_counts must have the shape ({clients}, {classes}) for {clients} clients and"
+            f" {classes} classes, got {tuple(counts.shape)}"
         )
     total = counts.double().sum(0)
     if not (may_lack or (total > 0).all()):
         absent = (total <= 0).nonzero()[:, 0].tolist()
         raise FederationError(
-            f"no client has a sample of class {absent[0]}: nobody knows its weights. Leave the"
-            " class out of the network, or leave class_counts out"
+            f"no client has a sample of class {absent[0]}, so its weights are undefined: remove the"
+            " class from the network, or do not pass class_counts"
         )
     return counts.double() / torch.where(total > 0, total, 1)
 
 
 def _check_networks(nets: Sequence[Layers]) -> None:
-    """Refuse networks that cannot be matched with each other."""
+    """Raise an error if networks cannot be matched with each other."""
     if not nets or len(nets[0]) < 2:
-        raise FederationError("matching needs networks with a hidden layer or more")
+        raise FederationError("matching requires networks with at least one hidden layer")
     first = nets[0]
     for client, net in enumerate(nets):
         if len(net) != len(first):
             raise FederationError(
                 f"client {client} has a network of {len(net)} layers, client 0 of {len(first)}:"
-                " networks to be matched have one depth"
+                " all networks must have the same depth"
             )
         for what, own, other in (
             ("inputs", net[0][0].shape[1], first[0][0].shape[1]),
@@ -453,18 +455,18 @@ def _check_networks(nets: Sequence[Layers]) -> None:
         ):
             if own != other:
                 raise FederationError(
-                    f"client {client} has a network of {own} {what}, client 0 of {other}: networks"
-                    " to be matched have the same inputs and classes"
+                    f"client {client} has a network of {own} {what}, client 0 of {other}: all"
+                    " networks must have the same inputs and classes"
                 )
         for layer, (weight, bias) in enumerate(net):
             if weight.shape[2:] != first[layer][0].shape[2:]:
                 raise FederationError(
                     f"layer {layer} of client {client} has kernels of {tuple(weight.shape[2:])},"
-                    f" of client 0 {tuple(first[layer][0].shape[2:])}: networks to be matched have"
-                    " the same"
+                    f" of client 0 {tuple(first[layer][0].shape[2:])}: all networks must have the"
+                    " same kernel sizes"
                 )
             if not (weight.isfinite().all() and bias.isfinite().all()):
                 raise FederationError(
-                    f"layer {layer} of client {client} has weights that are not finite: train it"
-                    " with a lower learning rate, or leave the client out"
+                    f"layer {layer} of client {client} has non-finite weights: use a lower learning"
+                    " rate, or exclude the client"
                 )

@@ -1,4 +1,4 @@
-"""Differential privacy of clients: what noise costs, and what it buys."""
+"""Client-level differential privacy: accounting, noise and clipping."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from torch import Tensor
 
 from lightning_fl.types import Cohort, FederationError
 
-#: A noise multiplier that protects nobody.
+#: Smallest noise multiplier of the calibration; smaller values give no useful privacy.
 _LEAST_NOISE = 0.1
 
 
 def epsilon(releases: Sequence[tuple[float, int]], delta: float, cohort: Cohort) -> float:
     r"""Return the :math:`\varepsilon` of :math:`(\varepsilon, \delta)`-differential privacy.
 
-    Each release is a sum over a round's cohort of vectors no longer than :math:`C`, with normal
-    noise of standard deviation :math:`z C` on each coordinate. The accountant is Google's
-    ``dp_accounting`` (Renyi differential privacy: Mironov et al., 2019; Wang et al., 2019). What
-    two neighboring federations are depends on how cohorts are drawn:
+    Each release is a sum over the cohort of a round of vectors with norm at most :math:`C`, plus
+    normal noise of standard deviation :math:`z C` on each coordinate. The accountant is Google's
+    ``dp_accounting`` (Renyi differential privacy: Mironov et al., 2019; Wang et al., 2019). The
+    neighboring relation of federations depends on the client sampling:
 
-    - ``poisson``: one has one client more; releases are amplified by sampling;
-    - ``fixed``, drawn without replacement: one client is another. A sum then differs by up to
-      :math:`2 C`, so this is a much weaker promise for the same noise. Where it is less, the price
-      without any amplification by sampling;
-    - everyone in each round: one has one client more; nothing is amplified.
+    - ``poisson``: add or remove one client; with privacy amplification by sampling.
+    - ``fixed``, without replacement: replace one client. A sum then differs by up to :math:`2 C`,
+      so the guarantee is much weaker for the same noise. The result is the minimum of the bounds
+      with and without amplification by sampling.
+    - all clients in each round: add or remove one client; without amplification.
 
     Args:
-        releases: Pairs of a noise multiplier :math:`z` and the number of rounds that had it.
-        delta: :math:`\delta`.
-        cohort: How clients are drawn.
+        releases: Pairs of a noise multiplier :math:`z` and the number of rounds with it.
+        delta: :math:`\delta` of the guarantee.
+        cohort: Client sampling.
 
     Returns:
-        Infinity where a round had no noise, 0 before the first.
+        :math:`\varepsilon`. It is infinity if a round had no noise, and 0 before the first round.
 
     Raises:
-        FederationError: If ``dp_accounting`` is not installed, or a part of the clients is drawn
-            in a way of which nothing is known.
+        FederationError: If ``dp_accounting`` is not installed, or the accountant does not support
+            the client sampling.
 
     Example:
         >>> cohort = Cohort(size=50, clients=1000, drawn="poisson")
@@ -65,13 +65,13 @@ def epsilon(releases: Sequence[tuple[float, int]], delta: float, cohort: Cohort)
 
 
 def noise_multiplier(target: float, delta: float, rounds: int, cohort: Cohort) -> float:
-    r"""Return the smallest noise multiplier that keeps :func:`epsilon` at a target.
+    r"""Return the smallest noise multiplier with :func:`epsilon` at most a target.
 
     Args:
-        target: :math:`\varepsilon`.
-        delta: :math:`\delta`.
-        rounds: Of the run.
-        cohort: How clients are drawn.
+        target: Target :math:`\varepsilon`.
+        delta: :math:`\delta` of the guarantee.
+        rounds: Number of rounds.
+        cohort: Client sampling.
 
     Raises:
         FederationError: If ``dp_accounting`` is not installed, or a number is out of range.
@@ -88,7 +88,9 @@ def noise_multiplier(target: float, delta: float, rounds: int, cohort: Cohort) -
     if rounds < 1:
         raise FederationError(f"rounds must be at least 1, got {rounds}")
     if epsilon([(_LEAST_NOISE, rounds)], delta, cohort) <= target:
-        raise FederationError(f"epsilon {target:g} asks for no noise to speak of: lower it")
+        raise FederationError(
+            f"the target epsilon {target:g} requires almost no noise: use a smaller target"
+        )
     dp, made = _accountants(cohort)
     with _quiet():
         found = [
@@ -105,15 +107,15 @@ def noise_multiplier(target: float, delta: float, rounds: int, cohort: Cohort) -
 
 
 def next_clip(clip: float, below: float, quantile: float, lr: float) -> float:
-    r"""Move a clipping norm towards a quantile of the updates' norms (Andrew et al., 2021).
+    r"""Return the next clipping norm, adapted to a quantile of update norms (Andrew et al., 2021).
 
     .. math:: C \leftarrow C \exp(-\eta (\tilde b - \gamma))
 
     Args:
-        clip: :math:`C`.
-        below: :math:`\tilde b`, the part of updates that are not longer, with noise.
-        quantile: :math:`\gamma`.
-        lr: :math:`\eta`.
+        clip: Clipping norm :math:`C`.
+        below: Noisy fraction :math:`\tilde b` of updates with a norm of at most :math:`C`.
+        quantile: Target fraction :math:`\gamma`.
+        lr: Learning rate :math:`\eta`.
 
     Example:
         >>> next_clip(1.0, below=0.5, quantile=0.5, lr=0.2)
@@ -123,19 +125,20 @@ def next_clip(clip: float, below: float, quantile: float, lr: float) -> float:
 
 
 def noise_beside_a_count(noise: float, count_noise: float) -> float:
-    r"""Return the noise multiplier of updates that leaves room for a count (Andrew et al., 2021).
+    r"""Return the noise multiplier of updates released with a noisy count (Andrew et al., 2021).
 
     .. math:: z_\Delta = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}
 
-    The updates with :math:`z_\Delta` and the count of those below the norm, each of which adds
-    :math:`\pm 1/2`, with :math:`\sigma_b` together cost what the updates alone do with :math:`z`.
+    Releasing the updates with :math:`z_\Delta` and the count of updates within the norm with
+    :math:`\sigma_b` has the same privacy loss as releasing only the updates with :math:`z`. Each
+    update contributes :math:`\pm 1/2` to the count.
 
     Args:
-        noise: :math:`z`.
-        count_noise: :math:`\sigma_b`.
+        noise: Total noise multiplier :math:`z`.
+        count_noise: Standard deviation :math:`\sigma_b` of the noise on the count.
 
     Raises:
-        FederationError: If the count alone costs as much.
+        FederationError: If the privacy loss of the count alone is at least as large.
 
     Example:
         >>> round(noise_beside_a_count(1.0, count_noise=1.0), 4)
@@ -145,18 +148,19 @@ def noise_beside_a_count(noise: float, count_noise: float) -> float:
         return 0.0
     if not 2 * count_noise > noise:
         raise FederationError(
-            f"the noise of the count is {count_noise:g}: it must be more than half of the noise"
-            f" multiplier, {noise:g}, or nothing is left for the updates"
+            f"count_noise must be more than half of the noise multiplier {noise:g}, got"
+            f" {count_noise:g}: increase count_noise"
         )
     return 1 / math.sqrt(noise**-2 - (2 * count_noise) ** -2)
 
 
 def clipped_update(update: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    r"""Return :math:`\Delta \min(1, C / \|\Delta\|)`, and whether the update is not longer.
+    r"""Return :math:`\Delta \min(1, C / \|\Delta\|)`, and True if the norm is at most :math:`C`.
 
     Args:
-        update: ``[P]`` in float64: a float32 vector may be longer than its norm in float32.
-        clip: :math:`C`.
+        update: Client update, ``[P]``, in float64. A norm in float32 may round to less than the
+            true norm.
+        clip: Clipping norm :math:`C`.
 
     Example:
         >>> import torch
@@ -164,21 +168,21 @@ def clipped_update(update: Tensor, clip: float) -> tuple[Tensor, Tensor]:
         (tensor([0.6000, 0.8000], dtype=torch.float64), tensor(False))
     """
     norm = update.norm()
-    # A norm of 0 makes it infinite, which is more than 1.
+    # A norm of 0 gives infinity, which is clamped to 1.
     return update * (clip / norm).clamp(max=1.0), norm <= clip
 
 
 def _accountants(cohort: Cohort) -> tuple[Any, list[tuple[Any, Any]]]:
-    """Return the library, and by each way to account for a round what adds up and what a round is.
+    """Return dp_accounting, and pairs of an accountant factory and an event factory.
 
-    All are upper bounds.
+    Each pair gives an upper bound on the privacy loss.
     """
     try:
         import dp_accounting as dp
         from dp_accounting.rdp import RdpAccountant
     except ImportError as error:
         raise FederationError(
-            "privacy is accounted for by dp-accounting, which is not installed: pip install"
+            "privacy accounting requires dp-accounting, which is not installed: pip install"
             " 'lightning_fl[privacy]'"
         ) from error
     one_more, another = (
@@ -193,21 +197,21 @@ def _accountants(cohort: Cohort) -> tuple[Any, list[tuple[Any, Any]]]:
         return dp, [(one_more, dp.GaussianDpEvent)]
     if cohort.drawn == "poisson":
         return dp, [(one_more, lambda z: dp.PoissonSampledDpEvent(m / n, dp.GaussianDpEvent(z)))]
-    if cohort.drawn == "fixed":  # half the noise: a sum differs by twice the norm
+    if cohort.drawn == "fixed":  # half the noise, because a sum differs by twice the norm
 
         def drawn(z: float) -> Any:
             return dp.SampledWithoutReplacementDpEvent(n, m, dp.GaussianDpEvent(z / 2))
 
         return dp, [(another, drawn), (another, lambda z: dp.GaussianDpEvent(z / 2))]
     raise FederationError(
-        f"{m} of {n} clients are drawn in a way of which no accountant knows what it hides: use"
+        f"no privacy accountant supports this sampling of {m} of {n} clients: use"
         " PoissonSampler, UniformSampler, or client_fraction=1.0"
     )
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the library from warning of orders that it leaves out: the others are bounds, too."""
+    """Silence warnings about skipped Renyi orders; the other orders are valid bounds."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)

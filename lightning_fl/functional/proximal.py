@@ -1,4 +1,4 @@
-"""Penalties on the distance between a client and the server."""
+"""Penalty on the distance between client and global model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def proximal_penalty(params: Iterable[Tensor], anchor: Iterable[Tensor], mu: float) -> Tensor:
-    r"""Penalize drift, :math:`\frac{\mu}{2} \lVert w - w^t \rVert^2` (Li et al., 2020, eq. 2).
+    r"""Return the penalty, :math:`\frac{\mu}{2} \lVert w - w^t \rVert^2` (Li et al., 2020, eq. 2).
 
     Args:
         params: Local parameters :math:`w`.
-        anchor: Server parameters :math:`w^t`, same shapes and order.
-        mu: Strength; 0 turns the objective into plain FedAvg.
+        anchor: Global parameters :math:`w^t`, in the same shapes and order.
+        mu: Strength :math:`\mu`. 0 is FedAvg.
 
     Example:
         >>> proximal_penalty([torch.tensor([1.0, 2.0])], [torch.zeros(2)], mu=0.1)

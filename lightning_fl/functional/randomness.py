@@ -1,4 +1,4 @@
-"""Randomness that belongs to (seed, round, client) and to nothing else."""
+"""Random streams that depend only on (seed, round, client)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 
 class RandomStream(IntEnum):
-    """What a stream is for: two purposes never share numbers. Values are part of every result."""
+    """Purpose of a random stream. Changing a value changes the results of all runs."""
 
     HOLD_OUT = 0
     PARTITION = 1
@@ -45,11 +45,11 @@ class RandomStream(IntEnum):
 
 
 def derive_seed(seed: int, *key: int) -> int:
-    """Mix a seed and a key to a seed of 63 bits (``numpy.random.SeedSequence``).
+    """Return a 63-bit seed derived from a seed and a key (``numpy.random.SeedSequence``).
 
     Args:
-        seed: The run's seed.
-        key: Non-negative numbers: a purpose, then usually round and client.
+        seed: Seed of the run.
+        key: Non-negative integers: a :class:`RandomStream`, then usually round and client.
 
     Example:
         >>> derive_seed(1, RandomStream.BATCHES, 0, 7) == derive_seed(1, RandomStream.BATCHES, 7, 0)
@@ -60,6 +60,10 @@ def derive_seed(seed: int, *key: int) -> int:
 
 def generator(seed: int, *key: int) -> torch.Generator:
     """Return a CPU generator seeded with :func:`derive_seed`.
+
+    Args:
+        seed: See :func:`derive_seed`.
+        key: See :func:`derive_seed`.
 
     Example:
         >>> one, other = (generator(1, RandomStream.COHORT, 0) for _ in range(2))
@@ -72,6 +76,9 @@ def generator(seed: int, *key: int) -> torch.Generator:
 def run_seed(seed: int | None) -> int:
     """Return the given seed, else that of ``lightning.seed_everything``, else 0.
 
+    Args:
+        seed: Seed, or None.
+
     Example:
         >>> run_seed(3)
         3
@@ -80,10 +87,10 @@ def run_seed(seed: int | None) -> int:
 
 
 def rng_state(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the state of the global generators: Python's, numpy's, torch's, the CUDA device's."""
+    """Return the state of the global generators of Python, NumPy, torch and a CUDA device."""
     state = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002  # what user code draws from
+        "numpy": np.random.get_state(),  # noqa: NPY002  # used by user code
         "torch": torch.get_rng_state(),
     }
     if device is not None and device.type == "cuda":
@@ -92,7 +99,7 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put the global generators back to what :func:`rng_state` returned."""
+    """Restore the global generators to a state of :func:`rng_state`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["torch"])
@@ -102,10 +109,10 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def seed_rng(seed: int, device: torch.device | None = None) -> None:
-    """Seed the global generators, of a CUDA device too where one is given."""
+    """Seed the global generators, including that of a given CUDA device."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
-    # Not torch.manual_seed: without a GPU it formats a stack trace, for a later CUDA, every time.
+    # torch.manual_seed is slow: without a GPU it formats a stack trace in every call.
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":
         with torch.cuda.device(device):
@@ -114,7 +121,11 @@ def seed_rng(seed: int, device: torch.device | None = None) -> None:
 
 @contextmanager
 def seeded_rng(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed the global generators for a while, then put them back.
+    """Seed the global generators in a context, and restore them at its end.
+
+    Args:
+        seed: Seed of the generators.
+        device: CUDA device to include, or None.
 
     Example:
         >>> with seeded_rng(1):

@@ -1,4 +1,4 @@
-"""Matching the representations of two networks (Mostafa, 2019, section 3.1)."""
+"""Representation matching (Mostafa, 2019, section 3.1)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 def matching_error(guess: Tensor, target: Tensor, reduction: Literal["sum", "mean"]) -> Tensor:
-    r"""Squared error of a reconstruction, :math:`\frac1{|b|} \sum_i \lVert g_i - a_i \rVert^2`.
+    r"""Return the squared error :math:`\frac1{|b|} \sum_i \lVert g_i - a_i \rVert^2`.
 
     Args:
-        guess: What was made of the layer above, ``[batch, ...]``.
-        target: Activations of the fixed model, of the same shape.
-        reduction: Over features: ``sum`` as in the paper (eq. 1), or ``mean``, which does not grow
-            with their number.
+        guess: Reconstruction from the next higher layer, ``[batch, ...]``.
+        target: Activations of the global model, of the same shape.
+        reduction: Reduction over features. ``sum`` follows the paper (eq. 1). ``mean`` is
+            independent of the number of features.
 
     Returns:
         The mean over the batch, a scalar.
@@ -32,18 +32,18 @@ def matching_error(guess: Tensor, target: Tensor, reduction: Literal["sum", "mea
 
 
 def unpool(x: Tensor, index: Tensor, size: Sequence[int]) -> Tensor:
-    """Put pooled values back where the winners were, zeros elsewhere.
+    """Reverse max pooling: place values at the indices of the maxima, and zeros elsewhere.
 
-    Where windows overlap, values that share a winner are averaged. By a scatter: ``max_unpool2d``
-    does not know overlaps, and is slow under ``vmap``.
+    If windows overlap, values with the same index are averaged. The implementation uses a scatter,
+    because ``max_unpool2d`` does not support overlaps and is slow under ``vmap``.
 
     Args:
         x: Pooled values, ``[batch, channels, ...]``.
-        index: Places of the winners in the flattened input, as ``max_pool2d`` returns them.
-        size: Of the pooling's input, without batch and channels.
+        index: Indices of the maxima in the flattened input, as returned by ``max_pool2d``.
+        size: Spatial size of the pooling input, without batch and channels.
 
     Returns:
-        ``[batch, channels, *size]``.
+        Unpooled values, ``[batch, channels, *size]``.
 
     Example:
         >>> import torch
@@ -58,11 +58,13 @@ def unpool(x: Tensor, index: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def pad_to(x: Tensor, size: Sequence[int]) -> Tensor:
-    """Bring maps to a size by zeros, or by cutting, half on either side, the odd one at the end.
+    """Pad maps with zeros or crop them to a size, equally on both sides.
+
+    An odd difference is applied at the end.
 
     Args:
-        x: ``[batch, channels, ...]``.
-        size: Wanted, without batch and channels.
+        x: Maps, ``[batch, channels, ...]``.
+        size: Target spatial size, without batch and channels.
 
     Example:
         >>> import torch

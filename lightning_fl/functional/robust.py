@@ -1,4 +1,4 @@
-"""Centers of updates of which some may be anything: pure functions of rows, ``[k, P]``."""
+"""Robust centers of client updates: pure functions of rows, ``[k, P]``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def coordinate_median(updates: Tensor) -> Tensor:
-    r"""Return the median of each coordinate, ``[P]`` (Yin et al., 2018).
+    r"""Return the coordinate-wise median, ``[P]`` (Yin et al., 2018).
 
-    Of an even number it is the mean of the two in the middle.
+    For an even number of updates it is the mean of the two middle values.
 
     Args:
-        updates: ``[k, P]``.
+        updates: Client updates, ``[k, P]``.
 
     Example:
         >>> coordinate_median(torch.tensor([[0.0, 1.0], [2.0, 9.0], [4.0, -9.0], [100.0, 3.0]]))
@@ -23,14 +23,14 @@ def coordinate_median(updates: Tensor) -> Tensor:
 
 
 def trimmed_mean(updates: Tensor, trim: int) -> Tensor:
-    r"""Return the mean of each coordinate without its extremes (Yin et al., 2018).
+    r"""Return the coordinate-wise trimmed mean (Yin et al., 2018).
 
     Args:
-        updates: ``[k, P]``.
-        trim: How many are left out at either end, less than half of ``k``.
+        updates: Client updates, ``[k, P]``.
+        trim: Number of values to remove at either end, less than half of ``k``.
 
     Returns:
-        ``[P]``.
+        The trimmed mean, ``[P]``.
 
     Example:
         >>> trimmed_mean(torch.tensor([[0.0], [2.0], [4.0], [100.0]]), trim=1)
@@ -40,25 +40,25 @@ def trimmed_mean(updates: Tensor, trim: int) -> Tensor:
 
 
 def krum_scores(updates: Tensor, attackers: int) -> Tensor:
-    r"""Say how far each update is from those around it (Blanchard et al., 2017).
+    r"""Return the Krum score of each update (Blanchard et al., 2017).
 
     .. math:: s(i) = \sum_{j \in N_i} \|\Delta_i - \Delta_j\|^2
 
-    over the :math:`k - f - 2` updates that are nearest to :math:`i`, itself left out.
+    where :math:`N_i` are the :math:`k - f - 2` nearest other updates.
 
     Args:
-        updates: ``[k, P]``.
-        attackers: :math:`f`, at most :math:`k - 3`.
+        updates: Client updates, ``[k, P]``.
+        attackers: Number of attackers :math:`f`, at most :math:`k - 3`.
 
     Returns:
-        ``[k]``, the smaller the better.
+        Scores, ``[k]``. Smaller is better.
 
     Example:
         >>> krum_scores(torch.tensor([[0.0], [1.0], [3.0], [90.0]]), attackers=1)
         tensor([1.0000e+00, 1.0000e+00, 4.0000e+00, 7.5690e+03])
     """
     k = len(updates)
-    # Not by products of matrices: small distances between long vectors would be rounding.
+    # Without matrix products, which lose small distances between long vectors to rounding.
     squares = torch.cdist(updates, updates, compute_mode="donot_use_mm_for_euclid_dist").square()
     squares.fill_diagonal_(torch.inf)
     return squares.sort(1).values[:, : k - attackers - 2].sum(1)
@@ -67,23 +67,25 @@ def krum_scores(updates: Tensor, attackers: int) -> Tensor:
 def geometric_median(
     updates: Tensor, weights: Tensor, smoothing: float = 1e-6, iterations: int = 1000
 ) -> Tensor:
-    r"""Return the point with the smallest mean distance to updates (Pillutla et al., 2022).
+    r"""Return the geometric median of updates (Pillutla et al., 2022).
 
     .. math:: \arg\min_v \sum_k p_k \|v - \Delta_k\|
 
-    by Weiszfeld's steps :math:`v \leftarrow \sum_k \beta_k \Delta_k / \sum_k \beta_k` with
-    :math:`\beta_k = p_k / \max(\nu, \|v - \Delta_k\|)`, from the coordinates' medians, until a
-    step is shorter than :math:`\nu`. The original's absolute :math:`\nu` means as much as updates
-    are large; that of their mean distance would be the attackers' to choose.
+    The Weiszfeld algorithm iterates :math:`v \leftarrow \sum_k \beta_k \Delta_k / \sum_k \beta_k`
+    with :math:`\beta_k = p_k / \max(\nu, \|v - \Delta_k\|)`. It starts from the coordinate-wise
+    median, and stops when a step is shorter than :math:`\nu`. The paper uses an absolute
+    :math:`\nu`, which depends on the scale of the updates. Here :math:`\nu` is relative to a median
+    distance. Attackers could control a mean distance.
 
     Args:
-        updates: ``[k, P]``.
-        weights: :math:`p`, ``[k]``.
-        smoothing: :math:`\nu`, as a part of the median of the updates' distances to that start.
-        iterations: At most.
+        updates: Client updates, ``[k, P]``.
+        weights: Weights :math:`p`, ``[k]``.
+        smoothing: :math:`\nu` as a fraction of the median distance between updates and the initial
+            point.
+        iterations: Maximum number of iterations.
 
     Returns:
-        ``[P]``.
+        The geometric median, ``[P]``.
 
     Example:
         >>> rows = torch.tensor([[0.0], [1.0], [100.0]], dtype=torch.float64)
@@ -106,11 +108,11 @@ def geometric_median(
 
 
 def clipped(updates: Tensor, max_norm: float) -> Tensor:
-    r"""Shorten updates to a norm, :math:`\Delta_k \min(1, M / \|\Delta_k\|)` (Sun et al., 2019).
+    r"""Clip update norms, :math:`\Delta_k \min(1, M / \|\Delta_k\|)` (Sun et al., 2019).
 
     Args:
-        updates: ``[k, P]``.
-        max_norm: :math:`M`.
+        updates: Client updates, ``[k, P]``.
+        max_norm: Maximum norm :math:`M`.
 
     Example:
         >>> clipped(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), max_norm=1.0)

@@ -1,4 +1,4 @@
-"""How alike updates are."""
+"""Similarity of client updates."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from torch import Tensor
 
 
 def cosine_similarity(rows: Tensor) -> Tensor:
-    r"""Cosines between rows (Sattler et al., 2021); 0 for a row of zeros.
+    r"""Return the pairwise cosine similarity of rows (Sattler et al., 2021); 0 for a row of zeros.
 
     .. math:: a_{ij} = \frac{\langle g_i, g_j \rangle}{\lVert g_i \rVert \, \lVert g_j \rVert}
 
     Args:
-        rows: ``[k, P]``.
+        rows: Client updates, ``[k, P]``.
 
     Returns:
-        ``[k, k]``, from -1 to 1.
+        Cosines, ``[k, k]``, from -1 to 1.
 
     Example:
         >>> import torch

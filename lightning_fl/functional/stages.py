@@ -8,7 +8,11 @@ from lightning_fl.types import FederationError
 
 
 def stage_of(rounds: Sequence[int], round: int) -> int:
-    """Return which stage a round is in, counted from 0.
+    """Return the stage index of a round, from 0.
+
+    Args:
+        rounds: Number of rounds of each stage except the last.
+        round: Round index, from 0.
 
     Example:
         >>> [stage_of([2, 1], round) for round in range(5)]
@@ -18,10 +22,17 @@ def stage_of(rounds: Sequence[int], round: int) -> int:
 
 
 def check_stages(rounds: Sequence[int], rules: Sequence[object], name: str) -> None:
-    """Refuse stages that do not fit."""
+    """Raise an error if the numbers of rounds and of rules do not match.
+
+    Args:
+        rounds: Number of rounds of each stage except the last.
+        rules: Rule of each stage.
+        name: Name of the ``rules`` argument for error messages.
+    """
     if len(rules) != len(rounds) + 1:
         raise FederationError(
-            f"{name} must be one more than rounds, got {len(rules)} and rounds={list(rounds)}"
+            f"{name} must have one more entry than rounds, got {len(rules)} and"
+            f" rounds={list(rounds)}"
         )
     if any(count < 1 or int(count) != count for count in rounds):
-        raise FederationError(f"rounds must be whole numbers from 1 up, got {list(rounds)}")
+        raise FederationError(f"rounds must be integers of at least 1, got {list(rounds)}")

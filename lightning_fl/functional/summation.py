@@ -1,21 +1,21 @@
-r"""Sums that do not depend on the order or the grouping of their addends.
+r"""Reproducible summation, independent of the order and grouping of the addends.
 
-This is pre-rounded ("indexed") summation (Demmel and Nguyen, 2013, 2015; ReproBLAS). One grid, the
-same for all sums, cuts the exponents of float64 into bins of :data:`BITS` bits. Each addend is cut
-at the grid into slices. The slices of a bin are whole multiples of the bin's unit, which float64
-adds exactly, in any order. A coordinate keeps the :data:`BINS` bins below the largest addend that
-it has met. A larger addend moves them up, and the lowest are dropped whole. What remains is
-:math:`\sum_k \operatorname{round}_u(x_k)` with the unit :math:`u` of the lowest bin that the
-largest of *all* addends leaves: a function of the set of addends alone, however they are ordered,
-grouped, or spread over processes.
+This is pre-rounded ("indexed") summation (Demmel and Nguyen, 2013, 2015; ReproBLAS). A fixed grid
+divides the exponent range of float64 into bins of :data:`BITS` bits. Each addend is split at the
+grid into slices. The slices of a bin are integer multiples of the unit of the bin, so float64 adds
+them exactly in any order. Each coordinate keeps the :data:`BINS` bins below its largest addend so
+far. A larger addend shifts the bins up, and the lowest bins are discarded. The result is
+:math:`\sum_k \operatorname{round}_u(x_k)`, where :math:`u` is the unit of the lowest bin for the
+largest of *all* addends. It is a function of the set of addends, independent of their order,
+grouping and distribution over processes.
 
-For :math:`n` addends the error is at most :math:`n 2^{-64} \max_k |x_k|` and one rounding of the
-total, which is less than a plain float64 sum's. The largest and the subnormal numbers are summed
-as well as others. An addend that is not finite makes the total of its coordinate NaN.
+For :math:`n` addends the error is at most :math:`n 2^{-64} \max_k |x_k|` plus one rounding of the
+total, which is less than for a plain float64 sum. The range includes the largest and the subnormal
+numbers. A non-finite addend makes the total of its coordinate NaN.
 
-A sum is one tensor, ``[BINS + 1, ...]`` in float64: the bins, scaled so that the unit of the top
-bin is 1, and the scale, a power of two. So it can be the state of a metric. Its memory does not
-grow with the number of addends.
+A sum is a single float64 tensor, ``[BINS + 1, ...]``, and can be the state of a metric: the bins,
+scaled so that the unit of the top bin is 1, and the scale, a power of two. Its memory is
+independent of the number of addends.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Bits of a bin. Sums of up to ``2 ** (53 - BITS)`` addends, two million, are exact.
+#: Number of bits per bin. Sums of up to ``2 ** (53 - BITS)`` addends, two million, are exact.
 BITS = 32
-#: Bins of a coordinate. A total has at least ``BITS * (BINS - 1)`` bits below the largest addend.
+#: Number of bins per coordinate. A total has at least ``BITS * (BINS - 1)`` bits below the largest
+#: addend.
 BINS = 3
-#: Elements that are added at once on a CPU, where they have to stay in the cache, and elsewhere.
+#: Number of elements to add at once on a CPU, limited by its cache, and on other devices.
 PIECE, DEVICE_PIECE = 2**16, 2**22
 
-#: Addends are below half the unit of the next bin: all of them, or nothing, is rounded away there.
+#: Bound on scaled addends: half the unit of the next higher bin, so that this bin rounds to 0.
 _LIMIT = 2.0 ** (BITS - 1)
-#: The scale of zero: that of the lowest window, whose lowest unit is the smallest subnormal number.
+#: Scale of zero, that of the lowest window. Its lowest unit is the smallest subnormal number.
 _SCALE_OF_ZERO = 2.0**1010
 
 
@@ -42,11 +43,11 @@ def empty_sum(shape: tuple[int, ...], device: torch.device | str = "cpu") -> Ten
     """Return the sum of no addends.
 
     Args:
-        shape: Of the addends.
-        device: Where the sum is kept.
+        shape: Shape of the addends.
+        device: Device of the sum.
 
     Returns:
-        ``[BINS + 1, *shape]`` in float64.
+        The empty sum, ``[BINS + 1, *shape]``, in float64.
     """
     total = torch.zeros(BINS + 1, *shape, dtype=torch.float64, device=device)
     total[-1] = _SCALE_OF_ZERO
@@ -56,13 +57,14 @@ def empty_sum(shape: tuple[int, ...], device: torch.device | str = "cpu") -> Ten
 def add_rows(total: Tensor, rows: Tensor, weights: Tensor | None = None) -> None:
     r"""Add :math:`\sum_k w_k x_k` to a sum, in place.
 
-    On a CPU the few coordinates whose bins have to move up are looked for. Elsewhere all are
-    treated alike, which needs no value of the device.
+    On a CPU only the coordinates that require a shift of bins are shifted. On other devices all
+    coordinates are processed in the same way, to avoid synchronization with the host.
 
     Args:
-        total: The sum, ``[BINS + 1, P]``.
-        rows: :math:`x`, ``[k, P]``, of any floating dtype.
-        weights: :math:`w`, ``[k]``; None weighs each row with 1. A product is rounded to float64.
+        total: Sum, ``[BINS + 1, P]``.
+        rows: Addends :math:`x`, ``[k, P]``, of any floating-point dtype.
+        weights: Weights :math:`w`, ``[k]``. None means weights of 1. Products are rounded to
+            float64.
 
     Example:
         >>> total = empty_sum((1,))
@@ -89,7 +91,7 @@ def add_rows(total: Tensor, rows: Tensor, weights: Tensor | None = None) -> None
 
 
 def _too_large(rest: Tensor) -> list[Any]:
-    """Return an index of the coordinates whose bins have to move up; none where there is none."""
+    """Return an index of the coordinates with bins to shift up, in a list, empty if none."""
     low, high = map(float, rest.aminmax())
     if -_LIMIT < low <= high < _LIMIT:
         return []
@@ -98,9 +100,9 @@ def _too_large(rest: Tensor) -> list[Any]:
 
 
 def _add_slices(state: Tensor, rest: Tensor, rounded: Tensor) -> None:
-    """Add a scaled addend, ``[P]``, which is used up, to the bins."""
+    """Add a scaled addend ``rest``, ``[P]``, to the bins, and overwrite it."""
     for i, unit_bin in enumerate(state[:-1]):
-        # Adding and subtracting it rounds to whole multiples of the bin's unit, half to even.
+        # Adding and subtracting it rounds to multiples of the bin's unit, half to even.
         anchor = 1.5 * 2.0 ** (52 - i * BITS)
         torch.add(rest, anchor, out=rounded).sub_(anchor)
         unit_bin += rounded
@@ -109,16 +111,16 @@ def _add_slices(state: Tensor, rest: Tensor, rounded: Tensor) -> None:
 
 
 def _scale_for(addend: Tensor) -> Tensor:
-    """Return the scale at which the top bin holds an addend, for each coordinate."""
+    """Return the scale for which the top bin holds the addend, for each coordinate."""
     exponents = (addend.view(torch.int64) >> 52) & 0x7FF  # biased, of the bits of float64
     position = ((exponents + 52) >> 5).clamp(min=2)
     return ((2097 - BITS * position) << 52).view(torch.float64)
 
 
 def _moved(total: Tensor, scale: Tensor) -> Tensor:
-    """Return a sum with its bins moved up to a scale; where its own is lower, that stays."""
+    """Return a sum with its bins shifted up to a scale, unless its own scale is lower."""
     scale = torch.minimum(scale, total[-1])
-    ratio = scale / total[-1]  # 1, or 2 ** -BITS for each bin that they move
+    ratio = scale / total[-1]  # 2 ** -BITS to the power of the number of shifted bins
     moved = torch.zeros_like(total)
     moved[-1] = scale
     for i in range(BINS):
@@ -128,18 +130,22 @@ def _moved(total: Tensor, scale: Tensor) -> Tensor:
 
 
 def merged_sums(totals: Tensor) -> Tensor:
-    """Return the sum of all addends of several sums, ``[n, BINS + 1, ...]``."""
+    """Return the sum of several sums.
+
+    Args:
+        totals: Sums, ``[n, BINS + 1, ...]``.
+    """
     scale = totals[:, -1].amin(0)
     moved = torch.stack([_moved(total, scale) for total in totals])
     return torch.cat([moved[:, :-1].sum(0), scale[None]])
 
 
 def all_reduced(total: Tensor, group: Any = None) -> Tensor:
-    """Return the sum of the addends of all processes; all have to call it.
+    """Return the sum over all processes. All processes must call this function.
 
     Args:
-        total: This process's sum, ``[BINS + 1, ...]``.
-        group: Of processes; None is all.
+        total: Sum of this process, ``[BINS + 1, ...]``.
+        group: Process group. None means all processes.
     """
     scale = total[-1].clone()
     torch.distributed.all_reduce(scale, torch.distributed.ReduceOp.MIN, group)
@@ -150,9 +156,13 @@ def all_reduced(total: Tensor, group: Any = None) -> Tensor:
 
 
 def sum_value(total: Tensor) -> Tensor:
-    """Return the value of a sum in float64, ``[...]``."""
+    """Return the value of a sum in float64, ``[...]``.
+
+    Args:
+        total: Sum, ``[BINS + 1, ...]``.
+    """
     top, middle, low = total[:-1].unbind()
-    # What the bins hold is the same for any order, how it is split between them is not: carry.
+    # The total of the bins is independent of the order, but its split is not: propagate carries.
     unit = 2.0**-BITS
     carry = (low / unit).floor() * unit
     low, middle = low - carry, middle + carry

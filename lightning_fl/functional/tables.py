@@ -1,4 +1,4 @@
-"""Tables with a row for each client, by id."""
+"""Growing tables with one row per client index."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: Clients for which there is place at first.
+#: Initial number of rows.
 PLACES = 64
 
 
 def with_place(table: Tensor, ids: Tensor, fill: float = 0) -> Tensor:
-    """Return a table that has a row for every id: the same, or one at least twice as long.
+    """Return a table with a row for every id: the same table, or one at least twice as long.
 
     Args:
-        table: ``[places, ...]``.
-        ids: ``[k]``.
-        fill: What new rows hold.
+        table: Table, ``[places, ...]``.
+        ids: Client indices, ``[k]``.
+        fill: Value of new rows.
 
     Example:
         >>> import torch
@@ -32,7 +32,11 @@ def with_place(table: Tensor, ids: Tensor, fill: float = 0) -> Tensor:
 
 
 def with_rows_of(table: Tensor, saved: Tensor) -> Tensor:
-    """Return zeros with as many rows as a saved table; the table itself where columns differ.
+    """Return zeros with as many rows as a saved table, or the table if columns differ.
+
+    Args:
+        table: Current table, ``[places, ...]``.
+        saved: Saved table.
 
     Example:
         >>> import torch
@@ -46,13 +50,13 @@ def with_rows_of(table: Tensor, saved: Tensor) -> Tensor:
 def make_place(
     module: nn.Module, names: Iterable[str], state_dict: Mapping[str, Any], prefix: str
 ) -> None:
-    """Give buffers of a module the shapes that they have in a state dictionary to be loaded.
+    """Resize buffers of a module to their shapes in a state dictionary before loading it.
 
     Args:
-        module: The module.
-        names: Names of its buffers; those that it or the dictionary lacks are left out.
-        state_dict: The dictionary.
-        prefix: What is in front of the names there.
+        module: Module with the buffers.
+        names: Names of the buffers. Names missing in the module or the dictionary are ignored.
+        state_dict: State dictionary to load.
+        prefix: Prefix of the names in the dictionary.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""What a client minimizes."""
+"""Local objectives of clients."""
 
 from lightning_fl.objectives.client_module import ClientModule
 from lightning_fl.objectives.entropy import EntropyRegularizer

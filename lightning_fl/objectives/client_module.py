@@ -1,4 +1,4 @@
-"""A client's local objective for classification."""
+"""Client module for classification with additional loss terms."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from lightning_fl.types import FederationError
 
 
 class WeightedMean(Metric):
-    """The weighted mean of the finite values, 0-d in float64; NaN without any.
+    """Compute the weighted mean of the finite values as a float64 scalar, NaN if there are none.
 
-    It does not depend on the order of the values or on how processes share them. Unlike
-    torchmetrics' ``MeanMetric`` it never reads a value, so it does not wait for the device.
+    The result is independent of the order of the values and of their distribution over processes.
+    Unlike torchmetrics' ``MeanMetric`` it does not read values on the host, so it never
+    synchronizes with the device.
 
     Example:
         >>> mean = WeightedMean()
@@ -34,38 +35,45 @@ class WeightedMean(Metric):
     """
 
     full_state_update = False
-    sums: Tensor  # of the weighted values and of the weights
+    sums: Tensor  # sum of the weighted values and sum of the weights
 
     def __init__(self) -> None:
         super().__init__()
         self.add_state("sums", empty_sum((2,)), dist_reduce_fx=merged_sums)
 
     def update(self, values: Tensor, weights: Tensor) -> None:
-        """Add values, with weights of the same shape."""
+        """Add values.
+
+        Args:
+            values: Values of any shape.
+            weights: Weights of the same shape.
+        """
         is_finite = values.isfinite()
         weights = weights.where(is_finite, 0).double()
         values = values.where(is_finite, 0).double() * weights
         add_rows(self.sums, torch.stack([values, weights], -1).reshape(-1, 2))
 
     def compute(self) -> Tensor:
-        """Return the mean."""
+        """Return the weighted mean."""
         sums = sum_value(self.sums)
         return sums[0] / sums[1]
 
 
 class ClientModule(LightningModule):
-    r"""Cross-entropy + terms, :math:`\frac{1}{|b|} \sum_{i \in b} \ell(w; x_i, y_i) + \sum_j r_j`.
+    r"""Train a classifier with cross-entropy and additional loss terms.
 
-    Logs once a round ``train_loss`` (the mean loss over the local samples that clients trained on,
-    terms included, without clients whose loss is not finite), ``val_loss`` and ``val_acc``; in a
-    test ``test_loss`` and ``test_acc``. A batch is ``(x, y)`` with class indices ``y``. For another
-    task override :meth:`federated_losses`.
+    .. math:: \frac{1}{|b|} \sum_{i \in b} \ell(w; x_i, y_i) + \sum_j r_j
+
+    Logs ``train_loss``, ``val_loss`` and ``val_acc`` once per round, and ``test_loss`` and
+    ``test_acc`` in a test. ``train_loss`` is the mean loss over the local training samples,
+    including terms, without clients with a non-finite loss. A batch is ``(x, y)`` with class
+    indices ``y``. For other tasks override :meth:`federated_losses`.
 
     Args:
-        net: The network, from inputs to logits, ``[batch, classes]``.
-        terms: Further terms of the loss.
-        optimizer: Makes the optimizer from the parameters. Its learning rate is what the policy's
-            is a ratio to; without a policy's it is used as it is.
+        net: Network from inputs to logits, ``[batch, classes]``.
+        terms: Additional terms of the loss.
+        optimizer: Function that creates the optimizer from the parameters. A learning rate of the
+            policy replaces its learning rate; the ratio of the two scales all parameter groups.
 
     Example:
         >>> module = ClientModule(nn.Linear(4, 3), optimizer=torch.optim.Adam)
@@ -81,22 +89,23 @@ class ClientModule(LightningModule):
     ) -> None:
         super().__init__()
         self.net, self.terms = net, nn.ModuleList(terms)
-        # Not a hyperparameter: a checkpoint with a callable in it cannot be loaded safely.
+        # Not saved as a hyperparameter: a checkpoint with a callable cannot be loaded safely.
         self.make_optimizer = optimizer
         self.train_loss = WeightedMean()
-        # Not scalars: over several processes Lightning would average those without their weights.
+        # Metrics, because Lightning averages scalars over processes without weights.
         self.val_loss, self.test_loss = (MeanMetric(nan_strategy="disable") for _ in range(2))
         self.val_acc, self.test_acc = (MulticlassAccuracy(average="micro") for _ in range(2))
-        #: Parameters that the client started from, by name, for the terms; a ``FederatedLoop`` sets
-        #: them where it is not None. Constant, so neither a buffer nor saved.
+        #: Initial parameters of the client by name, for the terms. A ``FederatedLoop`` sets them
+        #: unless the attribute is None. Constant, so neither a buffer nor saved.
         self.federated_global_parameters: dict[str, Tensor] | None = {} if len(self.terms) else None
-        #: Weight of each sample in the mean, ``[batch]``, summing to 1; None is equal weights.
-        #: VectorizedClients with fewer samples than others are filled up with samples of weight 0.
+        #: Weight of each sample in the mean, ``[batch]``, summing to 1. None means equal weights.
+        #: ``VectorizedClients`` pads smaller batches with samples of weight 0.
         self.federated_sample_weight: Tensor | None = None
-        #: Whether the step heeds them: not that of a child, nor a term of the samples.
+        #: True if the training step supports sample weights. A step overridden in a subclass and
+        #: terms that use the batch do not.
         has_own_step = type(self).training_step is not ClientModule.training_step
         self.federated_knows_weights = not has_own_step and not any(t.uses_batch for t in terms)
-        #: Looks inside the network, where a term wants that.
+        #: Recorder of activations, if a term requires one.
         self.recorder: Recorder | None = None
         self._built_for = torch.Size()
         self._client_loss: list[Tensor] = []
@@ -104,7 +113,7 @@ class ClientModule(LightningModule):
 
     @property
     def federated_local_parameters(self) -> list[str]:
-        """Names of the parameters that stay with each client: those of some terms."""
+        """Names of the parameters of terms that stay local to each client."""
         return [
             f"terms.{i}.{name}"
             for i, term in enumerate(self.terms)
@@ -113,47 +122,47 @@ class ClientModule(LightningModule):
         ]
 
     def setup(self, stage: str) -> None:
-        """Let the terms make what depends on the shape of a sample."""
+        """Build the terms that depend on the shape of a sample."""
         if stage == "fit" and any(t.wants_trace for t in self.terms):
             example = self._example()
             if self.recorder is None or self._built_for != example.shape[1:]:
                 self.build_terms(example)
 
     def _example(self) -> Tensor:
-        """Return samples as the network gets them."""
+        """Return example inputs of the network."""
         data: Any = getattr(self.trainer, "datamodule", None)
         if self.example_input_array is None and hasattr(data, "example"):
             return cast("Tensor", data.example()[0])
         if not isinstance(self.example_input_array, Tensor):
             raise FederationError(
-                f"{type(self).__name__} needs to know what a sample looks like: use a"
-                " FederatedDataModule, or set its example_input_array to a batch of inputs"
+                f"{type(self).__name__} requires example inputs: use a FederatedDataModule, or set"
+                " example_input_array to a batch of inputs"
             )
         return self.example_input_array
 
     def build_terms(self, x: Tensor) -> None:
-        """Let the terms make what depends on the shape of a sample.
+        """Build the terms that depend on the shape of a sample.
 
         Args:
-            x: Some samples, ``[batch, ...]``; their values do not matter.
+            x: Samples, ``[batch, ...]``. Only shape and dtype are used.
 
         Raises:
-            FederationError: If the network cannot be traced, or terms do not fit it.
+            FederationError: If the network cannot be traced, or is incompatible with a term.
         """
         if type(self).forward is not ClientModule.forward:
             raise FederationError(
-                f"terms that look inside the network run it themselves, and"
-                f" {type(self).__name__}.forward would not be asked: put what it does into net"
+                f"terms that record activations run net directly, so {type(self).__name__}.forward"
+                " would not be called: move its computation into net"
             )
         wanted = [term for term in self.terms if term.wants_trace]
         points = cast("Term", wanted[0]).points
         if any(term.points != points for term in wanted):
-            raise FederationError("terms that look inside one network must name the same points")
+            raise FederationError("all terms that record activations must use the same points")
         recorder = Recorder(self.net, points)
         params = dict(self.net.named_parameters(prefix="net"))
-        if x.is_floating_point() and params:  # a precision plugin has not converted either yet
+        if x.is_floating_point() and params:  # not converted by a precision plugin yet
             x = x.to(next(iter(params.values())))
-        with seeded_rng(0, self.device):  # of dropout
+        with seeded_rng(0, self.device):  # dropout draws random numbers
             trace = recorder.fixed(params, x)
         for term in wanted:
             cast("Term", term).build(recorder, trace)
@@ -164,22 +173,22 @@ class ClientModule(LightningModule):
         return cast("Tensor", self.net(x))
 
     def federated_losses(self, batch: Any, outputs: Tensor | None = None) -> Tensor:
-        """Return each sample's loss, ``[batch]``; training and validation use it.
+        """Return the loss of each sample, ``[batch]``, for training and validation.
 
         Args:
-            batch: ``(x, y)``.
-            outputs: What the network made of ``x``, where that is known already.
+            batch: Batch ``(x, y)``.
+            outputs: Network outputs for ``x``. None computes them.
         """
         x, y = batch
         return F.cross_entropy(self(x) if outputs is None else outputs, y, reduction="none")
 
     def on_train_epoch_start(self) -> None:
-        """Forget what a round that was cut short has left."""
+        """Clear the records of an interrupted round."""
         self.train_loss.reset()
         self._client_loss, self._client_samples = [], []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Tensor]:
-        """Return the loss of a local step; with terms, also ``task_loss``, which has none."""
+        """Return the loss of a local step; with terms, also ``task_loss`` without terms."""
         trace = None
         if self.recorder is None:
             outputs = self(batch[0])
@@ -191,7 +200,7 @@ class ClientModule(LightningModule):
         start = self.federated_global_parameters
         if start is not None:
             params: dict[str, Tensor] = dict(self.net.named_parameters(prefix="net"))
-            if not start:  # Outside of a federation the model stays near where it began.
+            if not start:  # Outside a federation, use the initial model.
                 start = {n: p.detach().clone() for n, p in params.items()}
                 self.federated_global_parameters = start
             fixed = {n: start[n] for n in params}
@@ -203,21 +212,21 @@ class ClientModule(LightningModule):
         return loss if start is None else {"loss": loss, "task_loss": task_loss.detach()}
 
     def federated_record(self, loss: Tensor, count: int | Tensor) -> None:
-        """Note the loss of a local step, of one client or of each in the lanes.
+        """Record the loss of a local step, for one client or for clients that train at once.
 
         Args:
-            loss: Scalar, or ``[lanes]``.
-            count: Samples, of the same shape.
+            loss: Scalar, or ``[k]`` for vectorized clients.
+            count: Number of samples, of the same shape.
         """
         loss = loss.detach()
         if not isinstance(count, Tensor):
-            # Filled on the device: to copy the number is to wait for it.
+            # Fill on the device: a copy from the host would synchronize.
             count = torch.full_like(loss, count, dtype=torch.float32)
         self._client_loss.append(loss * count)
         self._client_samples.append(count)
 
     def on_client_end(self) -> None:
-        """Add the clients' losses to the round's figure: once a client, not once a step."""
+        """Add the recorded client losses to ``train_loss``, once per client."""
         if self._client_loss:
             samples = torch.stack(self._client_samples).sum(0)
             loss = torch.stack(self._client_loss).sum(0) / samples
@@ -225,7 +234,7 @@ class ClientModule(LightningModule):
         self._client_loss, self._client_samples = [], []
 
     def on_train_epoch_end(self) -> None:
-        """Log the round's training loss."""
+        """Log the training loss of the round."""
         self.on_client_end()
         self.log("train_loss", self.train_loss, prog_bar=True)
 
@@ -251,5 +260,5 @@ class ClientModule(LightningModule):
         return cast("Tensor", self(batch[0]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer of all parameters, those of terms included."""
+        """Return the optimizer of all parameters, including those of terms."""
         return self.make_optimizer(self.parameters())

@@ -1,4 +1,4 @@
-"""Not too sure of oneself: entropy regularization."""
+"""Entropy regularization."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from lightning_fl.types import FederationError
 class EntropyRegularizer(Term):
     r"""Penalize confident predictions, :math:`c \max(0, H_{min} - H(\mathrm{softmax}(a_M)))`.
 
-    Mostafa (2019), eq. 8: the penalty sets in where the entropy of a sample's prediction falls
-    below :math:`H_{min}`. It matters where clients know few classes. The paper does not give its
-    :math:`H_{min}`; code that descends from it uses 2 nats (ten classes have at most 2.303) and
-    compares the mean entropy of the batch (``of_mean``).
+    Mostafa (2019), eq. 8: the penalty is positive if the entropy of a prediction is below
+    :math:`H_{min}`. It is most relevant if each client has few classes. The paper does not give its
+    :math:`H_{min}`. Code derived from that of the paper uses 2 nats (the maximum for ten classes is
+    2.303) and compares the mean entropy of the batch (``of_mean``).
 
     Args:
-        min_entropy: The bound in nats, from 0 up; 0 is no penalty.
-        coefficient: Factor :math:`c`, from 0 up.
-        of_mean: Compare the mean entropy of the batch with the bound, not each sample's.
+        min_entropy: Bound :math:`H_{min}` in nats, at least 0. 0 disables the penalty.
+        coefficient: Factor :math:`c`, at least 0.
+        of_mean: Compare the bound with the mean entropy of the batch instead of the entropy of each
+            sample.
 
     Raises:
-        FederationError: If a value is negative or not finite; in a step, if no prediction can have
-            so much entropy.
+        FederationError: If a value is negative or not finite; in a step, if ``min_entropy`` exceeds
+            the maximum entropy of a prediction.
 
     Example:
         >>> import torch
@@ -44,12 +45,12 @@ class EntropyRegularizer(Term):
         self.min_entropy, self.coefficient, self.of_mean = min_entropy, coefficient, of_mean
 
     def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
-        """Return the penalty of the client's predictions."""
+        """Return the penalty for the predictions of the client."""
         assert client_model.outputs is not None
         if self.min_entropy > math.log(classes := client_model.outputs.shape[-1]) + 1e-6:
             raise FederationError(
-                f"min_entropy is {self.min_entropy}, and predictions of {classes} classes have an"
-                f" entropy of at most ln {classes} = {math.log(classes):.4f}: lower it"
+                f"min_entropy is {self.min_entropy}, and the maximum entropy of {classes} classes"
+                f" is ln {classes} = {math.log(classes):.4f}: use a smaller value"
             )
         return self.coefficient * entropy_hinge(
             client_model.outputs, self.min_entropy, self.of_mean

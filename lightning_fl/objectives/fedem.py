@@ -1,4 +1,4 @@
-"""A mixture of models for each client."""
+"""FedEM: a mixture of shared models for each client."""
 
 from __future__ import annotations
 
@@ -25,37 +25,40 @@ from lightning_fl.types import FederationError
 
 
 class FedEM(ClientModule):
-    r"""Let all clients share :math:`M` models, of which each has a mixture (Marfoq et al., 2021).
+    r"""Train :math:`M` shared models, with mixture weights per client (Marfoq et al., 2021).
 
-    In a round client :math:`k`, which has mixture weights :math:`\pi_k`, gives each sample to the
-    components that it was sent, :math:`q_i(m) \propto \pi_{km} e^{-\ell(\theta_m; x_i, y_i)}` (the
-    E step, by components in evaluation), and trains all of them by
+    In each round client :math:`k` with mixture weights :math:`\pi_k` computes the responsibilities
+    of the received components for each sample,
+    :math:`q_i(m) \propto \pi_{km} e^{-\ell(\theta_m; x_i, y_i)}` (the E step, with components in
+    evaluation mode), and trains all components with the loss
 
     .. math:: \frac{1}{|b|} \sum_{i \in b} \sum_m q_i(m)\, \ell(\theta_{km}; x_i, y_i).
 
-    The next round's :math:`\pi_{km}` is the mean of :math:`q_i(m)` over the samples that it trained
-    on: all of them, where it makes whole passes. Weights stay with the client; components are
-    averaged by the server's rule (:class:`~lightning_fl.aggregators.FedAvg`, or
-    :class:`~lightning_fl.aggregators.Gossip` without a server). A mixture predicts
-    :math:`\log \sum_m \pi_{km} \operatorname{softmax}(h_m(x))`; the server has equal weights.
+    The next :math:`\pi_{km}` is the mean of :math:`q_i(m)` over the training samples of the round,
+    which are all samples of the client if it trains full epochs. Mixture weights stay on the
+    client. Components are aggregated by the server (:class:`~lightning_fl.aggregators.FedAvg`, or
+    :class:`~lightning_fl.aggregators.Gossip` without a server). The prediction of a mixture is
+    :math:`\log \sum_m \pi_{km} \operatorname{softmax}(h_m(x))`; the global model has equal
+    weights.
 
-    Weights are kept as logarithms, so that a small one does not become 0 by rounding. As in the
-    authors' program (omarfoq/FedEM) there is no floor: a component that fits a client badly loses
-    its weight there, and one whose weight is 0 stays at 0.
+    Mixture weights are stored as logarithms to avoid underflow. As in the authors' program
+    (omarfoq/FedEM) there is no floor by default: the weight of a component with a poor fit
+    decreases, and a weight of 0 stays at 0.
 
     Args:
-        net: A component, from inputs to logits. The others are like it, each drawn anew.
-        components: :math:`M`.
-        optimizer: Makes the optimizer from the parameters.
-        floor: Smallest weight of a component, at least 0 and below :math:`1 / M`: smaller ones are
-            raised to it when a round starts, and all divided by their sum. It lets components come
-            back that a client has given up. 0 is the paper.
-        seed: Component :math:`m` is drawn from seed + m; None is that of ``seed_everything``, else
-            0.
+        net: Network of one component, from inputs to logits. All components have this architecture
+            and independent initial parameters.
+        components: Number :math:`M` of components.
+        optimizer: Function that creates the optimizer from the parameters.
+        floor: Minimum mixture weight, at least 0 and below :math:`1 / M`. Smaller weights are
+            raised to it at the start of a round, and weights are normalized. It allows a client to
+            use a component again after its weight vanished. 0 follows the paper.
+        seed: Seed of the initial parameters. Component :math:`m` uses seed + m. None uses the seed
+            of ``seed_everything``, or 0.
 
     Raises:
         FederationError: If there is no component, ``floor`` is out of range, the network has
-            buffers (BatchNorm), or its parameters cannot be drawn anew.
+            buffers (BatchNorm), or its parameters cannot be initialized again.
 
     Example:
         >>> module = FedEM(nn.Linear(4, 3), components=2)
@@ -73,7 +76,7 @@ class FedEM(ClientModule):
         floor: float = 0.0,
     ) -> None:
         if components < 1 or int(components) != components:
-            raise FederationError(f"components must be a whole number from 1 up, got {components}")
+            raise FederationError(f"components must be an integer of at least 1, got {components}")
         if not 0 <= floor < 1 / components:
             raise FederationError(
                 f"floor must be at least 0 and below 1/{components} for {components} components,"
@@ -81,25 +84,25 @@ class FedEM(ClientModule):
             )
         if any(True for _ in net.buffers()):
             raise FederationError(
-                f"{type(net).__name__} has buffers (BatchNorm), and the E step looks at components"
-                " without changing them: use a network without, GroupNorm for example"
+                f"{type(net).__name__} has buffers (BatchNorm), which FedEM does not support: use a"
+                " network without buffers, for example with GroupNorm"
             )
         first = run_seed(seed)
         nets = nn.ModuleList(_drawn(net, first + m) for m in range(components))
         for one, other in combinations(nets, 2):
             if all(map(torch.equal, one.parameters(), other.parameters())):
                 raise FederationError(
-                    f"all components are equal, and would stay so: give {type(net).__name__} a"
-                    " method reset_parameters() that draws its parameters"
+                    f"all components have equal parameters and would stay equal: implement"
+                    f" {type(net).__name__}.reset_parameters() to initialize them randomly"
                 )
         super().__init__(nets, (), optimizer)
-        # Not a child: it lends its forward to the components that the round started from.
+        # In a tuple, so that it is not a submodule: it evaluates the initial components.
         self._template = (copy.deepcopy(net).eval(),)
         like = next(net.parameters())
         equal = like.new_full((components,), 1 / components)
         self.floor = floor
-        #: Logarithms of the mixture's weights, and of the sum of the responsibilities of a round
-        #: (0 before its first batch); the number of samples in this sum.
+        #: Logarithms of the mixture weights, logarithms of the summed responsibilities of a round
+        #: (0 before its first batch), and the number of samples in this sum.
         self.log_weights = nn.Parameter(equal.log(), requires_grad=False)
         self.log_expected = nn.Parameter(torch.zeros_like(equal), requires_grad=False)
         self.seen = nn.Parameter(like.new_zeros(()), requires_grad=False)
@@ -113,11 +116,11 @@ class FedEM(ClientModule):
 
     @property
     def weights(self) -> Tensor:
-        """The mixture's weights, ``[M]``."""
+        """Mixture weights, ``[M]``."""
         return self.log_weights.detach().exp()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the mixture's log-probabilities, ``[batch, classes]``."""
+        """Return the log-probabilities of the mixture, ``[batch, classes]``."""
         logits = torch.stack([net(x) for net in self._components])
         return mixture_log_probabilities(logits, self.log_weights)
 
@@ -128,7 +131,7 @@ class FedEM(ClientModule):
 
     @torch.no_grad()
     def on_client_start(self) -> None:
-        """Take over the weights that the last round has led to."""
+        """Set the mixture weights from the responsibilities of the last round."""
         mean = self.log_expected - self.seen.clamp(min=1).log()
         log_weights = torch.where(self.seen > 0, mean, self.log_weights)
         self.log_weights.copy_(floored_log_weights(log_weights, self.floor))
@@ -136,10 +139,10 @@ class FedEM(ClientModule):
         self.seen.zero_()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the components' losses, each weighted by what the sample is of."""
+        """Return the loss of the components, weighted by their responsibilities."""
         x, y = batch
         params = dict(self.net.named_parameters(prefix="net"))
-        if not self.federated_global_parameters:  # outside of a federation
+        if not self.federated_global_parameters:  # outside a federation
             self.federated_global_parameters = {n: p.detach().clone() for n, p in params.items()}
         with torch.no_grad():
             start = self._sample_losses(x, y, self.federated_global_parameters)
@@ -160,7 +163,7 @@ class FedEM(ClientModule):
         return loss
 
     def _sample_losses(self, x: Tensor, y: Tensor, params: dict[str, Tensor]) -> Tensor:
-        """Return each sample's loss by the components with these parameters, ``[n, M]``."""
+        """Return the loss of each sample under the given components, ``[n, M]``."""
         (template,) = self._template
         each = []
         for m in range(len(self._components)):
@@ -171,28 +174,31 @@ class FedEM(ClientModule):
 
     @torch.no_grad()
     def adapt(self, batch: Any) -> Tensor:
-        """Find the weights of a client that took no part: one E step, from equal weights.
+        """Set the mixture weights for an unseen client with one E step from equal weights.
 
         Args:
-            batch: ``(x, y)``, all of its samples.
+            batch: Batch ``(x, y)`` with all samples of the client.
 
         Returns:
-            The weights, ``[M]``, which the module has from now on.
+            The new mixture weights, ``[M]``.
         """
         params = {n: p.detach() for n, p in self.net.named_parameters(prefix="net")}
         losses = self._sample_losses(batch[0], batch[1], params)
-        equal = torch.zeros_like(self.log_weights)  # a common factor does not matter
+        equal = torch.zeros_like(self.log_weights)  # the scale does not matter
         log_mean = log_responsibilities(losses, equal).logsumexp(0) - math.log(len(losses))
         self.log_weights.copy_(floored_log_weights(log_mean, self.floor))
         return self.weights
 
 
 def _drawn(net: nn.Module, seed: int) -> nn.Module:
-    """Return a network like another, with parameters of its own."""
+    """Return a copy of a network with newly initialized parameters."""
     made = copy.deepcopy(net)
     with seeded_rng(seed):
         for part in made.modules():
-            for name in ("_reset_parameters", "reset_parameters"):  # torch's attention has the one
+            for name in (
+                "_reset_parameters",
+                "reset_parameters",
+            ):  # torch's attention has the first
                 if callable(reset := getattr(part, name, None)):
                     reset()
     return made

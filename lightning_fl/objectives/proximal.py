@@ -1,4 +1,4 @@
-"""FedProx: stay near the server."""
+"""Proximal term of FedProx."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_fl.objectives.terms import ModelView, Term, check_strength
 
 
 class Proximal(Term):
-    r"""Penalize the distance to the server's model, :math:`\frac{\mu}{2} \lVert w - w^t \rVert^2`.
+    r"""Penalize the distance to the global model, :math:`\frac{\mu}{2} \lVert w - w^t \rVert^2`.
 
-    FedProx (Li et al., 2020, eq. 2). The gradient :math:`\mu (w - w^t)` enters before momentum and
-    weight decay, as part of the loss. ``mu=0`` is FedAvg.
+    FedProx (Li et al., 2020, eq. 2). The gradient :math:`\mu (w - w^t)` is part of the loss, so it
+    is added before momentum and weight decay. ``mu=0`` is FedAvg.
 
     Args:
-        mu: Strength, from 0 up.
+        mu: Strength :math:`\mu`, at least 0.
 
     Raises:
         FederationError: If ``mu`` is negative or not finite.
@@ -37,5 +37,5 @@ class Proximal(Term):
         self.mu = mu
 
     def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
-        """Return the penalty of the current parameters; the batch does not matter."""
+        """Return the penalty of the current parameters. The batch is not used."""
         return proximal_penalty(client_model.params.values(), global_model.params.values(), self.mu)

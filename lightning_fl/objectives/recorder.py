@@ -1,4 +1,4 @@
-"""Record activations and the switches of max pooling inside a network."""
+"""Record activations and max pooling indices of a network."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ POINTWISE = {
 }
 _MODULE_NAMES = {name.replace("_", "") for name in POINTWISE}
 POINTWISE_MODULES = tuple(c for name, c in vars(nn).items() if name.lower() in _MODULE_NAMES)
-#: Functions that are point-wise non-linearities where they cut at 0.
+#: Functions that are point-wise non-linearities if their lower bound is 0.
 CLAMPS = {"clamp", "clamp_min", "clip"}
 WEIGHTED_MODULES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 WEIGHTED_FUNCTIONS = {F.linear, F.conv1d, F.conv2d, F.conv3d}
 _WINDOW = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
-#: Max poolings by module and by name of the function: the function, and the options that it takes.
+#: Max poolings by module and by function name: the function, and its options.
 POOLS: dict[Any, tuple[Callable[..., Any], tuple[str, ...]]] = {
     nn.MaxPool1d: (F.max_pool1d, _WINDOW),
     nn.MaxPool2d: (F.max_pool2d, _WINDOW),
@@ -82,7 +82,7 @@ class Trace(NamedTuple):
 
 
 class _Tracer(fx.Tracer):
-    """Do not look inside modules of these names."""
+    """Tracer that treats the named modules as leaves."""
 
     def __init__(self, leaves: Sequence[str]) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _Tracer(fx.Tracer):
 
 
 class _Recorded(nn.Module):
-    """A network with another forward, and with its own parameters and buffers."""
+    """Network with a replaced forward, and the original parameters and buffers."""
 
     def __init__(self, net: nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -106,16 +106,16 @@ class _Recorded(nn.Module):
 class Recorder:
     """Run a network and record activations at its points and the switches of max pooling.
 
-    Points are the input, the output of every point-wise non-linearity, and the output; or the
-    input, the outputs of named modules, and the output. ``torch.fx`` traces the network once; the
-    traced code uses the modules and parameters of the network, and no hooks, so that it runs under
-    ``vmap`` and ``torch.func.functional_call``. ``docs/decisions`` (0030) says why this is not
-    ``torchvision.models.feature_extraction``.
+    Points are the input, the output of every point-wise non-linearity, and the network output; or
+    the input, the outputs of named modules, and the network output. ``torch.fx`` traces the network
+    once. The traced code uses the modules and parameters of the network without hooks, so it
+    supports ``vmap`` and ``torch.func.functional_call``. For the reasons not to use
+    ``torchvision.models.feature_extraction`` see ``docs/decisions`` (0030).
 
     Args:
         net: Network from one tensor to one tensor.
-        points: Names of modules whose outputs are points, and which are not traced; None finds the
-            non-linearities.
+        points: Names of the modules with outputs that are points. These modules are not traced.
+            None selects all non-linearities.
 
     Raises:
         FederationError: If the network cannot be traced, or has no module of a given name.
@@ -125,25 +125,27 @@ class Recorder:
         modules = dict(net.named_modules())
         for name in points or ():
             if name not in modules:
-                raise FederationError(f"points names {name!r}, the network has {list(modules)[1:]}")
+                raise FederationError(
+                    f"points contains {name!r}, the network has {list(modules)[1:]}"
+                )
         try:
             graph = _Tracer(points or ()).trace(net)
         except Exception as error:  # whatever the user's forward raises on a proxy
             raise FederationError(
                 f"{type(net).__name__} cannot be traced for representation matching"
-                f" ({type(error).__name__}: {error}): its forward must not depend on values. Name"
-                " modules that are to be taken as they are: points=[...]"
+                f" ({type(error).__name__}: {error}): its forward must not depend on values. Set"
+                " points=[...] to the names of modules to leave untraced"
             ) from error
         self.points = _mark(graph, modules, None if points is None else set(points))
         self._run = _Recorded(net, type(fx.GraphModule(net, graph)).forward)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Trace]:
-        """Run the network with its own parameters; return its output and the record."""
+        """Run the network with its current parameters; return its output and trace."""
         return self._traced(self._run(x))
 
     @torch.no_grad()
     def fixed(self, params: Mapping[str, Tensor], x: Tensor) -> Trace:
-        """Return the record with other parameters; the buffers of the network do not change.
+        """Return the trace for other parameters, without changing the buffers of the network.
 
         Args:
             params: Parameters by name, with the prefix ``net.``.
@@ -159,13 +161,13 @@ class Recorder:
 
 
 def _mark(graph: fx.Graph, modules: Mapping[str, nn.Module], named: set[str] | None) -> list[Point]:
-    """Let a graph also return activations and poolings, and describe its points.
+    """Extend a graph to return activations and poolings, and describe its points.
 
     Args:
-        graph: What the network computes; changed to return (output, activations, for each point the
-            switches and inputs of the poolings before it).
+        graph: Graph of the network. It is changed to return (output, activations, switches and
+            inputs of the poolings before each point).
         modules: Modules of the network by name.
-        named: Names of the modules whose outputs are points; None finds the non-linearities.
+        named: Names of the modules with outputs that are points. None selects all non-linearities.
     """
     output = next(node for node in graph.nodes if node.op == "output")
     found = _points(graph, output.args[0], modules, named)
@@ -188,7 +190,7 @@ def _points(
     """Return the nodes of the points, from the input to ``top``, with their non-linearities."""
     if not isinstance(top, fx.Node):
         raise FederationError(
-            "representation matching needs a network with one output, a tensor: this one returns"
+            "representation matching requires a network that returns a single tensor, got"
             f" {type(top).__name__}"
         )
     points: list[tuple[fx.Node, Callable[[Tensor], Tensor] | None]] = []
@@ -200,8 +202,8 @@ def _points(
             points.append((node, nonlinearity))
     if missing := sorted((named or set()) - {str(node.target) for node, _ in points}):
         raise FederationError(
-            f"points names {missing[0]!r}, which is no point: forward does not call it, or it lies"
-            " inside another one that is taken as it is"
+            f"points contains {missing[0]!r}, which cannot be recorded: forward does not call it,"
+            " or it is inside another module of points"
         )
     return points if points[-1][0] is top else [*points, (top, None)]
 
@@ -211,13 +213,13 @@ def _module(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.Module | None
 
 
 def _function(node: fx.Node) -> str:
-    """Return the name of a function or a method as it is written."""
+    """Return the name of a function or a method."""
     target = node.target
     return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
 def _name(node: fx.Node) -> str:
-    """Return the name of a function or a method, without marks of private or in-place ones."""
+    """Return the name of a function or a method, without leading and trailing underscores."""
     return _function(node).strip("_")
 
 
@@ -237,14 +239,14 @@ def _nonlinearity(node: fx.Node, module: nn.Module | None) -> Callable[[Tensor],
         return None
     if len(node.all_input_nodes) > 1:
         raise FederationError(
-            f"representation matching cannot repeat {_name(node)}, whose options are computed or"
-            " learned: make it a module (nn.PReLU), or name points=[...] without it"
+            f"representation matching does not support {_name(node)} with computed or learned"
+            " options: use a module (nn.PReLU), or set points=[...] without it"
         )
     name, target = _name(node), node.target
     if isinstance(target, str):
         return lambda x: getattr(x, name)(*arguments, **options)
     function = cast("Callable[..., Tensor]", target)
-    if _function(node).endswith("_"):  # not in place: autograd needs the argument
+    if _function(node).endswith("_"):  # use the out-of-place variant: autograd needs the argument
         function = getattr(torch, name, None) or getattr(F, name)
     return lambda x: function(x, *arguments, **options)
 
@@ -255,7 +257,7 @@ def _nonlinearity(node: fx.Node, module: nn.Module | None) -> Callable[[Tensor],
 def _pool(
     node: fx.Node, module: nn.Module | None
 ) -> tuple[Callable[..., Any], tuple[str, ...]] | None:
-    """Return the function and the names of the options of a max pooling; None for other nodes."""
+    """Return the function and the option names of a max pooling; None for other nodes."""
     if module is not None:
         return POOLS.get(type(module))
     if node.op != "call_function":
@@ -266,10 +268,11 @@ def _pool(
 def _poolings(
     low: fx.Node, high: fx.Node, modules: Mapping[str, nn.Module]
 ) -> list[tuple[fx.Node, bool]]:
-    """Return the poolings on every path between two points, from below.
+    """Return the poolings that are on every path between two points, from the lower point up.
 
-    With each, whether it follows a layer with weights. A pooling that a branch bypasses cannot be
-    reversed: nothing says which part of the sum or concatenation comes from it.
+    Each comes with a flag that is True if it follows a layer with weights. A pooling that a branch
+    bypasses is left out. It cannot be reversed, because its part of the sum or concatenation is
+    unknown.
     """
     between = _reachable(low, _users) & _reachable(high, _inputs) if low is not high else set()
     found, weighted = [], False
@@ -289,7 +292,7 @@ def _reachable(
     neighbors: Callable[[fx.Node], Iterable[fx.Node]],
     without: fx.Node | None = None,
 ) -> set[fx.Node]:
-    """Return the nodes that can be reached from a node, on paths that avoid another one."""
+    """Return the nodes that are reachable from a node on paths that avoid another node."""
     reached, waiting = set[fx.Node](), [node]
     while waiting:
         new = set(neighbors(waiting.pop())) - reached - {without}
@@ -304,7 +307,7 @@ _users, _inputs = attrgetter("users"), attrgetter("all_input_nodes")
 def _with_switches(
     graph: fx.Graph, node: fx.Node, module: nn.Module | None
 ) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Replace a pooling; return the nodes of its result, of its switches and of its input."""
+    """Replace a pooling; return the nodes of its output, its switches and its input."""
     known = _pool(node, module)
     assert known is not None
     pool, names = known
@@ -331,7 +334,7 @@ def _with_switches(
 def _protected(
     graph: fx.Graph, nodes: list[fx.Node], modules: Mapping[str, nn.Module]
 ) -> list[fx.Node]:
-    """Copy activations, and the batch, that an in-place operation would overwrite."""
+    """Copy activations and inputs that an in-place operation would overwrite."""
     written = {
         source
         for node in graph.nodes
@@ -344,7 +347,9 @@ def _protected(
         if node in written:
             with graph.inserting_after(node):
                 copy = graph.call_method("clone", (node,))
-            if node.op == "placeholder":  # the network gets the copy: the batch is used again
+            if (
+                node.op == "placeholder"
+            ):  # pass the copy to the network, because the batch is used again
                 for user in [user for user in node.users if user is not copy]:
                     user.replace_input_with(node, copy)
             else:
@@ -364,7 +369,7 @@ def _is_in_place(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def _memory(node: fx.Node, modules: Mapping[str, nn.Module]) -> Iterator[fx.Node]:
-    """Yield a node, and those whose memory it may share."""
+    """Yield a node, and the nodes that may share its memory."""
     yield node
     module = _module(node, modules)
     is_view = isinstance(module, VIEW_MODULES) or (module is None and _name(node) in VIEWS)

@@ -1,4 +1,4 @@
-"""Representations from which the server's can be made."""
+"""Representation matching."""
 
 from __future__ import annotations
 
@@ -18,35 +18,39 @@ CONVOLUTIONS: dict[int, Any] = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 
 
 class RepresentationMatching(Term):
-    r"""Reconstruct each layer of the fixed model from the layer above of the model in training.
+    r"""Penalize the error of reconstructing global representations from client representations.
 
+    Each layer of the global model is reconstructed from the next higher layer of the client model.
     Mostafa (2019), eq. 1 and 2: with activations :math:`a_j` at the points of interest (the input,
     every point-wise non-linearity, the top layer)
 
     .. math:: c \sum_j \frac1{|b|} \sum_{x \in b}
         \lVert f_j(a_{j+1}(x; w); \theta_j) - a_j(x; w^t) \rVert^2
 
-    A matching layer :math:`f_j` is linear where its source is flat, a 3x3 convolution where it is
-    spatial, followed by the target's non-linearity. Max pooling between the two points is reversed
-    with the switches of the model in training: before the matching layer where the pooling follows
-    a convolution, else after it. :math:`\theta` belongs to its client: it is trained with the
-    client's learning rate, kept from round to round, and never sent or averaged. It is not part of
-    the module's state either. The fixed model runs as the model in training does: it draws dropout
-    masks of its own, and normalizes by the batch where that does.
+    A matching layer :math:`f_j` is linear if its source is flat, and a 3x3 convolution if its
+    source is spatial. The non-linearity of the target follows. Max pooling between two points is
+    reversed with the switches of the client model: before the matching layer if the pooling follows
+    a convolution, otherwise after it. The parameters :math:`\theta` are local to each client. They
+    are trained with the client's learning rate, kept across rounds, and never sent or averaged.
+    The state of the module does not contain them. The global model runs in the same mode as the
+    client model: it draws its own dropout masks, and normalizes by batch statistics if the client
+    model does.
 
-    The sum grows with the number of features: input scaling, ``coefficient`` and ``reduction``
-    decide how much it weighs.
+    The sum grows with the number of features. Its relative weight depends on the scale of the
+    input, on ``coefficient`` and on ``reduction``.
 
     Args:
-        coefficient: Factor :math:`c`, from 0 up.
-        reduction: Squares of a layer's features are summed (the paper) or averaged.
-        points: Names of modules of the network whose outputs are the points; None finds them. Only
-            the target's non-linearity of a point that is itself one is known.
-        seed: Of the matching layers that a new client starts from.
+        coefficient: Factor :math:`c`, at least 0.
+        reduction: ``sum`` adds the squared errors of a layer's features (the paper). ``mean``
+            averages them.
+        points: Names of the modules with outputs that are the points. None selects all
+            non-linearities. The non-linearity of a target is applied only if the point itself is a
+            non-linearity.
+        seed: Seed of the initial matching layers of a client.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the network cannot
-            be traced or two neighboring points do not fit.
+            be traced or the shapes of two neighboring points are incompatible.
 
     Example:
         >>> from lightning_fl import ClientModule
@@ -77,21 +81,21 @@ class RepresentationMatching(Term):
         self.coefficient, self.reduction, self.seed = coefficient, reduction, seed
         self.points = None if points is None else list(points)
         self.recorder: Recorder | None = None
-        #: Matching layers, from the input's up; there from the start of a fit on.
+        #: Matching layers, from the input up, available from the start of a fit.
         self.layers = nn.ModuleList()
         hooks: Any = self  # untyped in torch
         hooks.register_state_dict_post_hook(_forget_layers)
         hooks.register_load_state_dict_pre_hook(_miss_no_layers)
 
     def build(self, recorder: Recorder, trace: Trace) -> None:
-        """Make the matching layers, for activations of these shapes."""
+        """Create the matching layers for the shapes of the activations."""
         self.recorder = recorder
         for j, activation in enumerate(trace.activations):
             if not isinstance(activation, Tensor) or activation.ndim < 2:
                 raise FederationError(
-                    f"representation matching needs activations [batch, features, ...], and number"
-                    f" {j} is {type(activation).__name__}"
-                    f" {list(getattr(activation, 'shape', []))}: name other points"
+                    f"representation matching requires activations [batch, features, ...], and"
+                    f" activation {j} is {type(activation).__name__}"
+                    f" {list(getattr(activation, 'shape', []))}: use other points"
                 )
         pairs = list(zip(trace.activations, trace.activations[1:], strict=False))
         layers = []
@@ -105,15 +109,15 @@ class RepresentationMatching(Term):
                     self._check_poolings(j, trace)
                 else:
                     raise FederationError(
-                        f"representation matching cannot make activation {j}, of shape"
-                        f" {list(target.shape[1:])}, from the one above it,"
-                        f" {list(source.shape[1:])}: name other points"
+                        f"representation matching cannot reconstruct activation {j}, of shape"
+                        f" {list(target.shape[1:])}, from the next one, of shape"
+                        f" {list(source.shape[1:])}: use other points"
                     )
                 layers.append(layer.to(source.dtype))
         self.layers = nn.ModuleList(layers)
 
     def _check_poolings(self, j: int, trace: Trace) -> None:
-        """Refuse poolings whose switches are of other channels than what they are to bring back."""
+        """Raise an error if the channels of a pooling differ from those to reconstruct."""
         assert self.recorder is not None
         target, source = trace.activations[j : j + 2]
         flags = self.recorder.points[j + 1].unpool_first
@@ -123,16 +127,16 @@ class RepresentationMatching(Term):
                 raise FederationError(
                     f"representation matching cannot reverse a max pooling of {index.shape[1]}"
                     f" channels between activation {j}, of shape {list(target.shape[1:])}, and the"
-                    f" one above it, {list(source.shape[1:])}: name a point right before or after"
-                    " the pooling, points=[...]"
+                    f" next one, of shape {list(source.shape[1:])}: add a point directly before or"
+                    " after the pooling to points=[...]"
                 )
 
     def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
-        """Return the sum over layers."""
+        """Return the weighted sum of the errors of all layers."""
         return self.coefficient * torch.stack(self.per_layer(client_model, global_model)).sum()
 
     def per_layer(self, client_model: ModelView, global_model: ModelView) -> list[Tensor]:
-        """Return the error of each layer, from the input's up, without the coefficient."""
+        """Return the error of each layer, from the input up, without the coefficient."""
         assert self.recorder is not None
         assert client_model.trace is not None
         assert global_model.trace is not None
@@ -152,7 +156,7 @@ class RepresentationMatching(Term):
         return errors
 
     def _spatial(self, layer: nn.Module, j: int, trace: Trace, target: Tensor) -> Tensor:
-        """Go from maps down to the maps below, against the poolings between them."""
+        """Reconstruct spatial maps from the next higher maps, and reverse poolings in between."""
         assert self.recorder is not None
         guess, size = trace.activations[j + 1], target.shape[2:]
         flags = self.recorder.points[j + 1].unpool_first
@@ -168,12 +172,12 @@ class RepresentationMatching(Term):
 
 
 def _forget_layers(term: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Leave a client's own layers out of the module's state."""
+    """Remove the local matching layers from the state of the module."""
     for name in [name for name in state if name.startswith(f"{prefix}layers.")]:
         del state[name]
 
 
 def _miss_no_layers(term: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let a state without them be complete."""
+    """Accept a state without the matching layers."""
     for name, parameter in term.named_parameters():
         state.setdefault(prefix + name, parameter.detach())

@@ -1,4 +1,4 @@
-"""What a client's loss may have besides the data's own."""
+"""Base class of additional loss terms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_fl.types import FederationError
 
 
 def check_strength(**values: float) -> None:
-    """Refuse factors and bounds that are negative or not finite."""
+    """Raise an error if a value is negative or not finite."""
     for name, value in values.items():
         if not 0 <= value < float("inf"):
             raise FederationError(f"{name} must be finite and at least 0, got {value}")
@@ -21,12 +21,12 @@ def check_strength(**values: float) -> None:
 
 @dataclass(frozen=True)
 class ModelView:
-    """One of the two models that a term compares.
+    """View of the client model or the global model for a term.
 
     Args:
         params: Parameters by name.
-        outputs: What the network made of the batch; None for the fixed model.
-        trace: What happened inside, where a term wants to know.
+        outputs: Network outputs for the batch. None for the global model.
+        trace: Recorded activations, if a term requires them.
     """
 
     params: dict[str, Tensor]
@@ -35,32 +35,34 @@ class ModelView:
 
 
 class Term(nn.Module, ABC):
-    """A further term of a client's loss, listed under ``model.init_args.terms``."""
+    """Base class of additional loss terms, set in ``model.init_args.terms``."""
 
-    #: Whether it looks at the samples: then lanes are not filled up with samples of weight 0.
+    #: True if the term uses the samples. Vectorized clients are then not padded with samples of
+    #: weight 0.
     uses_batch = True
-    #: Whether it looks inside the networks: then :meth:`build` is called before the first step.
+    #: True if the term uses recorded activations. :meth:`build` is then called before the first
+    #: step.
     wants_trace = False
-    #: Whether its parameters belong to each client: trained with the model, kept from round to
-    #: round, and neither sent nor averaged.
+    #: True if the parameters of the term are local to each client: trained with the model, kept
+    #: across rounds, and neither sent nor averaged.
     stays_local = False
-    #: Modules of the network whose outputs it looks at; None is every point-wise non-linearity.
+    #: Names of the modules with outputs to record. None records every point-wise non-linearity.
     points: list[str] | None = None
 
     def build(self, recorder: Recorder, trace: Trace) -> None:
-        """Make what depends on the shapes of activations.
+        """Build modules that depend on the shapes of activations.
 
         Args:
-            recorder: Knows the network's points.
-            trace: Of an example.
+            recorder: Recorder of the network.
+            trace: Trace of an example batch.
         """
 
     @abstractmethod
     def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
-        """Return the term of a batch, a scalar.
+        """Return the value of the term for a batch, a scalar.
 
         Args:
-            client_model: The client's model in training.
-            global_model: The server's model that the client started from; constant.
-            batch: The batch, ``(x, y)``.
+            client_model: Client model in training.
+            global_model: Initial model of the client in this round; constant.
+            batch: Batch ``(x, y)``.
         """

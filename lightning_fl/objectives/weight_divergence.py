@@ -1,4 +1,4 @@
-"""Weights that stay near the server's."""
+"""Weight divergence penalty."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from lightning_fl.objectives.terms import check_strength
 
 
 class WeightDivergence(Proximal):
-    r"""Penalize the distance to the server's model, :math:`c \lVert w^t - w \rVert_2^2`.
+    r"""Penalize the distance to the global model, :math:`c \lVert w^t - w \rVert_2^2`.
 
-    The baseline WD of Mostafa (2019), section 4, who prints :math:`c = 1`. It is
+    The baseline WD of Mostafa (2019), section 4, which uses :math:`c = 1`. It is equal to
     :class:`Proximal` with :math:`\mu = 2 c`.
 
     Args:
-        coefficient: Factor :math:`c`, from 0 up.
+        coefficient: Factor :math:`c`, at least 0.
 
     Raises:
-        FederationError: If it is negative or not finite.
+        FederationError: If ``coefficient`` is negative or not finite.
 
     Example:
         >>> import torch

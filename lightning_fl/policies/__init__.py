@@ -1,4 +1,4 @@
-"""Hyperparameter policies, one a file."""
+"""Hyperparameter policies, one per file."""
 
 from lightning_fl.policies.base import HyperparameterPolicy, RandomPolicy
 from lightning_fl.policies.discrete_gaussian import DiscreteGaussianReinforce

@@ -1,4 +1,4 @@
-"""What every hyperparameter policy is."""
+"""Base classes of hyperparameter policies."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def local_steps(values: Mapping[str, Tensor], batches_per_epoch: Tensor) -> Tensor:
-    """Return the local steps that hyperparameters ask for, ``[k]``.
+    """Return the number of local steps for given hyperparameters, ``[k]``.
 
     Args:
-        values: ``num_steps`` or ``local_epochs``; without either it is one epoch.
-        batches_per_epoch: Batches in one pass over each client's samples, ``[k]``.
+        values: Hyperparameters with ``num_steps`` or ``local_epochs``. The default is one epoch.
+        batches_per_epoch: Number of batches per local epoch of each client, ``[k]``.
 
     Example:
         >>> local_steps({"local_epochs": torch.tensor(1.5)}, torch.tensor([4, 5]))
@@ -34,90 +34,103 @@ def local_steps(values: Mapping[str, Tensor], batches_per_epoch: Tensor) -> Tens
     return (epochs * batches_per_epoch).round().clamp(min=1).long()
 
 
-#: What a policy may learn from.
+#: Feedback signals that a policy may learn from.
 Signal = Literal["val_loss", "client_losses", "contributions"]
 
 
 class HyperparameterPolicy(nn.Module, ABC):
-    """Chooses the hyperparameters of each round and client; may learn from the outcome.
+    """Choose the hyperparameters of each round and client, optionally learned from feedback.
 
-    What it learns lives in buffers, which the checkpoint keeps.
+    Keep learned values in buffers, which are saved in the checkpoint.
     """
 
-    #: What of a round's :class:`~lightning_fl.types.Feedback` the policy learns from, besides the
-    #: logged metrics. ``val_loss``: the validation loss, also of the model before the first round.
-    #: ``client_losses``: the losses that clients report. ``contributions``: what each client has
-    #: done to the validation loss, which takes a pass forward and back over the validation samples.
+    #: Fields of :class:`~lightning_fl.types.Feedback` that the policy learns from, in addition to
+    #: the logged metrics. ``val_loss``: validation loss, also of the initial model.
+    #: ``client_losses``: losses that clients report. ``contributions``: effect of each client on
+    #: the validation loss, which requires a forward and backward pass over the validation samples.
     learns_from: frozenset[Signal] = frozenset()
 
     def setup(self, federation: Federation) -> None:
-        """Learn what the run is, at the start of a fit.
+        """Configure the policy for a run at the start of a fit.
 
-        A policy that does not fit the run raises a ``FederationError`` here. This is called before
-        the module has an optimizer; ``federation.layout`` is None.
+        A policy that is incompatible with the run raises a ``FederationError`` here. The module has
+        no optimizer yet, and ``federation.layout`` is None.
 
         Args:
-            federation: The run.
+            federation: Description of the run.
         """
 
     @abstractmethod
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
-        """Return hyperparameters by name, each one value for all clients or one for each, ``[k]``.
+        """Return hyperparameters by name, as a scalar for all clients or one value per client.
 
-        ``lr`` is the learning rate (absent: the module's own), ``lr_factor`` multiplies it. The
-        work is ``num_steps`` local steps or ``local_epochs`` passes over the client's data.
-        ``participates`` is False for clients that the round goes on without. Any other name is
-        handed on in the plan. The answer must depend on the arguments and on saved
-        state only: it may be asked for twice.
+        ``lr`` is the learning rate (default: that of the module), and ``lr_factor`` multiplies it.
+        The amount of local work is ``num_steps`` local steps or ``local_epochs`` epochs.
+        ``participates`` is False for clients to exclude from the round. Other names are passed on
+        in the plan. The result must depend only on the arguments and on saved state, because the
+        method may be called twice per round.
+
+        Args:
+            round: Round index, from 0.
+            clients: Indices of the sampled clients, ``[k]``.
         """
 
     def max_local_steps(self, round: int, batches_per_epoch: Tensor) -> int:
         """Return an upper bound on the local steps of any client in a round.
 
         ``trainer.estimated_stepping_batches`` is the sum over all rounds of the run. A policy that
-        learns its amount of work overrides this with the largest value that it can draw.
+        learns the amount of local work must override this method and return its largest value.
 
         Args:
-            round: Counted from 0.
-            batches_per_epoch: Batches in one pass over each client's samples, ``[num_clients]``.
+            round: Round index, from 0.
+            batches_per_epoch: Number of batches per local epoch of each client, ``[num_clients]``.
 
         Raises:
-            FederationError: If the policy learns its amount of work and does not override this.
+            FederationError: If the policy learns the amount of local work and does not override
+                this method.
         """
         clients = torch.arange(len(batches_per_epoch))
         values = {k: torch.as_tensor(v).cpu() for k, v in self.sample(round, clients).items()}
         if self.learns and values.keys() & {"num_steps", "local_epochs"}:
             name = type(self).__name__
             raise FederationError(
-                f"trainer.estimated_stepping_batches is not known: {name} overrides update, so the"
+                f"trainer.estimated_stepping_batches is unknown: {name} overrides update, so the"
                 f" local steps of later rounds may change. Override {name}.max_local_steps(round,"
-                " batches_per_epoch) with the largest number that it can draw"
+                " batches_per_epoch) to return the largest number of local steps"
             )
         return int(local_steps(values, batches_per_epoch).max())
 
     def update(self, feedback: Feedback) -> None:  # most policies do not learn
-        """Learn from a round that ended."""
+        """Learn from a completed round.
+
+        Args:
+            feedback: Plan and outcome of the round.
+        """
 
     @property
     def learns(self) -> bool:
-        """Whether the policy overrides :meth:`update`."""
+        """True if the policy overrides :meth:`update`."""
         return type(self).update is not HyperparameterPolicy.update
 
     def metrics(self) -> dict[str, float]:
-        """Return what is worth knowing after a round: it is logged, and put into the table."""
+        """Return metrics of the last round. They are logged and written to the table of rounds."""
         return {}
 
     def plot(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
-        """Draw what a picture shows best, of the table of rounds; None if nothing."""
+        """Return a figure of the policy, or None.
+
+        Args:
+            rows: Rows of the table of rounds.
+        """
         return None
 
 
 class RandomPolicy(HyperparameterPolicy):
-    """A policy that draws: what it draws in a round is a function of its seed and the round.
+    """Base class of stochastic policies. Draws are a function of the seed and the round.
 
     Args:
-        seed: Of the draws; None is the run's seed, which a ``FederatedLoop`` tells, else that of
-            ``seed_everything``, else 0. A resumed run keeps it.
+        seed: Seed of the draws. None uses the seed of the ``FederatedLoop``, else that of
+            ``seed_everything``, else 0. A resumed run keeps its seed.
 
     Raises:
         FederationError: If the seed is negative.
@@ -130,9 +143,9 @@ class RandomPolicy(HyperparameterPolicy):
         if seed is not None and seed < 0:
             raise FederationError(f"seed must be at least 0, got {seed}")
         self.seed = seed
-        #: The run's seed, where it is known.
+        #: Seed of the run, if known.
         self.run_seed: int | None = None
-        #: The seed that the draws belong to, once there was one; -1 before.
+        #: Seed of the draws; -1 before the first draw.
         self.register_buffer("drawn_from", torch.tensor(-1))
 
     def setup(self, federation: Federation) -> None:
@@ -141,7 +154,12 @@ class RandomPolicy(HyperparameterPolicy):
         self.run_seed = federation.seed
 
     def random(self, purpose: RandomStream, round: int) -> torch.Generator:
-        """Return the stream of a round."""
+        """Return the random generator of a round.
+
+        Args:
+            purpose: Random stream of the draws.
+            round: Round index, from 0.
+        """
         if self.drawn_from < 0:
             own = self.run_seed if self.seed is None else self.seed
             self.drawn_from.fill_(run_seed(own))

@@ -1,4 +1,4 @@
-"""Hyperparameters that learn from round to round (Mostafa, 2019)."""
+"""Learned hyperparameters by REINFORCE on a discrete Gaussian (Mostafa, 2019)."""
 
 from __future__ import annotations
 
@@ -23,58 +23,61 @@ from lightning_fl.functional.tables import with_rows_of
 from lightning_fl.policies.base import RandomPolicy, local_steps
 from lightning_fl.types import FederationError, Feedback
 
-#: Learning rates and local steps that the paper's tasks range over; it does not give its own.
+#: Range of learning rates and local steps in the paper's tasks; the paper does not give its grid.
 GRID: dict[str, Sequence[float]] = {
     "lr": (0.02, 0.04, 0.06, 0.08, 0.1, 0.12, 0.14, 0.16, 0.18, 0.2),
     "num_steps": (4, 5, 6, 7, 8, 9, 10, 11, 12),
 }
 
 
-#: The largest absolute value of a reward.
+#: Maximum absolute value of a reward.
 BOUND = 10.0
 
 
 class DiscreteGaussianReinforce(RandomPolicy):
     r"""Draw each round's hyperparameters from a discrete Gaussian and raise its expected reward.
 
-    Mostafa (2019), section 3.2. In round :math:`t` all clients get a point :math:`h_t` of the grid,
+    Mostafa (2019), section 3.2. In round :math:`t` all clients use the same grid point :math:`h_t`,
     drawn from :math:`P(h \mid \psi_t) \propto e^{-\frac12 (h - \mu)^T A (h - \mu)}`,
     :math:`\psi = \{\mu, A\}`, where every axis of the grid is scaled to
     :math:`[-\frac12, \frac12]`. The reward is the relative reduction of the loss,
-    :math:`r_t = (L_t - L_{t+1}) / \lvert L_t \rvert`, and online REINFORCE with a baseline moves
+    :math:`r_t = (L_t - L_{t+1}) / \lvert L_t \rvert`. Online REINFORCE with a baseline updates
     (eq. 7)
 
     .. math:: \psi_{t+1} = \psi_t + \eta_H \sum_{\tau = t - Z'}^{t} (r_\tau - \hat r_t)
         \nabla_{\psi_\tau} \log P(h_\tau \mid \psi_\tau), \quad Z' = \min(Z, t - 1).
 
-    The paper prints a minus, which would lower the reward. It also divides by :math:`L_t` itself:
-    the same for positive losses, but of the wrong sign for negative ones. The mean stays inside the
-    grid, and :math:`A = B B^T` positive definite. Rewards are clamped to [-10, 10], since a single
-    round must not decide all later ones; -10 is a loss eleven times as high, or not finite. A
-    positive loss never earns more than 1, so the upper bound concerns losses near 0 that become
-    negative. The baseline to compare with, fixed values that decay, is a :class:`Schedule`.
+    The sign in the paper is a minus, which would decrease the reward. The paper also divides by
+    :math:`L_t`, which is equal for positive losses but has the wrong sign for negative losses. The
+    mean stays inside the grid, and :math:`A = B B^T` stays positive definite. Rewards are clamped
+    to [-10, 10] to limit the influence of a single round; -10 means that the loss grew by a factor
+    of eleven or is not finite. With positive losses the reward is at most 1, so the upper bound
+    concerns only losses near 0 that become negative. The paper's baseline of fixed, decaying values
+    is :class:`Schedule`.
 
     Args:
-        grid: Allowed values by name: ``lr``, ``num_steps``, ``local_epochs``, or any that a module
-            looks up in the plan; None is ten learning rates from 0.02 to 0.2 and nine numbers of
-            steps from 4 to 12.
-        policy_lr: :math:`\eta_H`.
-        window: :math:`Z`, rounds before this one that count.
-        mean: Where :math:`\mu` starts, by name, as values of the grid's range; others start at its
-            middle.
-        precision: :math:`A` at the start: a number for :math:`a I`, or a positive definite matrix.
-        learn_precision: Whether :math:`A` learns, too.
-        centerd: Use eq. 6, whose baseline is centerd on a round and known ``window`` rounds later.
-        optimizer: ``sgd`` is the equation, ``adam`` scales its step (betas 0.7, as descendants of
-            the paper's code have it).
-        seed: Of the draws; None is the run's.
-        loss: Where :math:`L_t` is measured: ``validation``, on the server's samples, or
-            ``clients``, the mean of what the clients report of the model that a round starts from,
-            each on its first batch. These know the reward of a round one round later, and are as
-            good as the cohort is like all clients.
+        grid: Allowed values by name: ``lr``, ``num_steps``, ``local_epochs``, or any name that a
+            module reads from the plan. None means ten learning rates from 0.02 to 0.2 and nine
+            numbers of steps from 4 to 12.
+        policy_lr: Learning rate :math:`\eta_H` of the policy.
+        window: Number :math:`Z` of previous rounds in an update.
+        mean: Initial :math:`\mu` by name, as values in the range of the grid. Other axes start at
+            their center.
+        precision: Initial :math:`A`: a number :math:`a` for :math:`a I`, or a positive definite
+            matrix.
+        learn_precision: Learn :math:`A` in addition to :math:`\mu`.
+        centerd: Use eq. 6. Its baseline is centered on a round, and is available ``window`` rounds
+            later.
+        optimizer: ``sgd`` is the equation. ``adam`` uses Adam with betas 0.7, as in code derived
+            from that of the paper.
+        seed: Seed of the draws. None uses the seed of the run.
+        loss: Source of :math:`L_t`. ``validation`` uses the server's validation samples.
+            ``clients`` uses the mean loss of the round's initial model that clients report on their
+            first batch. The reward of a round is then known one round later, and is accurate only
+            if the cohort is representative of all clients.
 
     Raises:
-        FederationError: If an option is out of range; after a round that was not validated.
+        FederationError: If an option is out of range; after a round without validation.
 
     Example:
         >>> policy = DiscreteGaussianReinforce({"lr": [0.1, 0.2], "num_steps": [5, 10]}, seed=1)
@@ -111,7 +114,7 @@ class DiscreteGaussianReinforce(RandomPolicy):
             raise FederationError(f"policy_lr must be finite and at least 0, got {policy_lr}")
         if not centerd <= window < math.inf or int(window) != window:
             least = int(centerd)
-            raise FederationError(f"window must be a whole number from {least} up, got {window}")
+            raise FederationError(f"window must be an integer of at least {least}, got {window}")
         if optimizer not in ("sgd", "adam"):
             raise FederationError(f"optimizer must be sgd or adam, got {optimizer!r}")
         if loss not in ("validation", "clients"):
@@ -121,7 +124,7 @@ class DiscreteGaussianReinforce(RandomPolicy):
         self.policy_lr, self.window = policy_lr, int(window)
         self.learn_precision, self.centerd, self.optimizer = learn_precision, centerd, optimizer
         axes = [normalized_axis(values) for values in self.grid.values()]
-        #: Points of the grid, ``[n, D]``, every axis from -0.5 to 0.5.
+        #: Grid points, ``[n, D]``, with every axis scaled to [-0.5, 0.5].
         self.points = torch.cartesian_prod(*axes).view(-1, len(axes))
         self.register_buffer("mean", self._start(mean or {}))
         self.register_buffer("root", _root(precision, len(axes)))
@@ -129,10 +132,10 @@ class DiscreteGaussianReinforce(RandomPolicy):
         #: Scores and rewards of the last rounds, oldest first, ``[n, D + D^2]`` and ``[n]``.
         self.register_buffer("scores", torch.zeros(0, size, dtype=torch.float64))
         self.register_buffer("rewards", torch.zeros(0, dtype=torch.float64))
-        #: Adam's averages of the moves and of their squares, ``[2, D + D^2]``, and its steps.
+        #: Adam's first and second moments, ``[2, D + D^2]``, and its number of steps.
         self.register_buffer("moments", torch.zeros(2, size, dtype=torch.float64))
         self.register_buffer("steps", torch.zeros(()))
-        #: The score of a round whose reward is not known yet, and the loss before it, or infinity.
+        #: Score of the round with a pending reward, and the loss before it (infinity if none).
         self.register_buffer("waiting", torch.zeros(1, size, dtype=torch.float64))
         self.register_buffer("loss_then", torch.tensor(torch.inf, dtype=torch.float64))
 
@@ -142,7 +145,8 @@ class DiscreteGaussianReinforce(RandomPolicy):
             values = self.grid.get(name)
             if values is None or not min(values) <= value <= max(values):
                 raise FederationError(
-                    f"mean must have values in the grid's range, {self.grid}, got {name}: {value}"
+                    f"mean must have values in the range of the grid, {self.grid}, got"
+                    f" {name}: {value}"
                 )
             at = list(self.grid).index(name)
             low, high = min(values), max(values)
@@ -151,11 +155,11 @@ class DiscreteGaussianReinforce(RandomPolicy):
 
     @property
     def precision(self) -> Tensor:
-        """The precision :math:`A`, ``[D, D]``."""
+        """Precision matrix :math:`A`, ``[D, D]``."""
         return self.root @ self.root.mT
 
     def probabilities(self) -> Tensor:
-        """Return the probability of each point of the grid, ``[n]``."""
+        """Return the probability of each grid point, ``[n]``."""
         return log_probabilities(self.points, self.mean, self.precision).exp()
 
     def _draw(self, round: int) -> int:
@@ -163,7 +167,7 @@ class DiscreteGaussianReinforce(RandomPolicy):
         return int(torch.multinomial(self.probabilities(), 1, generator=random))
 
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
-        """Return the round's point, the same for all clients."""
+        """Return the grid point of the round, the same for all clients."""
         index, chosen = self._draw(round), {}
         for name, values in reversed(self.grid.items()):
             index, at = divmod(index, len(values))
@@ -172,29 +176,29 @@ class DiscreteGaussianReinforce(RandomPolicy):
         return {name: chosen[name] for name in self.grid}
 
     def max_local_steps(self, round: int, batches_per_epoch: Tensor) -> int:
-        """Return the local steps of the grid's largest value."""
+        """Return the local steps for the largest value of the grid."""
         most = {name: torch.tensor(max(values)) for name, values in self.grid.items()}
         return int(local_steps(most, batches_per_epoch).max())
 
     def update(self, feedback: Feedback) -> None:
-        """Learn from the reward of a round: of this, or of the last that clients took part in."""
+        """Learn from the reward of this round, or of the previous one for ``loss='clients'``."""
         by_mean, by_root = score(self.points, self._draw(feedback.plan.round), self.mean, self.root)
         now = torch.cat([by_mean, by_root.flatten()])[None]
         if self.loss == "validation":
             before, after = feedback.val_loss_before, feedback.val_loss
             if before is None or after is None:
                 raise FederationError(
-                    f"{type(self).__name__} learns from the validation loss after every round, and"
+                    f"{type(self).__name__} requires the validation loss after every round, and"
                     f" round {feedback.plan.round + 1} was not validated: set"
-                    " trainer.check_val_every_n_epoch=1, leave samples to validate on"
-                    " (limit_val_batches), or let it learn from loss='clients'"
+                    " trainer.check_val_every_n_epoch=1, keep validation samples"
+                    " (limit_val_batches), or use loss='clients'"
                 )
             self._learn(now, before, after)
             return
         reported = feedback.losses
         finite = reported[reported.isfinite()] if reported is not None else torch.empty(0)
         if not len(finite):
-            return  # nobody said anything: the next round's reward is that of both
+            return  # no report: the next reward covers both rounds
         after = float(finite.mean())
         if self.loss_then.isfinite():
             self._learn(self.waiting, float(self.loss_then), after)
@@ -202,7 +206,7 @@ class DiscreteGaussianReinforce(RandomPolicy):
         self.loss_then.fill_(after)
 
     def _learn(self, now: Tensor, before: float, after: float) -> None:
-        """Move by the reward of a round with this score, and by those before it."""
+        """Update the distribution with the reward of a round and those before it."""
         reward = relative_reduction(before, after, BOUND)
         most = 2 * self.window + 1 if self.centerd else self.window + 1
         self.scores = torch.cat([self.scores, now])[-most:]
@@ -217,7 +221,7 @@ class DiscreteGaussianReinforce(RandomPolicy):
             self.root.add_(move[len(self.mean) :].view_as(self.root))
 
     def _adam(self, gradient: Tensor) -> Tensor:
-        """Return Adam's step up a gradient."""
+        """Return an Adam step of gradient ascent."""
         move = torch.zeros_like(gradient)
         adam(
             [move],
@@ -237,7 +241,7 @@ class DiscreteGaussianReinforce(RandomPolicy):
         return move
 
     def metrics(self) -> dict[str, float]:
-        """Return the last reward, the mean in the units of the grid, and the precision."""
+        """Return the last reward, the mean in units of the grid, and the precision."""
         found = {"reward": float(self.rewards[-1])} if len(self.rewards) else {}
         names = list(self.grid)
         for at, (name, values) in enumerate(self.grid.items()):
@@ -253,21 +257,21 @@ class DiscreteGaussianReinforce(RandomPolicy):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Make place for as many rounds as a checkpoint has."""
+        """Resize the score and reward buffers to those of the checkpoint."""
         names = [prefix + name for name in ("scores", "rewards", "mean", "root")]
         if all(name in state_dict for name in names):
             scores, rewards, *learned = (state_dict[name] for name in names)
             if len(scores) != len(rewards) or not all(each.isfinite().all() for each in learned):
                 raise FederationError(
-                    f"the checkpoint's policy has {len(scores)} scores of {len(rewards)} rewards,"
-                    f" and the mean {learned[0].tolist()}: no policy learns that"
+                    f"the policy of the checkpoint is invalid: it has {len(scores)} scores,"
+                    f" {len(rewards)} rewards and the mean {learned[0].tolist()}"
                 )
             self.scores = with_rows_of(self.scores, scores)
             self.rewards = with_rows_of(self.rewards, rewards)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Stay on the CPU, in float64: it is a handful of numbers."""
+        """Keep the buffers on the CPU in float64; they are small."""
         return self
 
 
@@ -276,16 +280,16 @@ def _check_grid(grid: Mapping[str, Sequence[float]]) -> None:
         raise FederationError(f"grid must have values for at least one name, got {grid}")
     if {"num_steps", "local_epochs"} <= grid.keys():
         raise FederationError(
-            "grid has num_steps and local_epochs, which both say how much work a"
-            " client does: give one of them"
+            "grid has num_steps and local_epochs, which both set the amount of local work: use only"
+            " one of them"
         )
     for name, values in grid.items():
         if not all(0 < v < math.inf for v in values) or len(set(values)) != len(values):
             raise FederationError(
-                f"grid must have different positive finite values for {name}, got {values}"
+                f"grid must have distinct, positive and finite values for {name}, got {values}"
             )
         if name == "num_steps" and any(int(v) != v for v in values):
-            raise FederationError(f"num_steps must be whole numbers, got {values}")
+            raise FederationError(f"num_steps must be integers, got {values}")
 
 
 def _root(precision: float | Sequence[Sequence[float]], size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Hyperparameters of each client, by policy gradient."""
+"""Per-client hyperparameters learned by policy gradient."""
 
 from __future__ import annotations
 
@@ -19,60 +19,65 @@ from lightning_fl.types import FederationError, Feedback
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: How much of a running mean is the past.
+#: Decay of running means.
 KEPT = 0.9
-#: How bad a dropped update is at least, in root mean squares.
+#: Minimum penalty of a dropped update, in root mean squares.
 DROPPED = 3.0
 
 
 class PersonalizedPolicyGradient(RandomPolicy):
-    r"""Draw a setting for each client, and learn which ones lower the aggregate's loss.
+    r"""Draw hyperparameters per client, and learn which ones decrease the validation loss.
 
     Client :math:`i` has logits :math:`\alpha_i` over the candidates, and draws :math:`Z_i` from
     :math:`p = (1 - \varepsilon) \operatorname{softmax}(\alpha_i) + \varepsilon / H`. With
-    ``contribution``, one backward pass at the aggregate says what each client has done to the
-    validation loss,
+    ``contribution``, one backward pass at the new global model gives the effect of each client on
+    the validation loss,
 
     .. math:: g_i = \frac{\partial L}{\partial 1_i}
         = \frac{n_i}{\sum_j n_j} \langle \nabla L(w^{t+1}), w_i - w^t \rangle, \qquad
         \alpha_i \leftarrow \alpha_i - \eta\, g_i \nabla \log p(Z_i).
 
-    (With :math:`w_i` alone it would have the same mean, since the difference does not depend on the
-    choice, and more variance.) With ``reward`` all clients share the reward :math:`R`, a figure of
-    the validation that is better the higher it is:
+    (With :math:`w_i` instead of :math:`w_i - w^t` the gradient would have the same mean, because
+    :math:`w^t` does not depend on the choice, but a higher variance.) With ``reward`` all clients
+    share the reward :math:`R`, a validation metric to maximize:
     :math:`\alpha_i \leftarrow \alpha_i + \eta\, (R - \bar R) \nabla \log p(Z_i)`.
 
-    A client whose update is dropped, since it is not finite, counts as the worst of its round, and
-    with ``normalize`` as three times the usual.
+    A client with a dropped, non-finite update gets the worst signal of its round, and with
+    ``normalize`` at least three root mean squares.
 
-    The method is that of the notes "Policy Gradient based Approach", which this class departs from
-    in several points:
+    The method is that of the notes "Policy Gradient based Approach", with several differences:
 
-    - Their policy is sequential: it decides for one client after another, and :math:`a_i` depends
-      on the choices before, :math:`p(\tau) = \prod_i p(a_i \mid a_1, \dots, a_{i-1})`. Here the
-      choices of a round are independent, :math:`p(\tau) = \prod_i p_{\alpha_i}(a_i)`, as in
-      their section on the assignment of rewards. So with ``reward``, too, the policy cannot learn
-      that the best setting of one client depends on what others were given.
-    - They use :math:`\alpha_i` both as probabilities and as free parameters. Here they are logits:
-      :math:`\nabla \log p = \text{onehot}(Z_i) - \operatorname{softmax}(\alpha_i)`, times the
-      share of the softmax in :math:`p(Z_i)` where ``floor`` is above 0.
-    - Their updates have no step size, baseline, normalization or floor. ``step=1, baseline=False,
-      normalize=False, floor=0`` leaves only the difference :math:`w_i - w^t` explained above.
-    - They sum over all clients, here over those of the round whose updates were used.
+    - The policy of the notes is sequential: it decides for one client after another, and
+      :math:`a_i` depends on the previous choices,
+      :math:`p(\tau) = \prod_i p(a_i \mid a_1, \dots, a_{i-1})`. Here the choices of a round are
+      independent, :math:`p(\tau) = \prod_i p_{\alpha_i}(a_i)`, as in the notes' section on the
+      assignment of rewards. The policy therefore cannot learn interactions between the choices of
+      different clients, even with ``reward``.
+    - The notes use :math:`\alpha_i` both as probabilities and as free parameters. Here they are
+      logits: :math:`\nabla \log p = \text{onehot}(Z_i) - \operatorname{softmax}(\alpha_i)`,
+      times the share of the softmax in :math:`p(Z_i)` if ``floor`` is above 0.
+    - The updates of the notes have no step size, baseline, normalization or floor. With ``step=1,
+      baseline=False, normalize=False, floor=0`` only the difference :math:`w_i - w^t` explained
+      above remains.
+    - The notes sum over all clients. Here the sum is over the clients of the round with a used
+      update.
 
     Args:
-        candidates: Settings to choose from, each of the same names: ``lr``, ``num_steps``...
+        candidates: Settings to choose from, as mappings with the same names, such as ``lr`` and
+            ``num_steps``.
         method: ``contribution``, or ``reward``, which is plain REINFORCE.
-        step: :math:`\eta`.
-        floor: :math:`\varepsilon`, in [0, 1): no candidate is less likely than a share of it.
-        baseline: Subtract running means: of a client's own contributions, or of the rewards.
-        normalize: Divide contributions by the client's weight, and contributions and rewards by
-            their running root mean square, so that ``step`` does not depend on their scale.
-        monitor: What is the reward, of the figures that validation logs.
-        seed: Of the draws; None is the run's.
+        step: Step size :math:`\eta`.
+        floor: Exploration rate :math:`\varepsilon`, in [0, 1). Each candidate has a probability of
+            at least :math:`\varepsilon / H`.
+        baseline: Subtract the running mean of each client's contributions, or of the rewards.
+        normalize: Divide contributions by the aggregation weight of the client, and contributions
+            and rewards by their running root mean square, so that ``step`` does not depend on their
+            scale.
+        monitor: Name of the validation metric that is the reward.
+        seed: Seed of the draws. None uses the seed of the run.
 
     Raises:
-        FederationError: If an option is out of range, or candidates differ in their names.
+        FederationError: If an option is out of range, or candidates have different names.
 
     Example:
         >>> policy = PersonalizedPolicyGradient([{"lr": 0.1}, {"lr": 0.2}], seed=0)
@@ -108,22 +113,22 @@ class PersonalizedPolicyGradient(RandomPolicy):
         self.baseline, self.normalize = baseline, normalize
         self.learns_from = frozenset(["contributions"] if method == "contribution" else [])
         size = (PLACES, len(self.candidates))
-        #: Of each client, ``[places, H]``.
+        #: Logits of each client, ``[places, H]``.
         self.register_buffer("logits", torch.zeros(size, dtype=torch.float64))
-        #: Running means of each client's contributions, and whether there was one, ``[places, 2]``;
-        #: those of rewards are in the first row.
+        #: Running mean of each client's contributions, and a flag that is 1 if it is set,
+        #: ``[places, 2]``. The mean of the rewards is in the first row.
         self.register_buffer("means", torch.zeros(PLACES, 2, dtype=torch.float64))
-        #: Running mean square, and whether there was one.
+        #: Running mean square, and a flag that is 1 if it is set.
         self.register_buffer("square", torch.zeros(2, dtype=torch.float64))
 
     def setup(self, federation: Federation) -> None:
-        """Refuse a run in which contributions of clients cannot be measured."""
+        """Raise an error if client contributions cannot be measured in the run."""
         super().setup(federation)
         if "contributions" not in self.learns_from:
             return
         if federation.data is not None and federation.data.val is None:
             raise FederationError(
-                f"{type(self).__name__} learns from the gradient of the validation loss, and the"
+                f"{type(self).__name__} requires the gradient of the validation loss, and the"
                 " server has no validation samples: set val_size"
             )
         check_losses(self, federation.module)
@@ -135,7 +140,7 @@ class PersonalizedPolicyGradient(RandomPolicy):
         return (1 - self.floor) * chosen + self.floor / len(self.candidates)
 
     def _draw(self, round: int, clients: Tensor) -> Tensor:
-        """Return which candidate each client has, ``[k]``: a function of round and client."""
+        """Return the candidate index of each client, ``[k]``, a function of round and client."""
         seed = self.random(RandomStream.POLICY, round).initial_seed()
         uniform = [
             torch.rand((), generator=torch.Generator().manual_seed(derive_seed(seed, client)))
@@ -146,7 +151,7 @@ class PersonalizedPolicyGradient(RandomPolicy):
         return found.clamp(max=len(self.candidates) - 1)
 
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
-        """Return each client's own setting."""
+        """Return the setting of each client."""
         chosen, values = self._draw(round, clients), {}
         for name in self.candidates[0]:
             of_each = torch.tensor([c[name] for c in self.candidates], dtype=torch.float64)
@@ -155,20 +160,20 @@ class PersonalizedPolicyGradient(RandomPolicy):
         return values
 
     def max_local_steps(self, round: int, batches_per_epoch: Tensor) -> int:
-        """Return the local steps of the candidate with the most work."""
+        """Return an upper bound on the local steps over all candidates."""
         names = self.candidates[0]
         most = {name: torch.tensor(max(c[name] for c in self.candidates)) for name in names}
         return int(local_steps(most, batches_per_epoch).max())
 
     def update(self, feedback: Feedback) -> None:
-        """Learn from what the round's clients have done to the loss."""
+        """Learn from the effect of the sampled clients on the loss."""
         clients = feedback.plan.clients.cpu()
         rows = self._rows(clients)
         signal = self._signal(feedback, rows)
         if signal is None:
             return
         if (dropped := self._dropped(feedback)).any():
-            # An update that is not finite: as bad as can be said, or the policy would choose it.
+            # Penalize non-finite updates; without a penalty the policy might prefer them.
             worst = signal.abs().max()
             signal = signal.where(~dropped, worst.clamp(min=DROPPED) if self.normalize else worst)
         took, chosen = self.logits[rows].softmax(1), self._draw(feedback.plan.round, clients)
@@ -179,20 +184,20 @@ class PersonalizedPolicyGradient(RandomPolicy):
 
     @staticmethod
     def _dropped(feedback: Feedback) -> Tensor:
-        """Say whose updates were not used, ``[k]``."""
+        """Return a mask of the unused updates, ``[k]``."""
         if feedback.weights is None:
             return torch.zeros(len(feedback.plan.clients), dtype=torch.bool)
         return feedback.weights.cpu() == 0
 
     def _signal(self, feedback: Feedback, rows: Tensor) -> Tensor | None:
-        """Return how much each client's choice has raised the loss, ``[k]``; 0 where unknown."""
+        """Return the increase of the loss due to each client, ``[k]``; 0 if unknown."""
         if self.method == "reward":
             reward = feedback.metrics.get(self.monitor)
             if reward is None:
                 raise FederationError(
-                    f"{type(self).__name__} learns from {self.monitor!r} after every round, and"
-                    f" round {feedback.plan.round + 1} has {sorted(feedback.metrics)}: set monitor,"
-                    " and trainer.check_val_every_n_epoch=1"
+                    f"{type(self).__name__} requires the metric {self.monitor!r} after every round,"
+                    f" and round {feedback.plan.round + 1} has {sorted(feedback.metrics)}: set"
+                    " monitor to one of these, and trainer.check_val_every_n_epoch=1"
                 )
             if not math.isfinite(reward):
                 return None
@@ -222,20 +227,20 @@ class PersonalizedPolicyGradient(RandomPolicy):
             raw = raw - mean
         if self.normalize:
             now = raw.square().mean()
-            if now > 0:  # the first of a client is its own baseline
+            if now > 0:  # 0 in a client's first round, which is its own baseline
                 past = self.square[0] if self.square[1] else now
                 self.square[0], self.square[1] = KEPT * past + (1 - KEPT) * now, 1
                 raw = raw / self.square[0].sqrt()
         return raw
 
     def _rows(self, clients: Tensor) -> Tensor:
-        """Return the clients as places, of which there are enough from now on."""
+        """Return the table rows of clients, and grow the tables if necessary."""
         clients = clients.cpu()
         self.logits, self.means = (with_place(t, clients) for t in (self.logits, self.means))
         return clients
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean probability of each candidate over the clients that have learned."""
+        """Return the mean probability of each candidate over the clients with updated logits."""
         learned = (self.logits != 0).any(1).nonzero()[:, 0]
         if not len(learned):
             return {}
@@ -244,7 +249,7 @@ class PersonalizedPolicyGradient(RandomPolicy):
         return found | {"policy_entropy": float(-(p * p.clamp(min=1e-300).log()).sum(1).mean())}
 
     def plot(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
-        """Draw mean probabilities over rounds, and those of each client now."""
+        """Draw the mean probabilities over rounds, and the current ones of each client."""
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
 
@@ -272,16 +277,16 @@ class PersonalizedPolicyGradient(RandomPolicy):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Make place for as many clients as a checkpoint has."""
+        """Resize the tables to the clients of the checkpoint."""
         for name in ("logits", "means"):
             if (saved := state_dict.get(prefix + name)) is not None:
                 if not saved.isfinite().all():
-                    raise FederationError(f"the checkpoint's policy has {name} that are not finite")
+                    raise FederationError(f"the policy of the checkpoint has non-finite {name}")
                 setattr(self, name, with_rows_of(getattr(self, name), saved))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Stay on the CPU, in float64: it is a handful of numbers."""
+        """Keep the buffers on the CPU in float64; they are small."""
         return self
 
 
@@ -289,18 +294,18 @@ def _check(candidates: list[dict[str, float]]) -> None:
     names = candidates[0].keys() if candidates else set()
     if len(candidates) < 2 or not names or any(c.keys() != names for c in candidates):
         raise FederationError(
-            f"candidates must be two settings or more, of the same names, got {candidates}"
+            f"candidates must be at least two settings with the same names, got {candidates}"
         )
     if {"num_steps", "local_epochs"} <= names:
         raise FederationError(
-            "candidates have num_steps and local_epochs, which both say how much work a client"
-            " does: give one of them"
+            "candidates have num_steps and local_epochs, which both set the amount of local work:"
+            " use only one of them"
         )
     for candidate in candidates:
         for name, value in candidate.items():
             whole = name != "num_steps" or int(value) == value
             if not 0 < value < math.inf or not whole:
                 raise FederationError(
-                    f"candidates must have positive finite values, num_steps whole ones, got"
+                    f"candidates must have positive, finite values, and integers for num_steps, got"
                     f" {name}={value}"
                 )

@@ -1,4 +1,4 @@
-"""Hyperparameters fixed in advance."""
+"""Fixed hyperparameter schedules."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from lightning_fl.types import FederationError
 
 
 class Schedule(HyperparameterPolicy):
-    r"""The same for all clients: :math:`\eta_t = \eta_0 \cdot \text{decay}^t`, and work likewise.
+    r"""Use the same hyperparameters for all clients, with exponential decay over rounds.
+
+    The learning rate is :math:`\eta_t = \eta_0 \cdot \text{decay}^t`, and the number of local
+    steps decays in the same way.
 
     Args:
-        lr: Learning rate :math:`\eta_0` of the first round; None keeps the module's own.
-        num_steps: Local steps (batches) a client makes each round.
-        local_epochs: The same as passes over the client's own data. Without either, 1.
-        decay: Factor of the learning rate from one round to the next.
-        steps_decay: Factor of ``num_steps`` from one round to the next; it is rounded, and at
-            least 1.
+        lr: Learning rate :math:`\eta_0` of the first round. None uses that of the module.
+        num_steps: Number of local steps (batches) per client and round.
+        local_epochs: Number of epochs over the client's data, instead of ``num_steps``. The default
+            is 1 epoch.
+        decay: Factor of the learning rate per round.
+        steps_decay: Factor of ``num_steps`` per round. The result is rounded, and is at least 1.
 
     Raises:
-        FederationError: If a value is out of range, or both kinds of work are given.
+        FederationError: If a value is out of range, or both ``num_steps`` and ``local_epochs`` are
+            given.
 
     Example:
         >>> Schedule(lr=0.1, num_steps=5, decay=0.5).sample(2, torch.tensor([3, 8]))
@@ -39,13 +43,13 @@ class Schedule(HyperparameterPolicy):
         super().__init__()
         if num_steps is not None and local_epochs is not None:
             raise FederationError(
-                f"num_steps={num_steps} and local_epochs={local_epochs} both say how much work a"
-                " client does: give one of them"
+                f"num_steps={num_steps} and local_epochs={local_epochs} both set the amount of"
+                " local work: use only one of them"
             )
         if num_steps is not None and (num_steps < 1 or int(num_steps) != num_steps):
-            raise FederationError(f"num_steps must be a whole number from 1 up, got {num_steps}")
+            raise FederationError(f"num_steps must be an integer of at least 1, got {num_steps}")
         if steps_decay != 1 and num_steps is None:
-            raise FederationError(f"steps_decay={steps_decay} is that of num_steps: give num_steps")
+            raise FederationError(f"steps_decay={steps_decay} requires num_steps: set num_steps")
         positive = {"lr": lr, "local_epochs": local_epochs}
         for name, value in (positive | {"decay": decay, "steps_decay": steps_decay}).items():
             if value is not None and not 0 < value < float("inf"):
@@ -55,7 +59,7 @@ class Schedule(HyperparameterPolicy):
         self.local_epochs = 1.0 if num_steps is None and local_epochs is None else local_epochs
 
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
-        """Return the round's values, one for each of the clients."""
+        """Return the values of the round, one per client."""
         factor, steps_factor = self.decay**round, self.steps_decay**round
         values: dict[str, float] = {}
         if self.lr is not None:

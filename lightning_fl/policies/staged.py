@@ -1,4 +1,4 @@
-"""One policy after another in one run."""
+"""Switch between hyperparameter policies during a run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ if TYPE_CHECKING:
 
 
 class StagedPolicy(HyperparameterPolicy):
-    """Let one policy take over from another after some rounds; see ``aggregators.Staged``.
+    """Switch from one policy to the next after a given number of rounds.
+
+    See ``aggregators.Staged`` for the counterpart of aggregators.
 
     Args:
-        rounds: Rounds of each stage but the last.
-        policies: The stages' policies, one more than ``rounds``. Each counts the rounds of its own
-            stage.
+        rounds: Number of rounds of each stage except the last.
+        policies: Policy of each stage, one more than ``rounds``. Each policy counts rounds from the
+            start of its stage.
 
     Raises:
-        FederationError: If numbers do not fit.
+        FederationError: If ``rounds`` and ``policies`` do not match.
 
     Example:
         >>> import torch
@@ -45,35 +47,35 @@ class StagedPolicy(HyperparameterPolicy):
         self._figures: dict[str, float] = {}
 
     def setup(self, federation: Federation) -> None:
-        """Let every policy refuse what does not fit it."""
+        """Set up all policies; each may reject the run."""
         for policy in self.policies:
             cast("HyperparameterPolicy", policy).setup(federation)
 
     def _at(self, round: int) -> tuple[HyperparameterPolicy, int]:
-        """Return the policy of a round, and the round's number in its stage."""
+        """Return the policy of a round, and the round index within its stage."""
         stage = stage_of(self.rounds, round)
         return cast("HyperparameterPolicy", self.policies[stage]), round - sum(self.rounds[:stage])
 
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
-        """Return what the stage's policy says."""
+        """Return the hyperparameters of the policy of the stage."""
         policy, own = self._at(round)
         return policy.sample(own, clients)
 
     def max_local_steps(self, round: int, batches_per_epoch: Tensor) -> int:
-        """Return what the stage's policy says."""
+        """Return the upper bound of the policy of the stage."""
         policy, own = self._at(round)
         return policy.max_local_steps(own, batches_per_epoch)
 
     def update(self, feedback: Feedback) -> None:
-        """Let the stage's policy learn."""
+        """Update the policy of the stage."""
         policy, own = self._at(feedback.plan.round)
         policy.update(replace(feedback, plan=replace(feedback.plan, round=own)))
         self._figures = policy.metrics()
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of the policy whose round it was."""
+        """Return the metrics of the policy of the last round."""
         return self._figures
 
     def plot(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
-        """Draw what the last stage's policy draws."""
+        """Return the figure of the policy of the last stage."""
         return cast("HyperparameterPolicy", self.policies[-1]).plot(rows)

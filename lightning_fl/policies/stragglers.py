@@ -1,4 +1,4 @@
-"""Clients that do a part of their work (Li et al., 2020)."""
+"""Simulation of stragglers, which complete only part of their local work (Li et al., 2020)."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ if TYPE_CHECKING:
 
 
 class Stragglers(RandomPolicy):
-    r"""Let a fraction of each round's clients do a random part of the work of a policy.
+    r"""Let a fraction of the sampled clients complete only a random part of their local work.
 
-    Systems heterogeneity of Li et al. (2020, FedProx): of a cohort of :math:`k` clients
-    :math:`\operatorname{round}(f k)` are stragglers, drawn anew each round. One that would make
-    :math:`E` epochs (or steps) makes a whole number, uniform in :math:`1 \dots E - 1`; less than
-    two epochs become a uniform part of that. FedProx takes in what stragglers have done; the
-    baseline drops them. Who they are and what they do depends on seed, round and cohort alone, so
-    that it is the same for every method.
+    Systems heterogeneity of Li et al. (2020, FedProx): in a cohort of :math:`k` clients
+    :math:`\operatorname{round}(f k)` are stragglers, drawn in each round. Instead of :math:`E`
+    epochs (or steps) a straggler makes an integer number of them, uniform in
+    :math:`1 \dots E - 1`. If :math:`E` is less than two epochs, it makes a uniform fraction of
+    :math:`E`. FedProx aggregates the partial work of stragglers; its baseline drops them. The
+    stragglers and their work depend only on seed, round and cohort, so they are equal for all
+    methods.
 
     Args:
-        fraction: :math:`f`, in [0, 1].
-        policy: Hyperparameters of a client with all its time; None is :class:`Schedule`.
-        drop: Leave stragglers out of the round, all but one where everyone is one.
-        seed: Of the draws; None is the run's.
+        fraction: Fraction :math:`f` of stragglers, in [0, 1].
+        policy: Hyperparameters of clients that complete their work. None means :class:`Schedule`.
+        drop: Exclude stragglers from the round. If all clients are stragglers, one is kept.
+        seed: Seed of the draws. None uses the seed of the run.
 
     Raises:
         FederationError: If the fraction is out of range.
@@ -58,16 +59,20 @@ class Stragglers(RandomPolicy):
         self.learns_from = self.policy.learns_from
 
     def setup(self, federation: Federation) -> None:
-        """Take the seed of the run; see :meth:`HyperparameterPolicy.setup`."""
+        """Set up both policies; see :meth:`HyperparameterPolicy.setup`."""
         super().setup(federation)
         self.policy.setup(federation)
 
     def count(self, clients: int) -> int:
-        """Return how many of so many clients are stragglers."""
+        """Return the number of stragglers in a cohort.
+
+        Args:
+            clients: Cohort size.
+        """
         return min(round(self.fraction * clients), clients - self.drop)
 
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
-        """Return the policy's values, with less work for stragglers."""
+        """Return the hyperparameters of the policy, with less work for stragglers."""
         values = dict(self.policy.sample(round, clients))
         random, k = self.random(RandomStream.STRAGGLERS, round), len(clients)
         slow = torch.zeros(k, dtype=torch.bool)
@@ -87,17 +92,17 @@ class Stragglers(RandomPolicy):
         return values
 
     def max_local_steps(self, round: int, batches_per_epoch: Tensor) -> int:
-        """Return the policy's number, of a client that is no straggler."""
+        """Return the upper bound of the policy, which stragglers do not exceed."""
         return self.policy.max_local_steps(round, batches_per_epoch)
 
     def update(self, feedback: Feedback) -> None:
-        """Let the policy learn."""
+        """Update the policy."""
         self.policy.update(feedback)
 
     def metrics(self) -> dict[str, float]:
-        """Return the policy's figures."""
+        """Return the metrics of the policy."""
         return self.policy.metrics()
 
     def plot(self, rows: Sequence[Mapping[str, Any]]) -> Figure | None:
-        """Draw what the policy draws."""
+        """Return the figure of the policy."""
         return self.policy.plot(rows)

@@ -191,7 +191,7 @@ def test_layers_draw_their_own_starts(fit, images):
 def test_a_frozen_last_layer_is_refused(fit, images):
     made = module()
     made.net[6].requires_grad_(False)
-    with pytest.raises(FederationError, match="trains the last layer alone in its last round"):
+    with pytest.raises(FederationError, match="trains only the last layer in its last round"):
         run(fit, images, FedMA(), made=made)
 
 

@@ -132,7 +132,7 @@ def test_a_resumed_run_has_the_options_that_are_given_now():
     assert after._optimizer.param_groups[0]["lr"] == 0.4
     other = FedOpt(partial(torch.optim.Adam, lr=0.1))
     other.start(torch.zeros(3, dtype=torch.float64))
-    with pytest.raises(FederationError, match="its optimizer was SGD, now it is Adam"):
+    with pytest.raises(FederationError, match="the optimizer SGD, and the current optimizer is Adam"):
         other.load_state_dict(before.state_dict())
 
 
@@ -145,9 +145,9 @@ def test_what_an_optimiser_is_belongs_to_the_options_of_a_run():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FedAvgM(lr=-1.0), "cannot be used: Invalid learning rate: -1.0"),
-        (lambda: FedOpt(partial(torch.optim.SGD, lr=-1.0)), "cannot be used: Invalid"),
-        (lambda: FedOpt(torch.optim.LBFGS), "cannot be used: .*closure"),
+        (lambda: FedAvgM(lr=-1.0), "invalid server optimizer: Invalid learning rate: -1.0"),
+        (lambda: FedOpt(partial(torch.optim.SGD, lr=-1.0)), "invalid server optimizer: Invalid"),
+        (lambda: FedOpt(torch.optim.LBFGS), "invalid server optimizer: .*closure"),
         (lambda: FedAdam(tau=0.0), "lr and tau must be positive"),
     ],
 )

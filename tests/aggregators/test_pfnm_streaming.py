@@ -188,7 +188,7 @@ def test_networks_that_go_on_alone(fit, data):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fresh": 2.5}, "fresh must be a whole number"),
+        ({"fresh": 2.5}, "fresh must be an integer"),
         ({"fresh": -1}, "fresh must be at least 0"),
         ({"noise": float("nan")}, "noise must be"),
     ],

@@ -174,7 +174,7 @@ def test_a_resumed_run_has_spent_the_same(simulate, tmp_path):
     assert third.rows[-1]["epsilon"] == epsilon([(1.0, 2), (2.0, 2)], 8**-1.1, cohort)
     run("fixed", 2)
     last = str(tmp_path / "fixed" / "last.ckpt")
-    with pytest.raises(FederationError, match="cohorts were poisson, of 4 clients, now they are"):
+    with pytest.raises(FederationError, match="saved with poisson cohorts of 4 clients, and"):
         run("fixed", 4, ckpt_path=last, sampler=UniformSampler())
 
 
@@ -184,7 +184,7 @@ def test_a_resumed_run_has_spent_the_same(simulate, tmp_path):
 def test_a_ledger_that_is_none_is_refused(ledger):
     rule = started(torch.zeros(1))
     state = {**rule.get_extra_state(), "ledger": ledger}
-    with pytest.raises(FederationError, match="it must be pairs of a noise multiplier and"):
+    with pytest.raises(FederationError, match="it must contain pairs of a noise multiplier and"):
         rule.set_extra_state(state)
 
 
@@ -234,7 +234,9 @@ def test_a_round_in_which_everyone_is_lost_has_its_noise(simulate):
     assert [row["dropped"] for row in loop.rows] == [4, 4, 4]
     assert loop.rows[-1]["epsilon"] == epsilon([(1.0, 3)], 4**-1.1, Cohort(4, 4))
     assert len({row["val_loss"] for row in loop.rows}) == 3
-    with pytest.raises(FederationError, match=r"reveal how many .* Set min_clients=1"):
+    with pytest.raises(
+        FederationError, match=r"requires min_clients=1, got .* would reveal the number"
+    ):
         simulate(aggregator=DPFedAvg(), min_clients=2)
 
 
@@ -292,23 +294,27 @@ class Counts(torch.nn.Linear):
 
 def test_what_cannot_be_private_is_refused(simulate, fit, foreign):
     loop = FederatedLoop(aggregator=DPFedAvg(), buffers="average")
-    with pytest.raises(FederationError, match="cannot protect buffers that clients change"):
+    with pytest.raises(FederationError, match="does not protect buffers that clients change"):
         fit(foreign(), loop)
-    with pytest.raises(FederationError, match="cannot protect buffers that clients change"):
+    with pytest.raises(FederationError, match="does not protect buffers that clients change"):
         fit(ClientModule(Counts()).double(), loop)
-    with pytest.raises(FederationError, match=r"delta=0.3 lets one of 4 clients .* less than 0.25"):
+    with pytest.raises(
+        FederationError, match=r"delta=0.3 would .* one of 4 clients .* less than 0.25"
+    ):
         simulate(aggregator=DPFedAvg(delta=0.3))
     for policy in (
         PersonalizedPolicyGradient([{"lr": 0.1}, {"lr": 0.2}]),
         Stragglers(0.5, policy=DiscreteGaussianReinforce({"lr": [0.1, 0.2]}, loss="clients")),
     ):
-        with pytest.raises(FederationError, match="learns from what single clients report"):
+        with pytest.raises(FederationError, match="learns from reports of single clients"):
             simulate(aggregator=DPFedAvg(), policy=policy)
-    with pytest.raises(FederationError, match=r"noise of the count is 0\.2"):
+    with pytest.raises(FederationError, match=r"got 0\.2: increase count_noise"):
         simulate(aggregator=DPFedAvg(quantile=0.5))
-    with pytest.raises(FederationError, match="count_noise=5 drowns a count of 4 clients"):
+    with pytest.raises(FederationError, match=r"count_noise must be at most .* round, 4, got 5"):
         simulate(aggregator=DPFedAvg(quantile=0.5, count_noise=5.0))
-    with pytest.raises(FederationError, match="2 of 4 clients are drawn in a way of which no"):
+    with pytest.raises(
+        FederationError, match="no privacy accountant supports this sampling of 2 of 4"
+    ):
         simulate(aggregator=DPFedAvg(), clients_per_round=2, sampler=RoundRobinSampler())
     with pytest.raises(FederationError, match="DPFedAvg cannot be a stage"):
         simulate(aggregator=Staged([2], [FedAvg(), DPFedAvg()]))
@@ -336,7 +342,7 @@ class Stepwise(ClientModule):
 def test_what_one_client_could_pass_to_the_others_is_refused(simulate, fit):
     with pytest.raises(FederationError, match=r'interval="step".* Set interval="epoch"'):
         fit(Stepwise().double(), FederatedLoop(aggregator=DPFedAvg(), seed=3))
-    with pytest.raises(FederationError, match="on_client_error='raise': a run that ends"):
+    with pytest.raises(FederationError, match="on_client_error='raise': an error would"):
         simulate(aggregator=DPFedAvg(), on_client_error="raise")
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     with pytest.raises(FederationError, match="its loss scale is shared"):
@@ -362,7 +368,9 @@ class Claims(UniformSampler):
 
 @pytest.mark.parametrize("sampler", [Mine(), Claims()])
 def test_a_child_of_a_known_sampler_is_not_accounted_for(simulate, sampler):
-    with pytest.raises(FederationError, match="2 of 4 clients are drawn in a way of which no"):
+    with pytest.raises(
+        FederationError, match="no privacy accountant supports this sampling of 2 of 4"
+    ):
         simulate(aggregator=DPFedAvg(), clients_per_round=2, sampler=sampler)
 
 
@@ -425,7 +433,7 @@ def test_policies_do_not_hear_single_clients(simulate):
         ({"quantile": 1.5}, "quantile must be from 0 to 1, or None, got 1.5"),
         ({"clip_lr": -1.0}, "clip_lr must be positive"),
         ({"clip_lr": 11.0}, "clip_lr must be at most 10"),
-        ({"quantile": 0.5, "count_noise": 0.5}, "more than half of the noise multiplier, 1"),
+        ({"quantile": 0.5, "count_noise": 0.5}, "more than half of the noise multiplier 1"),
     ],
 )
 def test_bad_options(options, message):

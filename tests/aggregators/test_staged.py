@@ -68,9 +68,11 @@ def test_a_resumed_federation_is_bit_equal(fit, foreign, flat, tmp_path, half):
 
 
 def test_stages_that_do_not_fit():
-    with pytest.raises(FederationError, match="aggregators must be one more than rounds, got 1"):
+    with pytest.raises(
+        FederationError, match="aggregators must have one more entry than rounds, got 1"
+    ):
         Staged([3], [FedAvg()])
-    with pytest.raises(FederationError, match="rounds must be whole numbers from 1 up"):
+    with pytest.raises(FederationError, match="rounds must be integers of at least 1"):
         StagedPolicy([0], [Schedule(), Schedule()])
 
 

@@ -519,7 +519,7 @@ def personalized():
         (
             clustered,
             lambda s: s.update(cluster_of=torch.full((3,), 5)),
-            "the checkpoint has models of 1 clusters, and others",
+            "inconsistent: it has models of 1 clusters, and its",
         ),
         (clustered, lambda s: s.update(models=3), "models must be a tensor of .*, got 3"),
         (clustered, lambda s: s.update(models=torch.zeros(6)), "models must be a tensor of"),
@@ -527,12 +527,16 @@ def personalized():
         (
             fedadam,
             lambda s: s.update(_extra_state={"kind": "Adaptive", "state": {0: {"step": 3}}}),
-            "FedAdam cannot go on from the checkpoint: Adaptive has no use",
+            "FedAdam cannot resume from the checkpoint: Adaptive rejected",
         ),
         (fedadam, lambda s: s.update(_extra_state=[]), "_extra_state must be of type dict, got"),
-        (reinforce, lambda s: s.update(mean=s["mean"] * torch.nan), "no policy learns that"),
-        (reinforce, lambda s: s.update(rewards=torch.zeros(7).double()), "scores of 7 rewards"),
-        (personalized, lambda s: s.update(logits=s["logits"] * torch.nan), "that are not finite"),
+        (
+            reinforce,
+            lambda s: s.update(mean=s["mean"] * torch.nan),
+            "the policy of the checkpoint is invalid",
+        ),
+        (reinforce, lambda s: s.update(rewards=torch.zeros(7).double()), "scores, 7 rewards"),
+        (personalized, lambda s: s.update(logits=s["logits"] * torch.nan), "has non-finite"),
     ],
 )
 def test_the_state_of_rules_is_checked(make, change, words):

@@ -235,11 +235,11 @@ def test_a_start_is_what_sweeps_begin_with_and_clients_without_one_are_placed():
     ("options", "message"),
     [
         ({"accept": "never"}, "accept must be always or improvement, got 'never'"),
-        ({"orders": [[0, 1]]}, r"orders must hold .* each of 2 sweeps, got \[\[0, 1\]\]"),
-        ({"orders": [[0, 1], [1, 0], [0, 0]]}, "one of the 2 clients, numbered from 0"),
+        ({"orders": [[0, 1]]}, r"orders must contain .* each of 2 sweeps, got \[\[0, 1\]\]"),
+        ({"orders": [[0, 1], [1, 0], [0, 0]]}, "an order of the 2 clients"),
         ({"start": [torch.tensor([0, 1]), torch.tensor([2])]}, "each of the 2 neurons of client 1"),
-        ({"start": [torch.tensor([3, 3]), None]}, r"client 0 an atom of its own, .* got \[3, 3\]"),
-        ({"start": [torch.tensor([0, -1]), None]}, "numbered from 0, got"),
+        ({"start": [torch.tensor([3, 3]), None]}, r"a distinct atom .* of client 0, got \[3, 3\]"),
+        ({"start": [torch.tensor([0, -1]), None]}, "a distinct atom .* got"),
     ],
 )
 def test_wrong_orders_and_starts_are_refused(options, message):
@@ -265,7 +265,7 @@ def test_each_layer_can_have_orders_of_its_own(how):
     mixed[first] = other
     assert matched(mixed, first) == matched(other, first)
     assert matched([one, one], 0) == matched(one, 0)
-    with pytest.raises(FederationError, match=r"a list for each of 2 hidden layers, .* got 3"):
+    with pytest.raises(FederationError, match=r"one list per hidden layer \(2\), .* got 3"):
         how(nets, None, options, orders=[one] * 3)
 
 
@@ -736,7 +736,7 @@ def test_clients_of_different_widths_and_a_start():
         ({"bias_mean": float("inf")}, "bias_mean must be finite, got inf"),
         ({"popularity": float("inf")}, "popularity must be at least 0, got inf"),
         ({"cap": 0}, "cap must be at least 1, got 0"),
-        ({"max_width": True}, "max_width must be a whole number, got True"),
+        ({"max_width": True}, "max_width must be an integer, got True"),
         ({"sweeps": -1}, "sweeps must be at least 0, got -1"),
         ({"accept": "never"}, "accept must be always or improvement, got 'never'"),
     ],
@@ -750,7 +750,7 @@ def test_bad_options(options, message):
     ("counts", "message"),
     [
         (torch.tensor([[1, 0, 2], [3, 0, 1]]), "no client has a sample of class 1"),
-        (torch.ones(2, 2), "one number for each of 2 clients and 3 classes"),
+        (torch.ones(2, 2), "for 2 clients and 3 classes"),
     ],
 )
 @pytest.mark.parametrize("how", [match_networks, match_upwards])
@@ -765,7 +765,7 @@ def test_bad_class_counts(how, counts, message):
         (network(4, 3, 3, 3), "network of 3 layers, client 0 of 2"),
         (network(5, 3, 3), "network of 5 inputs, client 0 of 4"),
         (network(4, 3, 2), "network of 2 classes, client 0 of 3"),
-        ([(torch.full((3, 4), torch.nan), torch.zeros(3)), *network(3, 3)], "not finite"),
+        ([(torch.full((3, 4), torch.nan), torch.zeros(3)), *network(3, 3)], "non-finite"),
     ],
 )
 def test_networks_that_do_not_fit(other, message):

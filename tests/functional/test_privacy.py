@@ -81,7 +81,9 @@ def test_a_cohort_of_fixed_size_promises_less():
     # Where nearly everyone is drawn the amplified bound is the worse one.
     nearly = epsilon([(2.0, 10)], 1e-3, Cohort(999, 1000, "fixed"))
     assert nearly == epsilon([(1.0, 10)], 1e-3, EVERYONE)
-    with pytest.raises(FederationError, match="50 of 1000 clients are drawn in a way of which no"):
+    with pytest.raises(
+        FederationError, match="no privacy accountant supports this sampling of 50 of 1000"
+    ):
         epsilon([], 1e-5, Cohort(50, 1000, "other"))
 
 
@@ -100,7 +102,7 @@ def test_noise_for_a_target(cohort):
         ((0.0, 1e-5, 1), "target epsilon must be positive"),
         ((1.0, 1.0, 1), "delta must be between 0 and 1, got 1.0"),
         ((1.0, 1e-5, 0), "rounds must be at least 1, got 0"),
-        ((1e4, 1e-5, 1), "epsilon 10000 asks for no noise to speak of"),
+        ((1e4, 1e-5, 1), "epsilon 10000 requires almost no noise"),
     ],
 )
 def test_bad_targets(args, message):
@@ -121,7 +123,7 @@ def test_count_and_updates_together_cost_what_updates_alone_did():
     assert beside**-2 + (2.0 / 0.5) ** -2 == pytest.approx(1.1**-2)
     assert noise_beside_a_count(1.1, 1e9) == pytest.approx(1.1)
     assert noise_beside_a_count(0.0, 1.0) == 0
-    with pytest.raises(FederationError, match=r"noise of the count is 0.5: .* half of .*, 1.1"):
+    with pytest.raises(FederationError, match=r"half of the noise multiplier 1.1, got 0.5"):
         noise_beside_a_count(1.1, 0.5)
 
 

@@ -67,5 +67,5 @@ def test_a_bound_that_no_prediction_reaches_is_refused():
         EntropyRegularizer(min_entropy=math.log(3))(ModelView({}, logits), ModelView({}), None)
         < 1e-6
     )
-    with pytest.raises(FederationError, match="at most ln 3 ="):
+    with pytest.raises(FederationError, match="maximum entropy of 3 classes is ln 3 ="):
         EntropyRegularizer(min_entropy=1.2)(ModelView({}, logits), ModelView({}), None)

@@ -292,7 +292,7 @@ def test_components_differ_and_belong_to_the_seed():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: FedEM(nn.Linear(2, 2), 0), "components must be a whole number from 1 up, got 0"),
+        (lambda: FedEM(nn.Linear(2, 2), 0), "components must be an integer of at least 1, got 0"),
         (lambda: FedEM(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))), "has buffers"),
         (lambda: FedEM(nn.Linear(2, 2), floor=0.4), "at least 0 and below 1/3 for 3 components"),
         (lambda: FedEM(nn.Linear(2, 2), floor=-1.0), "floor must be at least 0"),
@@ -312,7 +312,7 @@ def test_components_that_cannot_be_drawn_are_refused():
         def forward(self, x):
             return x @ self.weight
 
-    with pytest.raises(FederationError, match="all components are equal"):
+    with pytest.raises(FederationError, match="all components have equal parameters"):
         FedEM(Own())
     assert FedEM(Own(), components=1)
     layer = nn.Sequential(nn.TransformerEncoderLayer(4, 1, 4, batch_first=True), nn.Linear(4, 3))

@@ -267,7 +267,7 @@ class Untraceable(nn.Module):
     ("net", "options", "named"),
     [
         (Untraceable, {}, "cannot be traced"),
-        (mlp, {"points": ["relu"]}, "names 'relu'"),
+        (mlp, {"points": ["relu"]}, "points contains 'relu'"),
         (
             lambda: (
                 nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Unflatten(1, (2, 4)))
@@ -275,7 +275,7 @@ class Untraceable(nn.Module):
                 .append(nn.ReLU())
             ),
             {},
-            "name other points",
+            "use other points",
         ),
     ],
 )
@@ -303,7 +303,7 @@ def test_a_forward_of_the_users_own_and_other_points_are_refused():
         def forward(self, x):
             return self.net(x) * 2
 
-    with pytest.raises(FederationError, match="would not be asked"):
+    with pytest.raises(FederationError, match="would not be called"):
         Mine(mlp(), terms=[RepresentationMatching()]).build_terms(torch.randn(2, 6))
     both = [RepresentationMatching(), RepresentationMatching(points=["3"])]
     with pytest.raises(FederationError, match="same points"):
@@ -698,22 +698,22 @@ def test_the_network_is_run_as_it_is_written():
             ["0", "0.1"],
             "0.1",
         ),
-        (flat_net(torch.relu)(), [""], "points names ''"),
+        (flat_net(torch.relu)(), [""], "points contains ''"),
         (
             Written(lambda n, x: n.a(x), a=nn.Linear(6, 3), unused=nn.Linear(2, 2)),
             ["unused"],
-            "'unused', which is no point",
+            "'unused', which cannot be recorded",
         ),
         (
             flat_net(lambda x: F.hardtanh(x, -x.size(1), x.size(1)))(),
             None,
-            "cannot repeat hardtanh",
+            "does not support hardtanh",
         ),
-        (Written(lambda n, x: (n.a(x), x), a=nn.Linear(6, 3)), None, "one output, a tensor"),
+        (Written(lambda n, x: (n.a(x), x), a=nn.Linear(6, 3)), None, "returns a single tensor"),
         (
             Written(lambda n, x: n.top(n.r(x)[0]), r=nn.RNN(6, 4), top=nn.Linear(4, 3)),
             ["r"],
-            "number 1 is tuple",
+            "activation 1 is tuple",
         ),
     ],
 )

@@ -340,10 +340,10 @@ def test_one_bad_round_does_not_decide_all_later_ones(bad):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"grid": {"num_steps": [3], "local_epochs": [1, 2]}}, "both say how much work"),
-        ({"grid": {"lr": [0.0, 0.1]}}, "positive finite values for lr"),
+        ({"grid": {"num_steps": [3], "local_epochs": [1, 2]}}, "both set the amount of local work"),
+        ({"grid": {"lr": [0.0, 0.1]}}, "positive and finite values for lr"),
         ({"precision": [[1.0, 2.0], [3.0]]}, "precision must be"),
-        ({"window": math.inf}, "window must be a whole number"),
+        ({"window": math.inf}, "window must be an integer"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
     ],
 )

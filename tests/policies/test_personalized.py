@@ -225,13 +225,13 @@ def test_without_validation_or_losses_it_is_refused(fit, foreign, blobs):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"candidates": [{"lr": 0.1}]}, "two settings or more"),
-        ({"candidates": [{"lr": 0.1}, {"num_steps": 3}]}, "of the same names"),
-        ({"candidates": [{"lr": 0.0}, {"lr": 0.1}]}, "positive finite values.*lr=0.0"),
+        ({"candidates": [{"lr": 0.1}]}, "at least two settings"),
+        ({"candidates": [{"lr": 0.1}, {"num_steps": 3}]}, "with the same names"),
+        ({"candidates": [{"lr": 0.0}, {"lr": 0.1}]}, "positive, finite values.*lr=0.0"),
         ({"candidates": [{"num_steps": 1}, {"num_steps": 1.5}]}, "num_steps=1.5"),
         (
             {"candidates": [{"num_steps": 1, "local_epochs": 2}] * 2},
-            "both say how much work",
+            "both set the amount of local work",
         ),
         ({"method": "plain"}, "method must be contribution or reward, got 'plain'"),
         ({"step": -1.0}, "step must be finite and at least 0"),

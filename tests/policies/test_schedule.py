@@ -47,7 +47,7 @@ def test_two_kinds_of_work_are_refused():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_steps": 0}, "num_steps must be a whole number from 1 up, got 0"),
+        ({"num_steps": 0}, "num_steps must be an integer of at least 1, got 0"),
         ({"num_steps": -1}, "got -1"),
         ({"num_steps": 1.5}, r"got 1\.5"),
         ({"lr": 0}, "lr must be positive and finite, got 0"),
