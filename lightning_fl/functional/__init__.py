@@ -3,7 +3,7 @@
 from lightning_fl.functional.averaging import weighted_mean
 from lightning_fl.functional.discrete_gaussian import (
     causal_weights,
-    centerd_weights,
+    centered_weights,
     log_probabilities,
     normalized_axis,
 )
@@ -14,7 +14,7 @@ from lightning_fl.functional.randomness import RandomStream, derive_seed, genera
 __all__ = [
     "RandomStream",
     "causal_weights",
-    "centerd_weights",
+    "centered_weights",
     "derive_seed",
     "entropy",
     "entropy_hinge",

@@ -128,7 +128,7 @@ def causal_weights(rewards: Tensor) -> Tensor:
     return rewards - rewards.mean()
 
 
-def centerd_weights(rewards: Tensor) -> Tensor:
+def centered_weights(rewards: Tensor) -> Tensor:
     r"""Return score weights with a baseline centered on a round (Mostafa, 2019, eq. 6).
 
     .. math:: \bar r_t = \gamma_Z \sum_{\tau \neq t} (Z + 1 - |\tau - t|) r_\tau
@@ -144,7 +144,7 @@ def centerd_weights(rewards: Tensor) -> Tensor:
         The weights, ``[2 Z + 1]``.
 
     Example:
-        >>> centerd_weights(torch.tensor([1.0, 5.0, 2.0]))
+        >>> centered_weights(torch.tensor([1.0, 5.0, 2.0]))
         tensor([0.0000, 3.5000, 0.0000])
     """
     z = len(rewards) // 2

@@ -12,7 +12,7 @@ from torch.optim.adam import adam
 
 from lightning_fl.functional.discrete_gaussian import (
     causal_weights,
-    centerd_weights,
+    centered_weights,
     log_probabilities,
     normalized_axis,
     relative_reduction,
@@ -66,7 +66,7 @@ class DiscreteGaussianReinforce(RandomPolicy):
         precision: Initial :math:`A`: a number :math:`a` for :math:`a I`, or a positive definite
             matrix.
         learn_precision: Learn :math:`A` in addition to :math:`\mu`.
-        centerd: Use eq. 6. Its baseline is centered on a round, and is available ``window`` rounds
+        centered: Use eq. 6. Its baseline is centered on a round, and is available ``window`` rounds
             later.
         optimizer: ``sgd`` is the equation. ``adam`` uses Adam with betas 0.7, as in code derived
             from that of the paper.
@@ -102,7 +102,7 @@ class DiscreteGaussianReinforce(RandomPolicy):
         mean: Mapping[str, float] | None = None,
         precision: float | Sequence[Sequence[float]] = 5.0,
         learn_precision: bool = False,
-        centerd: bool = False,
+        centered: bool = False,
         optimizer: Literal["sgd", "adam"] = "sgd",
         seed: int | None = None,
         loss: Literal["validation", "clients"] = "validation",
@@ -112,8 +112,8 @@ class DiscreteGaussianReinforce(RandomPolicy):
         _check_grid(self.grid)
         if not 0 <= policy_lr < math.inf:
             raise FederationError(f"policy_lr must be finite and at least 0, got {policy_lr}")
-        if not centerd <= window < math.inf or int(window) != window:
-            least = int(centerd)
+        if not centered <= window < math.inf or int(window) != window:
+            least = int(centered)
             raise FederationError(f"window must be an integer of at least {least}, got {window}")
         if optimizer not in ("sgd", "adam"):
             raise FederationError(f"optimizer must be sgd or adam, got {optimizer!r}")
@@ -122,7 +122,7 @@ class DiscreteGaussianReinforce(RandomPolicy):
         self.loss = loss
         self.learns_from = frozenset(["val_loss" if loss == "validation" else "client_losses"])
         self.policy_lr, self.window = policy_lr, int(window)
-        self.learn_precision, self.centerd, self.optimizer = learn_precision, centerd, optimizer
+        self.learn_precision, self.centered, self.optimizer = learn_precision, centered, optimizer
         axes = [normalized_axis(values) for values in self.grid.values()]
         #: Grid points, ``[n, D]``, with every axis scaled to [-0.5, 0.5].
         self.points = torch.cartesian_prod(*axes).view(-1, len(axes))
@@ -208,12 +208,12 @@ class DiscreteGaussianReinforce(RandomPolicy):
     def _learn(self, now: Tensor, before: float, after: float) -> None:
         """Update the distribution with the reward of a round and those before it."""
         reward = relative_reduction(before, after, BOUND)
-        most = 2 * self.window + 1 if self.centerd else self.window + 1
+        most = 2 * self.window + 1 if self.centered else self.window + 1
         self.scores = torch.cat([self.scores, now])[-most:]
         self.rewards = torch.cat([self.rewards, self.rewards.new_tensor([reward])])[-most:]
-        if self.centerd and len(self.rewards) < most:
+        if self.centered and len(self.rewards) < most:
             return
-        weights = (centerd_weights if self.centerd else causal_weights)(self.rewards)
+        weights = (centered_weights if self.centered else causal_weights)(self.rewards)
         move = weights @ self.scores
         move = self._adam(move) if self.optimizer == "adam" else self.policy_lr * move
         self.mean.add_(move[: len(self.mean)]).clamp_(-0.5, 0.5)

@@ -132,7 +132,9 @@ def test_a_resumed_run_has_the_options_that_are_given_now():
     assert after._optimizer.param_groups[0]["lr"] == 0.4
     other = FedOpt(partial(torch.optim.Adam, lr=0.1))
     other.start(torch.zeros(3, dtype=torch.float64))
-    with pytest.raises(FederationError, match="the optimizer SGD, and the current optimizer is Adam"):
+    with pytest.raises(
+        FederationError, match="the optimizer SGD, and the current optimizer is Adam"
+    ):
         other.load_state_dict(before.state_dict())
 
 

@@ -8,7 +8,7 @@ import torch
 
 from lightning_fl.functional.discrete_gaussian import (
     causal_weights,
-    centerd_weights,
+    centered_weights,
     log_probabilities,
     normalized_axis,
     relative_reduction,
@@ -68,7 +68,7 @@ def test_an_axis_is_scaled_to_its_middle():
 def test_baselines():
     assert causal_weights(torch.tensor([1.0, 2.0, 6.0])).tolist() == [-2, -1, 3]
     # Weights 1, 2, 2, 1 of the neighbors, at distances 2, 1, 1, 2.
-    found = centerd_weights(torch.tensor([1.0, 2.0, 9.0, 4.0, 5.0]))
+    found = centered_weights(torch.tensor([1.0, 2.0, 9.0, 4.0, 5.0]))
     assert found.tolist() == pytest.approx([0, 0, 9 - (1 + 4 + 8 + 5) / 6, 0, 0])
 
 
@@ -167,7 +167,7 @@ def test_a_negative_loss_moves_the_policy_as_a_positive_one_that_falls_alike(los
 
 
 def test_updates_are_equation_6_where_that_is_asked_for():
-    policy = DiscreteGaussianReinforce(GRID, policy_lr=0.3, window=1, centerd=True, seed=1)
+    policy = DiscreteGaussianReinforce(GRID, policy_lr=0.3, window=1, centered=True, seed=1)
     losses = [4.0, 3.0, 3.3, 1.0]
     expected = score(policy.points, policy._draw(1), policy.mean, policy.root)[0] * 0.3
     for t in range(2):
@@ -220,7 +220,7 @@ def test_adam_is_that_of_torch(optimizer):
         torch.testing.assert_close(policy.mean, mean.detach(), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"centerd": True}, {"window": 0}])
+@pytest.mark.parametrize("options", [{}, {"centered": True}, {"window": 0}])
 def test_it_finds_the_best_arm(options):
     """In each of eight runs; without a baseline's window nothing is learned."""
     means = [bandit(seed, **options) for seed in range(8)]
@@ -265,7 +265,7 @@ def test_a_resumed_policy_goes_on_as_if_nothing_had_been():
         ({"grid": {"num_steps": [1.5]}}, "whole"),
         ({"policy_lr": -1.0}, "policy_lr"),
         ({"window": -1}, "window"),
-        ({"window": 0, "centerd": True}, "window"),
+        ({"window": 0, "centered": True}, "window"),
         ({"precision": 0.0}, "precision"),
         ({"precision": [[1.0]]}, "2x2"),
         ({"precision": [[1.0, 2.0], [2.0, 1.0]]}, "positive definite"),
