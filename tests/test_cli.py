@@ -401,7 +401,7 @@ def test_help_explains_every_option_of_the_federation(cli):
         "monitor",
     ):
         assert f"--federation.{option}" in out
-    assert "a fraction in (0, 1] or a whole number of clients" in out
+    assert "Fraction of clients sampled per round, in (0, 1]" in out
     assert "it is off" not in out
 
 
