@@ -222,7 +222,7 @@ class FederatedDataModule(LightningDataModule):
         return self.split.labels
 
     def advance(self, round: int) -> bool:
-        """Advance the stream: load the samples of the round's step into :attr:`present`.
+        """Advance the stream: load the samples of the round's step into ``present``.
 
         Args:
             round: Index of the round.

@@ -173,7 +173,7 @@ class JobNote(Callback):
 
 
 class FederatedCLI(LightningCLI):
-    """LightningCLI with a :class:`FederatedLoop`, a checkpoint and one folder per run.
+    """LightningCLI with a ``FederatedLoop``, a checkpoint and one folder per run.
 
     A new fit creates the next free folder ``version_N`` under ``trainer.default_root_dir``. ``fit
     --ckpt_path last`` resumes the newest run, and the other commands load its checkpoint. A
@@ -202,7 +202,7 @@ class FederatedCLI(LightningCLI):
         )
 
     def instantiate_classes(self) -> None:
-        """Wrap the model in :class:`VectorizedClients` if ``--vectorize`` is set."""
+        """Wrap the model in ``VectorizedClients`` if ``--vectorize`` is set."""
         super().instantiate_classes()
         if self.subcommand == "fit" and (given := self.config_init.fit.vectorize) is not None:
             options = given if isinstance(given, dict) else {"group_size": given}

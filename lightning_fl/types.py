@@ -179,7 +179,7 @@ class RoundPlan:
 
     @property
     def cohort(self) -> Tensor:
-        """Ids of the sampled clients; empty if :attr:`is_empty`."""
+        """Ids of the sampled clients; empty if ``is_empty``."""
         return self.clients[:0] if self.is_empty else self.clients
 
     @cached_property

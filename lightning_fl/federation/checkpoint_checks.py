@@ -215,7 +215,7 @@ def check(value: Any, like: Any, what: str) -> None:
 
 @contextmanager
 def error_context(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Re-raise errors as :class:`FederationError` with a prefix.
+    """Re-raise errors as :class:`~lightning_fl.types.FederationError` with a prefix.
 
     Args:
         what: Prefix of the message.

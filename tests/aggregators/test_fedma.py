@@ -246,7 +246,7 @@ def test_networks_that_cannot_be_matched(fit, images, network, message):
 
 
 def test_channels_that_are_not_those_of_the_layer_before():
-    with pytest.raises(FederationError, match="layers follow each other"):
+    with pytest.raises(FederationError, match="each layer must feed the next"):
         LayerStack(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 9 + 1, 3)))
 
 

@@ -496,7 +496,7 @@ def test_what_is_no_pair_or_has_no_forward(fit, data):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    with pytest.raises(FederationError, match=r"Silent has no forward\(x\)"):
+    with pytest.raises(FederationError, match=r"requires forward\(x\), and Silent has none"):
         fit(Silent().double(), FederatedLoop(aggregator=PFNM(**ALL)), data())
     rule = PFNM(**ALL)
     with pytest.raises(FederationError, match="a batch is a dict"):
