@@ -499,7 +499,7 @@ def test_what_is_no_pair_or_has_no_forward(fit, data):
     with pytest.raises(FederationError, match=r"requires forward\(x\), and Silent has none"):
         fit(Silent().double(), FederatedLoop(aggregator=PFNM(**ALL)), data())
     rule = PFNM(**ALL)
-    with pytest.raises(FederationError, match="a batch is a dict"):
+    with pytest.raises(FederationError, match="got a batch of type dict"):
         rule.prepare(module(), lambda: {"x": torch.ones(2, 6)})
 
 

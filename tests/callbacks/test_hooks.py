@@ -80,7 +80,7 @@ def by_hand(data, weights, rounds):
 
 @pytest.mark.parametrize("group_size", [None, 3])
 @pytest.mark.parametrize("who", ["module", "callback"])
-@pytest.mark.filterwarnings("ignore:.* is not trained")
+@pytest.mark.filterwarnings("ignore:.* is not vectorized")
 def test_what_hooks_write_before_a_round_and_after_a_step_counts(fit, linear, who, group_size):
     module, callbacks, seen = linear(), [], []
     data = FederatedDataModule(regression(), regression(9), num_clients=3, batch_size=None)

@@ -173,7 +173,7 @@ def test_a_client_that_sends_nan_is_dropped_and_remembers_nothing(fit, data, gro
     ("left", "message"),
     [
         (lambda k: {"more": torch.zeros(k)}, r"leaves \['more', 'rounds'\] .* declare every name"),
-        (lambda k: {"rounds": torch.zeros(k, 2)}, "leaves 'rounds' of shape .* declares"),
+        (lambda k: {"rounds": torch.zeros(k, 2)}, "stores 'rounds' of shape .* declares"),
         (lambda k: {"rounds": torch.zeros(k)}, "torch.float32 .* declares .* torch.int64"),
     ],
 )
@@ -183,7 +183,7 @@ def test_memory_that_was_not_declared_is_refused(fit, data, left, message):
 
 
 def test_extras_have_one_row_for_each_client(fit, data):
-    with pytest.raises(FederationError, match="one row for each: sent has the shape"):
+    with pytest.raises(FederationError, match="sent must have one row for each of the 1 clients"):
         run(fit, data, Noting(sent=lambda client: torch.zeros(7)))
 
 
