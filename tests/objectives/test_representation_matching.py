@@ -450,7 +450,10 @@ def test_without_weight_it_is_fedavg(fit, blobs, flat):
 
 def test_names_of_own_parameters_must_fit(fit, linear):
     module = linear()
-    for names, message in ((["net.bias"], "no parameter"), (["net.weight"], "nothing to train")):
+    for names, message in (
+        (["net.bias"], "not a parameter"),
+        (["net.weight"], "none is left to aggregate"),
+    ):
         module.federated_local_parameters = names
         with pytest.raises(FederationError, match=message):
             fit(module, FederatedLoop(seed=1))

@@ -259,10 +259,10 @@ def test_a_resumed_policy_goes_on_as_if_nothing_had_been():
     [
         ({"grid": {}}, "grid"),
         ({"grid": {"lr": []}}, "grid"),
-        ({"grid": {"lr": [0.1, 0.1]}}, "different"),
+        ({"grid": {"lr": [0.1, 0.1]}}, "distinct"),
         ({"grid": {"lr": [-0.1, 0.1]}}, "lr"),
         ({"grid": {"num_steps": [0, 1]}}, "num_steps"),
-        ({"grid": {"num_steps": [1.5]}}, "whole"),
+        ({"grid": {"num_steps": [1.5]}}, "integers"),
         ({"policy_lr": -1.0}, "policy_lr"),
         ({"window": -1}, "window"),
         ({"window": 0, "centered": True}, "window"),

@@ -218,7 +218,7 @@ def test_without_validation_or_losses_it_is_refused(fit, foreign, blobs):
     with pytest.raises(FederationError, match="no validation samples"):
         fit(module, FederatedLoop(policy=PersonalizedPolicyGradient(TWO)), nothing)
     policy = PersonalizedPolicyGradient(TWO, "reward")
-    with pytest.raises(FederationError, match="learns from 'val_acc' after every round"):
+    with pytest.raises(FederationError, match="requires the metric 'val_acc' after every round"):
         policy.update(feedback(0, [0], None, val_loss=1.0))
 
 
