@@ -99,7 +99,7 @@ class ImageDataModule(FederatedDataModule):
             self._turn(self.test, self._dealt(self.test))
 
     def _dealt(self, data: Any) -> list[Tensor]:
-        """Assign samples to the rotations in turn."""
+        """Assign samples to the angles in turn."""
         n, each = 0 if data is None else len(data), len(self.client_rotations)
         return [torch.arange(n)[i::each] for i in range(each)]
 
@@ -112,7 +112,7 @@ class ImageDataModule(FederatedDataModule):
 
     @property
     def checksum(self) -> str:
-        """Checksum of the split and the rotations."""
+        """Checksum of the split and the client_rotations."""
         turned = f"-turned-{self.client_rotations}" if self.client_rotations else ""
         return super().checksum + turned
 

@@ -117,7 +117,7 @@ class WeightedSampler(ClientSampler):
     ) -> Tensor:
         """Return ids drawn sequentially with probabilities proportional to the weights."""
         weights = self._positive(num_samples, count)
-        # Exponential race: the first k arrivals are k weighted draws without replacement.
+        # Exponential race: the first k draws are k weighted draws without replacement.
         noise = torch.empty(len(weights), dtype=torch.float64).exponential_(generator=generator)
         return (noise / weights).argsort()[:count]
 

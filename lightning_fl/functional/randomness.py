@@ -14,7 +14,7 @@ import torch
 
 
 class RandomStream(IntEnum):
-    """Purpose of a random stream. Changing a value changes the results of all runs."""
+    """Use of a random stream. Changing a value changes the results of all runs."""
 
     HOLD_OUT = 0
     PARTITION = 1
