@@ -69,7 +69,9 @@ def test_a_client_without_weight_never_takes_part():
     sampler = WeightedSampler([0.0, 1.0, 0, 2.0])
     for seed in range(50):
         assert set(sampler.sample(0, 2, torch.ones(4), rng(seed)).tolist()) == {1, 3}
-    with pytest.raises(FederationError, match=r"takes 3 clients, only 2 have a positive weight"):
+    with pytest.raises(
+        FederationError, match=r"3 clients are sampled per round, but only 2 have a positive weight"
+    ):
         sampler.sample(0, 3, torch.ones(4), rng())
 
 
