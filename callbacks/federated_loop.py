@@ -475,8 +475,9 @@ class FederatedLoop(Callback):
             return
         round.aggregate()
         sampled, dropped = len(round.plan.cohort), round.results.dropped
-        limit = f"min_clients={self.fit.min_clients} and {describe(self.aggregator)}"
-        kept_by = limit if round.is_kept else None
+        kept_by = None
+        if round.is_kept:
+            kept_by = f"min_clients={self.fit.min_clients} and {describe(self.aggregator)}"
         self._warnings.note(self.round + 1, sampled, dropped, kept_by)
         self._noted.passed()
 
@@ -680,7 +681,8 @@ class FederatedLoop(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Check that the checkpoint belongs to this federation. Tests load parameters only."""
-        state, is_fit = checkpoint["callbacks"].get(self.state_key), trainer.state.fn == "fit"
+        state = checkpoint["callbacks"].get(self.state_key)
+        is_fit = trainer.state.fn == TrainerFn.FITTING
         if state == NOT_BEGUN and is_fit:
             checkpoint |= {"optimizer_states": [], "lr_schedulers": []}
             checkpoint.pop("loops", None)

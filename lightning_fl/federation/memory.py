@@ -81,14 +81,13 @@ class ClientMemory:
             of_runner: State of the runner for each client.
             of_parts: Memory of each part, ``[k, ...]`` by name.
             round: Index of the round.
-            trained: Mask of the trained parameters, ``[num_parameters]``; None means all.
+            trained: Positions of the trained parameters in the vector; None means all.
         """
         delta = update.delta.clone() if self.transforms else update.delta
         for i, rows in enumerate(of_parts):
             self._check(i, rows, len(update.clients))
-        at = None if trained is None else trained.nonzero()[:, 0]
         for row, client in enumerate(update.clients.tolist()):
-            memory = self._transform(delta[row], client, round, at)
+            memory = self._transform(delta[row], client, round, trained)
             for i, rows in enumerate(of_parts):
                 memory |= {f"{PART}{i}.{name}": rows[name][row] for name in self.initial[i]}
             self.store.put(client, {**of_runner[row], **memory})

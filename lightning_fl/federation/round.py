@@ -149,9 +149,8 @@ class Round:
         self._schedule = self.schedule_before
         self._client: ClientContext | None = None
         self._reported = torch.empty(0)
-        self._is_trained: list[bool] = []
         self._broadcast: Mapping[str, Tensor] = {}
-        self.traffic = Traffic(fit.runner, fit.memory.transforms)
+        self.traffic = Traffic(fit.federation.layout, fit.memory.transforms)
         # Random numbers outside of client training depend on the seed and the round only.
         device = fit.module.device
         seed_rng(derive_seed(plan.seed, RandomStream.ROUND, plan.round), device)
@@ -169,6 +168,7 @@ class Round:
         self.rng = rng_state(fit.module.device)
         #: Mask of the trained parameters, ``[num_parameters]``; None means all.
         self.trained = fit.runner.trained_mask()
+        self._trained_at = None if self.trained is None else self.trained.nonzero()[:, 0]
         self.traffic.begin(self.trained)
         fit.aggregator.start(self.server.vector, self.trained)
         self._broadcast = fit.aggregator.broadcast(self.plan)
@@ -193,11 +193,13 @@ class Round:
         if step.first:
             self.load(step)
         self.step, rows = step, list(step.rows)
-        at = torch.arange(step.start, step.start + step.steps)[:, None]
-        fit.runner.begin_batch(
-            lambda: fit.data.batch_sizes(plan.clients[rows], step.start, step.steps),
-            at < plan.num_steps[rows],
-        )
+
+        def work() -> tuple[Tensor, Tensor]:
+            at = torch.arange(step.start, step.start + step.steps)[:, None]
+            sizes = fit.data.batch_sizes(plan.clients[rows], step.start, step.steps)
+            return sizes, at < plan.num_steps[rows]
+
+        fit.runner.begin_batch(work)
 
     def load(self, step: Step) -> None:
         """Load the model from which the clients of a step start, before their first batch."""
@@ -307,7 +309,7 @@ class Round:
             update, reports, counters = update.select(usable), reports[usable], counters[usable]
             memories = [{n: t[usable.to(t.device)] for n, t in m.items()} for m in memories]
             kept = [row for row, is_good in zip(kept, usable.tolist(), strict=True) if is_good]
-        sent = fit.memory.keep(update, kept, memories, self.plan.round, self.trained)
+        sent = fit.memory.keep(update, kept, memories, self.plan.round, self._trained_at)
         fit.aggregator.update(sent)
         self._note(sent, reports, counters)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_fl.runners import ClientRunner
+from lightning_fl.federation.layout import VectorLayout
 from lightning_fl.transforms import Message, UpdateTransform
 
 
@@ -18,15 +18,15 @@ class Traffic:
     both directions. Other frozen parameters are not sent.
 
     Args:
-        runner: Runner of the clients.
+        layout: Layout of the exchanged tensors; known in a fit.
         transforms: Update transforms, which can reduce the size of updates.
     """
 
-    def __init__(self, runner: ClientRunner, transforms: Sequence[UpdateTransform]) -> None:
-        self._layout, self._counters = runner.layout, sum(runner.counters.sizes)
-        self._bytes = torch.empty(0, dtype=runner.vector.dtype).element_size()
-        self._transforms = transforms
-        self._trained: Tensor | None = None
+    def __init__(self, layout: VectorLayout | None, transforms: Sequence[UpdateTransform]) -> None:
+        assert layout is not None
+        self._layout, self._transforms = layout, transforms
+        #: Slices of the frozen parameters in the vector.
+        self._frozen: list[slice] = []
         self._num_trained = self._num_moved = self._extra_down = 0
         #: Bytes that a client sends in addition to its update.
         self.extra_up = 0
@@ -37,9 +37,17 @@ class Traffic:
         Args:
             trained: Mask, ``[num_parameters]``; None means all.
         """
-        self._trained = trained
-        n = self._layout.num_parameters
-        self._num_trained = n if trained is None else int(trained.sum())
+        n, slices, at = self._layout.num_parameters, list[slice](), 0
+        if trained is not None:
+            for size in self._layout.sizes:
+                if at < n and size:
+                    slices.append(slice(at, at + size))
+                at += size
+            # Read at once: a parameter is trained or frozen as a whole, and each read waits.
+            flags = trained[[part.start for part in slices]].tolist()
+            slices = [part for part, flag in zip(slices, flags, strict=True) if not flag]
+        self._frozen = slices
+        self._num_trained = n - sum(part.stop - part.start for part in slices)
 
     def down(self, broadcast: Mapping[str, Tensor]) -> None:
         """Count the tensors that the aggregator sends to each client in addition to the model.
@@ -64,24 +72,24 @@ class Traffic:
             before: Global model before the round, ``[P]``.
             after: Global model after the round.
         """
-        if self._trained is None:
+        if not self._frozen:
             return
         # Averaging equal values may change them by rounding only.
         rounding = 16 * torch.finfo(after.dtype).eps
-        has_moved, sizes, at = [], [], 0
-        for size in self._layout.sizes:
-            if at < self._layout.num_parameters and size and not self._trained[at]:
-                old, new = before[at : at + size], after[at : at + size]
-                has_moved.append((new - old).abs().amax() > rounding * old.abs().amax())
-                sizes.append(size)
-            at += size
-        moved = torch.stack(has_moved).tolist()
-        self._num_moved = sum(size for size, has in zip(sizes, moved, strict=True) if has)
+        has_moved = [
+            (after[part] - before[part]).abs().amax() > rounding * before[part].abs().amax()
+            for part in self._frozen
+        ]
+        flags = torch.stack(has_moved).tolist()
+        moved = [part for part, flag in zip(self._frozen, flags, strict=True) if flag]
+        self._num_moved = sum(part.stop - part.start for part in moved)
 
     def of_a_client(self) -> tuple[int, int]:
         """Return the bytes that a client sends and receives."""
-        each, layout = self._bytes, self._layout
-        rest = (layout.size - layout.num_parameters + self._num_moved) * each + 8 * self._counters
+        layout = self._layout
+        each = layout.dtype.itemsize
+        rest = (layout.size - layout.num_parameters + self._num_moved) * each
+        rest += 8 * layout.num_counters
         message = Message(self._num_trained, 8 * each)
         for transform in self._transforms:
             message = transform.message(self._num_trained, message)

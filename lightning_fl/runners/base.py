@@ -250,14 +250,14 @@ class ClientRunner(ABC):
                 optimizer's is 0 or missing.
         """
 
-    def begin_batch(  # noqa: B027  # a sequential runner does not need the sizes
-        self, sizes: Callable[[], Tensor], active: Tensor
+    def begin_batch(  # noqa: B027  # sequential training does not need it
+        self, work: Callable[[], tuple[Tensor, Tensor]]
     ) -> None:
-        """Record the sizes of the local steps of a Lightning batch.
+        """Prepare the local steps of a Lightning batch.
 
         Args:
-            sizes: Returns the number of samples of each step and client, ``[steps, k]``.
-            active: Mask of the clients that still train in each step, ``[steps, k]``.
+            work: Returns the number of samples, and whether the client still trains, per local step
+                and client, ``[steps, k]`` each.
         """
 
     @abstractmethod

@@ -147,9 +147,9 @@ class VmapRunner(ClientRunner):
             for key, row in kept.items():
                 stacks[key][i].copy_(row, non_blocking=True)
 
-    def begin_batch(self, sizes: Callable[[], Tensor], active: Tensor) -> None:
+    def begin_batch(self, work: Callable[[], tuple[Tensor, Tensor]]) -> None:
         """Record the sizes of local steps; see :meth:`ClientRunner.begin_batch`."""
-        self.sizes, self.active = sizes(), active
+        self.sizes, self.active = work()
 
     def write(self, state: ServerState) -> None:
         """Load a state into the module; no client is in training."""

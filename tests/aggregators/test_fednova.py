@@ -4,23 +4,14 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg, FedNova
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
-from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import Proximal
 from lightning_fl.policies import Schedule
 from lightning_fl.types import ClientUpdate, FederationError
-
-
-def samples(clients=5, seed=0):
-    random = torch.Generator().manual_seed(seed)
-    x = torch.randn(12 * clients, 4, generator=random, dtype=torch.float64)
-    y = (x[:, 0] + 0.5 * torch.randn(len(x), generator=random)).gt(0).long()
-    whole = TensorDataset(x, y)
-    return FederatedDataModule(whole, whole, num_clients=clients, batch_size=4, seed=seed)
+from two_classes import samples
 
 
 def module(mu=0.0, norm=False, **options):

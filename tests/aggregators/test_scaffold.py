@@ -15,16 +15,9 @@ from lightning_fl.federation.context import Federation
 from lightning_fl.policies import Schedule
 from lightning_fl.transforms import TopK
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from two_classes import samples
 
 LR = 0.2
-
-
-def samples(clients=5, seed=0):
-    random = torch.Generator().manual_seed(seed)
-    x = torch.randn(12 * clients, 4, generator=random, dtype=torch.float64)
-    y = (x[:, 0] + 0.5 * torch.randn(len(x), generator=random)).gt(0).long()
-    whole = TensorDataset(x, y)
-    return FederatedDataModule(whole, whole, num_clients=clients, batch_size=4, seed=seed)
 
 
 def module(**options):

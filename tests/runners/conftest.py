@@ -1,5 +1,6 @@
-"""Federations of which some run in lanes and one in the module itself."""
+"""Federations of which some run vectorized and one in the module itself."""
 
+import warnings
 from itertools import product
 
 import lightning as L
@@ -10,7 +11,7 @@ from torch import nn
 
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.partition import Dirichlet
-from lightning_fl.policies import HyperparameterPolicy
+from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import VectorizedClients
 
 
@@ -143,3 +144,17 @@ def agree(train, flat, ragged):
         return expected
 
     return check
+
+
+@pytest.fixture
+def trained(fit):
+    """Fit a module; returns the parameters of the one that is given as the user's."""
+
+    def run(module, user, data):
+        loop = FederatedLoop(policy=Schedule(num_steps=3), csv_name=None, seed=1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*is trained one client after another")
+            fit(module, loop, data, rounds=2)
+        return torch.nn.utils.parameters_to_vector(user.parameters()).detach()
+
+    return run

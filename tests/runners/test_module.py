@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import warnings
 
 import lightning as L
 import numpy as np
@@ -15,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg
-from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.callbacks import RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import Proximal, Term
 from lightning_fl.policies import HyperparameterPolicy, Schedule
@@ -793,20 +792,6 @@ def test_fast_dev_run_is_one_tiny_round(train, tiny, group_size):
 
 
 # --- where samples come from ----------------------------------------------------------------------
-
-
-@pytest.fixture
-def trained(fit):
-    """Fit a module; returns the parameters of the one that is given as the user's."""
-
-    def run(module, user, data):
-        loop = FederatedLoop(policy=Schedule(num_steps=3), csv_name=None, seed=1)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*is trained one client after another")
-            fit(module, loop, data, rounds=2)
-        return torch.nn.utils.parameters_to_vector(user.parameters()).detach()
-
-    return run
 
 
 @pytest.mark.parametrize("batch_size", [10, None])

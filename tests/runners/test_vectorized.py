@@ -1,7 +1,6 @@
 """The local step of all clients: mapped, one after another, and by graphs."""
 
 import functools
-import warnings
 
 import lightning as L
 import pytest
@@ -12,7 +11,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.policies import Schedule
 
@@ -66,20 +64,6 @@ def test_channels_may_come_last(trained, tiny, monkeypatch, channels_last, mappe
     assert {count for count, _ in seen} == {1, 2, 3}
     wanted = channels_last is not False
     assert all(last == (wanted and (count == 1 or not mapped)) for count, last in seen)
-
-
-@pytest.fixture
-def trained(fit):
-    """Fit a module; returns the parameters of the one that is given as the user's."""
-
-    def run(module, user, data):
-        loop = FederatedLoop(policy=Schedule(num_steps=3), csv_name=None, seed=1)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*is trained one client after another")
-            fit(module, loop, data, rounds=2)
-        return torch.nn.utils.parameters_to_vector(user.parameters()).detach()
-
-    return run
 
 
 @pytest.mark.parametrize("steps_per_batch", [1, 3])
