@@ -78,6 +78,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         ("on_client_error", ("skip", "raise")),
         ("optimizer_state", ("reset", "keep")),
         ("buffers", ("average", "server", "local", None)),
+        ("exchange_frozen", (True, False, None)),
     ):
         if options[name] not in allowed:
             raise FederationError(f"{name} must be one of {allowed}, got {options[name]!r}")

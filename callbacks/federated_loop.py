@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
@@ -99,6 +100,10 @@ class FederatedLoop(Callback):
             averaged like parameters, integer buffers take the maximum. ``server``: the server
             keeps its buffers. ``local``: each client keeps its buffers and the server takes the
             average. None selects ``average`` and warns if the module has running statistics.
+        exchange_frozen: Whether frozen parameters (``requires_grad=False``) are exchanged like
+            trained ones. Otherwise all clients share them: they exist once per process, and must
+            not change in the fit. None exchanges them unless they are larger than the trained
+            parameters and than 16 MiB.
         monitor: Name of the validation loss that policies learn from.
         csv_name: File name of the table of rounds, written to the logger's directory. None writes
             no file.
@@ -132,6 +137,7 @@ class FederatedLoop(Callback):
         on_client_error: Literal["skip", "raise"] = "skip",
         optimizer_state: Literal["reset", "keep"] = "reset",
         buffers: BufferPolicy | None = None,
+        exchange_frozen: bool | None = None,
         monitor: str = "val_loss",
         csv_name: str | None = "rounds.csv",
         seed: int | None = None,
@@ -144,7 +150,8 @@ class FederatedLoop(Callback):
         self.aggregator, self.policy = aggregator or FedAvg(), policy or Schedule()
         self.sampler = sampler or UniformSampler()
         self.on_client_error, self.optimizer_state = on_client_error, optimizer_state
-        self.buffers, self.monitor, self.csv_name, self.seed = buffers, monitor, csv_name, seed
+        self.buffers, self.exchange_frozen = buffers, exchange_frozen
+        self.monitor, self.csv_name, self.seed = monitor, csv_name, seed
         self.update_transforms = list(update_transforms)
         self.progress = Progress()
         self.store = ClientStore(most=client_state_memory_gb * 2**30)
@@ -163,6 +170,7 @@ class FederatedLoop(Callback):
         #: True after the loop has ended the round and while other callbacks are still ending it.
         self._is_closing = False
         self._first_round = 0  # of this fit
+        self._exchange_frozen = exchange_frozen
         self._warnings = DropWarnings()
 
     @property
@@ -309,6 +317,11 @@ class FederatedLoop(Callback):
             trainer.num_sanity_val_steps = math.inf
         if (path := self.table_path(trainer)) is not None:
             self._hold(trainer, path.parent)
+        # These callbacks unfreeze parameters during the fit.
+        if any(isinstance(callback, BaseFinetuning) for callback in others):
+            self._exchange_frozen = True
+        if isinstance(pl_module, VectorizedClients):
+            pl_module.exchange_frozen = self._exchange_frozen
         self.undo.enter_context(one_optimizer(pl_module))
         self.undo.enter_context(
             stepping_batches(trainer, lambda: planner.stepping_batches(self.run_seed, self.round))
@@ -334,8 +347,13 @@ class FederatedLoop(Callback):
         self.aggregator.load_client_network()
         keeps = self.optimizer_state == "keep"
         self.runner = client_runner(
-            pl_module, self.buffers or "average", trainer.optimizers[0], keeps
+            pl_module,
+            self.buffers or "average",
+            trainer.optimizers[0],
+            keeps,
+            self._exchange_frozen,
         )
+        self._noted.constants = self.runner.constants.parameters.values()
         self.undo.callback(self.runner.close)
         self._fit = fit = self._start_fit(pl_module)
         self._validation = Validation(trainer, self._data, self.policy, self._processes)
@@ -395,6 +413,7 @@ class FederatedLoop(Callback):
         self._first_round, self._warnings = self.round, DropWarnings()
         self.fit.schedulers.catch_up(self.round, self.progress.monitored)
         self.progress.monitored = {}
+        self.runner.constants.note()
         self.aggregator.load_global_network()
         self._note_boundary()
         self.aggregator.load_client_network()
@@ -416,6 +435,7 @@ class FederatedLoop(Callback):
             "min_clients": self.min_clients,
             "optimizer_state": self.optimizer_state,
             "buffers": self.buffers or "average",
+            "exchange_frozen": self.exchange_frozen,
         }
 
     # --- a round ----------------------------------------------------------------------------------

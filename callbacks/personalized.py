@@ -179,7 +179,8 @@ class PersonalizedEvaluation(Callback):
     def _studio(self, trainer: Trainer) -> Iterator[tuple[SequentialRunner, Any]]:
         """Yield a runner on a copy of the module, so that the module of the run stays unchanged."""
         loop, user = self._federation, self._federation.runner.module
-        module = _copied(user)
+        constants = loop.runner.constants.parameters
+        module = _copied(user, constants.values())
         vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **options: None
         made = next(optimizers_in(module.configure_optimizers()))
         known = {id(param) for param in module.parameters()}
@@ -188,7 +189,9 @@ class PersonalizedEvaluation(Callback):
                 f"PersonalizedEvaluation trains a copy of {type(user).__name__}, but its optimizer"
                 " has parameters of another module: use self.parameters() in configure_optimizers"
             )
-        host = SequentialRunner(module, loop.buffers or "average", made, loop.runner.keep_optimizer)
+        host = SequentialRunner(
+            module, loop.buffers or "average", made, loop.runner.keep_optimizer, constants
+        )
         host.base_lr = float(made.param_groups[0].get("lr", 0.0))
         state = loop.runner.read()
         loop.aggregator.start(state.vector)  # clients start from the models of the next round
@@ -341,15 +344,15 @@ def _call_start(host: SequentialRunner) -> None:
         hook()
 
 
-def _copied(module: LightningModule) -> LightningModule:
-    """Copy a module without its Trainer. Functions set on the module are shared."""
+def _copied(module: LightningModule, constants: Iterable[Tensor]) -> LightningModule:
+    """Copy a module without its Trainer. Functions set on it and constant tensors are shared."""
     own = vars(module)
     functions = {k: v for k, v in own.items() if isinstance(v, FUNCTIONS)}
     attached, module._trainer = module._trainer, None
     for name in functions:
         del own[name]
     try:
-        made = copy.deepcopy(module)
+        made = copy.deepcopy(module, {id(tensor): tensor for tensor in constants})
     finally:
         own.update(functions)
         module._trainer = attached

@@ -171,6 +171,13 @@ class NeuronMatching(Aggregator):
                 f"{name} replaces the module's network, which is not supported if processes share"
                 " the samples of a client: set strategy='client_parallel'"
             )
+        layout = federation.layout
+        sizes = sum(p.numel() for p in federation.module.parameters()) if layout is not None else 0
+        if layout is not None and sizes != layout.num_parameters:
+            raise FederationError(
+                f"{name} requires the updates of all parameters, but frozen ones are not exchanged:"
+                " set exchange_frozen=True in FederatedLoop"
+            )
         if federation.policy is not None and "contributions" in federation.policy.learns_from:
             raise FederationError(
                 f"{type(federation.policy).__name__} learns from the gradient of the global model,"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -58,6 +58,8 @@ class RoundBoundary:
         self._trainer, self._key = trainer, key
         #: Returns the state that is chosen once per run, in the first batches.
         self.chosen: Callable[[], dict[str, Any]] = dict
+        #: Tensors that do not change in the fit, so that checkpoints need no copy of them.
+        self.constants: Iterable[Tensor] = ()
         self._last: _Boundary | None = None
         self._undo = ExitStack()
         #: Whether a boundary is being recorded, for which the loop adds its state separately.
@@ -101,9 +103,9 @@ class RoundBoundary:
             is_begun: Whether training has started. If not, the checkpoint does not contain
                 Lightning's progress, so that a fit from it starts with the sanity check.
         """
-        checkpoint = self._now(None)
+        checkpoint = self._now(False)
         constant = {name: checkpoint.pop(name) for name in _CONSTANT if name in checkpoint}
-        checkpoint = frozen(checkpoint) | constant
+        checkpoint = self._frozen(checkpoint) | constant
         for optimizer in checkpoint["optimizer_states"]:
             optimizer["state"] = {}  # empty between rounds; client state is in the store
         if not is_begun:
@@ -137,13 +139,18 @@ class RoundBoundary:
             validated = self._now(weights_only)
             if last.is_passed:
                 state["server"] = checkpoint["state_dict"]
-                checkpoint["state_dict"] = frozen(validated["state_dict"])
+                checkpoint["state_dict"] = self._frozen(validated["state_dict"])
                 for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
                     if getattr(callback, "is_of_the_round", False):
                         callbacks[callback.state_key] = frozen(callback.state_dict())
             if weights_only:
                 checkpoint = {k: checkpoint.get(k, value) for k, value in validated.items()}
         return checkpoint
+
+    def _frozen(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return a deep copy that shares the constant tensors."""
+        copied: dict[str, Any] = frozen(checkpoint, {_place(t): t.detach() for t in self.constants})
+        return copied
 
     def _now(self, weights_only: bool | None) -> dict[str, Any]:
         """Return Lightning's current checkpoint, without the state of the loop."""
@@ -194,7 +201,7 @@ def frozen(value: Any, copies: dict[Any, Tensor] | None = None) -> Any:
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
             return value.detach().clone()
-        key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+        key = _place(value)
         if not value.numel() or key not in copies:
             copies[key] = value.detach().clone()
         return copies[key]
@@ -211,6 +218,11 @@ def frozen(value: Any, copies: dict[Any, Tensor] | None = None) -> Any:
         return copy.deepcopy(value)
     except Exception:  # deepcopy may raise any exception
         return value
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Return a key that is the same for tensors with the same memory and shape."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _unshared(value: Any) -> Any:

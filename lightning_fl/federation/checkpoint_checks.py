@@ -60,7 +60,8 @@ _CALLBACKS: dict[type, dict[str, Any]] = {
 }
 #: State of a ``FederatedLoop``.
 STATE: dict[str, Any] = {
-    **dict.fromkeys(("seed", "num_clients", "number of parameter tensors", "round"), COUNT),
+    **dict.fromkeys(("seed", "num_clients", "number of parameter tensors"), COUNT),
+    **dict.fromkeys(("round", "exchanged"), COUNT),
     **dict.fromkeys(("checksum", "aggregator_class", "policy_class"), str),
     **dict.fromkeys(("buffers", "optimizer_state"), str),
     "aggregator": {str: object},

@@ -109,6 +109,7 @@ class Resume:
             "rows": list(progress.table.rows),
             "val_loss": progress.val_loss,
             "monitored": progress.monitored,
+            "exchanged": fit.runner.num_parameters,
             "base_lr": fit.runner.base_lr,
             "runner": fit.runner.choices(),
             "trained": [bool(getattr(part, name)) for part, name in _flags(module)],
@@ -226,6 +227,11 @@ class Resume:
                 callback, BaseFinetuning
             ):  # restores parameter groups, which Lightning would do later
                 callback.on_fit_start(fit.trainer, fit.runner.module)
+        if (was := state["exchanged"]) != (now := fit.runner.num_parameters):
+            raise FederationError(
+                f"its clients exchange {was} parameter values, here they exchange {now}: restore"
+                " the network, exchange_frozen, and the parameters frozen at the start"
+            )
         check_progress(fit.trainer, checkpoint)
         memory = fit.memory
         check_rows(

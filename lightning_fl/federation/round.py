@@ -166,6 +166,7 @@ class Round:
         self.results.counters = self.server.counters
         self._schedule = self.results.schedule = fit.schedulers.read()
         self.rng = rng_state(fit.module.device)
+        fit.runner.constants.check()
         #: Mask of the trained parameters, ``[num_parameters]``; None means all.
         self.trained = fit.runner.trained_mask()
         self._trained_at = None if self.trained is None else self.trained.nonzero()[:, 0]
@@ -287,6 +288,8 @@ class Round:
         if self.plan.is_empty:
             return
         fit.processes.same_model(fit.runner.module)
+        if self.position == 0:  # the first clients; aggregation checks after the last
+            fit.runner.constants.check()
         delta, counters = fit.runner.collect(self.start)
         lr = torch.tensor(rates, dtype=torch.float64)
         extras = self._end_parts(delta, lr)
@@ -346,6 +349,7 @@ class Round:
     def aggregate(self) -> None:
         """Compute the next global model from all updates, and load it into the module."""
         fit, self.is_aggregating = self.fit, True
+        fit.runner.constants.check()
         self._merge()
         returned = len(self.plan.cohort) - len(self.results.dropped)
         vector = fit.aggregator.conclude(returned, fit.min_clients)

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_fl.federation.layout import VectorLayout
+from lightning_fl.runners.constants import Constants
 from lightning_fl.runners.fresh import check_fresh
 from lightning_fl.runners.optimizer_state import OptimizerState
 from lightning_fl.runners.optimizer_values import around_steps
@@ -115,6 +116,8 @@ class ClientRunner(ABC):
             buffers. ``local``: each client keeps its own buffers, the server their average.
         optimizer: The optimizer of local training.
         keep_optimizer: Whether a client keeps its optimizer state between rounds.
+        constants: Frozen parameters that are not exchanged, by name; see
+            :func:`~lightning_fl.runners.constants.constant_parameters`.
     """
 
     def __init__(
@@ -123,10 +126,12 @@ class ClientRunner(ABC):
         buffers: BufferPolicy,
         optimizer: torch.optim.Optimizer,
         keep_optimizer: bool,
+        constants: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         self.module = module
         self.buffers, self.optimizer, self.keep_optimizer = buffers, optimizer, keep_optimizer
-        self.tensors = ModuleTensors(module)
+        self.tensors = ModuleTensors(module, constants)
+        self.constants = Constants(type(module).__name__, self.tensors.constants)
         self.named_parameters, self.named_buffers = self.tensors.parameters, self.tensors.buffers
         self._has_warned_of_late = False
         #: Initial values of client-local parameters.

@@ -22,6 +22,8 @@ from lightning_fl.runners.tensors import is_equal
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.runners.watch import Watch
 
+#: Maximum size of constant parameters that are copied in float64 for the comparison.
+MAX_WIDE_BYTES = 2**26
 #: The outcome of a step, gradients, and frozen parameters after the step.
 Result = tuple[Outcome, list[Tensor], list[Tensor]]
 
@@ -44,8 +46,11 @@ def why_not_mapped(step: VectorizedStep, batch: Any) -> str | None:
             return "an Embedding with padding_idx would train its padding under vmap"
     metrics = [m for m in module.modules() if isinstance(m, Metric)]
     counts = [m._update_count for m in metrics]
-    with _without_dropout(module), left_alone(module) as attributes:
-        trial = _Trial(step, batch)
+    with (
+        _without_dropout(module),
+        left_alone(module) as attributes,
+        _Trial(step, batch) as trial,
+    ):
         try:
             try:
                 own, written = trial.by_itself()
@@ -87,15 +92,30 @@ class _Trial:
 
     def __init__(self, step: VectorizedStep, batch: Any) -> None:
         self.stacks, self.module, self.batch = step.stacks, step.module, batch
-        self.local = LocalStep(step.module)
+        self.local = LocalStep(step.module, self.stacks.tensors.constants)
         self.local.batch_idx = step.local.batch_idx
         #: Names of the trained parameters.
         self.trained = [name for name, p in self.stacks.params.items() if p.requires_grad]
         self._wide, self._exactness = {torch.float32: torch.float64}, 1e-8
+        constants = self.stacks.tensors.constants.values()
+        #: Values of the constant parameters, which are in float64 meanwhile if they are small.
+        self._constants = [(p, p.data) for p in constants]
+        if sum(p.nbytes for p in constants) > MAX_WIDE_BYTES:
+            self.use_its_precision()
+
+    def __enter__(self) -> _Trial:
+        for param, value in self._constants:
+            param.data = value.to(self._wide.get(value.dtype, value.dtype))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for param, value in self._constants:
+            param.data = value
 
     def use_its_precision(self) -> None:
         """Use the precision of the module instead of float64."""
         self._wide, self._exactness = {}, 1e-4
+        self.__exit__()
 
     def by_itself(self) -> tuple[Result, set[str]]:
         """Make the first client's step in the module itself.
@@ -212,7 +232,7 @@ def mixes_samples(step: VectorizedStep, batch: Any) -> bool:
             ).loss
 
     with _without_dropout(module), left_alone(module), stacks.untouched():
-        local = LocalStep(module)
+        local = LocalStep(module, stacks.tensors.constants)
         return not torch.allclose(loss(half), loss(size), rtol=1e-4, atol=1e-6, equal_nan=True)
 
 

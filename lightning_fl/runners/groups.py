@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from lightning_fl.types import FederationError
 
 #: Number of clients that fills a processor's vector units.
-FEW_LANES = 10
+FEW_CLIENTS = 10
 #: Bytes that fit into a processor's cache.
 CACHE = 2**25
 #: Maximum bytes of samples in one Lightning batch. Larger batches are slower, since their memory is
@@ -23,8 +24,9 @@ BATCH_BYTES = 4 * 2**20
 MOST_STEPS = 50
 
 
-def num_lanes(
+def clients_at_once(
     module: LightningModule,
+    constants: Mapping[str, nn.Parameter],
     option: int | Literal["auto"],
     clients: int,
     batch_bytes: int,
@@ -37,6 +39,7 @@ def num_lanes(
 
     Args:
         module: The user's module.
+        constants: Its parameters that all clients share.
         option: The user's ``group_size``, a number or ``auto``.
         clients: Number of clients in the round.
         batch_bytes: Size of a client's batch in bytes.
@@ -45,11 +48,11 @@ def num_lanes(
     Raises:
         FederationError: If the clients do not fit into memory.
     """
-    size = model_bytes(module)
+    size = client_bytes(module, constants)
     most = memory // (4 * size)  # parameters, gradients, optimizer, workspace
     if option == "auto":
-        many = FEW_LANES if has_convolutions(module) else CACHE // (size + batch_bytes)
-        return min(max(FEW_LANES, many), max(most, 1), clients)
+        many = FEW_CLIENTS if has_convolutions(module) else CACHE // (size + batch_bytes)
+        return min(max(FEW_CLIENTS, many), max(most, 1), clients)
     if min(option, clients) > most:
         raise FederationError(
             f"group_size={option} does not fit into memory: {option} clients of"
@@ -77,10 +80,15 @@ def num_steps(
     return min(MOST_STEPS, BATCH_BYTES // (group_size * batch_bytes or 1)) or 1
 
 
-def model_bytes(module: nn.Module) -> int:
-    """Return the size of a module's parameters and buffers in bytes, at least 1."""
+def client_bytes(module: nn.Module, constants: Mapping[str, nn.Parameter]) -> int:
+    """Return the size of a client's parameters and buffers in bytes, at least 1.
+
+    Args:
+        module: The user's module.
+        constants: Its parameters that all clients share.
+    """
     tensors = [*module.parameters(), *module.buffers()]
-    return sum(t.numel() * t.element_size() for t in tensors) or 1
+    return sum(t.nbytes for t in tensors) - sum(p.nbytes for p in constants.values()) or 1
 
 
 def has_convolutions(module: nn.Module) -> bool:

@@ -62,11 +62,18 @@ class LocalStep(nn.Module):
     attributes, it also gets ``federated_global_parameters`` (the parameters that the client started
     from, by name) and ``federated_sample_weight`` (``[batch]``, summing to 1, or None for equal
     weights). A method ``federated_record`` is called once for all clients.
+
+    Args:
+        module: The user's module.
+        constants: Frozen parameters that all clients share, by name. The module uses its own.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(
+        self, module: LightningModule, constants: Mapping[str, Tensor] | None = None
+    ) -> None:
         super().__init__()
         self.module: LightningModule = module
+        self._constants = dict(constants or {})
         #: Index of the clients' local step, passed to the module as ``batch_idx``.
         self.batch_idx = 0
         #: Options of logged values, and logged metrics, by name.
@@ -82,7 +89,7 @@ class LocalStep(nn.Module):
             (f"module.{prefix}{'.' * bool(prefix)}{leaf}", names[id(tensor)])
             for prefix, owner in module.named_modules()
             for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]
-            if tensor is not None
+            if tensor is not None and names[id(tensor)] not in self._constants
         ]
         self._first_place = {name: place for place, name in reversed(self._places)}
 
@@ -138,7 +145,7 @@ class LocalStep(nn.Module):
         if hasattr(self.module, "federated_record"):
             known["federated_record"] = record
         if fixed and hasattr(self.module, "federated_global_parameters"):
-            known["federated_global_parameters"] = fixed
+            known["federated_global_parameters"] = fixed | self._constants
         with attributes_set(self.module, known):
             out = run()
         loss = out["loss"] if isinstance(out, Mapping) else out

@@ -12,9 +12,10 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_fl.runners.base import BufferPolicy, ClientRunner
-from lightning_fl.runners.groups import device_memory, has_convolutions, num_lanes, num_steps
-from lightning_fl.runners.optimizer_values import optimizers_in, restack
+from lightning_fl.runners.base import BufferPolicy, ClientRunner, local_parameters
+from lightning_fl.runners.constants import constant_parameters
+from lightning_fl.runners.groups import clients_at_once, device_memory, has_convolutions, num_steps
+from lightning_fl.runners.optimizer_values import optimizers_in, remove, restack
 from lightning_fl.runners.samples import BatchSamples, each_of
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.step_hooks import changes_transfers, hooks_of, sees_gradients, why_alone
@@ -104,6 +105,10 @@ class VectorizedClients(LightningModule):
         self.channels_last = channels_last
         self.stack: dict[str, nn.Parameter] = {}
         self.host: VmapRunner | None = None
+        #: See :class:`~lightning_fl.callbacks.FederatedLoop`, which sets it.
+        self.exchange_frozen: bool | None = None
+        #: Parameters that all clients share, by name, so that they are not stacked.
+        self.constants: dict[str, nn.Parameter] = {}
         overridden = hooks_of(module)
         #: Why the clients train one after another; None if they are vectorized.
         self.reason = why_alone(module, overridden)
@@ -218,13 +223,17 @@ class VectorizedClients(LightningModule):
         """
         processes = 1 if self._trainer is None else self._trainer.num_devices
         memory = device_memory(self.device, processes)
-        group_size = num_lanes(self.module, self.group_size, clients, batch_bytes, memory)
+        group_size = clients_at_once(
+            self.module, self.constants, self.group_size, clients, batch_bytes, memory
+        )
         return group_size, num_steps(self.steps_per_batch, group_size, batch_bytes, stepwise)
 
     def configure_optimizers(self) -> Any:
         """Create the module's optimizer and replace its parameters by the stacked ones."""
+        local = local_parameters(self.module)
+        self.constants = constant_parameters(self.module, self.exchange_frozen, local)
         made = self.module.configure_optimizers()
-        params = dict(self.module.named_parameters())
+        params = {n: p for n, p in self.module.named_parameters() if n not in self.constants}
         self.stack = {
             name: nn.Parameter(
                 param.detach()[None].clone(memory_format=torch.contiguous_format),
@@ -234,6 +243,7 @@ class VectorizedClients(LightningModule):
         }
         stacked = {id(param): self.stack[name] for name, param in params.items()}
         for optimizer in optimizers_in(made):
+            remove(optimizer, self.constants.values())
             restack(optimizer, stacked)
         return made
 
@@ -389,6 +399,7 @@ def client_runner(
     buffers: BufferPolicy,
     optimizer: torch.optim.Optimizer,
     keep_optimizer: bool,
+    exchange_frozen: bool | None = None,
 ) -> ClientRunner:
     """Return the runner of a module: sequential, or vectorized for ``VectorizedClients``.
 
@@ -397,11 +408,12 @@ def client_runner(
         buffers: How floating-point buffers are aggregated; see :class:`ClientRunner`.
         optimizer: The optimizer of local training.
         keep_optimizer: Whether a client keeps its optimizer state between rounds.
+        exchange_frozen: Whether frozen parameters are exchanged; see :func:`constant_parameters`.
     """
-    if not isinstance(module, VectorizedClients):
-        return SequentialRunner(module, buffers, optimizer, keep_optimizer)
-    if module.reason is not None:
-        return SequentialRunner(module.module, buffers, optimizer, keep_optimizer)
+    if not isinstance(module, VectorizedClients) or module.reason is not None:
+        user = module.module if isinstance(module, VectorizedClients) else module
+        constants = constant_parameters(user, exchange_frozen, local_parameters(user))
+        return SequentialRunner(user, buffers, optimizer, keep_optimizer, constants)
     channels_last = module.channels_last
     if channels_last == "auto":
         channels_last = module.device.type == "cpu" and has_convolutions(module.module)
@@ -410,6 +422,7 @@ def client_runner(
         buffers,
         optimizer,
         keep_optimizer,
+        module.constants,
         params=module.stack,
         fast_matmul=module.fast_matmul,
         channels_last=channels_last,

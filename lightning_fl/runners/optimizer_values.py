@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -51,6 +51,21 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
                 if isinstance(inner, Optimizer) and not is_known:
                     optimizers.append(inner)
     return optimizers
+
+
+def remove(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Remove parameters from an optimizer and its inner optimizers.
+
+    Args:
+        optimizer: The optimizer, which is changed.
+        parameters: The parameters to remove.
+    """
+    unwanted = {id(param) for param in parameters}
+    for each in with_inner(optimizer):
+        for group in each.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in unwanted]
+        for param in [p for p in each.state if id(p) in unwanted]:
+            del each.state[param]
 
 
 def restack(optimizer: Optimizer, stacks: Mapping[int, nn.Parameter]) -> None:

@@ -24,7 +24,7 @@ class SequentialRunner(ClientRunner):
         self.write(ServerState(state.vector[0], state.counters))
         if self.wants_fixed:
             at_start = {n: p.detach().clone() for n, p in self.named_parameters.items()}
-            vars(self.module)[GLOBAL_PARAMETERS] = at_start
+            vars(self.module)[GLOBAL_PARAMETERS] = at_start | self.tensors.constants
         if not kept:
             return
         with torch.no_grad():

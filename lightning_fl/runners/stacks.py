@@ -141,11 +141,10 @@ class Stacks:
         """
         start: dict[str, Tensors] = {}
         if self.tensors.wants_start:
-            start[GLOBAL_PARAMETERS] = (
-                self.fixed
-                if self.fixed_is_shared
-                else {name: values[row] for name, values in self.fixed.items()}
-            )
+            fixed = self.fixed
+            if not self.fixed_is_shared:
+                fixed = {name: values[row] for name, values in fixed.items()}
+            start[GLOBAL_PARAMETERS] = fixed | self.tensors.constants
         stacks: Tensors = {**self.params, **self.buffers}
         rows = {name: stack.detach()[row] for name, stack in stacks.items()}
         with attributes_set(self.module, start), self.values(rows):

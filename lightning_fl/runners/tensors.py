@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_fl.types import FederationError
@@ -21,10 +21,13 @@ class ModuleTensors:
 
     Args:
         module: The module. Its expanded buffers are copied, since they cannot be written to.
+        constants: Parameters that all clients share, by name.
     """
 
-    def __init__(self, module: LightningModule) -> None:
-        self.module = module
+    def __init__(
+        self, module: LightningModule, constants: Mapping[str, nn.Parameter] | None = None
+    ) -> None:
+        self.module, self.constants = module, dict(constants or {})
         self._owned = []
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
@@ -34,7 +37,10 @@ class ModuleTensors:
                     buffer = buffer.clone(memory_format=torch.contiguous_format)
                     owner._buffers[name] = buffer
                 self._owned.append((owner, name, buffer))
-        self.parameters = dict(module.named_parameters())
+        #: Parameters that differ between clients, by name.
+        self.parameters = {
+            name: p for name, p in module.named_parameters() if name not in self.constants
+        }
         self.buffers = dict(module.named_buffers())
 
     @torch.no_grad()

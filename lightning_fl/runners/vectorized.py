@@ -32,7 +32,7 @@ class VectorizedStep:
     def __init__(self, stacks: Stacks, optimizer: torch.optim.Optimizer) -> None:
         module = stacks.module
         self.stacks, self.module, self.optimizer = stacks, module, optimizer
-        self.local = LocalStep(module)
+        self.local = LocalStep(module, stacks.tensors.constants)
         #: Whether smaller batches are padded with samples of weight 0.
         self.weighted = getattr(module, "federated_knows_weights", False) and not any(
             isinstance(m, _BatchNorm) for m in module.modules()

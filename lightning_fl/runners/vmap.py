@@ -34,6 +34,7 @@ class VmapRunner(ClientRunner):
         buffers: How floating-point buffers are aggregated; see :class:`ClientRunner`.
         optimizer: The optimizer of the stacked parameters.
         keep_optimizer: Whether a client keeps its optimizer state between rounds.
+        constants: Frozen parameters that are not stacked, by name.
         params: The stacked parameters, by name.
         fast_matmul: Whether oneDNN multiplies matrices on a CPU.
         channels_last: Whether images and filters may be stored in channels-last memory format.
@@ -45,12 +46,13 @@ class VmapRunner(ClientRunner):
         buffers: BufferPolicy,
         optimizer: torch.optim.Optimizer,
         keep_optimizer: bool,
+        constants: Mapping[str, nn.Parameter],
         *,
         params: dict[str, nn.Parameter],
         fast_matmul: bool | Literal["auto"],
         channels_last: bool,
     ) -> None:
-        super().__init__(module, buffers, optimizer, keep_optimizer)
+        super().__init__(module, buffers, optimizer, keep_optimizer, constants)
         self.is_linear = check_separable(self.optimizer_state, keep_optimizer)
         self.stacks = Stacks(self.tensors, params, channels_last)
         self.vectorized = VectorizedStep(self.stacks, optimizer)

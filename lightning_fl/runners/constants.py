@@ -1,0 +1,100 @@
+"""Frozen parameters that all clients share, so that they exist once per process."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fl.types import FederationError
+
+#: Size in bytes above which frozen parameters take noticeable time and memory.
+LARGE = 2**24
+
+
+def constant_parameters(
+    module: nn.Module, exchange_frozen: bool | None, local: Collection[str] = ()
+) -> dict[str, nn.Parameter]:
+    """Return the frozen parameters that are not exchanged.
+
+    Args:
+        module: The user's module.
+        exchange_frozen: Whether all frozen parameters are exchanged. None exchanges them unless
+            they are larger than the trained parameters and than ``LARGE``.
+        local: Names of client-local parameters, which are never constant.
+    """
+    if exchange_frozen:
+        return {}
+    shared = {name: p for name, p in module.named_parameters() if name not in local}
+    frozen = {name: p for name, p in shared.items() if not p.requires_grad}
+    if exchange_frozen is None:
+        size = {name: p.numel() * p.element_size() for name, p in shared.items()}
+        total = sum(size[name] for name in frozen)
+        if total <= max(LARGE, sum(size.values()) - total):
+            return {}
+    return frozen
+
+
+class Constants:
+    """Check that constant parameters stay constant in a fit.
+
+    Writes through ``param.data`` do not change the version counter of a parameter, so values are
+    compared by a checksum.
+
+    Args:
+        owner: Name of the module for error messages.
+        parameters: The constant parameters, by name.
+    """
+
+    def __init__(self, owner: str, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.owner, self.parameters = owner, parameters
+        self._sums: list[int] = []
+
+    def note(self) -> None:
+        """Record the current values; the parameters must not change from here on."""
+        self._sums = self._current()
+
+    def check(self) -> None:
+        """Check that no parameter has changed; waits for the device once.
+
+        Raises:
+            FederationError: If a parameter was changed or unfrozen.
+        """
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                raise self._error(name, "unfrozen")
+        if not self._sums:
+            return
+        for name, before, now in zip(self.parameters, self._sums, self._current(), strict=True):
+            if before != now:
+                raise self._error(name, "changed")
+
+    def _current(self) -> list[int]:
+        if not self.parameters:
+            return []
+        return torch.stack([checksum(p) for p in self.parameters.values()]).tolist()
+
+    def _error(self, name: str, how: str) -> FederationError:
+        return FederationError(
+            f"{self.owner}.{name} was frozen at the start of the fit (requires_grad=False), so all"
+            f" clients share it, but it was {how} during the fit. Set exchange_frozen=True in"
+            " FederatedLoop to exchange it like a trained parameter"
+        )
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return the sum of the bits of a tensor, read as 64-bit integers, without a copy of it.
+
+    Example:
+        >>> one = torch.ones(3)
+        >>> checksum(one) == checksum(one.clone()), checksum(one) == checksum(0.99 * one)
+        (tensor(True), tensor(False))
+    """
+    data = tensor.detach()
+    data = torch.view_as_real(data) if data.is_complex() else data
+    data = data.contiguous().reshape(-1).view(torch.uint8)
+    words = data[: len(data) // 8 * 8]
+    if words.storage_offset() % 8:  # cannot be viewed as integers
+        words = words.clone()
+    return words.view(torch.int64).sum() + data[len(words) :].sum()

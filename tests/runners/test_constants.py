@@ -1,0 +1,312 @@
+"""Frozen parameters that are not exchanged: one copy for all clients, and errors if they change."""
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import BackboneFinetuning
+from torch import nn
+
+from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl.aggregators import PFNM, FedAvgM, Scaffold
+from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
+from lightning_fl.objectives import Proximal
+from lightning_fl.policies import Schedule
+from lightning_fl.runners import constants
+from lightning_fl.runners.constants import Constants, constant_parameters
+from lightning_fl.transforms import TopK
+from lightning_fl.types import FederationError
+
+HEAD = 3 * 8 + 3
+WRAPS = {
+    "plain": lambda module: module,
+    "vectorized": lambda module: VectorizedClients(module, group_size=3, compile=False),
+}
+wraps = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+
+
+class Tuned(L.LightningModule):
+    """A head on a frozen backbone; ``change`` is called with the backbone in each local step."""
+
+    def __init__(self, change=None, momentum=0.9):
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.backbone.requires_grad_(False)
+        self.head = nn.Linear(8, 3)
+        self.change, self.momentum = change, momentum
+        self.double()
+
+    def training_step(self, batch, batch_idx):
+        if self.change is not None:
+            self.change(self.backbone)
+        return F.cross_entropy(self.head(self.backbone(batch[0])), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self.head(self.backbone(batch[0])), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.momentum)
+
+
+def named(module):
+    return dict(module.named_parameters())
+
+
+# --- which parameters -----------------------------------------------------------------------------
+
+
+def test_large_frozen_parameters_are_constant(monkeypatch):
+    module = Tuned()
+    frozen = {n for n in named(module) if n.startswith("backbone")}
+    assert constant_parameters(module, None) == {}, "they are small"
+    assert set(constant_parameters(module, False)) == frozen
+    assert constant_parameters(module, True) == {}
+    monkeypatch.setattr(constants, "LARGE", 0)
+    assert set(constant_parameters(module, None)) == frozen
+    assert set(constant_parameters(module, False, local=["backbone.0.bias"])) == frozen - {
+        "backbone.0.bias"
+    }
+    module.requires_grad_(True).head.requires_grad_(False)
+    assert constant_parameters(module, None) == {}, "less is frozen than trained"
+
+
+CHANGES = {
+    "in place": lambda p: p.data.mul_(1.01),
+    "one entry": lambda p: p.data[-1:].add_(0.01),
+    "moved": lambda p: setattr(p, "data", p.data + 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 5),
+        torch.randn(8, dtype=torch.float64),
+        torch.randn(3, 5).half(),
+        torch.randn(5, 3).T,
+        torch.randn(9)[1:],
+        torch.randn(3, dtype=torch.complex64),
+    ],
+    ids=["float32", "float64", "half", "transposed", "offset", "complex"],
+)
+def test_every_change_of_a_constant_is_noticed(tensor, change):
+    parameter = nn.Parameter(tensor.clone(memory_format=torch.preserve_format), requires_grad=False)
+    held = Constants("Net", {"w": nn.Parameter(torch.ones(2), False), "other": parameter})
+    held.check()
+    held.note()
+    held.check()
+    change(parameter)
+    with pytest.raises(FederationError, match=r"Net\.other .* but it was changed.*exchange_frozen"):
+        held.check()
+
+
+# --- the same result ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tuned(fit, data):
+    """Fit a module; returns it and the loop."""
+
+    def run(wrap, exchange_frozen, module=None, rounds=3, ckpt_path=None, callbacks=(), **options):
+        enable_checkpointing = any(isinstance(c, RoundCheckpoint) for c in callbacks)
+        module = Tuned() if module is None else module
+        options = {"policy": Schedule(num_steps=3), "seed": 1, "csv_name": None} | options
+        loop = FederatedLoop(exchange_frozen=exchange_frozen, **options)
+        keep = {"callbacks": callbacks, "enable_checkpointing": enable_checkpointing}
+        fit(wrap(module), loop, data(), rounds=rounds, ckpt_path=ckpt_path, **keep)
+        return module, loop
+
+    return run
+
+
+def assert_equal(one, other, atol=1e-12):
+    for name, parameter in named(one).items():
+        torch.testing.assert_close(named(other)[name], parameter, rtol=0, atol=atol)
+
+
+RULES = {
+    "FedAvg": dict,
+    "FedAvgM": lambda: {"aggregator": FedAvgM(lr=0.5)},
+    "SCAFFOLD": lambda: {"aggregator": Scaffold(), "policy": Schedule(lr=0.1, num_steps=3)},
+    "TopK": lambda: {"update_transforms": [TopK(0.5)], "clients_per_round": 2},
+    "kept optimizer": lambda: {"optimizer_state": "keep"},
+}
+
+
+@wraps
+@pytest.mark.parametrize("rule", RULES)
+def test_the_result_is_that_of_an_exchange_of_all(tuned, wrap, rule):
+    momentum, options = 0.0 if rule == "SCAFFOLD" else 0.9, RULES[rule]
+    every, with_all = tuned(wrap, True, Tuned(momentum=momentum), **options())
+    held, loop = tuned(wrap, False, Tuned(momentum=momentum), **options())
+    assert_equal(held, every)
+    assert (held.head.weight - Tuned().head.weight).abs().max() > 0.05, "nothing was trained"
+    assert loop.fit.federation.layout.num_parameters == HEAD
+    assert with_all.fit.federation.layout.num_parameters > 2 * HEAD
+    # SCAFFOLD would send control variates of frozen parameters, too.
+    others = {"dropped_clients"} | ({"bytes_up", "bytes_down"} if rule == "SCAFFOLD" else set())
+    for row, wanted in zip(loop.rows, with_all.rows, strict=True):
+        wanted = {name: value for name, value in wanted.items() if name not in others}
+        assert {name: row[name] for name in wanted} == pytest.approx(wanted, rel=1e-12)
+
+
+def test_vectorized_is_plain_also_with_adam_and_a_term(tuned):
+    def make():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        net[0].requires_grad_(False)
+        return ClientModule(net, [Proximal(0.5)], lambda p: torch.optim.Adam(p, lr=0.05)).double()
+
+    plain, loop = tuned(WRAPS["plain"], False, make())
+    stacked, other = tuned(WRAPS["vectorized"], False, make())
+    assert_equal(stacked, plain)
+    assert loop.fit.federation.layout.num_parameters == HEAD
+    assert other.fit.federation.layout.num_parameters == HEAD
+
+
+def test_a_compiled_step_uses_the_shared_tensors(tuned):
+    plain, _ = tuned(WRAPS["plain"], False)
+    stacked, loop = tuned(lambda m: VectorizedClients(m, 3, compile=True), False)
+    assert loop.runner.choices()["compiled"]
+    assert_equal(stacked, plain)
+
+
+def test_one_tensor_serves_all_clients_and_the_server(tuned):
+    seen = set()
+    module = Tuned(change=lambda net: seen.add(net[0].weight.data_ptr()))
+    _, loop = tuned(WRAPS["plain"], False, module)
+    assert seen == {module.backbone[0].weight.data_ptr()}
+    assert list(loop.runner.named_parameters) == ["head.weight", "head.bias"]
+
+
+def test_they_are_not_stacked(tuned):
+    _, loop = tuned(WRAPS["vectorized"], False)
+    assert list(loop.runner.stacks.params) == ["head.weight", "head.bias"]
+
+
+@wraps
+def test_a_killed_run_resumes_bit_for_bit(tuned, wrap, tmp_path):
+    def run(exchange_frozen=False, module=None, **options):
+        saving = [RoundCheckpoint(dirpath=tmp_path)]
+        rule = FedAvgM()
+        return tuned(wrap, exchange_frozen, module, aggregator=rule, callbacks=saving, **options)[0]
+
+    run(rounds=2)
+    path = str(next(tmp_path.glob("*.ckpt")).rename(tmp_path / "killed.ckpt"))
+    expected = run(rounds=4)
+    other = Tuned()
+    nn.init.zeros_(other.backbone[0].weight)  # a checkpoint holds the constant parameters, too
+    assert_equal(run(module=other, rounds=4, ckpt_path=path), expected, atol=0)
+    with pytest.raises(FederationError, match=r"exchange 27 parameter values, here they exchange"):
+        run(exchange_frozen=True, rounds=4, ckpt_path=path)
+
+
+def test_a_checkpoint_of_the_middle_of_a_round_shares_the_tensors(tuned):
+    class Looks(L.Callback):
+        shared = None
+
+        def on_train_batch_end(self, trainer, module, *_):
+            state = trainer._checkpoint_connector.dump_checkpoint(False)["state_dict"]
+            own = module.backbone[0].weight
+            self.shared = state["backbone.0.weight"].data_ptr() == own.data_ptr()
+            assert state["head.weight"].data_ptr() != module.head.weight.data_ptr()
+
+    looks = Looks()
+    tuned(WRAPS["plain"], False, callbacks=[looks])
+    assert looks.shared
+
+
+@wraps
+def test_evaluation_of_personal_models_shares_them(tuned, wrap, fit, data):
+    scores = []
+    for exchange_frozen in (True, False):
+        module = Tuned()
+        module.federated_local_parameters = ["head.bias"]
+        loop = FederatedLoop(seed=1, exchange_frozen=exchange_frozen)
+        personal = PersonalizedEvaluation(
+            metric=lambda m, batch: (m.head(m.backbone(batch[0])).argmax(1) == batch[1]).float(),
+            steps=2,
+        )
+        fit(wrap(module), loop, data(local_test_size=0.3), rounds=2, callbacks=[personal])
+        scores.append(personal.rows)
+    assert scores[0]
+    assert scores[0] == scores[1]
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def drift(net):
+    net[0].weight.data.mul_(0.99)
+
+
+class Late:
+    """Changes the backbone in one local step."""
+
+    def __init__(self, step):
+        self.left = step
+
+    def __call__(self, net):
+        self.left -= 1
+        if not self.left:
+            drift(net)
+
+
+@pytest.mark.parametrize("step", [2, 11, 15])
+def test_a_module_that_writes_to_them_is_refused(tuned, step):
+    with pytest.raises(FederationError, match=r"backbone\.0\.weight .* but it was changed") as info:
+        tuned(WRAPS["plain"], False, Tuned(change=Late(step)))
+    where = {
+        2: "In round 1, client",
+        11: "In round 1, during aggregation",
+        15: "In round 2, client",
+    }
+    assert any(where[step] in note for note in info.value.__notes__)
+
+
+def test_vectorized_clients_that_write_to_them_are_refused(tuned):
+    with pytest.raises(FederationError, match=r"backbone\.0\.weight .* but it was changed"):
+        tuned(WRAPS["vectorized"], False, Tuned(change=drift))
+
+
+def test_what_is_refused_works_when_exchanged(tuned):
+    module, loop = tuned(WRAPS["plain"], True, Tuned(change=drift))
+    assert not torch.equal(module.backbone[0].weight, Tuned().backbone[0].weight)
+    assert loop.round == 3
+
+
+class Thaws(L.Callback):
+    def on_train_epoch_start(self, trainer, module):
+        module.backbone[0].bias.requires_grad_(trainer.current_epoch > 0)
+
+
+def test_unfreezing_them_is_refused(tuned):
+    with pytest.raises(FederationError, match=r"backbone\.0\.bias .* but it was unfrozen"):
+        tuned(WRAPS["plain"], False, callbacks=[Thaws()])
+    assert tuned(WRAPS["plain"], True, callbacks=[Thaws()])[1].round == 3
+
+
+def test_a_callback_that_unfreezes_layers_exchanges_them(fit, data):
+    class Owner(Tuned):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+    module, loop = Owner(), FederatedLoop(seed=1, exchange_frozen=False)
+    thaw = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
+    fit(module, loop, data(), rounds=3, callbacks=[thaw])
+    assert not torch.equal(module.backbone[0].weight, Tuned().backbone[0].weight)
+
+
+def test_matching_needs_the_updates_of_all_parameters(fit, data):
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    net[0].requires_grad_(False)
+    module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
+    with pytest.raises(FederationError, match=r"PFNM requires the updates of all parameters"):
+        fit(module, FederatedLoop(PFNM(), exchange_frozen=False, seed=1), data(), rounds=1)
+
+
+def test_exchange_frozen_is_checked():
+    with pytest.raises(FederationError, match="exchange_frozen must be one of"):
+        FederatedLoop(exchange_frozen="some")
