@@ -445,7 +445,15 @@ def test_a_transform(same, row, group_size):
 
 # --- training -------------------------------------------------------------------------------------
 
+
+def frozen():
+    made = module(Proximal(0.1))
+    made.net[0].requires_grad_(False)
+    return made
+
+
 TRAINING = {
+    "frozen layers that are not exchanged": {"make": frozen, "exchange_frozen": False},
     "uneven steps and rates": {"policy": Uneven},
     "uneven steps, kept": {"policy": Uneven, "optimizer_state": "keep"},
     "uneven batches, weighted": {"data": partial(samples, batch_size=None)},
@@ -685,6 +693,7 @@ def deep():
 
 
 STEPS = {
+    "frozen layers": {"make": frozen, "exchange_frozen": False},
     "alike": {},
     "a deep network": {"make": deep},
     "uneven": {"policy": Alternating},

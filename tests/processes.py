@@ -232,6 +232,11 @@ def sgd(params, lr):
     return torch.optim.SGD(params, lr=lr, momentum=0.9)
 
 
+def frozen(module):
+    module.net[0].requires_grad_(False)
+    return module
+
+
 #: Name: the module, options of the loop, options of the data.
 CASES = {
     "client module": lambda: (client_module(), {}, {}),
@@ -257,6 +262,11 @@ CASES = {
         {},
     ),
     "vectorized": lambda: (vectorized(client_module()), {"policy": Uneven()}, {}),
+    "frozen": lambda: (
+        frozen(client_module(terms=[Proximal(0.1)])),
+        {"exchange_frozen": False, "policy": Uneven()},
+        {},
+    ),
     "server optimizer": lambda: (
         Foreign(batchnorm=True, optimizer=sgd),
         {"aggregator": FedAdam(), "clients_per_round": 4, "buffers": "average"},

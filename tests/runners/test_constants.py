@@ -258,12 +258,8 @@ class Late:
 def test_a_module_that_writes_to_them_is_refused(tuned, step):
     with pytest.raises(FederationError, match=r"backbone\.0\.weight .* but it was changed") as info:
         tuned(WRAPS["plain"], False, Tuned(change=Late(step)))
-    where = {
-        2: "In round 1, client",
-        11: "In round 1, during aggregation",
-        15: "In round 2, client",
-    }
-    assert any(where[step] in note for note in info.value.__notes__)
+    places = {2: "1, client", 11: "1, during aggregation", 15: "2, client"}
+    assert any(f"In round {places[step]}" in note for note in info.value.__notes__)
 
 
 def test_vectorized_clients_that_write_to_them_are_refused(tuned):
