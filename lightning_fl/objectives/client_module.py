@@ -227,6 +227,9 @@ class ClientModule(LightningModule):
 
     def on_client_end(self) -> None:
         """Add the recorded client losses to ``train_loss``, once per client."""
+        self._add_client_losses()
+
+    def _add_client_losses(self) -> None:
         if self._client_loss:
             samples = torch.stack(self._client_samples).sum(0)
             loss = torch.stack(self._client_loss).sum(0) / samples
@@ -235,7 +238,7 @@ class ClientModule(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         """Log the training loss of the round."""
-        self.on_client_end()
+        self._add_client_losses()  # without a FederatedLoop there is no on_client_end
         self.log("train_loss", self.train_loss, prog_bar=True)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
