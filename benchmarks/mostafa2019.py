@@ -213,7 +213,7 @@ class Clock(Callback):
 def overhead(
     tasks: Sequence[str], methods: Sequence[str], repeats: int, extra: Sequence[str]
 ) -> dict[str, dict[str, list[float]]]:
-    """Return seconds a round of each method, a figure a repeat: the median of its rounds."""
+    """Return seconds per round of each method: for each repeat, the median over rounds."""
     found: dict[str, dict[str, list[float]]] = {}
     for task, seed, method in product(tasks, range(1, repeats + 1), methods):
         with tempfile.TemporaryDirectory() as folder:
@@ -232,7 +232,7 @@ def overhead(
 
 
 def overhead_table(found: dict[str, dict[str, list[float]]]) -> str:
-    """Show table 4: seconds a round, and how many times FA's; medians over repeats."""
+    """Show table 4: seconds per round and the ratio to FA; medians over repeats."""
     head = ["seconds per round (relative to FA)", *METHODS.values()]
     lines = [head, ["---"] + ["---:"] * len(METHODS)]
     for task, methods in found.items():
