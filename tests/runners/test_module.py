@@ -615,9 +615,7 @@ def test_a_killed_run_resumes_bit_equal(
 
 
 @pytest.mark.parametrize("group_size", [(None, 3), (3, None), (2, 7)])
-def test_a_checkpoint_resumes_with_another_group_size(
-    train, tiny, flat, tmp_path, group_size
-):
+def test_a_checkpoint_resumes_with_another_group_size(train, tiny, flat, tmp_path, group_size):
     whole, begun, resumed = tiny(), tiny(), tiny()
     expected = train(whole, rounds=2).rows
     keep = RoundCheckpoint(str(tmp_path / "c"))
