@@ -238,7 +238,7 @@ def _extra(r: dict[str, Any]) -> float:
 
 
 def _rounds(outcome: dict[str, Any]) -> list[str]:
-    """Show seconds a round of federations of several sizes."""
+    """Show seconds per round for several numbers of clients."""
     if not outcome["rounds"]:
         return []
     rows = []

@@ -132,7 +132,7 @@ def markdown(found: dict[Cell, dict[str, Any]], out: Path) -> str:
         head = ["test accuracy, % (paper)", *METHODS.values()]
         lines = [head, ["---"] + ["---:"] * len(METHODS)]
         for participation, split in sorted(groups, key=lambda g: (-g[0], g[1])):
-            line = [f"C={participation:g} {split}"]
+            line = [f"C={participation:g}, {'IID' if split == 'iid' else 'non-IID'}"]
             paper = PAPER.get((task, participation, split), (None,) * len(METHODS))
             for method, printed in zip(METHODS, paper, strict=True):
                 each = [
@@ -154,8 +154,8 @@ def markdown(found: dict[Cell, dict[str, Any]], out: Path) -> str:
         ]
         text += [
             f"### {task}",
-            f"{seeds} seed(s), {' or '.join(map(str, rounds))} rounds; a run took {took:.0f} s"
-            " (median).",
+            f"{seeds} seed{'s' * (seeds > 1)}, {' or '.join(map(str, rounds))} rounds; a run took"
+            f" {took:.0f} s (median).",
             "\n".join("| " + " | ".join(line) + " |" for line in lines),
             "\n".join(given),
         ]
@@ -213,7 +213,7 @@ class Clock(Callback):
 def overhead(
     tasks: Sequence[str], methods: Sequence[str], repeats: int, extra: Sequence[str]
 ) -> dict[str, dict[str, list[float]]]:
-    """Return seconds a round of each method, a figure a repeat: the median of its rounds."""
+    """Return seconds per round of each method: for each repeat, the median over rounds."""
     found: dict[str, dict[str, list[float]]] = {}
     for task, seed, method in product(tasks, range(1, repeats + 1), methods):
         with tempfile.TemporaryDirectory() as folder:
@@ -232,8 +232,9 @@ def overhead(
 
 
 def overhead_table(found: dict[str, dict[str, list[float]]]) -> str:
-    """Show table 4: seconds a round, and how many times FA's; medians over repeats."""
-    lines = [["seconds a round (times FA)", *METHODS.values()], ["---"] + ["---:"] * len(METHODS)]
+    """Show table 4: seconds per round and the ratio to FA; medians over repeats."""
+    head = ["seconds per round (relative to FA)", *METHODS.values()]
+    lines = [head, ["---"] + ["---:"] * len(METHODS)]
     for task, methods in found.items():
         base, line = methods.get("fa", []), [task]
         for method in METHODS:

@@ -54,8 +54,8 @@ SERIES = {
     "test_acc": "neural matching",
     "test_ensemble/uniform": "uniform ensemble",
     "test_ensemble/weighted": "weighted ensemble",
-    "test_ensemble/distilled": "distilled",
-    "test_ensemble/local": "networks alone",
+    "test_ensemble/distilled": "distillation",
+    "test_ensemble/local": "local networks",
     "test_ensemble/average": "naive average",
     "downpour": "downpour SGD",
 }
@@ -81,14 +81,15 @@ class Sweep(NamedTuple):
 
 SWEEPS = {
     "clients": Sweep(
-        "Figure 2: one hidden layer of 50, one shot, more and more clients of less and less data.",
+        "Figure 2: one hidden layer of 50 neurons, one shot. The training data are divided among J"
+        " clients.",
         "clients J",
         (5, 10, 15, 20, 25, 30),
         lambda value: value,
         lambda value: 1,
     ),
     "depth": Sweep(
-        "Figure 3: ten clients, one to six hidden layers of 50.",
+        "Figure 3: ten clients, one to six hidden layers of 50 neurons.",
         "hidden layers C",
         (1, 2, 3, 4, 5, 6),
         lambda value: 10,
@@ -112,7 +113,7 @@ class Arm(NamedTuple):
 
 
 BASELINES = CALLBACK % "{}"
-#: One step of the server's Adam a round, of the mean of the clients' moves by SGD.
+#: One step of the server's Adam per round, with the mean of the updates of local SGD.
 MEAN = (
     '--federation.aggregator={"class_path":"FedOpt","init_args":{"optimizer":'
     '{"class_path":"torch.optim.Adam","init_args":{"lr":0.01}}}}',
@@ -124,7 +125,7 @@ ARMS = {
     "streaming": [
         Arm("StreamingPFNM", "pfnm_streaming_mnist"),
         Arm(
-            "PFNM, networks that go on alone",
+            "PFNM, local networks continue independently",
             "pfnm_streaming_mnist",
             (
                 "--federation.aggregator=PFNM",
@@ -152,7 +153,7 @@ ARMS = {
     ],
     "communication": [
         Arm(
-            f"{name}, {rounds} rounds",
+            f"{name}, {rounds} round{'s' * (rounds > 1)}",
             "downpour_mnist",
             (
                 f"--federation.policy.init_args.local_epochs={10 / rounds:g}",
@@ -162,7 +163,7 @@ ARMS = {
                 *options,
             ),
         )
-        for name, options in (("clients in turn", ()), ("their mean", MEAN))
+        for name, options in (("updates in turn", ()), ("mean update", MEAN))
         for rounds in (1, 10, 100, 1000)
     ],
 }
@@ -259,7 +260,7 @@ def values_of(args: argparse.Namespace, figure: str, data: str, split: str) -> d
 
 def sweep_page(args: argparse.Namespace, figure: str) -> list[str]:
     """Return tables of a sweep, and draw it."""
-    sweep, text = SWEEPS[figure], [f"## {figure}", SWEEPS[figure].question]
+    sweep, text = SWEEPS[figure], [f"## {figure.capitalize()}", SWEEPS[figure].question]
     shown, axes = plt.subplots(
         len(args.data),
         2 * len(SPLITS),
@@ -272,7 +273,11 @@ def sweep_page(args: argparse.Namespace, figure: str) -> list[str]:
             found = values_of(args, figure, data, split)
             if not found:
                 continue
-            names = {**SERIES, "width": "neurons of the merged network", "stacked": "of all"}
+            names = {
+                **SERIES,
+                "width": "neurons of the merged network",
+                "stacked": "neurons of all local networks",
+            }
             lines = [[sweep.label, *map(str, sweep.values)]]
             lines.append(["---"] + ["---:"] * len(sweep.values))
             for name, label in names.items():
@@ -281,10 +286,10 @@ def sweep_page(args: argparse.Namespace, figure: str) -> list[str]:
                     each = [shown_mean(found[name].get(v, []), scale) for v in sweep.values]
                     lines.append([label, *each])
             trials = max(len(each) for each in found["test_acc"].values())
-            text += [f"### {data}, {split}, {trials} trial(s)", as_table(lines)]
+            text += [f"### {data}, {split}, {trials} trial{'s' * (trials > 1)}", as_table(lines)]
             curves(axes[row, 2 * column], found, SERIES, 100)
             axes[row, 2 * column].set(title=f"{data}, {split}", ylabel="test accuracy, %")
-            curves(axes[row, 2 * column + 1], found, {"width": "merged", "stacked": "of all"}, 1)
+            curves(axes[row, 2 * column + 1], found, {"width": "merged", "stacked": "all"}, 1)
             axes[row, 2 * column + 1].set(title=f"{data}, {split}", ylabel="hidden neurons")
     for each in axes.flat:
         tidy(each, sweep.label)
@@ -332,7 +337,7 @@ def arms_page(args: argparse.Namespace, figure: str, question: str) -> list[str]
         axes.set_xscale("log")
     tidy(axes, "round")
     return [
-        f"## {figure}",
+        f"## {figure.capitalize()}",
         question,
         as_table(lines),
         *saved(args, shown, figure),
@@ -360,9 +365,10 @@ def sensitivity_page(args: argparse.Namespace) -> list[str]:
         len(SPLITS), len(GRID["gamma"]), figsize=(11, 6.5), layout="constrained", squeeze=False
     )
     text = [
-        "## sensitivity",
-        "Supplement 4.3: the networks of 25 clients on MNIST, merged with other options. Test"
-        " accuracy in percent, and neurons of the merged network (of 1250).",
+        "## Sensitivity",
+        "Supplement 4.3: the networks of 25 clients on MNIST, merged with different"
+        " hyperparameters. Values are the test accuracy in percent and, in parentheses, the number"
+        " of neurons of the merged network (of 1250).",
     ]
     for row, split in enumerate(SPLITS):
         place = point(args.out, "clients", "mnist", split, 25, args.seeds[0])["pfnm"].place
@@ -444,16 +450,16 @@ def cost_page(args: argparse.Namespace) -> list[str]:
     right.set(title="10 clients", ylabel="seconds", xscale="log", yscale="log")
     tidy(left, "clients J", legend=False)
     tidy(right, "neurons of a client", legend=False)
-    first = [["100 neurons each, clients", *map(str, by_clients)]]
+    first = [["clients, with 100 neurons each", *map(str, by_clients)]]
     first += [["---"] + ["---:"] * len(by_clients)]
     first += [["seconds", *(f"{value:.2f}" for value in by_clients.values())]]
-    second = [["10 clients, neurons each", *map(str, by_width)]]
+    second = [["neurons per client, with 10 clients", *map(str, by_width)]]
     second += [["---"] + ["---:"] * len(by_width)]
     second += [["seconds", *(f"{value:.2f}" for value in by_width.values())]]
     return [
-        "## cost",
-        "One matching with five sweeps, 784 inputs, ten classes, half of the neurons common to all"
-        " clients (with noise), one thread; the best of three.",
+        "## Cost",
+        "Time of one matching with five sweeps, 784 inputs and ten classes. Half of the neurons are"
+        " common to all clients, up to noise. One thread; minimum of three runs.",
         as_table(first),
         as_table(second),
         *saved(args, shown, "cost"),
@@ -527,20 +533,22 @@ PAGES: dict[str, Callable[[argparse.Namespace], list[str]]] = {
     "streaming": lambda args: arms_page(
         args,
         "streaming",
-        "Figure 3b of the supplement: three clients with skewed data (Dirichlet 0.2) that arrive in"
-        " 15 steps. Ensembles and naive average are of networks that go on alone.",
+        "Figure 3b of the supplement: three clients with heterogeneous data (Dirichlet 0.2), which"
+        " arrive in 15 steps. The ensembles and the naive average combine local networks that"
+        " continue independently.",
     ),
     "convolutions": lambda args: arms_page(
         args,
         "convolutions",
-        "LeNets of five clients, trained apart on MNIST from their own starts.",
+        "LeNets of five clients, trained independently on MNIST from different initializations.",
     ),
     "communication": lambda args: arms_page(
         args,
         "communication",
-        "Figure 3a of the supplement: downpour SGD of 25 clients with skewed data, in ten epochs"
-        " of more and more rounds. Clients in turn: `downpour_mnist.yaml`; their mean: one step of"
-        " the server's Adam a round, of the mean of moves by SGD (`FedOpt`).",
+        "Figure 3a of the supplement: downpour SGD with 25 clients and heterogeneous data. Ten"
+        " epochs are divided into 1 to 1000 rounds. Updates in turn: one step of the server's Adam"
+        " per client update (`downpour_mnist.yaml`). Mean update: one step of the server's Adam per"
+        " round, with the mean of the updates of local SGD (`FedOpt`).",
     ),
     "sensitivity": sensitivity_page,
     "cost": cost_page,

@@ -31,6 +31,7 @@ class Experiment(NamedTuple):
     """What is compared.
 
     Args:
+        title: Heading.
         question: What it asks, a line.
         config: The file that all arms share.
         arms: Options of each, by the name that it has in the table.
@@ -40,6 +41,7 @@ class Experiment(NamedTuple):
         curve: What is drawn over rounds.
     """
 
+    title: str
     question: str
     config: str
     arms: dict[str, tuple[str, ...]]
@@ -66,7 +68,9 @@ RATES = (0.001, 0.01, 0.03, 0.1, 0.3)
 
 EXPERIMENTS = {
     "fedprox": Experiment(
-        "Nine of ten clients of a round are stragglers: drop them, or take in what they did?",
+        "FedProx",
+        "Nine of the ten clients of a round are stragglers. Are their partial updates used or"
+        " dropped?",
         "fedprox_mnist",
         {
             "FedProx, mu = 1": (),
@@ -82,7 +86,8 @@ EXPERIMENTS = {
         },
     ),
     "fedopt": Experiment(
-        "What do optimizers of the server gain over averaging?",
+        "Server optimizers",
+        "What do server optimizers gain over averaging?",
         "fedopt_mnist",
         {
             "FedAdam": (),
@@ -93,7 +98,8 @@ EXPERIMENTS = {
         },
     ),
     "fedavgplus": Experiment(
-        "What does a client gain by making the model its own?",
+        "FedAvg+",
+        "What does a client gain by local fine-tuning?",
         "fedavgplus_mnist",
         {
             "FedAvg+": (),
@@ -106,20 +112,24 @@ EXPERIMENTS = {
         ("server/mean", "personal/mean", "personal/worst", "local/mean", "test_acc"),
     ),
     "clustered2": Experiment(
-        "Every second client holds its digits upside down. Does the rule find them?",
+        "Clustered FL, two groups",
+        "Every second client has images that are upside down. Does the rule identify the two"
+        " groups?",
         "clustered_mnist",
         {"ClusteredFL": (), "FedAvg": (FEDAVG,)},
         ("server/mean", "server/worst", "clusters", "groups"),
         "server/mean",
     ),
     "clustered4": Experiment(
-        "The same with four groups, turned by quarters.",
+        "Clustered FL, four groups",
+        "The same with four groups, whose images are rotated by multiples of 90 degrees.",
         "clustered_mnist",
         {"ClusteredFL": (FOUR,), "FedAvg": (FOUR, FEDAVG)},
         ("server/mean", "server/worst", "clusters", "groups"),
         "server/mean",
     ),
     "pfedme": Experiment(
+        "pFedMe",
         "Personal models of clients with two digits each.",
         "pfedme_mnist",
         {
@@ -129,7 +139,8 @@ EXPERIMENTS = {
         ("server/mean", "kept/mean", "kept/worst", "personal/mean", "personal/worst"),
     ),
     "fedem": Experiment(
-        "A mixture of three models for each client, who has two digits.",
+        "FedEM",
+        "A mixture of three models for each client. Each client has two digits.",
         "fedem_mnist",
         {
             "FedEM": (),
@@ -143,14 +154,16 @@ EXPERIMENTS = {
         "server/mean",
     ),
     "fedem-mild": Experiment(
-        "The same with mild skew, Dirichlet(0.4).",
+        "FedEM, mild skew",
+        "The same with mild label skew, Dirichlet(0.4).",
         "fedem_mnist",
         {"FedEM": (MILD,), "FedAvg": (MILD, ONE_MODEL)},
         ("server/mean", "server/worst", "test_acc"),
         "server/mean",
     ),
     "drift": Experiment(
-        "Clients of two digits drift apart in a local epoch: what do control variates gain?",
+        "SCAFFOLD",
+        "Clients with two digits drift apart in a local epoch. What do control variates gain?",
         "scaffold_mnist",
         {
             "SCAFFOLD, option II": (),
@@ -159,12 +172,14 @@ EXPERIMENTS = {
         },
     ),
     "steps": Experiment(
-        "Half of the clients in a round make fewer local steps: does it help to count per step?",
+        "FedNova",
+        "Half of the sampled clients make fewer local steps. What does normalization gain?",
         "fednova_mnist",
         {"FedNova": (), "FedAvg": (FEDAVG,)},
     ),
     "gossip": Experiment(
-        "No server: how far do graphs of neighbors come?",
+        "Gossip",
+        "How accurate is averaging among neighbors in a graph, without a server?",
         "gossip_mnist",
         {
             "ring": (),
@@ -176,7 +191,9 @@ EXPERIMENTS = {
         ("test_acc", "consensus_distance"),
     ),
     "control": Experiment(
-        "Weights by proportion, fall of the loss and its sum, on Fashion-MNIST.",
+        "FedControl",
+        "Aggregation weights from sample counts, the decrease of the loss and the sum of past"
+        " losses, on Fashion-MNIST.",
         "fedcontrol_fashion",
         {
             "FedControl, lambda = 0.8": (),
@@ -187,7 +204,8 @@ EXPERIMENTS = {
         ("test_acc", "R60"),
     ),
     "policy": Experiment(
-        "Which of five learning rates? Policies that learn it beside each fixed rate.",
+        "Policies",
+        "Policies that learn one of five learning rates, compared with each fixed rate.",
         "personalized_policy_mnist",
         {
             "contribution": (),
@@ -258,10 +276,12 @@ def table(name: str, out: Path, seeds: Sequence[int]) -> str:
         lines.append(line)
     took = [found["seconds"] for p in _places(name, out, seeds) if (found := result(p))]
     rounds = {found["rounds"] for p in _places(name, out, seeds) if (found := result(p))}
-    said = f"{len(seeds)} seed(s), {' or '.join(map(str, sorted(rounds)))} rounds"
+    said = (
+        f"{len(seeds)} seed{'s' * (len(seeds) > 1)}, {' or '.join(map(str, sorted(rounds)))} rounds"
+    )
     return "\n\n".join(
         [
-            f"## {name}",
+            f"## {experiment.title}",
             experiment.question,
             f"`configs/{experiment.config}.yaml`, {said}; a run took {median(took):.0f} s.",
             "\n".join("| " + " | ".join(line) + " |" for line in lines),

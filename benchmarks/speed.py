@@ -94,21 +94,21 @@ CONTESTANTS: dict[str, Contestant] = {
     "bare loop, 1 thread": Contestant(1, bare),
     "bare loop, 2 threads": Contestant(2, bare),
     "Trainer.fit per client": Contestant(2, fit_per_client),
-    "library, one client at a time": _library(),
-    "1 lane": _library(group_size=1),
-    "10 lanes": _library(group_size=10, compile=False, fast_matmul=False),
-    "10 lanes, compiled": _library(group_size=10, compile=True, fast_matmul=False),
-    "10 lanes, compiled, fast matmul": _library(group_size=10, compile=True),
+    "library, sequential": _library(),
+    "vectorized, groups of 1": _library(group_size=1),
+    "vectorized, groups of 10": _library(group_size=10, compile=False, fast_matmul=False),
+    "vectorized, groups of 10, compiled": _library(group_size=10, compile=True, fast_matmul=False),
+    "vectorized, groups of 10, compiled, fast matmul": _library(group_size=10, compile=True),
     "the same, 1 thread": _library(threads=1, group_size=10, compile=True),
-    "100 lanes, compiled, fast matmul": _library(group_size=100, compile=True),
-    "2 processes, one client at a time": _library(processes=2),
-    "2 processes, 1 lane": _library(processes=2, group_size=1),
-    "2 processes, 10 lanes, compiled, fast matmul": _library(
+    "vectorized, groups of 100, compiled, fast matmul": _library(group_size=100, compile=True),
+    "2 processes, sequential": _library(processes=2),
+    "2 processes, vectorized, groups of 1": _library(processes=2, group_size=1),
+    "2 processes, vectorized, groups of 10, compiled, fast matmul": _library(
         processes=2, group_size=10, compile=True
     ),
     "auto": _library(group_size="auto"),
-    "library, one client at a time, with matching": _library(matching=True),
-    "10 lanes, compiled, fast matmul, with matching": _library(
+    "library, sequential, with matching": _library(matching=True),
+    "vectorized, groups of 10, compiled, fast matmul, with matching": _library(
         matching=True, group_size=10, compile=True
     ),
 }
@@ -117,12 +117,12 @@ ON_A_GPU: dict[str, Contestant] = {
     "bare loop": Contestant(2, bare),
     **{
         name: CONTESTANTS[name]
-        for name in ("Trainer.fit per client", "library, one client at a time", "1 lane")
+        for name in ("Trainer.fit per client", "library, sequential", "vectorized, groups of 1")
     },
-    "10 lanes": _library(group_size=10, compile=False),
-    "10 lanes, compiled": _library(group_size=10, compile=True),
-    "100 lanes, compiled": _library(group_size=100, compile=True),
-    "1,000 lanes, compiled": _library(group_size=1000, compile=True),
+    "vectorized, groups of 10": _library(group_size=10, compile=False),
+    "vectorized, groups of 10, compiled": _library(group_size=10, compile=True),
+    "vectorized, groups of 100, compiled": _library(group_size=100, compile=True),
+    "vectorized, groups of 1,000, compiled": _library(group_size=1000, compile=True),
     "auto": CONTESTANTS["auto"],
 }
 
@@ -221,7 +221,7 @@ def _median(times: Sequence[float]) -> float:
 
 
 def markdown(seconds: dict[str, dict[str, list[float]]]) -> str:
-    """Show seconds a round, and how many times faster than the better bare loop, as a table."""
+    """Show seconds per round and the speedup over the faster bare loop, as a table."""
     names = list(seconds)
     rows = []
     for contestant in seconds[names[0]]:
@@ -231,7 +231,7 @@ def markdown(seconds: dict[str, dict[str, list[float]]]) -> str:
             best = min(t for c, t in each.items() if c.startswith("bare"))
             row.append(f"{each[contestant]:.3f} ({best / each[contestant]:.2f})")
         rows.append(row)
-    return table(["seconds a round (times the better bare loop)", *names], rows) + "\n"
+    return table(["seconds per round (speedup over the faster bare loop)", *names], rows) + "\n"
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def growth_command(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         [f"{n:,}", f"{one['seconds']:.3f}", f"{one['MiB']:.0f}"]
         for n, one in outcome["growth"].items()
     ]
-    head = ["clients", "seconds a round", "MiB beside the samples"]
+    head = ["clients", "seconds per round", "MiB without the samples"]
     return publish(outcome, table(head, rows) + "\n", args)
 
 

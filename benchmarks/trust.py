@@ -62,7 +62,7 @@ FAULTS = {
     for what, faults in (
         ("no faults", CLOCK),
         ("half of the clients fail", {**FAILING, **CLOCK}),
-        ("the same, nobody waited for after 3 s", {**FAILING, **CLOCK, "deadline": 3.0}),
+        ("half of the clients fail, deadline 3 s", {**FAILING, **CLOCK, "deadline": 3.0}),
     )
     for rule in ("FedAvg", "CoordinateMedian", "NormClipping")
 }
@@ -79,8 +79,10 @@ PRIVACY = {
     "z = 0.67": private(noise_multiplier=0.67, clip_norm=0.5),
     "z = 1": private(noise_multiplier=1.0, clip_norm=0.5),
     "z = 2": private(noise_multiplier=2.0, clip_norm=0.5),
-    "z = 1, the median of norms": private(noise_multiplier=1.0, clip_norm=0.5, quantile=0.5),
-    "z = 1, cohorts of 100": (
+    "z = 1, clipping at the median norm": private(
+        noise_multiplier=1.0, clip_norm=0.5, quantile=0.5
+    ),
+    "z = 1, fixed cohorts of 100 clients": (
         *private(noise_multiplier=1.0, clip_norm=0.5),
         "--federation.sampler=UniformSampler",
     ),
@@ -176,7 +178,7 @@ def attack_tables(out: Path, seeds: Sequence[int]) -> str:
 def fault_table(out: Path, seeds: Sequence[int]) -> str:
     """Return what faults cost."""
     lines = [
-        "| | test_acc | lost of all updates | virtual seconds | until val_acc 0.9 |",
+        "| | test_acc | dropped updates | virtual seconds | virtual seconds to val_acc 0.9 |",
         "|---|---|---|---|---|",
     ]
     for arm in FAULTS:
@@ -200,7 +202,7 @@ def fault_table(out: Path, seeds: Sequence[int]) -> str:
 
 def privacy_table(out: Path, seeds: Sequence[int]) -> str:
     """Return what privacy costs."""
-    lines = ["| | epsilon | test_acc | norm at the end |", "|---|---|---|---|"]
+    lines = ["| | epsilon | test_acc | final clipping norm |", "|---|---|---|---|"]
     for arm in PRIVACY:
         places = ended(out, "privacy", arm, seeds)
         epsilons = [v for p in places for v in last(p, "epsilon")]

@@ -39,7 +39,8 @@ class FederatedDataModule(LightningDataModule):
     With a :class:`~lightning_fl.callbacks.FederatedLoop`, the training loader yields the batches of
     the sampled clients, one client after another. Without it, the loader yields shuffled batches of
     all training data (the centralized baseline) and a warning is shown. Subclasses override
-    :meth:`load`.
+    :meth:`load`. If the clients are given by the data (speakers, writers, hospitals), use
+    :class:`~lightning_fl.partition.Natural` and ``keys``.
 
     Args:
         train: Training samples. A ``TensorDataset`` is read one whole batch at a time.

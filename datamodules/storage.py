@@ -88,8 +88,11 @@ def in_memory(data: Any, name: str) -> Any:
         )
     if not len(data):
         raise FederationError(f"{name} has no samples")
-    # Not for subclasses, which may change their samples.
-    return InMemory(*data.tensors) if type(data) is TensorDataset else data
+    if type(data) is not TensorDataset:  # subclasses may change their samples
+        return data
+    samples = InMemory(*data.tensors)
+    vars(samples).update(vars(data))  # such as keys and targets
+    return samples
 
 
 def subset(data: Any, index: Tensor) -> InMemory | Subset[Any]:

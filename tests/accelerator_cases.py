@@ -411,7 +411,7 @@ def test_an_objective_or_an_optimizer(same, row, group_size):
 @pytest.mark.parametrize("group_size", [None, {"group_size": 3}], ids=["plain", "vectorized"])
 def test_optimizer_states_that_are_kept(same, row, group_size):
     if group_size and row is torch.optim.Adam:
-        pytest.skip("lanes refuse to keep the state of Adam")
+        pytest.skip("vectorized training refuses to keep the state of Adam")
     options = {"optimizer_state": "keep", "clients_per_round": 3, "rounds": 3}
     same(make=lambda: module(optimizer=row), group_size=group_size, **options)
 
@@ -732,14 +732,14 @@ def count(tmp_path, steps, wrap, policy=lambda most: Schedule(num_steps=most), *
     return rounds.found[1], sum(within[len(within) // 2 :], start=Counter())
 
 
-def lanes_of(steps_per_batch):
+def vectorized_with(steps_per_batch):
     return lambda user: Watched(user, CLIENTS, steps_per_batch, compile=False)
 
 
 @every(STEPS)
 def test_a_vectorized_local_step_never_waits(device, tmp_path, row):
-    few, _ = count(tmp_path, FEW, lanes_of(FEW), **row)
-    many, within = count(tmp_path, MANY, lanes_of(FEW), **row)
+    few, _ = count(tmp_path, FEW, vectorized_with(FEW), **row)
+    many, within = count(tmp_path, MANY, vectorized_with(FEW), **row)
     assert not within
     assert many == few
     print(few.total(), sorted(few.items()))

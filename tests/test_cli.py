@@ -327,7 +327,7 @@ def test_the_number_of_lines_and_files_does_not_depend_on_the_number_of_clients(
     assert seen[0] == seen[1]
 
 
-def test_lanes_are_an_option_and_change_rounding_only(cli, tmp_path):
+def test_vectorized_clients_are_an_option_and_change_rounding_only(cli, tmp_path):
     cli(*SHIPPED)
     cli(*SHIPPED, "--vectorize=4")
     plain, vectorized = (rounds(tmp_path / "runs" / "digits" / f"version_{i}") for i in (0, 1))
@@ -339,7 +339,7 @@ def test_lanes_are_an_option_and_change_rounding_only(cli, tmp_path):
         assert "vectorize" in cli(*FIT, f"--vectorize={wrong}", expect=2)
 
 
-def test_lanes_have_options(cli, tmp_path, monkeypatch):
+def test_vectorized_clients_have_options(cli, tmp_path, monkeypatch):
     seen, init = [], VectorizedClients.__init__
 
     @wraps(init)
@@ -368,7 +368,7 @@ def test_lanes_have_options(cli, tmp_path, monkeypatch):
     ("option", "named"),
     [("group_size=0", "group_size"), ("width=3", "compile"), ("compile=maybe", "compile")],
 )
-def test_a_wrong_option_of_lanes_is_named(cli, option, named):
+def test_a_wrong_option_of_vectorize_is_named(cli, option, named):
     assert named in cli(*FIT, f"--vectorize.{option}", expect=2)
 
 

@@ -115,7 +115,7 @@ def test_many_inner_steps_find_the_proximal_point():
 
 @pytest.mark.parametrize("keep", ["reset", "keep"])
 @pytest.mark.parametrize("group_size", [1, 3])
-def test_lanes_change_nothing_of_pfedme(fit, blobs, flat, group_size, keep):
+def test_vectorized_pfedme_equals_sequential_pfedme(fit, blobs, flat, group_size, keep):
     """Rates and steps of each client, personal models that stay, and the logged figures."""
 
     class PerClient(HyperparameterPolicy):
@@ -199,7 +199,7 @@ def test_wrong_options_of_pfedme(options, words):
         functools.partial(Adaptive, rule="adagrad", lr=0.05, tau=0.1),
     ],
 )
-def test_in_lanes_new_clients_beside_known_ones_begin_as_alone(fit, data, flat, optimizer):
+def test_vectorized_new_clients_beside_known_ones_begin_as_alone(fit, data, flat, optimizer):
     found = []
     for group_size in (None, 2, 3):
         torch.manual_seed(0)
@@ -234,7 +234,7 @@ class Offset(torch.optim.SGD):
         return loss
 
 
-def test_a_state_that_does_not_begin_at_0_is_not_kept_in_lanes(fit, data):
+def test_a_state_that_does_not_begin_at_0_is_not_kept_by_vectorized_clients(fit, data):
     def run(keep):
         module = ClientModule(torch.nn.Linear(6, 3), optimizer=functools.partial(Offset, lr=0.1))
         loop = FederatedLoop(optimizer_state=keep)

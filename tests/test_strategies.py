@@ -333,7 +333,7 @@ def test_a_strategy_that_is_not_known_is_refused(tmp_path, monkeypatch):
         fit.callbacks[0].setup(fit, client_module(), "fit")
 
 
-def test_lanes_with_ddp_are_refused(tmp_path, monkeypatch):
+def test_vectorized_clients_with_ddp_are_refused(tmp_path, monkeypatch):
     fit = trainer(tmp_path, "ddp")
     monkeypatch.setattr(L.Trainer, "world_size", 2)
     with pytest.raises(FederationError, match="set strategy='client_parallel'"):

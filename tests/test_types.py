@@ -75,7 +75,7 @@ def test_a_schedule_goes_client_after_client():
     assert [step.first for step in schedule] == [True, True, False, False]
 
 
-def test_lanes_hold_clients_of_like_work_and_batches_several_steps():
+def test_groups_hold_clients_of_like_work_and_batches_several_steps():
     found = plan((4, 7, 9, 11, 12), (1, 5, 2, 4, 5), group_size=3, steps_per_batch=2)
     assert found.schedule == [
         Step((1, 4, 3), start=0, steps=2, last=False),
@@ -105,7 +105,7 @@ def test_every_client_begins_once_ends_once_and_makes_its_steps(num_steps):
     group_size=st.integers(1, 14),
     steps_per_batch=st.integers(1, 10),
 )
-def test_in_lanes_every_local_step_of_every_client_comes_once(
+def test_vectorized_every_local_step_of_every_client_comes_once(
     num_steps, group_size, steps_per_batch
 ):
     found = plan(

@@ -108,6 +108,9 @@ class ClientContext:
 class ClientPart(ABC):
     """Client-side work of an aggregator, returned by ``Aggregator.client_parts``.
 
+    For example, the control variates of :class:`~lightning_fl.aggregators.Scaffold` are the memory
+    of a client part that corrects gradients, and :class:`MeanLosses` evaluates losses.
+
     All tensors have one row per client of ``client.clients``, both for clients that train at once
     and for clients that train one after another.
     """

@@ -67,7 +67,8 @@ class ClientModule(LightningModule):
     Logs ``train_loss``, ``val_loss`` and ``val_acc`` once per round, and ``test_loss`` and
     ``test_acc`` in a test. ``train_loss`` is the mean loss over the local training samples,
     including terms, without clients with a non-finite loss. A batch is ``(x, y)`` with class
-    indices ``y``. For other tasks override :meth:`federated_losses`.
+    indices ``y``. For other tasks override :meth:`federated_losses`. Parameters that a subclass
+    lists in :attr:`federated_local_parameters` stay with each client.
 
     Args:
         net: Network from inputs to logits, ``[batch, classes]``.
@@ -226,7 +227,14 @@ class ClientModule(LightningModule):
         self._client_samples.append(count)
 
     def on_client_end(self) -> None:
-        """Add the recorded client losses to ``train_loss``, once per client."""
+        """Add the recorded client losses to ``train_loss``.
+
+        Called once per client, after its local training, with the tensors of the client in the
+        module. Changes to local parameters are kept.
+        """
+        self._add_client_losses()
+
+    def _add_client_losses(self) -> None:
         if self._client_loss:
             samples = torch.stack(self._client_samples).sum(0)
             loss = torch.stack(self._client_loss).sum(0) / samples
@@ -235,7 +243,7 @@ class ClientModule(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         """Log the training loss of the round."""
-        self.on_client_end()
+        self._add_client_losses()  # without a FederatedLoop there is no on_client_end
         self.log("train_loss", self.train_loss, prog_bar=True)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -35,7 +35,13 @@ class ModelView:
 
 
 class Term(nn.Module, ABC):
-    """Base class of additional loss terms, set in ``model.init_args.terms``."""
+    """Base class of additional loss terms, set in ``model.init_args.terms``.
+
+    A term compares the local model with the global model of the round. To use the model of the same
+    client at the end of its last round (as MOON does), subclass ``ClientModule`` instead: list the
+    parameters of this model in ``federated_local_parameters``, and write them in ``on_client_end``.
+    The tutorial "Your rule" has an example.
+    """
 
     #: True if the term uses the samples. Vectorized clients are then not padded with samples of
     #: weight 0.

@@ -259,7 +259,7 @@ def test_losses_are_those_of_all_samples_by_the_clients_own_models(fit, blobs, g
             assert found == pytest.approx(expected, abs=1e-12)
 
 
-def test_lanes_change_nothing(fit, ragged_modules, flat):
+def test_vectorized_training_changes_nothing(fit, ragged_modules, flat):
     vectors = [flat(ragged_modules(group_size)) for group_size in (None, 2, 4)]
     for vector in vectors[1:]:
         torch.testing.assert_close(vector, vectors[0], atol=1e-12, rtol=0)

@@ -1,4 +1,4 @@
-"""Federated matched averaging: a layer a round, those below fixed; filters; resume; lanes."""
+"""Federated matched averaging: one layer per round; filters; resume; vectorized."""
 
 import pytest
 import torch
@@ -107,7 +107,7 @@ def rule_orders(seed, round):
     return generator(seed, RandomStream.NEURONS, 0, round)
 
 
-def test_lanes_train_as_one(fit, images):
+def test_vectorized_clients_train_as_sequential_ones(fit, images):
     one, _ = run(fit, images, FedMA(seed=4), rounds=4)
     many, _ = run(fit, images, FedMA(seed=4), rounds=4, wrap=lambda m: VectorizedClients(m, 3))
     for a, b in zip(one.parameters(), many.parameters(), strict=True):
@@ -115,7 +115,7 @@ def test_lanes_train_as_one(fit, images):
 
 
 @pytest.mark.slow
-def test_compiled_lanes_keep_layers_fixed(fit, images):
+def test_compiled_vectorized_clients_keep_layers_fixed(fit, images):
     rule = Watch(seed=4)
     one, _ = run(fit, images, FedMA(seed=4))
     many, _ = run(fit, images, rule, wrap=lambda m: VectorizedClients(m, 3, compile=True))

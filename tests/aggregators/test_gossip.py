@@ -58,7 +58,7 @@ def test_everyone_with_everyone_is_fedavg(fit, foreign, flat):
     torch.testing.assert_close(flat(modules[0]), flat(modules[1]), atol=1e-12, rtol=0)
 
 
-def test_lanes_change_nothing(fit, foreign, flat):
+def test_vectorized_training_changes_nothing(fit, foreign, flat):
     vectors = []
     for group_size in (None, 2, 4):
         module, rule = foreign(optimizer="sgd", dropout=0.0), Gossip("ring")

@@ -65,8 +65,8 @@ def test_cells_run_once_and_tables_show_means(mostafa, commands, tmp_path, capsy
     assert "--model.init_args.terms.coefficient=1.0" in " ".join(commands[-1])
     assert len(found) == 4
     text = written.read_text()
-    assert "| C=1 noniid | 52.0 ± 1.4 (28.4) | - (29.9) | - (81.1) | 90.0 ± 0.0 (79.2) |" in text
-    assert "2 seed(s), 2 rounds" in text
+    assert "| C=1, non-IID | 52.0 ± 1.4 (28.4) | - (29.9) | - (81.1) | 90.0 ± 0.0 (79.2) |" in text
+    assert "2 seeds, 2 rounds" in text
     assert "- FA: network Net(width=4); terms Term(), Pull(); policy Schedule(lr=0.1); b" in text
     assert capsys.readouterr().out.endswith(text + "\n")
 

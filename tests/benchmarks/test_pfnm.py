@@ -31,7 +31,7 @@ def test_points_run_once_and_tables_show_means(pfnm, commands, tmp_path):
     pfnm.main(given)
     assert len(commands) == (6 + 6 - 1) * 2 * 2 * 2 * 2
     text = page.read_text()
-    assert "### mnist, heterogeneous, 2 trial(s)" in text
+    assert "### mnist, heterogeneous, 2 trials" in text
     assert "| uniform ensemble | 95.0 ± 0.0 |" in text
     assert "| downpour SGD | 90.0 ± 0.0 |" in text
     assert "| neurons of the merged network | 3 ± 0 |" in text

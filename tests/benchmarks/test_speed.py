@@ -7,7 +7,12 @@ import torch
 from torch import nn
 
 # What compiles takes too long here, and "auto" may.
-NAMES = ("bare loop, 1 thread", "library, one client at a time", "1 lane", "10 lanes")
+NAMES = (
+    "bare loop, 1 thread",
+    "library, sequential",
+    "vectorized, groups of 1",
+    "vectorized, groups of 10",
+)
 COSTS = (
     *("costs", "--clients", "2", "--grid", "2", "--steps", "3", "--samples", "8"),
     *("--batch-size", "3", "--sizes", "5", "4", "2", "--repeats", "1", "--rounds", "1"),
@@ -16,7 +21,7 @@ COSTS = (
 
 
 def test_smoke(script, monkeypatch, tmp_path, capsys):
-    """All commands run on tiny workloads; one after another, in lanes and bare is the same."""
+    """All commands run on tiny workloads; sequential, vectorized and bare give the same."""
     speed = script("speed")
     tiny = speed.Workload(4, 3, 2, 8, 4, (5,), lambda: nn.Linear(5, 10), 2)
     monkeypatch.setitem(speed.WORKLOADS, "W1", tiny)
@@ -48,7 +53,7 @@ def test_smoke(script, monkeypatch, tmp_path, capsys):
     assert (speed.bare(problem, 1).parameters - start).abs().max() > 1e-3
 
     with pytest.raises(SystemExit):
-        speed.main(["rounds", "--contestants", "1 lane"])
+        speed.main(["rounds", "--contestants", "vectorized, groups of 1"])
     assert "bare loop" in capsys.readouterr().err
 
 

@@ -101,7 +101,7 @@ def test_samples_are_changed_as_their_data_set_returns_them():
     assert y.tolist() == [0, 1, 2]
 
 
-def test_attacked_data_give_the_same_run_in_memory_or_not_and_in_lanes(simulate, data, blobs):
+def test_attacked_data_give_the_same_run_in_memory_or_not_and_vectorized(simulate, data, blobs):
     x, y = blobs().tensors
     attack = (LabelFlip([0]), Backdoor([2], target=1, size=2, trigger_value=5.0, boost=2.0))
     made = [

@@ -121,7 +121,7 @@ def test_a_cause_that_cannot_be_a_column_is_refused(simulate, client, cause, mes
         simulate(Battery(client, cause))
 
 
-def test_faults_do_not_depend_on_lanes_and_resume(simulate, tmp_path):
+def test_faults_do_not_depend_on_vectorization_and_resume(simulate, tmp_path):
     def made():
         return ClientFaults(dropout=0.2, nan=0.2, straggler=0.5, speed_sigma=0.4, deadline=1.0)
 

@@ -106,7 +106,7 @@ def test_what_hooks_write_before_a_round_and_after_a_step_counts(fit, linear, wh
         torch.testing.assert_close(validated, by_hand(data, start, rounds), atol=1e-12, rtol=0)
 
 
-def test_a_module_trained_in_lanes_starts_from_what_it_wrote(fit, linear):
+def test_a_vectorized_module_starts_from_what_it_wrote(fit, linear):
     results = []
     for group_size in (None, 3):
         module = linear()

@@ -83,10 +83,10 @@ def test_the_sizes_of_batches_are_those_that_come(
     clients = list(reversed(range(len(n))))
     found = data.batch_sizes(torch.tensor(clients), start, count)
     assert found.shape == (count, len(n))
-    for lane, client in enumerate(clients):
+    for k, client in enumerate(clients):
         batches = take(start + count, data.parts[client], batch_size, replacement, drop_last)
         sizes = [len(batch) for batch in batches[start:]]
-        assert found[:, lane].tolist() == sizes
+        assert found[:, k].tolist() == sizes
 
 
 def test_passes_differ_in_order():
@@ -177,7 +177,7 @@ def test_adding_a_client_changes_no_batch_of_the_others():
     assert two[0] != two[1]
 
 
-def test_each_step_of_each_lane_has_a_key_of_its_own():
+def test_each_step_of_each_client_has_a_key_of_its_own():
     data = federated(numbered(40), num_clients=4, batch_size=4)
     layout = {"group_size": 2, "steps_per_batch": 2}
     plan = RoundPlan(3, 1, torch.arange(4), torch.tensor([2, 3, 1, 3]), **layout)

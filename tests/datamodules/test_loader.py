@@ -1,4 +1,4 @@
-"""Any map-style data set gives the same batches, alone and in lanes, with and without workers."""
+"""Map-style data sets give the same batches, sequential or vectorized, with or without workers."""
 
 import random
 
@@ -108,13 +108,13 @@ def each_client(data, plan):
         sizes = data.batch_sizes(plan.clients[list(step.rows)], step.start, step.steps)
         assert sizes.shape == layout
         for i in range(step.steps):
-            for lane, row in enumerate(step.rows):
-                numbers = x[i, lane, :, 0].long()
+            for k, row in enumerate(step.rows):
+                numbers = x[i, k, :, 0].long()
                 assert set(numbers.tolist()) <= set(data.parts[row].tolist())
-                size = int(sizes[i, lane]) if step.start + i < plan.num_steps[row] else 0
+                size = int(sizes[i, k]) if step.start + i < plan.num_steps[row] else 0
                 assert (numbers[size:] == numbers[0]).all()
                 if size:
-                    found[row, step.start + i] = x[i, lane, :size].tolist()
+                    found[row, step.start + i] = x[i, k, :size].tolist()
     return found
 
 
@@ -136,7 +136,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_in_lanes_a_client_has_the_samples_that_it_has_alone(options):
+def test_vectorized_a_client_has_the_samples_that_it_has_alone(options):
     data = federated(numbered(70), partition=QuantitySkew(), num_clients=5, **options)
     alone = {
         (step.rows[0], step.start): batch[0][:, None].tolist()
@@ -161,7 +161,7 @@ class DrawsAlways(Dataset):
         return torch.tensor([float(i), *noise]), self.labels[i]
 
 
-def test_in_lanes_random_transforms_draw_what_they_draw_alone():
+def test_vectorized_random_transforms_draw_what_they_draw_alone():
     data = federated(DrawsAlways(), partition=QuantitySkew(), num_clients=5, batch_size=4)
     alone = each_client(data, work(data, NUM_STEPS))
     draws = [tuple(sample) for batch in alone.values() for sample in batch]

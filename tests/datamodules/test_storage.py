@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_fl.datamodules import FederatedDataModule, InMemory
+from lightning_fl.partition import Natural
 from lightning_fl.types import FederationError
 from numbered import batches, federated, numbered, numbers
 
@@ -93,3 +94,12 @@ def test_an_empty_data_set_is_refused_by_name(name):
 def test_held_out_samples_stay_in_memory():
     assert isinstance(federated(val_size=6).val, InMemory)
     assert isinstance(federated(Own(*numbered().tensors), val_size=6).val, Subset)
+
+
+def test_keys_of_a_tensor_data_set_make_natural_clients():
+    data = TensorDataset(torch.arange(12.0), torch.arange(12) % 2)
+    data.keys = ["b", "a", "c"] * 4
+    federated = FederatedDataModule(data, partition=Natural(), num_clients=None, val_size=0)
+    federated.setup("fit")
+    expected = [[1, 4, 7, 10], [0, 3, 6, 9], [2, 5, 8, 11]]
+    assert [part.tolist() for part in federated.parts] == expected

@@ -120,7 +120,7 @@ class Run:
 
     def __init__(self, data, folder, group_size, *callbacks, rounds=ROUNDS, last=(), **options):
         torch.manual_seed(0)
-        self.module = Module(adam=not group_size).double()  # lanes cannot keep Adam's state
+        self.module = Module(adam=not group_size).double()  # vectorized cannot keep Adam
         self.policy = Learning()
         self.loop = FederatedLoop(
             FedAdam(lr=0.1),

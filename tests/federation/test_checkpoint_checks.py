@@ -58,7 +58,7 @@ class Federation:
         )
         self.trainer.strategy.optimizers = [self.optimizer]
         self.trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(self.scheduler)]
-        self.lane = client_runner(self.module, "local", self.optimizer, True)
+        self.runner = client_runner(self.module, "local", self.optimizer, True)
         self.buffers = {"seen": (self.module, "seen"), "late": (self.module, "late")}
 
     def checkpoint(self):
@@ -104,7 +104,7 @@ class Federation:
         store = ClientStore()
         store.load_state_dict(state["store"])
         check_progress(self.trainer, tree)
-        check_rows(store.rows, 4, self.lane, TRANSFORMS, {})
+        check_rows(store.rows, 4, self.runner, TRANSFORMS, {})
         check_buffers(state["unsaved buffers"], self.buffers)
         check_rule(nn.Module(), state["aggregator"])
 

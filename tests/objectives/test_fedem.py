@@ -1,4 +1,4 @@
-"""FedEM: E steps by brute force, whole rounds, its limit case, lanes, resumes, groups."""
+"""FedEM: E steps by brute force, whole rounds, its limit case, vectorized, resumes, groups."""
 
 import copy
 import functools
@@ -206,7 +206,7 @@ def test_a_component_of_weight_zero_stays_there_unless_there_is_a_floor(federati
 
 @pytest.mark.parametrize("floor", [0.0, 0.4])
 @pytest.mark.parametrize("group_size", [1, 3])
-def test_lanes_change_nothing(federation, flat, group_size, floor):
+def test_vectorized_training_changes_nothing(federation, flat, group_size, floor):
     plain, one, _ = federation(3, floor=floor)
     found, other, _ = federation(3, group_size, floor=floor)
     torch.testing.assert_close(flat(found), flat(plain), atol=1e-12, rtol=0)

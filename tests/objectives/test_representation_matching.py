@@ -1,4 +1,4 @@
-"""Representation matching: against other derivations, in lanes, resumed, and what is refused."""
+"""Representation matching: against other derivations, vectorized, resumed, and what is refused."""
 
 import pytest
 import torch
@@ -374,7 +374,7 @@ def same(one, other, atol=1e-12):
 
 @pytest.mark.parametrize("net", TERMS)
 @pytest.mark.parametrize("group_size", [1, 3])
-def test_lanes_change_nothing(federation, flat, net, group_size):
+def test_vectorized_training_changes_nothing(federation, flat, net, group_size):
     terms = [EntropyRegularizer(0.9), Proximal(0.1)]
     plain, expected = federation(TERMS[net], terms=terms)
     module, loop = federation(TERMS[net], group_size, terms=terms)
@@ -462,7 +462,7 @@ def test_names_of_own_parameters_must_fit(fit, linear):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("net", TERMS)
-def test_compiled_lanes_change_nothing(federation, flat, recwarn, net):
+def test_compiled_vectorized_training_changes_nothing(federation, flat, recwarn, net):
     terms = [EntropyRegularizer(0.9), Proximal(0.1)]
     plain, expected = federation(TERMS[net], terms=terms)
     module, loop = federation(TERMS[net], 3, terms=terms, compile=True)

@@ -184,7 +184,7 @@ def test_credits_are_derivatives_by_dummies(federation, monkeypatch, group_size)
 
 
 @pytest.mark.parametrize("method", ["contribution", "reward"])
-def test_lanes_change_nothing_and_pictures_are_drawn(federation, tmp_path, method):
+def test_vectorized_training_changes_nothing_and_pictures_are_drawn(federation, tmp_path, method):
     options = {"method": method, "callbacks": [RunReport()]}
     plain, loop, _, _ = federation(4, **options)
     found, _, _, _ = federation(4, group_size=3, **options)

@@ -90,7 +90,7 @@ def ragged(data, blobs):
 
 @pytest.fixture
 def train(fit, ragged):
-    """Fit a module, in itself (``lanes=None``) or in lanes; returns the loop."""
+    """Fit a module, sequentially (``group_size=None``) or vectorized; returns the loop."""
 
     def run(
         module,
@@ -117,9 +117,9 @@ def train(fit, ragged):
 
 @pytest.fixture
 def agree(train, flat, ragged):
-    """Train a module in itself and in lanes: equal parameters, buffers and figures of rounds.
+    """Train a module sequentially and vectorized: equal parameters, buffers and rows.
 
-    Several numbers of lanes, and of steps in a batch, are compared with one fit of the module.
+    Several group sizes, and numbers of steps in a batch, are compared with one fit of the module.
     """
 
     def check(make, group_size=(3,), steps_per_batch=1, datamodule=ragged, **options):

@@ -83,7 +83,7 @@ def stateful(tiny):
 
 @pytest.mark.parametrize("name", CARRIED)
 def test_what_one_step_leaves_for_the_next_is_refused(train, stateful, name):
-    train(stateful(CARRIED[name]), rounds=1)  # without lanes it is right
+    train(stateful(CARRIED[name]), rounds=1)  # right in sequential training
     with pytest.raises(FederationError, match=rf"an earlier step has set \({name}\).*in buffers"):
         train(stateful(CARRIED[name]), 3)
 

@@ -1,4 +1,4 @@
-"""What every place where clients train does, a module itself and its lanes alike."""
+"""What every runner does, sequential or vectorized."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ class Mixed(LightningModule):
 
 @pytest.fixture(params=["plain", "vectorized"])
 def host(request):
-    """A module's host, plain or in lanes; ``lr`` and others are the optimizer's."""
+    """A module's runner, sequential or vectorized; ``lr`` and others are the optimizer's."""
 
     def make(module=None, buffers="average", keep=False, **options):
         user = Mixed(**options) if module is None else module

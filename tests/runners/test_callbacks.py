@@ -1,4 +1,4 @@
-"""Callbacks that reach into the module, which is inside the lanes that they are given."""
+"""Callbacks that access the module inside the VectorizedClients that they are given."""
 
 import pytest
 import torch

@@ -130,7 +130,7 @@ class Recurrent(nn.Module):
 
 
 class Counting(nn.Module):
-    """Every second call is another: mapped, there is one call for all lanes."""
+    """Every second call is another: mapped, there is one call for all clients."""
 
     def __init__(self):
         super().__init__()
@@ -168,7 +168,7 @@ def mistake(module, outputs, loss):
         (Recurrent, None, False, "RuntimeError: .*lstm"),
         (lambda: Words(padding_idx=0), None, True, "Embedding with padding_idx"),
         (Counting, None, False, "vectorized .* gives different results"),
-        # Dropout, which lanes draw differently, does not hide it.
+        # Dropout, which vectorized clients draw differently, does not hide it.
         (lambda: nn.Sequential(nn.Dropout(), Counting()), None, False, "different results"),
         (mlp(), use_item, False, "RuntimeError: .*item"),
         (mlp(), use_branch, False, "RuntimeError: .*data-dependent control flow"),

@@ -7,7 +7,7 @@ from lightning_fl import VectorizedClients
 
 
 @pytest.mark.parametrize(("group_size", "expected"), [(1, 1), (4, 4), (50, 7), ("auto", 7)])
-def test_a_round_has_at_most_as_many_lanes_as_clients(tiny, group_size, expected):
+def test_a_group_has_at_most_as_many_clients_as_the_round(tiny, group_size, expected):
     assert (
         VectorizedClients(tiny(), group_size).layout(clients=7, batch_bytes=280, stepwise=True)[0]
         == expected
@@ -23,7 +23,7 @@ def test_steps_are_bundled_by_memory(tiny):
     assert VectorizedClients(tiny(), 4, 5).layout(9, 2**45, False) == (4, 5)
 
 
-def test_auto_takes_as_many_lanes_as_the_cache_holds(tiny):
+def test_auto_takes_as_many_clients_as_the_cache_holds(tiny):
     class Net(type(tiny())):
         def __init__(self, *layers):
             super().__init__()

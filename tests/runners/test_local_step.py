@@ -75,12 +75,12 @@ def given(module, k=3, b=6, fixed=None, weight=False):
     return params, buffers, fixed, batch, weights
 
 
-def each(tensors, lane, fixed):
-    """One lane of what :func:`given` returned."""
+def each(tensors, row, fixed):
+    """One client of what :func:`given` returned."""
     params, buffers, start, batch, weight = tensors
-    start = {n: t[lane] for n, t in start.items()} if fixed == "own" else start
-    params, buffers, batch = ({n: t[lane] for n, t in d.items()} for d in (params, buffers, batch))
-    return params, buffers, start, batch, None if weight is None else weight[lane]
+    start = {n: t[row] for n, t in start.items()} if fixed == "own" else start
+    params, buffers, batch = ({n: t[row] for n, t in d.items()} for d in (params, buffers, batch))
+    return params, buffers, start, batch, None if weight is None else weight[row]
 
 
 def as_it_is(module, tensors):
@@ -116,17 +116,17 @@ def test_the_step_of_many_is_the_step_of_each(module, k, fixed, weight, at_once)
     )
     found.loss.sum().backward()
     assert found.loss.shape == (k,)
-    for lane in range(k):
-        loss, grads, buffers = as_it_is(module, each(tensors, lane, fixed))
+    for row in range(k):
+        loss, grads, buffers = as_it_is(module, each(tensors, row, fixed))
         close = {"atol": 1e-12, "rtol": 0}
-        torch.testing.assert_close(found.loss[lane].detach(), loss, **close)
-        torch.testing.assert_close(found.logs["loss"][0][lane], loss, **close)
-        torch.testing.assert_close(found.recorded["loss"][lane], loss, **close)
+        torch.testing.assert_close(found.loss[row].detach(), loss, **close)
+        torch.testing.assert_close(found.logs["loss"][0][row], loss, **close)
+        torch.testing.assert_close(found.recorded["loss"][row], loss, **close)
         for name, grad in grads.items():
-            torch.testing.assert_close(leaves[name].grad[lane], grad, **close)
+            torch.testing.assert_close(leaves[name].grad[row], grad, **close)
         assert found.buffers.keys() == buffers.keys()
         for name, buffer in buffers.items():
-            torch.testing.assert_close(found.buffers[name][lane], buffer, **close)
+            torch.testing.assert_close(found.buffers[name][row], buffer, **close)
     assert found.logs["two"][0].tolist() == [2.0] * k
 
 

@@ -1,4 +1,4 @@
-"""What a module logs in lanes is what it logs alone."""
+"""What a module logs in vectorized training is what it logs in sequential training."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_a_value_that_is_logged_now_and_then(agree, tiny):
 
 
 def test_a_step_is_logged_as_the_mean_of_its_samples(train, tiny, ragged):
-    """The last step of a round with seven lanes is that of the clients with most steps."""
+    """The last step of a round with a group of seven is that of the clients with most steps."""
 
     class Look(Callback):
         steps = ()

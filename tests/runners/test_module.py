@@ -1,4 +1,4 @@
-"""VectorizedClients do not matter: a federation in lanes is the same federation, up to rounding."""
+"""Vectorized training gives the results of sequential training, up to rounding."""
 
 import copy
 import functools
@@ -36,7 +36,7 @@ OPTIMIZERS = {
 }
 
 
-# --- lanes do not matter --------------------------------------------------------------------------
+# --- vectorization does not change results --------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -411,7 +411,7 @@ def test_a_user_module_is_given_what_its_client_started_from(agree, tiny):
     agree(lambda: tiny(Near), federation={"aggregator": OwnStarts()})
 
 
-def test_a_term_of_the_data_does_not_see_samples_that_fill_lanes_up(agree, client):
+def test_a_term_of_the_data_does_not_see_padding_samples(agree, client):
     agree(lambda: client(terms=(Confidence,)))
 
 
@@ -429,7 +429,7 @@ def test_a_child_with_a_step_of_its_own(agree, client):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("own", [False, True])
-def test_compiled_lanes_do_the_same(agree, client, own):
+def test_compiled_vectorized_clients_do_the_same(agree, client, own):
     rule = OwnStarts() if own else FedAvg()
     agree(lambda: client(terms=(prox,)), (7,), 2, federation={"aggregator": rule}, compile=True)
 
@@ -472,8 +472,8 @@ def test_a_client_that_diverges_touches_nobody_else(agree, tiny, client, ragged,
 
 
 @pytest.mark.parametrize("kind", ["tiny", "client"])
-def test_a_sample_that_only_fills_a_lane_up_touches_nothing(agree, tiny, client, ragged, kind):
-    """A lane that is done is filled with its client's first sample, that it may never train on."""
+def test_a_padding_sample_changes_nothing(agree, tiny, client, ragged, kind):
+    """A client that is done is padded with its first sample, on which it may never train."""
 
     def first_broken():
         made = ragged(batch_size=2)
@@ -526,15 +526,15 @@ class Random(nn.Sequential):
         super().__init__(nn.Dropout(0.3), nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3))
 
 
-def test_one_lane_draws_what_the_module_draws(train, tiny):
-    plain, lane = tiny(net=Random), tiny(net=Random)
+def test_one_vectorized_client_draws_what_the_module_draws(train, tiny):
+    plain, vectorized = tiny(net=Random), tiny(net=Random)
     train(plain)
-    train(lane, 1)
-    for a, b in zip(plain.parameters(), lane.parameters(), strict=True):
+    train(vectorized, 1)
+    for a, b in zip(plain.parameters(), vectorized.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-def test_lanes_draw_the_same_for_the_same_seed_and_each_its_own(train, tiny, flat):
+def test_vectorized_clients_draw_the_same_for_the_same_seed_and_each_its_own(train, tiny, flat):
     ends = []
     for seed in (0, 0, 1):
         module = tiny(net=Random)
@@ -544,7 +544,7 @@ def test_lanes_draw_the_same_for_the_same_seed_and_each_its_own(train, tiny, fla
     assert not torch.equal(ends[0], ends[2])
 
 
-def test_lanes_draw_different_numbers(train, tiny):
+def test_vectorized_clients_draw_different_numbers(train, tiny):
     class Noting(tiny.kind):
         def __init__(self):
             super().__init__()
@@ -615,7 +615,7 @@ def test_a_killed_run_resumes_bit_equal(
 
 
 @pytest.mark.parametrize("group_size", [(None, 3), (3, None), (2, 7)])
-def test_a_checkpoint_goes_on_with_other_lanes_or_none(train, tiny, flat, tmp_path, group_size):
+def test_a_checkpoint_resumes_with_another_group_size(train, tiny, flat, tmp_path, group_size):
     whole, begun, resumed = tiny(), tiny(), tiny()
     expected = train(whole, rounds=2).rows
     keep = RoundCheckpoint(str(tmp_path / "c"))
@@ -735,7 +735,7 @@ def test_options_out_of_range_are_refused(tiny, name, value):
         VectorizedClients(tiny(), **{name: value})
 
 
-def test_only_a_module_of_lightning_has_lanes(tiny):
+def test_only_a_module_of_lightning_is_vectorized(tiny):
     with pytest.raises(
         FederationError, match="VectorizedClients takes a LightningModule, got Linear"
     ):
@@ -764,7 +764,7 @@ def test_an_optimiser_that_looks_at_several_clients_is_refused(train, tiny, opti
 @pytest.mark.parametrize(
     ("optimizer", "what"), [(adam, "step"), (OPTIMIZERS["dampened"], "the first step")]
 )
-def test_state_that_lanes_share_cannot_be_kept(train, tiny, optimizer, what):
+def test_state_that_clients_share_cannot_be_kept(train, tiny, optimizer, what):
     with pytest.raises(FederationError, match=f"keep. does not support .* clients share {what}"):
         train(tiny(optimizer=optimizer), 3, federation={"optimizer_state": "keep"})
 
@@ -777,7 +777,7 @@ def test_manual_optimisation_is_refused(train, tiny):
 
 
 @pytest.mark.parametrize("fitted", [False, pytest.param(True)])
-def test_lanes_without_a_federation_are_refused(trainer, tiny, data, fit, fitted):
+def test_vectorized_clients_without_a_loop_are_refused(trainer, tiny, data, fit, fitted):
     group_size = VectorizedClients(tiny())
     if fitted:
         fit(group_size)
@@ -837,7 +837,7 @@ def test_a_module_that_keeps_its_samples_keeps_them_as_they_were(trained, tiny, 
     assert all(torch.equal(kept, copied) for kept, copied in module.kept)
 
 
-def test_loader_workers_feed_lanes_the_same_samples(trained, tiny, ragged):
+def test_loader_workers_load_the_same_samples_for_vectorized_clients(trained, tiny, ragged):
     ends, fetched = [], []
     for workers in (0, 2):
         module, data = tiny(), ragged(num_workers=workers)
@@ -944,7 +944,7 @@ def test_parameters_that_come_later_are_refused(train, tiny, data):
         train(tiny(), 2, datamodule=data(), callbacks=[Unfreezes()])
 
 
-def test_lanes_have_the_dtype_of_their_module(foreign):
+def test_vectorized_clients_have_the_dtype_of_their_module(foreign):
     """Data modules bring samples to it."""
     assert VectorizedClients(foreign()).dtype == torch.float64
     assert VectorizedClients(foreign().float()).dtype == torch.float32

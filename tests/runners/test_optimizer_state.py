@@ -51,7 +51,7 @@ def test_a_client_does_not_see_what_the_optimizer_learned_from_others(kind, trai
 
 
 @pytest.mark.parametrize("kind", SEPARABLE)
-def test_lanes_agree_with_an_optimizer_that_learns_outside_of_its_state(kind, agree, tiny, train):
+def test_vectorized_an_optimizer_that_learns_outside_of_its_state_agrees(kind, agree, tiny, train):
     policy = train.policy(lr=kind is not hidden.Lookahead)  # its step is not linear in the rate
     agree(
         lambda: tiny(optimizer=kind),

@@ -12,7 +12,7 @@ from lightning_fl.types import FederationError
 
 
 def stacked(make):
-    """The state of an optimizer of one lane: of a number, a bias, a matrix and filters."""
+    """The state of an optimizer of one client: of a number, a bias, a matrix and filters."""
     torch.manual_seed(0)
     shapes = ((), (4,), (5, 4), (4, 3, 3, 3))
     params = [nn.Parameter(torch.randn(1, *shape)) for shape in shapes]
@@ -126,6 +126,6 @@ def test_a_rate_of_zero_at_the_start_of_a_warm_up_hides_nothing():
 
 
 @pytest.mark.parametrize("kind", [hidden.Counting, hidden.Attribute, hidden.Lookahead])
-def test_what_is_learned_outside_of_the_state_cannot_be_kept_in_lanes(kind):
+def test_what_is_learned_outside_of_the_state_cannot_be_kept_by_vectorized_clients(kind):
     with pytest.raises(FederationError, match=r"keep. does not support .* all clients share"):
         check_separable(stacked(kind), keep=True)

@@ -1,4 +1,4 @@
-"""One lane: a module's own parameters, in place."""
+"""One client at a time: a module's own parameters, in place."""
 
 import pytest
 import torch
@@ -17,23 +17,23 @@ class Pair(nn.Module):
         self.bias = nn.Parameter(torch.tensor(5.0))
 
 
-def lane(kind=torch.optim.SGD, keep=False, **options):
+def sequential(kind=torch.optim.SGD, keep=False, **options):
     module = Pair()
     return SequentialRunner(module, "average", kind(module.parameters(), lr=0.1, **options), keep)
 
 
-def step(lane, gradient=1.0):
-    for parameter in lane.module.parameters():
+def step(runner, gradient=1.0):
+    for parameter in runner.module.parameters():
         parameter.grad = torch.full_like(parameter, gradient)
-    lane.optimizer.step()
+    runner.optimizer.step()
 
 
-def load(lane, rows):
-    now = lane.read()
-    lane.load(ServerState(now.vector[None], now.counters), [rows], [0.1])
+def load(runner, rows):
+    now = runner.read()
+    runner.load(ServerState(now.vector[None], now.counters), [rows], [0.1])
 
 
-def test_a_module_without_lanes_trains_in_itself(foreign):
+def test_a_module_that_is_not_vectorized_trains_in_itself(foreign):
     module = foreign()
     host = client_runner(module, "average", torch.optim.SGD(module.parameters()), False)
     assert type(host) is SequentialRunner
@@ -52,7 +52,7 @@ def test_a_client_goes_on_with_its_optimisers_state(kind, options):
     """Two steps in two rounds are two steps in one, bit for bit, where the server stays."""
     ends = []
     for rounds in (1, 2):
-        made = lane(kind, keep=True, **options)
+        made = sequential(kind, keep=True, **options)
         step(made, 1.0)
         if rounds == 2:
             now, rows = made.read(), {n: r.clone() for n, r in made.rows()[0].items()}
@@ -68,7 +68,7 @@ def test_a_client_goes_on_with_its_optimisers_state(kind, options):
 
 
 def test_a_state_that_is_not_a_tensor_cannot_be_kept():
-    made = lane(keep=True)
+    made = sequential(keep=True)
     made.optimizer.state[made.module.bias] = {"momentum_buffer": None}
     assert made.rows() == [{}]
     made.optimizer.state[made.module.bias] = {"history": [1, 2]}
@@ -77,7 +77,7 @@ def test_a_state_that_is_not_a_tensor_cannot_be_kept():
 
 
 def test_what_a_client_starts_from_is_handed_over_and_taken_back():
-    made = lane()
+    made = sequential()
     made.module.federated_global_parameters = {}
     load(made, {})
     step(made)

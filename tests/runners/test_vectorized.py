@@ -60,7 +60,7 @@ def test_channels_may_come_last(trained, tiny, monkeypatch, channels_last, mappe
         ends.append(trained(wrapped, module, data))
     for end in ends[1:]:
         torch.testing.assert_close(end, ends[0], rtol=0, atol=1e-12)
-    # Mapped over lanes torch 2.14 gets gradients of one sample wrong if filters have channels last.
+    # With vmap, torch 2.14 gets gradients of one sample wrong if filters have channels last.
     assert {count for count, _ in seen} == {1, 2, 3}
     wanted = channels_last is not False
     assert all(last == (wanted and (count == 1 or not mapped)) for count, last in seen)
@@ -205,7 +205,7 @@ class Teacher(Odd):
 
 
 class WeighingTeacher(Teacher):
-    """The same, and it knows weights: lanes ask it whether it mixes samples."""
+    """The same, and it knows weights: it is asked whether it mixes samples."""
 
     federated_knows_weights, federated_sample_weight = True, None
 

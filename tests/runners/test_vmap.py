@@ -1,4 +1,4 @@
-"""The tensors of several clients, stacked: each lane is a client as if it were alone."""
+"""The tensors of several clients, stacked: each client trains as if it were alone."""
 
 import copy
 import functools
@@ -41,7 +41,7 @@ adam = functools.partial(torch.optim.Adam, lr=0.1)
 
 
 def hosts(optimizer=sgd, buffers="average", keep=False):
-    """The lanes of a module, and the module itself."""
+    """The runner of a module, and the module itself."""
     group_size, plain = VectorizedClients(Mixed(optimizer)), Mixed(optimizer)
     stacked = client_runner(group_size, buffers, group_size.configure_optimizers(), keep)
     assert type(stacked) is VmapRunner
@@ -66,7 +66,7 @@ def gradients(host, seed, k=3):
 
 
 def step(host, grads, active=None, clip=None):
-    """A step of every lane."""
+    """A step of every client."""
     active = torch.ones(host.count, dtype=torch.bool) if active is None else torch.tensor(active)
     for name, grad in grads.items():
         host.stacks.params[name].grad = grad.clone()
@@ -99,7 +99,7 @@ def alone(plain, state, lr, rows, grads, row, clip=None):
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("lr", [[0.1] * 3, [0.3] * 3, LR])
 @pytest.mark.parametrize("optimizer", [sgd, momentum, adam])
-def test_lanes_step_as_clients_alone(optimizer, lr, own):
+def test_stacked_clients_step_as_clients_alone(optimizer, lr, own):
     stacked, plain = hosts(optimizer)
     state = starts(stacked, own=own)
     stacked.load(state, [{}] * 3, lr)
@@ -115,7 +115,7 @@ def test_lanes_step_as_clients_alone(optimizer, lr, own):
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("lr", [[0.1] * 3, LR])
-def test_a_lane_that_is_done_stands_still(lr, keep):
+def test_a_client_that_is_done_does_not_change(lr, keep):
     stacked, plain = hosts(momentum, keep=keep)
     state, work = starts(stacked), [2, 4, 1]
     stacked.load(state, [{}] * 3, lr)
@@ -133,7 +133,7 @@ def test_a_lane_that_is_done_stands_still(lr, keep):
 
 
 @pytest.mark.parametrize("clip", [(1.5, "norm"), (1e3, "norm"), (0.4, "value")])
-def test_a_lane_is_clipped_by_its_own_gradient(clip):
+def test_a_client_is_clipped_by_its_own_gradient(clip):
     stacked, plain = hosts()
     state = starts(stacked)
     stacked.load(state, [{}] * 3, [0.1] * 3)
@@ -149,7 +149,7 @@ def test_a_lane_is_clipped_by_its_own_gradient(clip):
         torch.testing.assert_close(found[row], expected, atol=1e-12, rtol=0)
 
 
-def test_one_lane_without_a_finite_gradient_is_alone_with_it():
+def test_a_client_without_a_finite_gradient_does_not_affect_others():
     stacked, _ = hosts()
     state = starts(stacked)
     stacked.load(state, [{}] * 3, LR)
@@ -164,7 +164,7 @@ def test_one_lane_without_a_finite_gradient_is_alone_with_it():
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_lanes_hold_what_clients_start_from(own):
+def test_stacks_hold_what_clients_start_from(own):
     stacked, _ = hosts()
     vars(stacked.module)["federated_global_parameters"] = {}
     state = starts(stacked, own=own)
@@ -232,7 +232,7 @@ def test_each_client_returns_buffers_of_its_own(buffers):
         assert [row["buffer.count"].item() for row in rows] == [8, 12, 7]
 
 
-def test_clients_find_again_what_they_kept_whatever_the_lane():
+def test_clients_find_again_what_they_kept_at_any_row():
     stacked, plain = hosts(momentum, "local", keep=True)
     state = starts(stacked)
     stacked.load(state, [{}] * 3, LR)
@@ -247,14 +247,14 @@ def test_clients_find_again_what_they_kept_whatever_the_lane():
     assert torch.equal(stacked.stacks.buffers["mean"][1], stacked.module.mean)
     step(stacked, second)
     found = stacked.collect(state)[0]
-    for lane, row in enumerate((rows[2], {}, rows[0])):
-        expected = alone(plain, state, LR[lane], row, [second], lane)[0]
-        torch.testing.assert_close(found[lane], expected, atol=1e-12, rtol=0)
+    for k, row in enumerate((rows[2], {}, rows[0])):
+        expected = alone(plain, state, LR[k], row, [second], k)[0]
+        torch.testing.assert_close(found[k], expected, atol=1e-12, rtol=0)
     for now, then in zip(rows, kept, strict=True):
         assert all(torch.equal(now[name], then[name]) for name in then)
 
 
-# --- optimizers that lanes can use ----------------------------------------------------------------
+# --- optimizers that can be vectorized ------------------------------------------------------------
 
 
 def of(kind, **options):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is trained one client after an
 
 @pytest.fixture
 def agrees(agree, ragged):
-    """Compare with training without lanes; no client has a batch of one sample, for BatchNorm."""
+    """Compare with sequential training; no client has a batch of one sample, for BatchNorm."""
     return functools.partial(agree, datamodule=lambda: ragged(drop_last=True))
 
 

@@ -1,4 +1,4 @@
-"""Compression between client and server: error feedback, bytes, federations, resume, lanes."""
+"""Compression between client and server: error feedback, bytes, federations, resume, vectorized."""
 
 import pytest
 import torch
@@ -100,7 +100,7 @@ def test_the_server_gets_what_was_sent(fit, data, flat):
 
 
 @pytest.mark.parametrize("transform", [lambda: TopK(0.2), lambda: Quantize(1), lambda: Quantize(4)])
-def test_lanes_resume_and_convergence(fit, data, tmp_path, transform):
+def test_vectorized_training_resume_and_convergence(fit, data, tmp_path, transform):
     def run(folder, rounds, wrap=lambda m: m, **options):
         made = module()
         loop = FederatedLoop(update_transforms=[transform()], policy=Schedule(num_steps=6), seed=2,
