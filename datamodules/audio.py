@@ -118,8 +118,10 @@ class LogMel(nn.Module):
         self, rate: int, samples: int, size: int = 32, normalize: Literal["clip", "none"] = "clip"
     ) -> None:
         super().__init__()
-        hop = max(1, samples // size)
-        self.size, self.normalize = size, normalize
+        check_integer("rate", rate, min=1)
+        self.size = check_integer("size", size, min=1)
+        self.normalize = check_choice("normalize", normalize, "clip", "none")
+        hop = max(1, check_integer("samples", samples, min=1) // size)
         # The window is twice the hop, rounded up to a power of two: at 16 kHz 64 ms every 31 ms.
         self.mel = MelSpectrogram(
             rate, n_fft=1 << (2 * hop - 1).bit_length(), hop_length=hop, n_mels=size, power=2.0
@@ -229,7 +231,6 @@ class AudioDataModule(FederatedDataModule, ABC):
         )
         check_number("seconds", seconds, above=0, below=3600)
         check_integer("image_size", image_size, min=1)
-        check_choice("normalize", normalize, "clip", "none")
         if cache_features and augment is not None and (augment.time_shift or augment.noise):
             raise FederationError(
                 "cache_features=true stores spectrograms, so augment cannot change the clips:"

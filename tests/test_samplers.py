@@ -88,7 +88,10 @@ def test_only_the_ratio_of_weights_counts():
     "weights", ["size", [1.0, -1.0], [float("nan")], [float("inf"), 1.0], [1.0, float("-inf")]]
 )
 def test_weights_that_make_no_sense_are_refused(weights):
-    with pytest.raises(FederationError, match="'samples' or finite non-negative numbers, got"):
+    with pytest.raises(
+        FederationError,
+        match=r"weights(\[.\])? must be (a finite number of at least 0|'samples' or numbers), got",
+    ):
         WeightedSampler(weights)
 
 

@@ -283,11 +283,13 @@ def _root(precision: float | Sequence[Sequence[float]], size: int) -> Tensor:
         given = torch.tensor(precision, dtype=torch.float64)
     except (TypeError, ValueError):  # rows of different lengths
         given = torch.zeros(0)
+    if given.ndim == 0:
+        check_number("precision", precision, above=0)
     matrix = given * torch.eye(size, dtype=torch.float64) if given.ndim == 0 else given
     root, failed = torch.linalg.cholesky_ex(matrix) if matrix.shape == (size, size) else (matrix, 1)
     if failed or not torch.equal(matrix, matrix.mT):
         raise FederationError(
             f"precision must be a positive number or a positive definite {size}x{size} matrix, got"
-            f" {precision}"
+            f" {precision!r}"
         )
     return root
