@@ -231,7 +231,7 @@ class ClusteredFL(Aggregator):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Resize the buffers to the clusters and clients of the checkpoint."""
         names = [prefix + name for name in ("models", "cluster_of", "tree")]
-        if hasattr(self, "models") and all(name in state_dict for name in names):
+        if "models" in self._buffers and all(name in state_dict for name in names):
             models, cluster_of, tree = (state_dict[name] for name in names)
             named = {*cluster_of.tolist(), *tree[:, 0].tolist()}
             if len(tree) != len(models) or named - {*range(-1, len(models))}:

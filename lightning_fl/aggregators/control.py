@@ -172,7 +172,7 @@ class FedControl(Aggregator):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Resize the table of client states to that of the checkpoint."""
-        if (saved := state_dict.get(prefix + "known")) is not None and hasattr(self, "known"):
+        if (saved := state_dict.get(prefix + "known")) is not None and "known" in self._buffers:
             if saved.shape[1] != self.columns:
                 raise FederationError(
                     f"{type(self).__name__} cannot resume from the checkpoint, which stores"

@@ -114,11 +114,7 @@ class DPFedAvg(FedOpt):
         """Raise an error if the run would reveal data of single clients."""
         super().setup(federation)
         name = type(self).__name__
-        if not federation.is_rule(self):
-            raise FederationError(
-                f"{name} cannot be a stage of {type(federation.aggregator).__name__}: the privacy"
-                f" loss of other stages would not be counted. Use {name} as the only aggregator"
-            )
+        federation.refuse_stage(self, "the privacy loss of other stages would not be counted")
         check_run(name, federation)
         self._noise_key = noise_key(federation)
 

@@ -214,6 +214,7 @@ class NormClipping(FedAvg):
     ) -> None:
         super().__init__(weighting)
         self.max_norm = check_number("max_norm", max_norm, above=0)
+        self._figures: dict[str, float] = {}
 
     def allocate(self, server: Tensor) -> None:
         """Declare also the number of clipped updates; see :meth:`FedAvg.allocate`."""
@@ -222,7 +223,7 @@ class NormClipping(FedAvg):
             zero = torch.zeros((), dtype=torch.float64, device=server.device)
             self.add_state(name, zero, dist_reduce_fx="sum")
         #: Fraction of the last round's updates that were clipped.
-        self._part = 0.0
+        self._figures = {"clipped": 0.0}
 
     def update(self, clients: ClientUpdate) -> None:
         """Add clipped updates to the weighted sum."""
@@ -236,9 +237,10 @@ class NormClipping(FedAvg):
 
     def compute(self) -> Tensor:
         """Return the global model plus the mean; see :meth:`FedAvg.compute`."""
-        self._part = float(self.hits / self.count) if self.count else 0.0
+        part = float(self.hits / self.count) if self.count else 0.0
+        self._figures = {"clipped": part}
         return super().compute()
 
     def metrics(self) -> dict[str, float]:
         """Return the fraction of the last round's updates that were clipped."""
-        return {"clipped": self._part} if hasattr(self, "_part") else {}
+        return self._figures
