@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,6 +99,8 @@ class WeightedSampler(ClientSampler):
     """
 
     def __init__(self, weights: Literal["samples"] | Sequence[float] = "samples") -> None:
+        if isinstance(weights, np.ndarray | Tensor):
+            weights = weights.tolist()
         if not isinstance(weights, Sequence) or (isinstance(weights, str) and weights != "samples"):
             raise FederationError(f"weights must be 'samples' or numbers, got {weights!r}")
         for i, weight in enumerate(() if isinstance(weights, str) else weights):

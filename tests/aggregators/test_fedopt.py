@@ -147,7 +147,7 @@ def test_what_an_optimiser_is_belongs_to_the_options_of_a_run():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FedAvgM(lr=-1.0), "invalid server optimizer: Invalid learning rate: -1.0"),
+        (lambda: FedAvgM(lr=-1.0), "lr must be a finite number of at least 0, got -1.0"),
         (lambda: FedOpt(partial(torch.optim.SGD, lr=-1.0)), "invalid server optimizer: Invalid"),
         (lambda: FedOpt(torch.optim.LBFGS), "invalid server optimizer: .*closure"),
         (lambda: FedAdam(tau=0.0), "must be a finite number greater than 0"),
