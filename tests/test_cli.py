@@ -439,7 +439,7 @@ def test_every_config_opens_with_its_command_and_its_result(config):
         ),
         (
             ["--federation.aggregator=FedAvgM", "--federation.aggregator.lr=-1"],
-            "invalid server optimizer",
+            "lr must be a finite number of at least 0, got -1",
         ),
         (
             ["--federation.aggregator=Gossip", "--federation.aggregator.num_clients=4"],
