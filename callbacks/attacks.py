@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 from lightning_fl.callbacks.faults import OnUpdates
 from lightning_fl.federation.measures import accuracy, evaluating, on_device
 from lightning_fl.functional.randomness import RandomStream, generator, run_seed
+from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.types import FederationError, RoundPlan
 
 #: Maps inputs ``[n, ...]`` and labels ``[n]`` to modified ones of the same shapes.
@@ -31,14 +32,11 @@ class Attack(OnUpdates):
 
     def __init__(self, clients: float | Sequence[int]) -> None:
         if isinstance(clients, Sequence) and not isinstance(clients, str):
-            is_right = all(type(client) is int and client >= 0 for client in clients)
+            for i, client in enumerate(clients):
+                check_integer(f"clients[{i}]", client, min=0)
         else:  # 1 is ambiguous: all clients or one client
-            is_right = isinstance(clients, int | float) and 0 <= clients < 1
-            is_right &= not isinstance(clients, bool)
-        if not is_right:
-            raise FederationError(
-                f"clients must be a fraction in [0, 1) or a list of client ids, got {clients!r}"
-            )
+            hint = "pass a fraction of the clients or a list of client ids"
+            clients = check_number("clients", clients, min=0, below=1, hint=hint)
         self.clients = clients
         self._who: set[int] = set()
 
@@ -109,11 +107,8 @@ class ClientAttack(Attack):
         boost: float = 1.0,
     ) -> None:
         super().__init__(clients)
-        if kind not in ("sign_flip", "noise", "scale"):
-            raise FederationError(f"kind must be sign_flip, noise or scale, got {kind!r}")
-        if not 0 <= boost < math.inf:
-            raise FederationError(f"boost must be at least 0, got {boost}")
-        self.kind, self.boost = kind, boost
+        self.kind = check_choice("kind", kind, "sign_flip", "noise", "scale")
+        self.boost = check_number("boost", boost, min=0)
 
     def sent(self, plan: RoundPlan, client: int, update: Tensor) -> Tensor:
         """Return the harmful update, ``[P]``."""
@@ -320,19 +315,12 @@ class Backdoor(DataAttack):
         name: str = "backdoor_acc",
     ) -> None:
         super().__init__(clients)
-        if not 0 < poison_fraction <= 1:
-            raise FederationError(f"poison_fraction must be in (0, 1], got {poison_fraction}")
-        if not 0 <= boost < math.inf:
-            raise FederationError(f"boost must be at least 0, got {boost}")
-        for option, number, minimum in (("target", target, 0), ("size", size, 1)):
-            if number < minimum or int(number) != number:
-                raise FederationError(
-                    f"{option} must be an integer of at least {minimum}, got {number}"
-                )
-        if trigger_value is not None and not math.isfinite(trigger_value):
-            raise FederationError(f"trigger_value must be finite, got {trigger_value}")
-        self.target, self.poison_fraction, self.boost = target, poison_fraction, boost
-        self.size, self.trigger_value, self.name = size, trigger_value, name
+        self.target = check_integer("target", target, min=0)
+        self.poison_fraction = check_number("poison_fraction", poison_fraction, above=0, max=1)
+        self.boost = check_number("boost", boost, min=0)
+        self.size = check_integer("size", size, min=1)
+        self.trigger_value = check_number("trigger_value", trigger_value, optional=True)
+        self.name = name
 
     def prepare(self, data: ReplaceableData) -> None:
         """Choose the value of the trigger, and check the data."""
@@ -351,8 +339,7 @@ class Backdoor(DataAttack):
             raise FederationError(
                 "Backdoor requires validation samples: set val_size of the data module"
             )
-        if self.target >= self._classes:
-            raise FederationError(f"target must be below {self._classes}, got {self.target}")
+        check_integer("target", self.target, min=0, max=self._classes - 1)
 
     def _check(self, x: Tensor) -> None:
         """Check that the trigger fits the shape and data type of the samples."""
@@ -362,11 +349,9 @@ class Backdoor(DataAttack):
             )
         if self.trigger_value is not None and not x.is_floating_point():
             limits = torch.iinfo(x.dtype)
-            if not limits.min <= self.trigger_value <= limits.max:
-                raise FederationError(
-                    f"trigger_value must be from {limits.min} to {limits.max}, the range of the"
-                    f" stored samples, got {self.trigger_value}"
-                )
+            hint = "use a value of the stored samples"
+            value = self.trigger_value
+            check_number("trigger_value", value, min=limits.min, max=limits.max, hint=hint)
 
     def chosen(self, part: Tensor, random: torch.Generator) -> Tensor:
         """Return a random fraction of an attacker's samples."""

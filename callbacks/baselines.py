@@ -17,6 +17,7 @@ from lightning_fl.federation.checkpoint_checks import check
 from lightning_fl.federation.measures import evaluating, on_device
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
 from lightning_fl.layer_stack import Layers, LayerStack
+from lightning_fl.options import check_integer, check_number
 from lightning_fl.types import FederationError
 
 
@@ -60,12 +61,9 @@ class MatchingBaselines(Callback):
         lr: float = 0.01,
         batch_size: int = 32,
     ) -> None:
-        for name, value in (("epochs", epochs), ("batch_size", batch_size)):
-            if value < 1 or int(value) != value:
-                raise FederationError(f"{name} must be a positive integer, got {value}")
-        if not 0 < lr < float("inf"):
-            raise FederationError(f"lr must be positive and finite, got {lr}")
-        self.epochs, self.lr, self.batch_size = epochs, lr, batch_size
+        self.epochs = check_integer("epochs", epochs, min=1)
+        self.lr = check_number("lr", lr, above=0)
+        self.batch_size = check_integer("batch_size", batch_size, min=1)
         #: Initial student of each distillation; a copy, so that the user's network stays unchanged.
         self._first = copy.deepcopy(student)
         #: Student after the last distillation.

@@ -17,7 +17,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from lightning_fl.federation.checkpoint_checks import read_checkpoint
 from lightning_fl.files import check_sums, write_atomically
-from lightning_fl.types import FederationError
+from lightning_fl.options import check_integer
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -80,12 +80,10 @@ class RoundCheckpoint(ModelCheckpoint):
         filename: str = "last",
         every_n_rounds: int = 1,
     ) -> None:
-        if every_n_rounds < 1:
-            raise FederationError(f"every_n_rounds must be at least 1, got {every_n_rounds}")
         super().__init__(
             dirpath=dirpath,
             filename=filename,
-            every_n_epochs=every_n_rounds,
+            every_n_epochs=check_integer("every_n_rounds", every_n_rounds, min=1),
             enable_version_counter=False,
             save_on_train_epoch_end=True,
         )

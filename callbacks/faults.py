@@ -18,6 +18,7 @@ from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.federation.checkpoint_checks import COUNT, check
 from lightning_fl.files import read_text, short_repr, write_atomically
 from lightning_fl.functional.randomness import RandomStream, generator
+from lightning_fl.options import check_number
 from lightning_fl.types import FederationError, RoundPlan
 
 #: Faults of a client in a round. The server drops the update for all of them but ``blowup``.
@@ -130,26 +131,18 @@ class ClientFaults(OnUpdates):
     ) -> None:
         self.rates = {"dropout": dropout, "crash": crash, "nan": nan, "blowup": blowup}
         for option, value in {**self.rates, "straggler": straggler}.items():
-            if not 0 <= value <= 1:
-                raise FederationError(f"{option} must be a probability in [0, 1], got {value}")
+            check_number(option, value, min=0, max=1)
         if (total := sum(self.rates.values())) > 1 + 1e-9:
             raise FederationError(
                 "the sum of dropout, crash, nan and blowup must be at most 1, because a client has"
                 f" at most one fault per round, got {total:g}"
             )
-        for option, value, minimum in (
-            ("straggler_factor", straggler_factor, 1.0),
-            ("step_seconds", step_seconds, 0.0),
-            ("speed_sigma", speed_sigma, 0.0),
-        ):
-            if not minimum <= value < math.inf:
-                raise FederationError(f"{option} must be at least {minimum:g}, got {value}")
-        for option, limit in (("bandwidth", bandwidth), ("deadline", deadline)):
-            if limit is not None and not limit > 0:
-                raise FederationError(f"{option} must be positive, got {limit}")
-        self.straggler, self.straggler_factor = straggler, straggler_factor
-        self.step_seconds, self.bandwidth = step_seconds, bandwidth
-        self.speed_sigma, self.deadline, self.name = speed_sigma, deadline, name
+        self.straggler, self.name = straggler, name
+        self.straggler_factor = check_number("straggler_factor", straggler_factor, min=1)
+        self.step_seconds = check_number("step_seconds", step_seconds, min=0)
+        self.bandwidth = check_number("bandwidth", bandwidth, above=0, max=math.inf)
+        self.speed_sigma = check_number("speed_sigma", speed_sigma, min=0)
+        self.deadline = check_number("deadline", deadline, above=0, max=math.inf, optional=True)
         self.trace = None if trace is None else read_trace(trace)
         #: Faults so far: round (from 1), client, fault.
         self.happened: list[tuple[int, int, str]] = []

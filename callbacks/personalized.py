@@ -25,6 +25,7 @@ from lightning_fl.federation.measures import accuracy, evaluating, on_device
 from lightning_fl.federation.memory import runner_rows
 from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
+from lightning_fl.options import check_integer, check_number
 from lightning_fl.runners import SequentialRunner, optimizers_in
 from lightning_fl.strategies import gathered
 from lightning_fl.types import FederationError, ServerState
@@ -85,15 +86,11 @@ class PersonalizedEvaluation(Callback):
         metric: Callable[[LightningModule, Any], Tensor] | None = None,
         name: str = "clients",
     ) -> None:
-        for option, value in (("steps", steps), ("local_steps", local_steps)):
-            if value < 0 or int(value) != value:
-                raise FederationError(f"{option} must be a non-negative integer, got {value}")
-        if lr is not None and not 0 < lr < float("inf"):
-            raise FederationError(f"lr must be positive and finite, got {lr}")
-        if every_n_rounds is not None and every_n_rounds < 1:
-            raise FederationError(f"every_n_rounds must be at least 1, got {every_n_rounds}")
-        self.steps, self.local_steps, self.lr = steps, local_steps, lr
-        self.every_n_rounds, self.metric, self.name = every_n_rounds, metric or accuracy, name
+        self.steps = check_integer("steps", steps, min=0)
+        self.local_steps = check_integer("local_steps", local_steps, min=0)
+        self.lr = check_number("lr", lr, above=0, optional=True)
+        self.every_n_rounds = check_integer("every_n_rounds", every_n_rounds, min=1, optional=True)
+        self.metric, self.name = metric or accuracy, name
         #: Table of the last evaluation, one row per client.
         self.rows: list[dict[str, float]] = []
         self._measured_at = 0

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
 from lightning_fl.callbacks.federated_loop import loop_of
+from lightning_fl.options import check_integer
 from lightning_fl.types import FederationError
 
 
@@ -29,9 +30,7 @@ class RoundProgress(ProgressBar):
 
     def __init__(self, lines: int = 20) -> None:
         super().__init__()
-        if lines < 1:
-            raise FederationError(f"lines must be at least 1, got {lines}")
-        self.lines = lines
+        self.lines = check_integer("lines", lines, min=1)
         self._console = rich.console.Console()
         # No refresh thread: it would interrupt training ten times per second.
         self._bar = rich.progress.Progress(

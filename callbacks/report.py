@@ -27,6 +27,7 @@ from lightning_fl.federation.measures import evaluating, on_device
 from lightning_fl.federation.memory import runner_rows
 from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.options import check_integer
 from lightning_fl.partition import plot
 from lightning_fl.runners import ClientRunner
 from lightning_fl.strategies import gathered
@@ -81,11 +82,7 @@ class RunReport(Callback):
     """
 
     def __init__(self, client_samples: int = 200) -> None:
-        if client_samples < 0 or int(client_samples) != client_samples:
-            raise FederationError(
-                f"client_samples must be a non-negative integer, got {client_samples}"
-            )
-        self.client_samples = int(client_samples)
+        self.client_samples = check_integer("client_samples", client_samples, min=0)
         #: Number of rounds and number of dropped updates of each client, ``[2, n]``; None if a
         #: resumed run has no counts of its first rounds.
         self.counts: Tensor | None = None

@@ -19,6 +19,7 @@ from torchaudio.transforms import FrequencyMasking, MelSpectrogram, TimeMasking
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.storage import InMemory
 from lightning_fl.files import data_root
+from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.partition import Partition
 from lightning_fl.types import FederationError
 
@@ -117,8 +118,10 @@ class LogMel(nn.Module):
         self, rate: int, samples: int, size: int = 32, normalize: Literal["clip", "none"] = "clip"
     ) -> None:
         super().__init__()
-        hop = max(1, samples // size)
-        self.size, self.normalize = size, normalize
+        check_integer("rate", rate, min=1)
+        self.size = check_integer("size", size, min=1)
+        self.normalize = check_choice("normalize", normalize, "clip", "none")
+        hop = max(1, check_integer("samples", samples, min=1) // size)
         # The window is twice the hop, rounded up to a power of two: at 16 kHz 64 ms every 31 ms.
         self.mel = MelSpectrogram(
             rate, n_fft=1 << (2 * hop - 1).bit_length(), hop_length=hop, n_mels=size, power=2.0
@@ -150,12 +153,9 @@ class Augment(nn.Module):
 
     def __init__(self, time_shift: float = 0.1, noise: float = 0.005, mask: int = 4) -> None:
         super().__init__()
-        for name, value, most in (("time_shift", time_shift, 1.0), ("noise", noise, 1.0)):
-            if not 0 <= value <= most:
-                raise FederationError(f"{name} must be in [0, {most:g}], got {value}")
-        if mask < 0:
-            raise FederationError(f"mask must be at least 0, got {mask}")
-        self.time_shift, self.noise, self.mask = time_shift, noise, mask
+        self.time_shift = check_number("time_shift", time_shift, min=0, max=1)
+        self.noise = check_number("noise", noise, min=0, max=1)
+        self.mask = check_integer("mask", mask, min=0)
         self.masks = nn.Sequential(
             FrequencyMasking(mask, iid_masks=True), TimeMasking(mask, iid_masks=True)
         )
@@ -229,12 +229,8 @@ class AudioDataModule(FederatedDataModule, ABC):
         super().__init__(
             partition=partition, num_clients=num_clients, batch_size=batch_size, **options
         )
-        if not 0 < seconds < 3600:
-            raise FederationError(f"seconds must be in (0, 3600), got {seconds}")
-        if image_size < 1:
-            raise FederationError(f"image_size must be at least 1, got {image_size}")
-        if normalize not in ("clip", "none"):
-            raise FederationError(f"normalize must be clip or none, got {normalize!r}")
+        check_number("seconds", seconds, above=0, below=3600)
+        check_integer("image_size", image_size, min=1)
         if cache_features and augment is not None and (augment.time_shift or augment.noise):
             raise FederationError(
                 "cache_features=true stores spectrograms, so augment cannot change the clips:"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
@@ -25,10 +25,10 @@ from lightning_fl.datamodules.batches import (
 )
 from lightning_fl.datamodules.centralized import EpochBatches
 from lightning_fl.datamodules.loader import Batches, Collate, has_samples_in_front, round_loader
-from lightning_fl.datamodules.options import fraction_or_count, integer
 from lightning_fl.datamodules.splits import Split, split_samples
 from lightning_fl.datamodules.storage import in_memory, subset
 from lightning_fl.functional.randomness import run_seed, seeded_rng
+from lightning_fl.options import check_integer, check_number
 from lightning_fl.partition import IID, Manifest, Partition
 from lightning_fl.types import FederationError, RoundPlan, check_package
 
@@ -113,24 +113,26 @@ class FederatedDataModule(LightningDataModule):
             raise FederationError(
                 f"partition must be a Partition, such as IID(), or None, got {partition!r}"
             )
-        if not 0 <= local_test_size < 1:
-            raise FederationError(f"local_test_size must be in [0, 1), got {local_test_size}")
         #: Map-style data sets; None before :meth:`setup`, or if there is no such data set.
         self.train: Any = train
         self.val: Any = val
         self.test: Any = test
         self.partition = IID() if partition is None else partition
-        self.num_clients = None if num_clients is None else integer("num_clients", num_clients, 1)
-        self.batch_size = None if batch_size is None else integer("batch_size", batch_size, 1)
-        self.val_size = fraction_or_count("val_size", val_size)
-        self.local_test_size = local_test_size
-        self.stream_steps = integer("stream_steps", stream_steps, 1)
+        self.num_clients = check_integer("num_clients", num_clients, min=1, optional=True)
+        self.batch_size = check_integer("batch_size", batch_size, min=1, optional=True)
+        is_count = isinstance(val_size, SupportsIndex)
+        limit, hint = None if is_count else 1, "pass a fraction in [0, 1) or a number of samples"
+        self.val_size = check_number(
+            "val_size", val_size, min=0, below=limit, integer=is_count, hint=hint
+        )
+        self.local_test_size = check_number("local_test_size", local_test_size, min=0, below=1)
+        self.stream_steps = check_integer("stream_steps", stream_steps, min=1)
         self.labels, self.keys = labels, keys
         self.replacement, self.drop_last = replacement, drop_last
-        self.eval_batch_size = integer("eval_batch_size", eval_batch_size, 1)
-        self.num_workers = integer("num_workers", num_workers, 0)
+        self.eval_batch_size = check_integer("eval_batch_size", eval_batch_size, min=1)
+        self.num_workers = check_integer("num_workers", num_workers, min=0)
         self.collate_fn = collate_fn or default_collate
-        self.seed = None if seed is None else integer("seed", seed, 0)
+        self.seed = check_integer("seed", seed, min=0, optional=True)
         #: Function that returns the plan of the round; set by the loop.
         self.plan: Callable[[], RoundPlan] | None = None
         #: Whether processes share the validation samples during a fit; set by the loop.

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.storage import InMemory
 from lightning_fl.files import data_root
+from lightning_fl.options import check_integer
 from lightning_fl.partition import Partition
 from lightning_fl.types import FederationError
 
@@ -67,10 +68,11 @@ class ImageDataModule(FederatedDataModule):
         stream_steps: int = 1,
         client_rotations: Sequence[int] = (),
     ) -> None:
-        if bad := [a for a in client_rotations if not isinstance(a, int) or a % 90]:
-            raise FederationError(
-                f"client_rotations must be multiples of 90 degrees, got {bad[0]!r}"
-            )
+        for angle in client_rotations:
+            if check_integer("a value of client_rotations", angle) % 90:
+                raise FederationError(
+                    f"client_rotations must be multiples of 90 degrees, got {angle}"
+                )
         self.client_rotations = list(client_rotations)
         self._cache: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         super().__init__(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.types import FederationError
 
 
@@ -49,12 +50,13 @@ class Adaptive(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         tau: float = 1e-3,
     ) -> None:
-        if rule not in ("adagrad", "adam", "yogi"):
-            raise FederationError(f"rule must be adagrad, adam or yogi, got {rule!r}")
-        if not 0 < lr < float("inf") or not 0 < tau < float("inf"):
-            raise FederationError(f"lr and tau must be positive and finite, got {lr} and {tau}")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise FederationError(f"betas must be two numbers in [0, 1), got {betas}")
+        check_choice("rule", rule, "adagrad", "adam", "yogi")
+        check_number("lr", lr, above=0)
+        check_number("tau", tau, above=0)
+        if not isinstance(betas, list | tuple) or len(betas) != 2:
+            raise FederationError(f"betas must be two numbers, got {betas!r}")
+        for beta in betas:
+            check_number("a value of betas", beta, min=0, below=1)
         options = {"rule": rule, "lr": lr, "betas": tuple(betas), "tau": tau}
         super().__init__(params, options)
 
@@ -142,13 +144,12 @@ class PFedMe(torch.optim.Optimizer):
         inner_steps: int = 5,
         warm: bool = True,
     ) -> None:
-        for name, value in (("lr", lr), ("personal_lr", personal_lr), ("lam", lam)):
-            if not 0 < value < float("inf"):
-                raise FederationError(f"{name} must be positive and finite, got {value}")
-        if inner_steps < 1 or int(inner_steps) != inner_steps:
-            raise FederationError(f"inner_steps must be an integer >= 1, got {inner_steps}")
+        check_number("lr", lr, above=0)
+        check_number("personal_lr", personal_lr, above=0)
+        check_number("lam", lam, above=0)
+        inner_steps = check_integer("inner_steps", inner_steps, min=1)
         options = {"lr": lr, "personal_lr": personal_lr, "lam": lam}
-        super().__init__(params, {**options, "inner_steps": int(inner_steps), "warm": warm})
+        super().__init__(params, {**options, "inner_steps": inner_steps, "warm": warm})
         if len({group["inner_steps"] for group in self.param_groups}) > 1:
             raise FederationError(
                 "inner_steps must be equal in all parameter groups, since they share the"

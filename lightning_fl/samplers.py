@@ -6,10 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_fl.federation.context import Federation
+from lightning_fl.options import check_number
 from lightning_fl.types import FederationError
 
 
@@ -97,14 +99,12 @@ class WeightedSampler(ClientSampler):
     """
 
     def __init__(self, weights: Literal["samples"] | Sequence[float] = "samples") -> None:
-        if isinstance(weights, str):
-            valid = weights == "samples"
-        else:
-            valid = all(0 <= w < float("inf") for w in weights)
-        if not valid:
-            raise FederationError(
-                f"weights must be 'samples' or finite non-negative numbers, got {weights}"
-            )
+        if isinstance(weights, np.ndarray | Tensor):
+            weights = weights.tolist()
+        if not isinstance(weights, Sequence) or (isinstance(weights, str) and weights != "samples"):
+            raise FederationError(f"weights must be 'samples' or numbers, got {weights!r}")
+        for i, weight in enumerate(() if isinstance(weights, str) else weights):
+            check_number(f"weights[{i}]", weight, min=0)
         self.weights = weights
 
     def setup(self, federation: Federation) -> None:

@@ -25,6 +25,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_fl.hooks import replaced
+from lightning_fl.options import check_number
 from lightning_fl.types import FederationError
 
 #: Lightning synchronizes a stop flag before each batch; here it happens once in so many batches.
@@ -66,9 +67,8 @@ class ClientParallelStrategy(DDPStrategy):
     """
 
     def __init__(self, timeout: float | timedelta = 1800.0, **options: Any) -> None:
-        self.timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        if self.timeout <= timedelta(0):
-            raise FederationError(f"timeout must be positive, got {timeout}")
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        self.timeout = timedelta(seconds=check_number("timeout", seconds, above=0))
         super().__init__(timeout=self.timeout, **options)
         #: Whether this process has no client left in the round; set by the loop for each batch.
         self.is_idle = False

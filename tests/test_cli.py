@@ -433,10 +433,13 @@ def test_every_config_opens_with_its_command_and_its_result(config):
         (["--federation.clients_per_round=0"], "clients_per_round must be"),
         (["--federation.client_fraction=1.5"], "got 1.5"),
         (["--federation.aggregator=FedAvgg"], "FedAvgg"),
-        (["--federation.policy.init_args.lr=-1"], "lr must be positive and finite, got -1"),
+        (
+            ["--federation.policy.init_args.lr=-1"],
+            "lr must be a finite number greater than 0, or None, got -1",
+        ),
         (
             ["--federation.aggregator=FedAvgM", "--federation.aggregator.lr=-1"],
-            "invalid server optimizer",
+            "lr must be a finite number of at least 0, got -1",
         ),
         (
             ["--federation.aggregator=Gossip", "--federation.aggregator.num_clients=4"],

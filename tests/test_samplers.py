@@ -3,6 +3,7 @@
 from collections import Counter
 from itertools import permutations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -88,8 +89,17 @@ def test_only_the_ratio_of_weights_counts():
     "weights", ["size", [1.0, -1.0], [float("nan")], [float("inf"), 1.0], [1.0, float("-inf")]]
 )
 def test_weights_that_make_no_sense_are_refused(weights):
-    with pytest.raises(FederationError, match="'samples' or finite non-negative numbers, got"):
+    with pytest.raises(
+        FederationError,
+        match=r"weights(\[.\])? must be (a finite number of at least 0|'samples' or numbers), got",
+    ):
         WeightedSampler(weights)
+
+
+@pytest.mark.parametrize("make", [tuple, np.array, torch.tensor])
+def test_weights_may_be_an_array(make):
+    weights = WeightedSampler(make([0.0, 1.0])).weights
+    assert list(weights) == [0.0, 1.0]
 
 
 def test_there_is_a_weight_for_each_client():

@@ -342,5 +342,7 @@ def test_vectorized_clients_with_ddp_are_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("timeout", [0, -1.0])
 def test_timeout_is_positive(timeout):
-    with pytest.raises(FederationError, match=f"timeout must be positive, got {timeout}"):
+    with pytest.raises(
+        FederationError, match=f"timeout must be a finite number greater than 0, got {timeout}"
+    ):
         ClientParallelStrategy(timeout=timeout)

@@ -12,6 +12,7 @@ from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.functional.averaging import weighted_mean
 from lightning_fl.functional.similarity import cosine_similarity
 from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
+from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.types import ClientUpdate, FederationError
 
 if TYPE_CHECKING:
@@ -92,20 +93,13 @@ class ClusteredFL(Aggregator):
         split_update: Literal["parts", "cluster"] = "parts",
     ) -> None:
         super().__init__()
-        if not (0 <= eps1 < float("inf") and 0 <= eps2 < float("inf")):
-            raise FederationError(f"eps1 and eps2 must be at least 0, got {eps1} and {eps2}")
-        if warmup < 0 or min_size < 2:
-            raise FederationError(
-                f"warmup must be at least 0 and min_size at least 2, got {warmup} and {min_size}"
-            )
-        if linkage not in ("complete", "single"):
-            raise FederationError(f"linkage must be complete or single, got {linkage!r}")
-        if weighting not in ("samples", "uniform"):
-            raise FederationError(f"weighting must be samples or uniform, got {weighting!r}")
-        if split_update not in ("parts", "cluster"):
-            raise FederationError(f"split_update must be parts or cluster, got {split_update!r}")
-        self.eps1, self.eps2, self.warmup, self.min_size = eps1, eps2, warmup, min_size
-        self.linkage, self.weighting, self.split_update = linkage, weighting, split_update
+        self.eps1 = check_number("eps1", eps1, min=0)
+        self.eps2 = check_number("eps2", eps2, min=0)
+        self.warmup = check_integer("warmup", warmup, min=0)
+        self.min_size = check_integer("min_size", min_size, min=2)
+        self.linkage = check_choice("linkage", linkage, "complete", "single")
+        self.weighting = check_choice("weighting", weighting, "samples", "uniform")
+        self.split_update = check_choice("split_update", split_update, "parts", "cluster")
         self._norms = {"mean_norm": 0.0, "max_norm": 0.0}
 
     def allocate(self, server: Tensor) -> None:
@@ -237,7 +231,7 @@ class ClusteredFL(Aggregator):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Resize the buffers to the clusters and clients of the checkpoint."""
         names = [prefix + name for name in ("models", "cluster_of", "tree")]
-        if hasattr(self, "models") and all(name in state_dict for name in names):
+        if "models" in self._buffers and all(name in state_dict for name in names):
             models, cluster_of, tree = (state_dict[name] for name in names)
             named = {*cluster_of.tolist(), *tree[:, 0].tolist()}
             if len(tree) != len(models) or named - {*range(-1, len(models))}:

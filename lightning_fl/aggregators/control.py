@@ -13,6 +13,7 @@ from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import ClientPart, MeanLosses, check_losses
 from lightning_fl.functional.summation import add_rows, sum_value
 from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
+from lightning_fl.options import check_integer, check_number
 from lightning_fl.types import ClientUpdate, FederationError
 
 
@@ -75,15 +76,12 @@ class FedControl(Aggregator):
         least: float = 1e-8,
     ) -> None:
         super().__init__()
-        if alpha < 0 or beta < 0 or not alpha + beta <= 1 + 1e-9:
-            raise FederationError(
-                f"alpha and beta must be at least 0 and sum to at most 1, got {alpha} and {beta}"
-            )
-        if not 0 <= decay <= 1:
-            raise FederationError(f"decay must be in [0, 1], got {decay}")
-        if not 0 < least < float("inf"):
-            raise FederationError(f"least must be positive and finite, got {least}")
-        self.alpha, self.beta, self.decay, self.least = alpha, beta, decay, least
+        self.alpha = check_number("alpha", alpha, min=0)
+        self.beta = check_number("beta", beta, min=0)
+        if alpha + beta > 1 + 1e-9:
+            raise FederationError(f"alpha and beta must sum to at most 1, got {alpha} and {beta}")
+        self.decay = check_number("decay", decay, min=0, max=1)
+        self.least = check_number("least", least, above=0)
         self._weight_l1 = 1.0
 
     def allocate(self, server: Tensor) -> None:
@@ -174,7 +172,7 @@ class FedControl(Aggregator):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Resize the table of client states to that of the checkpoint."""
-        if (saved := state_dict.get(prefix + "known")) is not None and hasattr(self, "known"):
+        if (saved := state_dict.get(prefix + "known")) is not None and "known" in self._buffers:
             if saved.shape[1] != self.columns:
                 raise FederationError(
                     f"{type(self).__name__} cannot resume from the checkpoint, which stores"
@@ -202,9 +200,7 @@ class FedCostWAvg(FedControl):
     """
 
     def __init__(self, alpha: float = 0.5, least: float = 1e-8) -> None:
-        if not 0 <= alpha <= 1:
-            raise FederationError(f"alpha must be in [0, 1], got {alpha}")
-        super().__init__(alpha, 1 - alpha, least=least)
+        super().__init__(check_number("alpha", alpha, min=0, max=1), 1 - alpha, least=least)
 
 
 class FedPIDAvg(FedControl):
@@ -263,13 +259,10 @@ class FedPIDAvg(FedControl):
         cancellation: float = 1e-3,
     ) -> None:
         super().__init__(alpha, beta)
-        if window < 1 or int(window) != window:
-            raise FederationError(f"window must be an integer of at least 1, got {window}")
-        if not 0 <= cancellation < 1:
-            raise FederationError(f"cancellation must be in [0, 1), got {cancellation}")
-        self.window, self.clamp, self.cancellation = window, clamp, cancellation
+        self.window, self.clamp = check_integer("window", window, min=1), clamp
+        self.cancellation = check_number("cancellation", cancellation, min=0, below=1)
         #: The last losses, oldest first, then a flag: 1 if the client has a record.
-        self.columns = window + 1
+        self.columns = self.window + 1
 
     def _terms(self, known: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         has_one = known[:, -1] > 0

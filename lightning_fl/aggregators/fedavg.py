@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.functional.summation import add_rows, sum_value
-from lightning_fl.types import ClientUpdate, FederationError
+from lightning_fl.options import check_choice
+from lightning_fl.types import ClientUpdate
 
 
 class FedAvg(Aggregator):
@@ -42,9 +43,7 @@ class FedAvg(Aggregator):
 
     def __init__(self, weighting: Literal["samples", "uniform"] = "samples") -> None:
         super().__init__()
-        if weighting not in ("samples", "uniform"):
-            raise FederationError(f"weighting must be samples or uniform, got {weighting!r}")
-        self.weighting = weighting
+        self.weighting = check_choice("weighting", weighting, "samples", "uniform")
 
     def allocate(self, server: Tensor) -> None:
         """Declare the weighted sum of updates and the sum of weights."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fl.aggregators.fedavg import FedAvg
 from lightning_fl.optimizers import Adaptive
+from lightning_fl.options import check_number
 from lightning_fl.types import FederationError
 
 
@@ -140,6 +141,8 @@ class FedAvgM(FedOpt):
     """
 
     def __init__(self, lr: float = 1.0, momentum: float = 0.9) -> None:
+        check_number("lr", lr, min=0)
+        check_number("momentum", momentum, min=0)
         super().__init__(partial(torch.optim.SGD, lr=lr, momentum=momentum))
         self.lr, self.momentum = lr, momentum
 

@@ -12,6 +12,7 @@ from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.federation.context import Federation
 from lightning_fl.functional.mixing import Graph, adjacency, check_mixing, metropolis
 from lightning_fl.functional.randomness import RandomStream, generator, run_seed
+from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.types import ClientUpdate, FederationError
 
 #: Number of parameters per client that are mixed at once in float64, to limit memory.
@@ -62,10 +63,10 @@ class Gossip(Aggregator):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        if graph not in get_args(Graph):
-            raise FederationError(f"graph must be one of {get_args(Graph)}, got {graph!r}")
-        if not 0 < probability <= 1:
-            raise FederationError(f"probability must be in (0, 1], got {probability}")
+        self.graph = check_choice("graph", graph, *get_args(Graph))
+        self.probability = check_number("probability", probability, above=0, max=1)
+        self.num_clients = check_integer("num_clients", num_clients, min=1, optional=True)
+        self.seed = check_integer("seed", seed, min=0, optional=True)
         given = None
         if mixing_matrix is not None:
             try:
@@ -73,8 +74,7 @@ class Gossip(Aggregator):
             except (TypeError, ValueError) as error:
                 raise FederationError(f"mixing_matrix must be rows of numbers: {error}") from error
             check_mixing(given)
-        self.graph, self.mixing_matrix, self.probability = graph, mixing_matrix, probability
-        self.num_clients, self.seed, self._given = num_clients, seed, given
+        self.mixing_matrix, self._given = mixing_matrix, given
 
     def setup(self, federation: Federation) -> None:
         """Raise an error if ``num_clients`` differs from that of the federation."""

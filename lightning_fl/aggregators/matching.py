@@ -161,11 +161,7 @@ class NeuronMatching(Aggregator):
         """Raise an error if the run does not allow replacing the network of the module."""
         super().setup(federation)
         name = type(self).__name__
-        if not federation.is_rule(self):
-            raise FederationError(
-                f"{name} replaces the module's network and cannot be a stage of"
-                f" {type(federation.aggregator).__name__}: use it as the only aggregator"
-            )
+        federation.refuse_stage(self, "it replaces the module's network")
         if federation.shares_samples:
             raise FederationError(
                 f"{name} replaces the module's network, which is not supported if processes share"

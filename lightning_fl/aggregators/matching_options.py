@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_fl.functional.networks import MatchingOptions, check_least, check_whole
+from lightning_fl.functional.networks import MatchingOptions
+from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.types import FederationError
 
 
@@ -36,24 +36,17 @@ class MatchingRuleOptions:
 
     def __post_init__(self) -> None:
         widths = self.widths
-        searched = {
-            "gamma": self.gamma,
-            "client_variance": self.client_variance,
-            "prior_variance": self.prior_variance,
-        }
-        for name, value in searched.items():
-            is_number = isinstance(value, int | float)
-            if value is not None and not (is_number and 0 < value < math.inf):
-                raise FederationError(f"{name} must be positive and finite, or null, got {value!r}")
+        check_number("gamma", self.gamma, above=0, optional=True)
+        check_number("client_variance", self.client_variance, above=0, optional=True)
+        check_number("prior_variance", self.prior_variance, above=0, optional=True)
         if widths is not None and not (isinstance(widths, list | tuple) and widths):
             raise FederationError(f"widths must be a non-empty list of numbers, got {widths!r}")
         for i, width in enumerate(widths or ()):
-            check_whole(f"widths[{i}]", width)
-        check_least("widths", min(widths) if widths else None, 1)
-        check_least("std", self.std, 0)
-        check_least("tolerance", self.tolerance, 0)
-        if self.start not in ("own", "server"):
-            raise FederationError(f"start must be own or server, got {self.start!r}")
+            check_integer(f"widths[{i}]", width, min=1)
+        check_number("std", self.std, min=0, optional=True)
+        check_number("tolerance", self.tolerance, min=0)
+        check_integer("seed", self.seed, min=0, optional=True)
+        check_choice("start", self.start, "own", "server")
         self.matching(1.0, 1.0, 1.0)  # validates the other options
 
     def matching(

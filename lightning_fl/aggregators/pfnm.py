@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.functional.networks import MatchedNetwork, MatchingOptions, match_networks
 from lightning_fl.layer_stack import Layers
-from lightning_fl.types import FederationError
+from lightning_fl.options import check_choice
 
 
 class PFNM(NeuronMatching):
@@ -60,13 +60,8 @@ class PFNM(NeuronMatching):
         super().__init__(
             gamma=gamma, client_variance=client_variance, prior_variance=prior_variance, **options
         )
-        if restart not in ("matched", "own"):
-            raise FederationError(f"restart must be matched or own, got {restart!r}")
-        if matching_start not in ("previous", "greedy"):
-            raise FederationError(
-                f"matching_start must be previous or greedy, got {matching_start!r}"
-            )
-        self.restart, self.matching_start = restart, matching_start
+        self.restart = check_choice("restart", restart, "matched", "own")
+        self.matching_start = check_choice("matching_start", matching_start, "previous", "greedy")
 
     def _first(self, client: int) -> Layers:
         return self._clients.first(client, self.base)

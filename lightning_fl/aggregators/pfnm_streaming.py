@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -22,7 +21,7 @@ from lightning_fl.functional.networks import (
 from lightning_fl.functional.randomness import RandomStream, generator, run_seed
 from lightning_fl.functional.tables import make_place, with_place
 from lightning_fl.layer_stack import Layers
-from lightning_fl.types import FederationError
+from lightning_fl.options import check_integer, check_number
 
 
 class LayerPosterior(nn.Module):
@@ -115,12 +114,8 @@ class StreamingPFNM(NeuronMatching):
         super().__init__(
             gamma=gamma, client_variance=client_variance, prior_variance=prior_variance, **options
         )
-        if not isinstance(fresh, int):
-            raise FederationError(f"fresh must be an integer, got {fresh!r}")
-        for name, value in (("fresh", fresh), ("noise", noise)):
-            if not 0 <= value < math.inf:
-                raise FederationError(f"{name} must be at least 0, got {value}")
-        self.fresh, self.noise = fresh, noise
+        self.fresh = check_integer("fresh", fresh, min=0)
+        self.noise = check_number("noise", noise, min=0)
 
     def allocate(self, server: Tensor) -> None:
         """Declare also the posterior of the stream."""

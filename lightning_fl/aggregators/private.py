@@ -15,6 +15,7 @@ from lightning_fl.federation.context import Federation
 from lightning_fl.functional.privacy import clipped_update, epsilon, next_clip, noise_beside_a_count
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.functional.summation import add_rows, sum_value
+from lightning_fl.options import check_number
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
 
@@ -92,27 +93,15 @@ class DPFedAvg(FedOpt):
         optimizer: OptimizerCallable | None = None,
     ) -> None:
         super().__init__(optimizer, "uniform")
-        infinity = float("inf")
-        if not 0 <= noise_multiplier < infinity:
-            raise FederationError(f"noise_multiplier must be at least 0, got {noise_multiplier}")
-        if delta is not None and not 0 < delta < 1:
-            raise FederationError(f"delta must be between 0 and 1, got {delta}")
-        if quantile is not None and not 0 <= quantile <= 1:
-            raise FederationError(f"quantile must be from 0 to 1, or None, got {quantile}")
-        for name, value in (
-            ("clip_norm", clip_norm),
-            ("clip_lr", clip_lr),
-            ("count_noise", count_noise),
-        ):
-            if value is not None and not 0 < value < infinity:
-                raise FederationError(f"{name} must be positive and finite, got {value}")
-        if clip_lr > 10:
-            raise FederationError(f"clip_lr must be at most 10, got {clip_lr}: the paper uses 0.2")
+        self.noise_multiplier = float(check_number("noise_multiplier", noise_multiplier, min=0))
+        self.clip_norm = float(check_number("clip_norm", clip_norm, above=0))
+        self.delta = check_number("delta", delta, above=0, below=1, optional=True)
+        self.quantile = check_number("quantile", quantile, min=0, max=1, optional=True)
+        hint = "the paper uses 0.2"
+        self.clip_lr = check_number("clip_lr", clip_lr, above=0, max=10, hint=hint)
+        self.count_noise = check_number("count_noise", count_noise, above=0, optional=True)
         if quantile is not None and count_noise is not None:
             noise_beside_a_count(noise_multiplier, count_noise)
-        self.noise_multiplier, self.clip_norm = float(noise_multiplier), float(clip_norm)
-        self.delta = delta
-        self.quantile, self.clip_lr, self.count_noise = quantile, clip_lr, count_noise
         self.register_buffer("clip", torch.tensor(self.clip_norm, dtype=torch.float64))
         self.register_buffer("round", torch.zeros((), dtype=torch.int64))
         #: Pairs of a noise multiplier and the number of rounds with it.
@@ -125,11 +114,7 @@ class DPFedAvg(FedOpt):
         """Raise an error if the run would reveal data of single clients."""
         super().setup(federation)
         name = type(self).__name__
-        if not federation.is_rule(self):
-            raise FederationError(
-                f"{name} cannot be a stage of {type(federation.aggregator).__name__}: the privacy"
-                f" loss of other stages would not be counted. Use {name} as the only aggregator"
-            )
+        federation.refuse_stage(self, "the privacy loss of other stages would not be counted")
         check_run(name, federation)
         self._noise_key = noise_key(federation)
 
@@ -154,11 +139,9 @@ class DPFedAvg(FedOpt):
         epsilon([], self._delta, self._drawn)  # raises early if dp-accounting is missing
         if self.quantile is not None:
             noise_beside_a_count(self.noise_multiplier, self._count_noise)
-            if self._count_noise > (size := self._drawn.size):
-                raise FederationError(
-                    f"count_noise must be at most the number of clients per round, {size}, got"
-                    f" {self._count_noise:g}"
-                )
+            hint = "the maximum is the number of clients per round"
+            size = self._drawn.size
+            check_number("count_noise", self._count_noise, above=0, max=size, hint=hint)
         super().allocate(server)
         zero = torch.zeros((), dtype=torch.float64, device=server.device)
         self.add_state("below", zero, dist_reduce_fx="sum")

@@ -20,6 +20,7 @@ from lightning_fl.functional.robust import (
     krum_scores,
     trimmed_mean,
 )
+from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.types import ClientUpdate, FederationError, describe
 
 
@@ -101,9 +102,7 @@ class TrimmedMean(RobustAggregator):
 
     def __init__(self, fraction: float = 0.2) -> None:
         super().__init__()
-        if not 0 <= fraction < 0.5:
-            raise FederationError(f"fraction must be in [0, 0.5), got {fraction}")
-        self.fraction = fraction
+        self.fraction = check_number("fraction", fraction, min=0, below=0.5)
 
     def center(self, deltas: Tensor, weights: Tensor) -> Tensor:
         """Return the trimmed mean; see :class:`RobustAggregator`."""
@@ -130,16 +129,10 @@ class Krum(RobustAggregator):
 
     def __init__(self, attackers: int = 1, keep: int = 1) -> None:
         super().__init__()
-        if attackers < 0 or int(attackers) != attackers:
-            raise FederationError(
-                f"attackers must be an integer of at least 0, got {attackers}: set it to the"
-                " maximum number of malicious clients per round"
-            )
-        if not 1 <= keep <= attackers + 3:
-            raise FederationError(
-                f"keep must be from 1 to attackers + 3 = {attackers + 3}, got {keep}"
-            )
-        self.attackers, self.keep = int(attackers), int(keep)
+        hint = "set it to the maximum number of malicious clients per round"
+        self.attackers = check_integer("attackers", attackers, min=0, hint=hint)
+        hint = "the maximum is attackers + 3"
+        self.keep = check_integer("keep", keep, min=1, max=self.attackers + 3, hint=hint)
 
     @property
     def min_updates(self) -> int:
@@ -182,9 +175,7 @@ class GeometricMedian(RobustAggregator):
 
     def __init__(self, weighting: Literal["samples", "uniform"] = "uniform") -> None:
         super().__init__()
-        if weighting not in ("samples", "uniform"):
-            raise FederationError(f"weighting must be samples or uniform, got {weighting!r}")
-        self.weighting = weighting
+        self.weighting = check_choice("weighting", weighting, "samples", "uniform")
 
     def center(self, deltas: Tensor, weights: Tensor) -> Tensor:
         """Return the geometric median; see :class:`RobustAggregator`."""
@@ -222,9 +213,8 @@ class NormClipping(FedAvg):
         self, max_norm: float = 1.0, weighting: Literal["samples", "uniform"] = "samples"
     ) -> None:
         super().__init__(weighting)
-        if not 0 < max_norm < float("inf"):
-            raise FederationError(f"max_norm must be positive and finite, got {max_norm}")
-        self.max_norm = max_norm
+        self.max_norm = check_number("max_norm", max_norm, above=0)
+        self._figures: dict[str, float] = {}
 
     def allocate(self, server: Tensor) -> None:
         """Declare also the number of clipped updates; see :meth:`FedAvg.allocate`."""
@@ -233,7 +223,7 @@ class NormClipping(FedAvg):
             zero = torch.zeros((), dtype=torch.float64, device=server.device)
             self.add_state(name, zero, dist_reduce_fx="sum")
         #: Fraction of the last round's updates that were clipped.
-        self._part = 0.0
+        self._figures = {"clipped": 0.0}
 
     def update(self, clients: ClientUpdate) -> None:
         """Add clipped updates to the weighted sum."""
@@ -247,9 +237,10 @@ class NormClipping(FedAvg):
 
     def compute(self) -> Tensor:
         """Return the global model plus the mean; see :meth:`FedAvg.compute`."""
-        self._part = float(self.hits / self.count) if self.count else 0.0
+        part = float(self.hits / self.count) if self.count else 0.0
+        self._figures = {"clipped": part}
         return super().compute()
 
     def metrics(self) -> dict[str, float]:
         """Return the fraction of the last round's updates that were clipped."""
-        return {"clipped": self._part} if hasattr(self, "_part") else {}
+        return self._figures

@@ -14,6 +14,7 @@ from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import ClientContext, ClientPart, check_losses
 from lightning_fl.functional.drift import next_control
 from lightning_fl.functional.summation import add_rows, sum_value
+from lightning_fl.options import check_choice, check_number
 from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
 
 
@@ -82,13 +83,9 @@ class Scaffold(Aggregator):
         weighting: Literal["uniform", "samples"] = "uniform",
     ) -> None:
         super().__init__()
-        if option not in ("I", "II"):
-            raise FederationError(f"option must be I or II, got {option!r}")
-        if not 0 < lr < float("inf"):
-            raise FederationError(f"lr must be positive and finite, got {lr}")
-        if weighting not in ("uniform", "samples"):
-            raise FederationError(f"weighting must be uniform or samples, got {weighting!r}")
-        self.option, self.lr, self.weighting = option, lr, weighting
+        self.option = check_choice("option", option, "I", "II")
+        self.lr = check_number("lr", lr, above=0)
+        self.weighting = check_choice("weighting", weighting, "uniform", "samples")
 
     def setup(self, federation: Federation) -> None:
         """Refuse local training that the option does not fit."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fl.federation.layout import VectorLayout
-from lightning_fl.types import Cohort
+from lightning_fl.types import Cohort, FederationError
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,18 @@ class Federation:
         """Number of entries of the vector that are parameters; None means all."""
         return None if self.layout is None else self.layout.num_parameters
 
-    def is_rule(self, aggregator: object) -> bool:
-        """Return whether an aggregator is that of the run, and not nested in another one."""
-        return self.aggregator is None or self.aggregator is aggregator
+    def refuse_stage(self, aggregator: object, why: str) -> None:
+        """Raise an error if an aggregator is nested in another one.
+
+        Args:
+            aggregator: The aggregator.
+            why: Why it must be the aggregator of the run.
+        """
+        if self.aggregator is not None and self.aggregator is not aggregator:
+            name, outer = type(aggregator).__name__, type(self.aggregator).__name__
+            raise FederationError(
+                f"{name} cannot be a stage of {outer}: {why}. Use {name} as the only aggregator"
+            )
 
     @property
     def class_counts(self) -> Tensor | None:

@@ -27,6 +27,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from lightning_fl.options import check_choice
 from lightning_fl.types import FederationError
 
 #: Number of elements to process at once, limited by the CPU cache.
@@ -419,8 +420,7 @@ def match(
         >>> found.assignments, len(found.atoms)
         ([tensor([1, 0]), tensor([0, 1, 2])], 3)
     """
-    if accept not in ("always", "improvement"):
-        raise FederationError(f"accept must be always or improvement, got {accept!r}")
+    check_choice("accept", accept, "always", "improvement")
     _check_orders(orders, len(values), sweeps)
     state, clients = _State(prior, values, own, past), range(len(values))
     widest = sorted(clients, key=lambda client: -len(values[client]))

@@ -14,7 +14,6 @@ below.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.functional.matching import Matching, Posterior, Process, match
+from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.types import FederationError
 
 Layers = Sequence[tuple[Tensor, Tensor]]
@@ -87,29 +87,6 @@ def part_of(layers: Layers, chosen: Sequence[Tensor]) -> list[tuple[Tensor, Tens
     ]
 
 
-def check_whole(name: str, value: float | None) -> None:
-    """Raise an error if an option is neither an integer nor None.
-
-    Args:
-        name: Name of the option.
-        value: Its value.
-    """
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise FederationError(f"{name} must be an integer, got {value!r}")
-
-
-def check_least(name: str, value: float | None, least: int) -> None:
-    """Raise an error if an option is below a minimum or not finite; None is allowed.
-
-    Args:
-        name: Name of the option.
-        value: Its value.
-        least: Minimum value.
-    """
-    if value is not None and not least <= value < math.inf:
-        raise FederationError(f"{name} must be at least {least}, got {value}")
-
-
 @dataclass(frozen=True)
 class MatchingOptions:
     r"""Options of :func:`match_networks` and :func:`match_upwards`.
@@ -145,26 +122,15 @@ class MatchingOptions:
     accept: Literal["always", "improvement"] = "always"
 
     def __post_init__(self) -> None:
-        variances = {
-            "client_variance": self.client_variance,
-            "prior_variance": self.prior_variance,
-            "gamma": self.gamma,
-        }
-        for name, value in variances.items():
-            if not 0 < value < math.inf:
-                raise FederationError(f"{name} must be positive and finite, got {value}")
-        if not math.isfinite(self.bias_mean):
-            raise FederationError(f"bias_mean must be finite, got {self.bias_mean}")
-        if self.accept not in ("always", "improvement"):
-            raise FederationError(f"accept must be always or improvement, got {self.accept!r}")
-        check_least("popularity", self.popularity, 0)
-        for name, count, least in (
-            ("sweeps", self.sweeps, 0),
-            ("cap", self.cap, 1),
-            ("max_width", self.max_width, 1),
-        ):
-            check_whole(name, count)
-            check_least(name, count, least)
+        check_number("client_variance", self.client_variance, above=0)
+        check_number("prior_variance", self.prior_variance, above=0)
+        check_number("gamma", self.gamma, above=0)
+        check_number("bias_mean", self.bias_mean)
+        check_number("popularity", self.popularity, min=0)
+        check_integer("cap", self.cap, min=1, optional=True)
+        check_integer("max_width", self.max_width, min=1, optional=True)
+        check_integer("sweeps", self.sweeps, min=0)
+        check_choice("accept", self.accept, "always", "improvement")
 
     def prior(self, clients: int, size: int) -> Process:
         """Return the prior over neurons with the bias as the first coordinate.

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_fl.options import check_integer, check_number
 from lightning_fl.types import Cohort, FederationError
 
 #: Smallest noise multiplier of the calibration; smaller values give no useful privacy.
@@ -81,12 +82,9 @@ def noise_multiplier(target: float, delta: float, rounds: int, cohort: Cohort) -
         >>> round(noise_multiplier(4.0, delta=1e-5, rounds=100, cohort=cohort), 2)
         1.0
     """
-    if not 0 < target < math.inf:
-        raise FederationError(f"the target epsilon must be positive and finite, got {target}")
-    if not 0 < delta < 1:
-        raise FederationError(f"delta must be between 0 and 1, got {delta}")
-    if rounds < 1:
-        raise FederationError(f"rounds must be at least 1, got {rounds}")
+    check_number("the target epsilon", target, above=0)
+    check_number("delta", delta, above=0, below=1)
+    check_integer("rounds", rounds, min=1)
     if epsilon([(_LEAST_NOISE, rounds)], delta, cohort) <= target:
         raise FederationError(
             f"the target epsilon {target:g} requires almost no noise: use a smaller target"

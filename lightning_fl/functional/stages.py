@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_fl.options import check_integer
 from lightning_fl.types import FederationError
 
 
@@ -34,5 +35,5 @@ def check_stages(rounds: Sequence[int], rules: Sequence[object], name: str) -> N
             f"{name} must have one more entry than rounds, got {len(rules)} and"
             f" rounds={list(rounds)}"
         )
-    if any(count < 1 or int(count) != count for count in rounds):
-        raise FederationError(f"rounds must be integers of at least 1, got {list(rounds)}")
+    for i, count in enumerate(rounds):
+        check_integer(f"rounds[{i}]", count, min=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_fl.types import FederationError
+from lightning_fl.options import check_integer
 
 
 class _ConvNet(nn.Sequential):
@@ -30,10 +30,9 @@ class _ConvNet(nn.Sequential):
         return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]  # torch's own annotations
 
 
-def _check(**sizes: int | None) -> None:
+def _check(**sizes: int) -> None:
     for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise FederationError(f"{name} must be at least 1, got {size}")
+        check_integer(name, size, min=1)
 
 
 class CifarCNN(_ConvNet):
@@ -117,7 +116,8 @@ class FashionCNN(_ConvNet):
     """
 
     def __init__(self, width: int = 32, hidden: int | None = None, num_classes: int = 10) -> None:
-        _check(width=width, hidden=hidden, num_classes=num_classes)
+        _check(width=width, num_classes=num_classes)
+        check_integer("hidden", hidden, min=1, optional=True)
         blocks: list[list[nn.Module]] = [
             [nn.Conv2d(1, width, 3)],
             [nn.Conv2d(width, 2 * width, 3)],

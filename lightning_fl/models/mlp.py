@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from torch import nn
 
+from lightning_fl.options import check_integer
 from lightning_fl.types import FederationError
 
 
@@ -26,11 +27,12 @@ class MLPClassifier(nn.Sequential):
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        if len(sizes) < 2 or min(sizes) < 1:
+        if not isinstance(sizes, Sequence) or len(sizes) < 2:
             raise FederationError(
-                "sizes must be two or more positive widths, from input to classes, got"
-                f" {list(sizes)}"
+                f"sizes must be two or more widths, from input to classes, got {sizes!r}"
             )
+        for i, size in enumerate(sizes):
+            check_integer(f"sizes[{i}]", size, min=1)
         layers: list[nn.Module] = [nn.Flatten()]
         for width_in, width_out in pairwise(sizes):
             layers += [nn.Linear(width_in, width_out), nn.ReLU()]

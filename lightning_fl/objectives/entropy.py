@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fl.functional.entropy import entropy_hinge
-from lightning_fl.objectives.terms import ModelView, Term, check_strength
+from lightning_fl.objectives.terms import ModelView, Term
+from lightning_fl.options import check_number
 from lightning_fl.types import FederationError
 
 
@@ -41,8 +42,9 @@ class EntropyRegularizer(Term):
         self, min_entropy: float = 2.0, coefficient: float = 1.0, of_mean: bool = False
     ) -> None:
         super().__init__()
-        check_strength(min_entropy=min_entropy, coefficient=coefficient)
-        self.min_entropy, self.coefficient, self.of_mean = min_entropy, coefficient, of_mean
+        self.min_entropy = check_number("min_entropy", min_entropy, min=0)
+        self.coefficient = check_number("coefficient", coefficient, min=0)
+        self.of_mean = of_mean
 
     def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
         """Return the penalty for the predictions of the client."""

@@ -21,6 +21,7 @@ from lightning_fl.functional.mixture import (
 )
 from lightning_fl.functional.randomness import run_seed, seeded_rng
 from lightning_fl.objectives.client_module import ClientModule
+from lightning_fl.options import check_integer, check_number
 from lightning_fl.types import FederationError
 
 
@@ -75,13 +76,10 @@ class FedEM(ClientModule):
         seed: int | None = None,
         floor: float = 0.0,
     ) -> None:
-        if components < 1 or int(components) != components:
-            raise FederationError(f"components must be an integer of at least 1, got {components}")
-        if not 0 <= floor < 1 / components:
-            raise FederationError(
-                f"floor must be at least 0 and below 1/{components} for {components} components,"
-                f" got {floor}"
-            )
+        check_integer("components", components, min=1)
+        hint = f"the upper limit is 1/{components} for {components} components"
+        check_number("floor", floor, min=0, below=1 / components, hint=hint)
+        check_integer("seed", seed, min=0, optional=True)
         if any(True for _ in net.buffers()):
             raise FederationError(
                 f"{type(net).__name__} has buffers (BatchNorm), which FedEM does not support: use a"

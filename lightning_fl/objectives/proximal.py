@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fl.functional.proximal import proximal_penalty
-from lightning_fl.objectives.terms import ModelView, Term, check_strength
+from lightning_fl.objectives.terms import ModelView, Term
+from lightning_fl.options import check_number
 
 
 class Proximal(Term):
@@ -33,8 +34,7 @@ class Proximal(Term):
 
     def __init__(self, mu: float) -> None:
         super().__init__()
-        check_strength(mu=mu)
-        self.mu = mu
+        self.mu = check_number("mu", mu, min=0)
 
     def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
         """Return the penalty of the current parameters. The batch is not used."""

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from lightning_fl.functional.randomness import RandomStream, derive_seed, seeded_rng
 from lightning_fl.functional.representation import matching_error, pad_to, unpool
 from lightning_fl.objectives.recorder import Recorder, Trace
-from lightning_fl.objectives.terms import ModelView, Term, check_strength
+from lightning_fl.objectives.terms import ModelView, Term
+from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.types import FederationError
 
 CONVOLUTIONS: dict[int, Any] = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
@@ -75,10 +76,9 @@ class RepresentationMatching(Term):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        check_strength(coefficient=coefficient)
-        if reduction not in ("sum", "mean"):
-            raise FederationError(f"reduction must be sum or mean, got {reduction!r}")
-        self.coefficient, self.reduction, self.seed = coefficient, reduction, seed
+        self.coefficient = check_number("coefficient", coefficient, min=0)
+        self.reduction = check_choice("reduction", reduction, "sum", "mean")
+        self.seed = check_integer("seed", seed, min=0)
         self.points = None if points is None else list(points)
         self.recorder: Recorder | None = None
         #: Matching layers, from the input up, available from the start of a fit.

@@ -9,14 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fl.objectives.recorder import Recorder, Trace
-from lightning_fl.types import FederationError
-
-
-def check_strength(**values: float) -> None:
-    """Raise an error if a value is negative or not finite."""
-    for name, value in values.items():
-        if not 0 <= value < float("inf"):
-            raise FederationError(f"{name} must be finite and at least 0, got {value}")
 
 
 @dataclass(frozen=True)

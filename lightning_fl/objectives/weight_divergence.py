@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_fl.objectives.proximal import Proximal
-from lightning_fl.objectives.terms import check_strength
+from lightning_fl.options import check_number
 
 
 class WeightDivergence(Proximal):
@@ -27,5 +27,4 @@ class WeightDivergence(Proximal):
     """
 
     def __init__(self, coefficient: float = 1.0) -> None:
-        check_strength(coefficient=coefficient)
-        super().__init__(mu=2 * coefficient)
+        super().__init__(mu=2 * check_number("coefficient", coefficient, min=0))

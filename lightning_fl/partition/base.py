@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_fl.options import check_integer
 from lightning_fl.types import FederationError
 
 
@@ -67,7 +68,7 @@ class Partition(ABC):
                 f"generator must be a torch.Generator on the CPU, got {generator!r}: "
                 "pass torch.Generator().manual_seed(seed)"
             )
-        at_least_one("num_clients", num_clients)
+        check_integer("num_clients", num_clients, min=1)
         if num_clients > len(labels):
             raise FederationError(
                 f"{num_clients} clients cannot share {len(labels)} samples, because each client "
@@ -105,13 +106,6 @@ class Partition(ABC):
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.parameters().items())
         return f"{type(self).__name__}({arguments})"
-
-
-def at_least_one(name: str, value: int) -> int:
-    """Return an argument if it is a positive integer, raise otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise FederationError(f"{name} must be an integer of at least 1, got {value!r}")
-    return value
 
 
 def classes_of(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

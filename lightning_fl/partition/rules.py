@@ -9,8 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fl.partition.base import Partition, at_least_one, classes_of
+from lightning_fl.options import check_integer, check_number
+from lightning_fl.partition.base import Partition, classes_of
 from lightning_fl.types import FederationError
+
+#: Hint of an error about the concentration of a Dirichlet distribution.
+CONCENTRATION = (
+    "small values, such as 0.1, give skewed clients, large values, such as 100, similar clients;"
+    " for equal clients use IID"
+)
 
 
 class IID(Partition):
@@ -72,7 +79,7 @@ class ByLabel(Partition):
     """
 
     def __init__(self, classes_per_client: int = 1) -> None:
-        self.classes_per_client = at_least_one("classes_per_client", classes_per_client)
+        self.classes_per_client = check_integer("classes_per_client", classes_per_client, min=1)
 
     def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
         """See `Partition.split`."""
@@ -119,7 +126,7 @@ class Shards(Partition):
     """
 
     def __init__(self, shards_per_client: int = 2) -> None:
-        self.shards_per_client = at_least_one("shards_per_client", shards_per_client)
+        self.shards_per_client = check_integer("shards_per_client", shards_per_client, min=1)
 
     def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
         """See `Partition.split`."""
@@ -161,8 +168,8 @@ class Dirichlet(Partition):
     """
 
     def __init__(self, alpha: float = 0.5, min_size: int = 1) -> None:
-        self.alpha = _concentration(alpha)
-        self.min_size = at_least_one("min_size", min_size)
+        self.alpha = check_number("alpha", alpha, above=0, hint=CONCENTRATION)
+        self.min_size = check_integer("min_size", min_size, min=1)
 
     def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
         """See `Partition.split`."""
@@ -190,8 +197,8 @@ class QuantitySkew(Partition):
     splits_by = "samples"
 
     def __init__(self, alpha: float = 1.0, min_size: int = 1) -> None:
-        self.alpha = _concentration(alpha)
-        self.min_size = at_least_one("min_size", min_size)
+        self.alpha = check_number("alpha", alpha, above=0, hint=CONCENTRATION)
+        self.min_size = check_integer("min_size", min_size, min=1)
 
     def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
         """See `Partition.split`."""
@@ -236,16 +243,6 @@ class Natural(Partition):
                 heapq.heapreplace(clients, (size + int(sizes[key]), client))
                 owner[key] = client
         return _group(torch.arange(len(labels)), owner[codes], num_clients)
-
-
-def _concentration(alpha: float) -> float:
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
-        raise FederationError(
-            f"alpha must be a finite number greater than 0, got {alpha!r}: small values, such as "
-            "0.1, give skewed clients, large values, such as 100, similar clients; for equal "
-            "clients use IID"
-        )
-    return alpha
 
 
 def _by_class(labels: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:

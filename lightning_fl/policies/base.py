@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fl.federation.context import Federation
 from lightning_fl.functional.randomness import RandomStream, generator, run_seed
+from lightning_fl.options import check_integer, check_number
 from lightning_fl.types import FederationError, Feedback, full
 
 if TYPE_CHECKING:
@@ -140,9 +141,7 @@ class RandomPolicy(HyperparameterPolicy):
 
     def __init__(self, seed: int | None) -> None:
         super().__init__()
-        if seed is not None and seed < 0:
-            raise FederationError(f"seed must be at least 0, got {seed}")
-        self.seed = seed
+        self.seed = check_integer("seed", seed, min=0, optional=True)
         #: Seed of the run, if known.
         self.run_seed: int | None = None
         #: Seed of the draws; -1 before the first draw.
@@ -164,3 +163,26 @@ class RandomPolicy(HyperparameterPolicy):
             own = self.run_seed if self.seed is None else self.seed
             self.drawn_from.fill_(run_seed(own))
         return generator(int(self.drawn_from), purpose, round)
+
+
+def check_values(option: str, values: Mapping[str, Sequence[float]]) -> None:
+    """Check the values from which a policy chooses.
+
+    Args:
+        option: Name of the option for error messages.
+        values: Values of each hyperparameter.
+
+    Raises:
+        FederationError: If a value is not positive, ``num_steps`` has a fraction, or ``num_steps``
+            and ``local_epochs`` are both given.
+    """
+    if {"num_steps", "local_epochs"} <= values.keys():
+        raise FederationError(
+            f"{option}: num_steps and local_epochs both set the amount of local work: use only one"
+            " of them"
+        )
+    for name, given in values.items():
+        for value in given:
+            check_number(f"{name} in {option}", value, above=0)
+            if name == "num_steps" and value % 1:  # a config turns 5 into 5.0
+                raise FederationError(f"num_steps in {option} must be integers, got {value}")

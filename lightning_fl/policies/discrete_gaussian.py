@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,7 +19,8 @@ from lightning_fl.functional.discrete_gaussian import (
 )
 from lightning_fl.functional.randomness import RandomStream
 from lightning_fl.functional.tables import with_rows_of
-from lightning_fl.policies.base import RandomPolicy, local_steps
+from lightning_fl.options import check_choice, check_integer, check_number
+from lightning_fl.policies.base import RandomPolicy, check_values, local_steps
 from lightning_fl.types import FederationError, Feedback
 
 #: Range of learning rates and local steps in the paper's tasks; the paper does not give its grid.
@@ -110,19 +110,12 @@ class DiscreteGaussianReinforce(RandomPolicy):
         super().__init__(seed)
         self.grid = {k: list(v) for k, v in (GRID if grid is None else grid).items()}
         _check_grid(self.grid)
-        if not 0 <= policy_lr < math.inf:
-            raise FederationError(f"policy_lr must be finite and at least 0, got {policy_lr}")
-        if not centered <= window < math.inf or int(window) != window:
-            least = int(centered)
-            raise FederationError(f"window must be an integer of at least {least}, got {window}")
-        if optimizer not in ("sgd", "adam"):
-            raise FederationError(f"optimizer must be sgd or adam, got {optimizer!r}")
-        if loss not in ("validation", "clients"):
-            raise FederationError(f"loss must be validation or clients, got {loss!r}")
-        self.loss = loss
+        self.policy_lr = check_number("policy_lr", policy_lr, min=0)
+        self.window = check_integer("window", window, min=int(centered))
+        self.optimizer = check_choice("optimizer", optimizer, "sgd", "adam")
+        self.loss = check_choice("loss", loss, "validation", "clients")
         self.learns_from = frozenset(["val_loss" if loss == "validation" else "client_losses"])
-        self.policy_lr, self.window = policy_lr, int(window)
-        self.learn_precision, self.centered, self.optimizer = learn_precision, centered, optimizer
+        self.learn_precision, self.centered = learn_precision, centered
         axes = [normalized_axis(values) for values in self.grid.values()]
         #: Grid points, ``[n, D]``, with every axis scaled to [-0.5, 0.5].
         self.points = torch.cartesian_prod(*axes).view(-1, len(axes))
@@ -278,18 +271,10 @@ class DiscreteGaussianReinforce(RandomPolicy):
 def _check_grid(grid: Mapping[str, Sequence[float]]) -> None:
     if not grid or not all(grid.values()):
         raise FederationError(f"grid must have values for at least one name, got {grid}")
-    if {"num_steps", "local_epochs"} <= grid.keys():
-        raise FederationError(
-            "grid has num_steps and local_epochs, which both set the amount of local work: use only"
-            " one of them"
-        )
+    check_values("grid", grid)
     for name, values in grid.items():
-        if not all(0 < v < math.inf for v in values) or len(set(values)) != len(values):
-            raise FederationError(
-                f"grid must have distinct, positive and finite values for {name}, got {values}"
-            )
-        if name == "num_steps" and any(int(v) != v for v in values):
-            raise FederationError(f"num_steps must be integers, got {values}")
+        if len(set(values)) != len(values):
+            raise FederationError(f"grid must have distinct values for {name}, got {values}")
 
 
 def _root(precision: float | Sequence[Sequence[float]], size: int) -> Tensor:
@@ -298,11 +283,13 @@ def _root(precision: float | Sequence[Sequence[float]], size: int) -> Tensor:
         given = torch.tensor(precision, dtype=torch.float64)
     except (TypeError, ValueError):  # rows of different lengths
         given = torch.zeros(0)
+    if given.ndim == 0:
+        check_number("precision", precision, above=0)
     matrix = given * torch.eye(size, dtype=torch.float64) if given.ndim == 0 else given
     root, failed = torch.linalg.cholesky_ex(matrix) if matrix.shape == (size, size) else (matrix, 1)
     if failed or not torch.equal(matrix, matrix.mT):
         raise FederationError(
             f"precision must be a positive number or a positive definite {size}x{size} matrix, got"
-            f" {precision}"
+            f" {precision!r}"
         )
     return root

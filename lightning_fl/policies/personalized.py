@@ -13,7 +13,8 @@ from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import check_losses
 from lightning_fl.functional.randomness import RandomStream, derive_seed
 from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
-from lightning_fl.policies.base import RandomPolicy, local_steps
+from lightning_fl.options import check_choice, check_number
+from lightning_fl.policies.base import RandomPolicy, check_values, local_steps
 from lightning_fl.types import FederationError, Feedback
 
 if TYPE_CHECKING:
@@ -103,14 +104,10 @@ class PersonalizedPolicyGradient(RandomPolicy):
         super().__init__(seed)
         self.candidates = [dict(each) for each in candidates]
         _check(self.candidates)
-        if method not in ("contribution", "reward"):
-            raise FederationError(f"method must be contribution or reward, got {method!r}")
-        if not 0 <= step < math.inf:
-            raise FederationError(f"step must be finite and at least 0, got {step}")
-        if not 0 <= floor < 1:
-            raise FederationError(f"floor must be in [0, 1), got {floor}")
-        self.method, self.step, self.floor, self.monitor = method, step, floor, monitor
-        self.baseline, self.normalize = baseline, normalize
+        self.method = check_choice("method", method, "contribution", "reward")
+        self.step = check_number("step", step, min=0)
+        self.floor = check_number("floor", floor, min=0, below=1)
+        self.baseline, self.normalize, self.monitor = baseline, normalize, monitor
         self.learns_from = frozenset(["contributions"] if method == "contribution" else [])
         size = (PLACES, len(self.candidates))
         #: Logits of each client, ``[places, H]``.
@@ -296,16 +293,4 @@ def _check(candidates: list[dict[str, float]]) -> None:
         raise FederationError(
             f"candidates must be at least two settings with the same names, got {candidates}"
         )
-    if {"num_steps", "local_epochs"} <= names:
-        raise FederationError(
-            "candidates have num_steps and local_epochs, which both set the amount of local work:"
-            " use only one of them"
-        )
-    for candidate in candidates:
-        for name, value in candidate.items():
-            whole = name != "num_steps" or int(value) == value
-            if not 0 < value < math.inf or not whole:
-                raise FederationError(
-                    f"candidates must have positive, finite values, and integers for num_steps, got"
-                    f" {name}={value}"
-                )
+    check_values("candidates", {name: [c[name] for c in candidates] for name in names})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_fl.options import check_integer, check_number
 from lightning_fl.policies.base import HyperparameterPolicy
 from lightning_fl.types import FederationError
 
@@ -46,17 +47,14 @@ class Schedule(HyperparameterPolicy):
                 f"num_steps={num_steps} and local_epochs={local_epochs} both set the amount of"
                 " local work: use only one of them"
             )
-        if num_steps is not None and (num_steps < 1 or int(num_steps) != num_steps):
-            raise FederationError(f"num_steps must be an integer of at least 1, got {num_steps}")
+        self.num_steps = check_integer("num_steps", num_steps, min=1, optional=True)
+        self.lr = check_number("lr", lr, above=0, optional=True)
+        self.decay = check_number("decay", decay, above=0)
+        self.steps_decay = check_number("steps_decay", steps_decay, above=0)
         if steps_decay != 1 and num_steps is None:
             raise FederationError(f"steps_decay={steps_decay} requires num_steps: set num_steps")
-        positive = {"lr": lr, "local_epochs": local_epochs}
-        for name, value in (positive | {"decay": decay, "steps_decay": steps_decay}).items():
-            if value is not None and not 0 < value < float("inf"):
-                raise FederationError(f"{name} must be positive and finite, got {value}")
-        self.lr, self.num_steps = lr, num_steps
-        self.decay, self.steps_decay = decay, steps_decay
-        self.local_epochs = 1.0 if num_steps is None and local_epochs is None else local_epochs
+        epochs = 1.0 if num_steps is None and local_epochs is None else local_epochs
+        self.local_epochs = check_number("local_epochs", epochs, above=0, optional=True)
 
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
         """Return the values of the round, one per client."""

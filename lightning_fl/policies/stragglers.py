@@ -10,9 +10,10 @@ from torch import Tensor
 
 from lightning_fl.federation.context import Federation
 from lightning_fl.functional.randomness import RandomStream
+from lightning_fl.options import check_number
 from lightning_fl.policies.base import HyperparameterPolicy, RandomPolicy
 from lightning_fl.policies.schedule import Schedule
-from lightning_fl.types import FederationError, Feedback
+from lightning_fl.types import Feedback
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,9 +53,7 @@ class Stragglers(RandomPolicy):
         seed: int | None = None,
     ) -> None:
         super().__init__(seed)
-        if not 0 <= fraction <= 1:
-            raise FederationError(f"fraction must be in [0, 1], got {fraction}")
-        self.fraction, self.drop = fraction, drop
+        self.fraction, self.drop = check_number("fraction", fraction, min=0, max=1), drop
         self.policy = Schedule() if policy is None else policy
         self.learns_from = self.policy.learns_from
 

@@ -12,6 +12,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_fl.options import check_integer
 from lightning_fl.runners.base import BufferPolicy, ClientRunner, local_parameters
 from lightning_fl.runners.constants import constant_parameters
 from lightning_fl.runners.groups import clients_at_once, device_memory, has_convolutions, num_steps
@@ -80,9 +81,8 @@ class VectorizedClients(LightningModule):
         if not isinstance(module, LightningModule) or isinstance(module, VectorizedClients):
             raise FederationError(f"VectorizedClients takes a LightningModule, got {module!r}")
         for name, value in (("group_size", group_size), ("steps_per_batch", steps_per_batch)):
-            is_number = isinstance(value, int) and not isinstance(value, bool)
-            if value != "auto" and not (is_number and value >= 1):
-                raise FederationError(f"{name} must be auto or an integer >= 1, got {value!r}")
+            if value != "auto":
+                check_integer(name, value, min=1, hint="pass an integer or auto")
         for name, option in (
             ("compile", compile),
             ("fast_matmul", fast_matmul),

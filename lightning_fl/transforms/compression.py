@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_fl.functional.compression import quantized, signs, top_k
+from lightning_fl.options import check_integer, check_number
 from lightning_fl.transforms.base import Message, UpdateTransform
-from lightning_fl.types import FederationError
 
 
 class Compression(UpdateTransform):
@@ -68,9 +68,7 @@ class TopK(Compression):
 
     def __init__(self, fraction: float = 0.1, error_feedback: bool = True) -> None:
         super().__init__(error_feedback)
-        if not 0 < fraction <= 1:
-            raise FederationError(f"fraction must be in (0, 1], got {fraction}")
-        self.fraction = fraction
+        self.fraction = check_number("fraction", fraction, above=0, max=1)
 
     def _count(self, numbers: int) -> int:
         return max(1, math.ceil(self.fraction * numbers - 1e-9))
@@ -107,10 +105,8 @@ class Quantize(Compression):
     """
 
     def __init__(self, bits: int = 8, error_feedback: bool | None = None) -> None:
-        if not 1 <= bits <= 16 or int(bits) != bits:
-            raise FederationError(f"bits must be an integer from 1 to 16, got {bits}")
         super().__init__(bits == 1 if error_feedback is None else error_feedback)
-        self.bits = int(bits)
+        self.bits = check_integer("bits", bits, min=1, max=16)
 
     def compressed(self, update: Tensor, generator: torch.Generator) -> Tensor:
         """Return the quantized update; see :class:`Compression`."""

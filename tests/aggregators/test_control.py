@@ -193,12 +193,15 @@ def test_saved_after_two_rounds_it_goes_on_as_if_nothing_had_been(tmp_path, make
     ("make", "words"),
     [
         (lambda: FedControl(0.7, 0.5), "sum to at most 1, got 0.7 and 0.5"),
-        (lambda: FedControl(-0.1, 0.5), "at least 0"),
-        (lambda: FedControl(decay=1.2), r"decay must be in \[0, 1\], got 1.2"),
-        (lambda: FedControl(least=0.0), "least must be positive and finite, got 0.0"),
-        (lambda: FedPIDAvg(cancellation=1.0), r"cancellation must be in \[0, 1\), got 1.0"),
+        (lambda: FedControl(-0.1, 0.5), "alpha must be a finite number of at least 0, got -0.1"),
+        (lambda: FedControl(decay=1.2), r"decay must be a number in \[0, 1\], got 1.2"),
+        (lambda: FedControl(least=0.0), "least must be a finite number greater than 0, got 0.0"),
+        (
+            lambda: FedPIDAvg(cancellation=1.0),
+            r"cancellation must be a number in \[0, 1\), got 1.0",
+        ),
         (lambda: FedPIDAvg(window=0), "window must be an integer of at least 1, got 0"),
-        (lambda: FedCostWAvg(1.5), r"alpha must be in \[0, 1\], got 1.5"),
+        (lambda: FedCostWAvg(1.5), r"alpha must be a number in \[0, 1\], got 1.5"),
     ],
 )
 def test_wrong_options(make, words):

@@ -87,8 +87,8 @@ def test_a_resumed_federation_is_bit_equal(fit, foreign, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"graph": "star"}, "graph must be one of"),
-        ({"probability": 0.0}, r"probability must be in \(0, 1\], got 0.0"),
+        ({"graph": "star"}, "graph must be ring, .* or .*, got 'star'"),
+        ({"probability": 0.0}, r"probability must be a number in \(0, 1\], got 0.0"),
         ({"mixing_matrix": [[1.0, 2.0], [3.0]]}, "mixing_matrix must be rows of numbers"),
         ({"mixing_matrix": [[0.0, 1.0], [1.0, 0.0]]}, "oscillates between two groups"),
     ],

@@ -189,7 +189,7 @@ def test_networks_that_go_on_alone(fit, data):
     ("options", "message"),
     [
         ({"fresh": 2.5}, "fresh must be an integer"),
-        ({"fresh": -1}, "fresh must be at least 0"),
+        ({"fresh": -1}, "fresh must be an integer of at least 0"),
         ({"noise": float("nan")}, "noise must be"),
     ],
 )

@@ -310,7 +310,10 @@ def test_what_cannot_be_private_is_refused(simulate, fit, foreign):
             simulate(aggregator=DPFedAvg(), policy=policy)
     with pytest.raises(FederationError, match=r"got 0\.2: increase count_noise"):
         simulate(aggregator=DPFedAvg(quantile=0.5))
-    with pytest.raises(FederationError, match=r"count_noise must be at most .* round, 4, got 5"):
+    with pytest.raises(
+        FederationError,
+        match=r"count_noise must be a number in \(0, 4\], got 5.* clients per round",
+    ):
         simulate(aggregator=DPFedAvg(quantile=0.5, count_noise=5.0))
     with pytest.raises(
         FederationError, match="no privacy accountant supports this sampling of 2 of 4"
@@ -427,12 +430,15 @@ def test_policies_do_not_hear_single_clients(simulate):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"noise_multiplier": -1.0}, "noise_multiplier must be at least 0, got -1.0"),
-        ({"clip_norm": 0.0}, "clip_norm must be positive and finite, got 0.0"),
-        ({"delta": 1.0}, "delta must be between 0 and 1, got 1.0"),
-        ({"quantile": 1.5}, "quantile must be from 0 to 1, or None, got 1.5"),
-        ({"clip_lr": -1.0}, "clip_lr must be positive"),
-        ({"clip_lr": 11.0}, "clip_lr must be at most 10"),
+        (
+            {"noise_multiplier": -1.0},
+            "noise_multiplier must be a finite number of at least 0, got -1.0",
+        ),
+        ({"clip_norm": 0.0}, "clip_norm must be a finite number greater than 0, got 0.0"),
+        ({"delta": 1.0}, r"delta must be a number in \(0, 1\), or None, got 1.0"),
+        ({"quantile": 1.5}, r"quantile must be a number in \[0, 1\], or None, got 1.5"),
+        ({"clip_lr": -1.0}, r"clip_lr must be a number in \(0, 10\], got -1.0"),
+        ({"clip_lr": 11.0}, r"clip_lr must be a number in \(0, 10\], got 11.0: the paper uses 0.2"),
         ({"quantile": 0.5, "count_noise": 0.5}, "more than half of the noise multiplier 1"),
     ],
 )

@@ -143,11 +143,17 @@ def test_too_few_clients(fit, data):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TrimmedMean(0.5), r"fraction must be in \[0, 0.5\), got 0.5"),
-        (lambda: Krum(-1), "attackers must be an integer"),
-        (lambda: Krum(1, keep=5), "keep must be from 1 to attackers"),
+        (lambda: TrimmedMean(0.5), r"fraction must be a number in \[0, 0.5\), got 0.5"),
+        (
+            lambda: Krum(-1),
+            "attackers must be an integer of at least 0, got -1: set it to the maximum",
+        ),
+        (
+            lambda: Krum(1, keep=5),
+            r"keep must be an integer in \[1, 4\], got 5: the maximum is attackers",
+        ),
         (lambda: GeometricMedian("size"), "weighting must be samples or uniform"),
-        (lambda: NormClipping(0.0), "max_norm must be positive"),
+        (lambda: NormClipping(0.0), "max_norm must be a finite number greater than 0"),
     ],
 )
 def test_bad_options(make, message):

@@ -72,7 +72,9 @@ def test_stages_that_do_not_fit():
         FederationError, match="aggregators must have one more entry than rounds, got 1"
     ):
         Staged([3], [FedAvg()])
-    with pytest.raises(FederationError, match="rounds must be integers of at least 1"):
+    with pytest.raises(
+        FederationError, match=r"rounds\[0\] must be an integer of at least 1, got 0"
+    ):
         StagedPolicy([0], [Schedule(), Schedule()])
 
 

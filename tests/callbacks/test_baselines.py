@@ -228,9 +228,9 @@ def test_what_is_refused(run):
     with pytest.raises(FederationError, match="got FedAvg"):
         run(MatchingBaselines(), FedAvg())
     for options, message in (
-        ({"epochs": 0}, "epochs must be a positive integer"),
+        ({"epochs": 0}, "epochs must be an integer of at least 1, got 0"),
         ({"batch_size": 0.5}, "batch_size must be"),
-        ({"lr": 0}, "lr must be positive"),
+        ({"lr": 0}, "lr must be a finite number greater than 0"),
     ):
         with pytest.raises(FederationError, match=message):
             MatchingBaselines(**options)

@@ -220,11 +220,17 @@ def test_no_trace_and_no_text(tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ClientFaults(dropout=1.2), "dropout must be a probability in \\[0, 1\\], got 1.2"),
+        (lambda: ClientFaults(dropout=1.2), "dropout must be a number in \\[0, 1\\], got 1.2"),
         (lambda: ClientFaults(dropout=0.6, nan=0.6), "at most one fault per round, got 1.2"),
-        (lambda: ClientFaults(straggler_factor=0.5), "straggler_factor must be at least 1"),
-        (lambda: ClientFaults(bandwidth=0.0), "bandwidth must be positive"),
-        (lambda: ClientFaults(deadline=-1.0), "deadline must be positive"),
+        (
+            lambda: ClientFaults(straggler_factor=0.5),
+            "straggler_factor must be a finite number of at least 1",
+        ),
+        (lambda: ClientFaults(bandwidth=0.0), r"bandwidth must be a number in \(0, inf\], got 0.0"),
+        (
+            lambda: ClientFaults(deadline=-1.0),
+            r"deadline must be a number in \(0, inf\], or None, got -1.0",
+        ),
     ],
 )
 def test_bad_options(make, message):

@@ -183,7 +183,9 @@ def test_a_resumed_run_has_the_same_baseline(train, tmp_path):
 def test_what_is_missing_is_named(train, fit, data, foreign):
     with pytest.raises(FederationError, match="set local_test_size"):
         train(PersonalizedEvaluation(), datamodule=data(local_test_size=0.0))
-    with pytest.raises(FederationError, match=r"local_test_size must be in \[0, 1\), got 1.0"):
+    with pytest.raises(
+        FederationError, match=r"local_test_size must be a number in \[0, 1\), got 1.0"
+    ):
         data(local_test_size=1.0)
     single = data(partition=None, local_test_size=0.5)
     single.num_clients = 144
@@ -194,10 +196,10 @@ def test_what_is_missing_is_named(train, fit, data, foreign):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"steps": -1}, "steps must be a non-negative integer, got -1"),
-        ({"local_steps": 0.5}, "local_steps must be a non-negative integer"),
-        ({"lr": 0.0}, "lr must be positive"),
-        ({"every_n_rounds": 0}, "every_n_rounds must be at least 1"),
+        ({"steps": -1}, "steps must be an integer of at least 0, got -1"),
+        ({"local_steps": 0.5}, "local_steps must be an integer of at least 0, got 0.5"),
+        ({"lr": 0.0}, "lr must be a finite number greater than 0"),
+        ({"every_n_rounds": 0}, "every_n_rounds must be an integer of at least 1"),
     ],
 )
 def test_wrong_options(options, words):

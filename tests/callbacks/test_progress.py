@@ -273,7 +273,9 @@ def test_without_a_federation_there_are_no_rounds_to_show(trainer, data):
 
 @pytest.mark.parametrize("lines", [0, -1])
 def test_one_line_is_the_least(lines):
-    with pytest.raises(FederationError, match=f"lines must be at least 1, got {lines}"):
+    with pytest.raises(
+        FederationError, match=f"lines must be an integer of at least 1, got {lines}"
+    ):
         RoundProgress(lines)
 
 

@@ -397,7 +397,7 @@ def test_where_nothing_can_be_measured_the_reason_is_noted(
 
 @pytest.mark.parametrize("value", [-1, 0.5])
 def test_client_samples_is_a_number(value):
-    with pytest.raises(FederationError, match=f"non-negative integer, got {value}"):
+    with pytest.raises(FederationError, match=f"an integer of at least 0, got {value}"):
         RunReport(value)
 
 

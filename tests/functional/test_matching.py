@@ -730,14 +730,17 @@ def test_clients_of_different_widths_and_a_start():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"client_variance": 0.0}, "client_variance must be positive and finite, got 0.0"),
-        ({"prior_variance": -1.0}, "prior_variance must be positive"),
-        ({"gamma": float("nan")}, "gamma must be positive"),
-        ({"bias_mean": float("inf")}, "bias_mean must be finite, got inf"),
-        ({"popularity": float("inf")}, "popularity must be at least 0, got inf"),
-        ({"cap": 0}, "cap must be at least 1, got 0"),
-        ({"max_width": True}, "max_width must be an integer, got True"),
-        ({"sweeps": -1}, "sweeps must be at least 0, got -1"),
+        (
+            {"client_variance": 0.0},
+            "client_variance must be a finite number greater than 0, got 0.0",
+        ),
+        ({"prior_variance": -1.0}, "prior_variance must be a finite number greater than 0"),
+        ({"gamma": float("nan")}, "gamma must be a finite number greater than 0"),
+        ({"bias_mean": float("inf")}, "bias_mean must be a finite number, got inf"),
+        ({"popularity": float("inf")}, "popularity must be a finite number of at least 0, got inf"),
+        ({"cap": 0}, "cap must be an integer of at least 1, or None, got 0"),
+        ({"max_width": True}, "max_width must be an integer of at least 1, or None, got True"),
+        ({"sweeps": -1}, "sweeps must be an integer of at least 0, got -1"),
         ({"accept": "never"}, "accept must be always or improvement, got 'never'"),
     ],
 )

@@ -99,9 +99,9 @@ def test_noise_for_a_target(cohort):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((0.0, 1e-5, 1), "target epsilon must be positive"),
-        ((1.0, 1.0, 1), "delta must be between 0 and 1, got 1.0"),
-        ((1.0, 1e-5, 0), "rounds must be at least 1, got 0"),
+        ((0.0, 1e-5, 1), "target epsilon must be a finite number greater than 0"),
+        ((1.0, 1.0, 1), r"delta must be a number in \(0, 1\), got 1.0"),
+        ((1.0, 1e-5, 0), "rounds must be an integer of at least 1, got 0"),
         ((1e4, 1e-5, 1), "epsilon 10000 requires almost no noise"),
     ],
 )

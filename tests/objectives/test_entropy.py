@@ -57,7 +57,7 @@ def test_weight_divergence_is_twice_the_proximal_term():
 @pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
 def test_values_out_of_range_are_refused(value):
     for make in (EntropyRegularizer, WeightDivergence, lambda v: EntropyRegularizer(1.0, v)):
-        with pytest.raises(FederationError, match=f"finite and at least 0, got {value}"):
+        with pytest.raises(FederationError, match=f"a finite number of at least 0, got {value}"):
             make(value)
 
 

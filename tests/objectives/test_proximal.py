@@ -31,5 +31,7 @@ def test_it_has_nothing_to_learn_or_to_save():
 
 @pytest.mark.parametrize("mu", [-0.1, float("nan"), float("inf")])
 def test_a_mu_out_of_range_is_refused(mu):
-    with pytest.raises(FederationError, match=f"mu must be finite and at least 0, got {mu}"):
+    with pytest.raises(
+        FederationError, match=f"mu must be a finite number of at least 0, got {mu}"
+    ):
         Proximal(mu=mu)

@@ -341,10 +341,13 @@ def test_one_bad_round_does_not_decide_all_later_ones(bad):
     ("options", "words"),
     [
         ({"grid": {"num_steps": [3], "local_epochs": [1, 2]}}, "both set the amount of local work"),
-        ({"grid": {"lr": [0.0, 0.1]}}, "positive and finite values for lr"),
+        (
+            {"grid": {"lr": [0.0, 0.1]}},
+            "lr in grid must be a finite number greater than 0, got 0.0",
+        ),
         ({"precision": [[1.0, 2.0], [3.0]]}, "precision must be"),
         ({"window": math.inf}, "window must be an integer"),
-        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"seed": -1}, "seed must be an integer of at least 0, or None, got -1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, words):

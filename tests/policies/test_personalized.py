@@ -227,15 +227,21 @@ def test_without_validation_or_losses_it_is_refused(fit, foreign, blobs):
     [
         ({"candidates": [{"lr": 0.1}]}, "at least two settings"),
         ({"candidates": [{"lr": 0.1}, {"num_steps": 3}]}, "with the same names"),
-        ({"candidates": [{"lr": 0.0}, {"lr": 0.1}]}, "positive, finite values.*lr=0.0"),
-        ({"candidates": [{"num_steps": 1}, {"num_steps": 1.5}]}, "num_steps=1.5"),
+        (
+            {"candidates": [{"lr": 0.0}, {"lr": 0.1}]},
+            "lr in candidates must be a finite number greater than 0, got 0.0",
+        ),
+        (
+            {"candidates": [{"num_steps": 1}, {"num_steps": 1.5}]},
+            "num_steps in candidates must be integers, got 1.5",
+        ),
         (
             {"candidates": [{"num_steps": 1, "local_epochs": 2}] * 2},
             "both set the amount of local work",
         ),
         ({"method": "plain"}, "method must be contribution or reward, got 'plain'"),
-        ({"step": -1.0}, "step must be finite and at least 0"),
-        ({"floor": 1.0}, r"floor must be in \[0, 1\), got 1.0"),
+        ({"step": -1.0}, "step must be a finite number of at least 0"),
+        ({"floor": 1.0}, r"floor must be a number in \[0, 1\), got 1.0"),
     ],
 )
 def test_wrong_options(options, words):

@@ -47,16 +47,16 @@ def test_two_kinds_of_work_are_refused():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_steps": 0}, "num_steps must be an integer of at least 1, got 0"),
+        ({"num_steps": 0}, "num_steps must be an integer of at least 1, or None, got 0"),
         ({"num_steps": -1}, "got -1"),
         ({"num_steps": 1.5}, r"got 1\.5"),
-        ({"lr": 0}, "lr must be positive and finite, got 0"),
+        ({"lr": 0}, "lr must be a finite number greater than 0, or None, got 0"),
         ({"lr": -0.1}, "lr must be"),
         ({"lr": float("nan")}, "lr must be .* got nan"),
         ({"lr": float("inf")}, "lr must be .* got inf"),
-        ({"local_epochs": 0}, "local_epochs must be positive"),
-        ({"decay": 0}, "decay must be positive"),
-        ({"decay": float("inf")}, "decay must be positive and finite"),
+        ({"local_epochs": 0}, "local_epochs must be a finite number greater than 0"),
+        ({"decay": 0}, "decay must be a finite number greater than 0"),
+        ({"decay": float("inf")}, "decay must be a finite number greater than 0"),
     ],
 )
 def test_values_out_of_range_are_refused(options, words):

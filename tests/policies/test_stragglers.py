@@ -76,5 +76,5 @@ def test_a_policy_that_learns_does_so(fit, foreign):
 
 
 def test_wrong_fraction():
-    with pytest.raises(FederationError, match=r"fraction must be in \[0, 1\], got 1.5"):
+    with pytest.raises(FederationError, match=r"fraction must be a number in \[0, 1\], got 1.5"):
         Stragglers(1.5)

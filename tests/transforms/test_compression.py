@@ -163,8 +163,8 @@ def test_personal_evaluation_is_not_disturbed(fit, data):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TopK(0.0), r"fraction must be in \(0, 1\], got 0.0"),
-        (lambda: Quantize(0), "bits must be an integer from 1 to 16"),
+        (lambda: TopK(0.0), r"fraction must be a number in \(0, 1\], got 0.0"),
+        (lambda: Quantize(0), r"bits must be an integer in \[1, 16\], got 0"),
         (lambda: Quantize(2.5), "bits must be an integer"),
         (
             lambda: FederatedLoop(update_transforms=[TopK]),

@@ -1,0 +1,123 @@
+"""Check the options of constructors and functions."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from lightning_fl.types import FederationError
+
+T = TypeVar("T")
+
+
+def check_number(
+    name: str,
+    value: T,
+    *,
+    min: float | None = None,
+    max: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    integer: bool = False,
+    optional: bool = False,
+    hint: str = "",
+) -> T:
+    """Return a finite Python or numpy number as a Python number; raise for other values.
+
+    Args:
+        name: Name of the option for the error message.
+        value: Its value. Booleans and strings are refused.
+        min: Smallest allowed value.
+        max: Largest allowed value; infinity allows infinity.
+        above: Lower bound; not allowed itself.
+        below: Upper bound; not allowed itself.
+        integer: Whether only integers are allowed.
+        optional: Whether None is allowed.
+        hint: How to fix a wrong value; the end of the error message.
+
+    Raises:
+        FederationError: If the value is not a number or out of range.
+
+    Example:
+        >>> check_number("fraction", 0.5, above=0, max=1)
+        0.5
+        >>> check_number("lr", float("nan"), above=0)
+        Traceback (most recent call last):
+        lightning_fl.types.FederationError: lr must be a finite number greater than 0, got nan
+    """
+    number: Any = value.item() if isinstance(value, np.generic) else value
+    if value is None and optional:
+        return value
+    if (
+        isinstance(number, int if integer else int | float)
+        and not isinstance(number, bool)
+        and number > -np.inf
+        and (number < np.inf or max == np.inf)
+        and (min is None or number >= min)
+        and (max is None or number <= max)
+        and (above is None or number > above)
+        and (below is None or number < below)
+    ):
+        return cast("T", number)
+    if max is not None or below is not None:
+        low = f"[{min}" if min is not None else f"({-np.inf if above is None else above}"
+        limits = f" in {low}, {max}]" if below is None else f" in {low}, {below})"
+    else:
+        limits = f" of at least {min}" if min is not None else ""
+        limits += f" greater than {above}" if above is not None else ""
+    kind = "an integer" if integer else "a number" if " in " in limits else "a finite number"
+    none, fix = ", or None" * optional, f": {hint}" * bool(hint)
+    raise FederationError(f"{name} must be {kind}{limits}{none}, got {value!r:.200}{fix}")
+
+
+def check_integer(
+    name: str,
+    value: T,
+    *,
+    min: int | None = None,
+    max: int | None = None,
+    optional: bool = False,
+    hint: str = "",
+) -> T:
+    """Return a Python or numpy integer as a Python integer; see :func:`check_number`.
+
+    Args:
+        name: Name of the option for the error message.
+        value: Its value. Booleans, strings and floats such as 2.0 are refused.
+        min: Smallest allowed value.
+        max: Largest allowed value.
+        optional: Whether None is allowed.
+        hint: How to fix a wrong value; the end of the error message.
+
+    Raises:
+        FederationError: If the value is not an integer or out of range.
+
+    Example:
+        >>> check_integer("window", 0, min=1)
+        Traceback (most recent call last):
+        lightning_fl.types.FederationError: window must be an integer of at least 1, got 0
+    """
+    return check_number(name, value, min=min, max=max, integer=True, optional=optional, hint=hint)
+
+
+def check_choice(name: str, value: T, *allowed: str) -> T:
+    """Return a string if it is one of those allowed; raise otherwise.
+
+    Args:
+        name: Name of the option for the error message.
+        value: Its value.
+        allowed: Allowed strings.
+
+    Raises:
+        FederationError: If the value is not allowed.
+
+    Example:
+        >>> check_choice("weighting", "sample", "samples", "uniform")
+        Traceback (most recent call last):
+        lightning_fl.types.FederationError: weighting must be samples or uniform, got 'sample'
+    """
+    if not isinstance(value, str) or value not in allowed:
+        words = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+        raise FederationError(f"{name} must be {words}, got {value!r:.200}")
+    return value

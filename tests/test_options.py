@@ -1,0 +1,163 @@
+"""The checks of options, and that every constructor of the package uses them."""
+
+import importlib
+import inspect
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_fl import aggregators, policies
+from lightning_fl.options import check_choice, check_integer, check_number
+from lightning_fl.types import FederationError
+
+
+@pytest.mark.parametrize(
+    ("value", "limits"),
+    [
+        (0, {"min": 0}),
+        (1, {"max": 1}),
+        (-1e300, {"below": 0}),
+        (0.5, {"above": 0, "below": 1}),
+        (10**400, {"above": 0}),
+        (None, {"optional": True}),
+        (math.inf, {"above": 0, "max": math.inf}),
+    ],
+)
+def test_a_number_in_range_is_returned(value, limits):
+    assert check_number("x", value, **limits) is value
+
+
+@pytest.mark.parametrize(
+    ("value", "limits", "allowed"),
+    [
+        (-1, {"min": 0}, "a finite number of at least 0"),
+        (0, {"above": 0}, "a finite number greater than 0"),
+        (math.inf, {"above": 0}, "a finite number greater than 0"),
+        (math.inf, {}, "a finite number"),
+        (2, {"max": 1}, "a number in (-inf, 1]"),
+        (-math.inf, {"max": math.inf}, "a number in (-inf, inf]"),
+        (math.nan, {"above": 0, "max": math.inf}, "a number in (0, inf]"),
+        (1, {"min": 0, "below": 1}, "a number in [0, 1)"),
+        (0.0, {"above": 0, "max": 1, "optional": True}, "a number in (0, 1], or None"),
+        (None, {"min": 0}, "a finite number of at least 0"),
+    ],
+)
+def test_the_error_says_what_is_allowed(value, limits, allowed):
+    with pytest.raises(
+        FederationError, match=f"^{re.escape(f'x must be {allowed}, got {value}')}$"
+    ):
+        check_number("x", value, **limits)
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, np.float64("nan"), True, np.bool_(True), "1", [1], torch.ones(()), 1j]
+)
+def test_what_is_not_a_number_is_refused(value):
+    for check in (check_number, check_integer):
+        with pytest.raises(FederationError, match=re.escape(f"got {value!r}: use 1")):
+            check("x", value, optional=True, hint="use 1")
+
+
+@pytest.mark.parametrize("value", [1.0, 0, 5, np.float32(2), None])
+def test_integers(value):
+    assert check_integer("n", 1, min=1, max=4) == 1
+    assert check_integer("n", None, optional=True) is None
+    with pytest.raises(FederationError, match=r"n must be an integer in \[1, 4\], got"):
+        check_integer("n", value, min=1, max=4)
+
+
+def test_numbers_of_numpy_become_numbers_of_python():
+    assert type(check_number("x", np.float32(0.5), max=1)) is float
+    assert type(check_number("x", np.int64(2), min=2)) is int
+    assert type(check_integer("x", np.uint8(2))) is int
+
+
+@pytest.mark.parametrize("value", ["", "c", None, True, 1, ["a"], np.array(["a", "b"])])
+def test_choices(value):
+    assert check_choice("x", "a", "a", "b") == "a"
+    with pytest.raises(FederationError, match="x must be a, b or cc, got"):
+        check_choice("x", value, "a", "b", "cc")
+
+
+# --- every constructor ----------------------------------------------------------------------------
+
+#: Arguments without which classes cannot be constructed.
+REQUIRED = {
+    "fraction": 0.5,
+    "candidates": [{"lr": 0.1}, {"lr": 0.2}],
+    "module": nn.Linear(1, 1),
+    "net": nn.Linear(1, 1),
+    "params": [torch.zeros(1)],
+    "rate": 8000,
+    "rule": "adam",
+    "samples": 8000,
+    "sizes": [1, 1],
+}
+
+#: Modules of the public classes.
+ROOMS = [
+    "aggregators",
+    "callbacks",
+    "datamodules",
+    "models",
+    "objectives",
+    "optimizers",
+    "partition",
+    "policies",
+    "samplers",
+    "strategies",
+    "transforms",
+]
+
+#: Classes with checks of their own.
+CHECKED_ELSEWHERE = ("FederatedLoop", "Manifest")
+
+
+def options():
+    """Return class and name of every numeric option of the public classes."""
+    found = []
+    for room in ROOMS:
+        module = importlib.import_module(f"lightning_fl.{room}")
+        for name, made in vars(module).items():
+            is_own = inspect.isclass(made) and made.__module__.startswith(module.__name__)
+            is_public = not name.startswith("_") and name not in CHECKED_ELSEWHERE
+            if is_own and is_public and not inspect.isabstract(made):
+                found += [(made, option) for option in numeric(made)]
+    return found
+
+
+def numeric(made):
+    """Return the names of the options that are numbers, also those passed on as ``**options``."""
+    names = {}
+    for base in made.__mro__:
+        if base.__module__.startswith("lightning_fl") and "__init__" in vars(base):
+            parameters = inspect.signature(base.__init__).parameters.values()
+            for parameter in parameters:
+                kinds = re.sub(r"\[.*\]", "", str(parameter.annotation)).split(" | ")
+                if {"int", "float"} & {*kinds}:
+                    names[parameter.name] = None
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+    return list(names)
+
+
+@pytest.mark.parametrize(("made", "option"), options())
+def test_every_constructor_refuses(made, option):
+    parameters = inspect.signature(made).parameters
+    given = {name: REQUIRED[name] for name in parameters if name in REQUIRED}
+    for value in (math.nan, True, "1"):
+        with pytest.raises(FederationError, match=rf"\b{option}\b.* must be .*, got {value!r}"):
+            made(**{**given, option: value})
+
+
+def test_the_options_of_every_constructor_are_found():
+    assert {
+        (policies.Schedule, "lr"),
+        (aggregators.PFNM, "sweeps"),
+        (aggregators.FedAdam, "tau"),
+    } <= {*options()}
+    assert len(options()) > 150
