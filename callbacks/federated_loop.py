@@ -33,7 +33,6 @@ from lightning_fl.callbacks.hyperparameters import (
 )
 from lightning_fl.callbacks.step_hooks import StepEvents, follow_steps
 from lightning_fl.federation.boundary import RoundBoundary
-from lightning_fl.federation.checkpoint_checks import error_context
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.dropped import DropWarnings
 from lightning_fl.federation.measures import Measures, evaluating
@@ -344,8 +343,7 @@ class FederatedLoop(Callback):
         if not is_new:
             if not self._resume.pending:  # Lightning does not call load_state_dict then
                 raise not_of_a_federation(trainer)
-            with error_context(f"{trainer.ckpt_path} cannot be resumed"):
-                self._resume.restore(fit)
+            self._resume.restore(fit)
         boundary = self._noted
         boundary.chosen = lambda: {"runner": c} if (c := self.runner.choices()) else {}
         boundary.call_before_checkpoints(self._note_close)
@@ -683,12 +681,12 @@ class FederatedLoop(Callback):
         """Check that the checkpoint belongs to this federation. Tests load parameters only."""
         state = checkpoint["callbacks"].get(self.state_key)
         is_fit = trainer.state.fn == TrainerFn.FITTING
-        if state == NOT_BEGUN and is_fit:
-            checkpoint |= {"optimizer_states": [], "lr_schedulers": []}
-            checkpoint.pop("loops", None)
-            return
         is_begun = "loops" in checkpoint
         check_contents(trainer, checkpoint, state)
+        if state == NOT_BEGUN and is_fit:
+            checkpoint |= {"optimizer_states": [], "lr_schedulers": []}
+            del checkpoint["loops"]
+            return
         if not is_fit:
             return
         self._resume.check(trainer, pl_module, checkpoint, state, self.seed is not None)

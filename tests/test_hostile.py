@@ -19,7 +19,7 @@ from lightning_fl.aggregators import PFNM
 from lightning_fl.callbacks import AtomicCheckpointIO, FederatedLoop, RoundCheckpoint
 from lightning_fl.callbacks.faults import FAULTS, read_trace
 from lightning_fl.cli import main
-from lightning_fl.federation.checkpoint_checks import STATE
+from lightning_fl.federation.resume import STATE
 from lightning_fl.partition import IID
 from lightning_fl.partition.manifest import Manifest
 from lightning_fl.policies import DiscreteGaussianReinforce

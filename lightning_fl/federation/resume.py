@@ -1,37 +1,69 @@
-"""State of a federation in checkpoints, and resuming from it."""
+"""State of a federation in checkpoints, and resuming from it.
+
+A checkpoint may be damaged or untrusted. It is compared with the running federation before it is
+used: :func:`check_contents` when it is loaded, the rest in :meth:`Resume.restore`.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.federation.boundary import frozen
-from lightning_fl.federation.checkpoint_checks import (
-    check_buffers,
-    check_progress,
-    check_round,
-    check_rows,
-    check_rule,
-    check_state,
-    check_states,
-    error_context,
-    one_line,
-)
+from lightning_fl.federation.compare import COUNT, SMALL, compare
 from lightning_fl.federation.round import Fit
 from lightning_fl.federation.table import RoundTable
+from lightning_fl.files import error_context, short_repr
 from lightning_fl.policies import HyperparameterPolicy
+from lightning_fl.store import unpack
 from lightning_fl.types import FederationError
 
 #: State of the loop in a checkpoint written before the fit has started.
 NOT_BEGUN = {"round": 0}
+_NUMBER = torch.zeros(())
+#: Entries that Lightning's callbacks read from their states.
+_PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
+_CALLBACKS: dict[type, dict[str, Any]] = {
+    ModelCheckpoint: {
+        **dict.fromkeys(_PATHS, str),
+        **{"best_model_score": SMALL, "kth_value": _NUMBER, "best_k_models": {str: _NUMBER}},
+    },
+    EarlyStopping: {
+        **dict.fromkeys(("wait_count", "stopped_epoch", "patience"), COUNT),
+        "best_score": _NUMBER,
+        "stopping_reason": range(len(EarlyStoppingReason)),
+        "stopping_reason_message": str | None,
+    },
+}
+#: State of a ``FederatedLoop``.
+STATE: dict[str, Any] = {
+    **dict.fromkeys(("seed", "num_clients", "number of parameter tensors", "round"), COUNT),
+    **dict.fromkeys(("checksum", "aggregator_class", "policy_class"), str),
+    **dict.fromkeys(("buffers", "optimizer_state"), str),
+    "aggregator": {str: object},
+    "policy": {str: object},
+    "rows": [{str: int | float | str}, ...],
+    "val_loss": float | None,
+    "monitored": {str: float},
+    "base_lr": float,
+    "runner": {str: bool},
+    "trained": [bool, ...],
+    "options": {str: int | float | str | list},
+    "store": [{"name": str, "clients": Tensor, "rows": Tensor}, ...],
+    "unsaved buffers": {str: Tensor},
+    "server": dict | None,
+}
 #: Remedies if a checkpoint belongs to another federation.
 REMEDIES = {
     "seed": "set seed_everything to the value in the checkpoint",
@@ -144,7 +176,7 @@ class Resume:
         if state is None:
             raise not_of_a_federation(trainer)
         with error_context(f"{trainer.ckpt_path} is damaged, or was changed"):
-            check_round(checkpoint["loops"]["fit_loop"], state["round"])
+            _check_round(checkpoint["loops"]["fit_loop"], state["round"])
         for what, now in self.identity(module).items():
             if what == "seed" and not has_seed and "PL_GLOBAL_SEED" not in os.environ:
                 continue
@@ -182,20 +214,30 @@ class Resume:
         return not self.pending or self.pending == NOT_BEGUN
 
     def restore(self, fit: Fit) -> None:
-        """Load the remaining state, which needs the module's shapes or the Trainer's device."""
+        """Load the remaining state, which needs the module's shapes or the Trainer's device.
+
+        Args:
+            fit: Context of the rounds.
+
+        Raises:
+            FederationError: If the state does not fit this run.
+        """
         state, checkpoint = self.pending, self.checkpoint
         self.pending, self.checkpoint = {}, {}
+        # Loading may raise any exception
+        with error_context(f"{fit.trainer.ckpt_path} cannot be resumed", Exception):
+            self._check_restored(fit, state, checkpoint)
+            self._load(fit, state, checkpoint)
+
+    def _load(self, fit: Fit, state: Mapping[str, Any], checkpoint: dict[str, Any]) -> None:
+        """Load what was checked."""
         module, runner = fit.runner.module, fit.runner
-        # Check everything before anything is loaded.
-        self._check_restored(fit, state, checkpoint)
         if state["server"] is not None:  # Lightning has loaded the validated model
             checkpoint = {**checkpoint, "state_dict": state["server"]}
             fit.module.on_load_checkpoint(checkpoint)
         # Load again, as Lightning loads before the precision plugin converts the module.
-        try:
+        with error_context("its model is of another network", RuntimeError):
             module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
-        except RuntimeError as error:
-            raise FederationError(f"its model is of another network: {one_line(error)}") from error
         buffers = unsaved_buffers(module)
         for name, saved in state["unsaved buffers"].items():
             owner, key = buffers[name]
@@ -204,13 +246,9 @@ class Resume:
             else:
                 buffer.copy_(saved)
         for name, rule in self._rules.items():
-            try:
+            what = f"{type(rule).__name__} cannot resume from the checkpoint's state"
+            with error_context(f"{what}: restore its options, or remove ckpt_path", RuntimeError):
                 rule.load_state_dict(state[name])
-            except RuntimeError as error:
-                raise FederationError(
-                    f"{type(rule).__name__} cannot resume from the checkpoint's state, because its"
-                    " options have changed: restore them, or remove ckpt_path"
-                ) from error
         _train_only(module, state["trained"])
         runner.base_lr = state["base_lr"]
         runner.choose(state["runner"])
@@ -218,24 +256,21 @@ class Resume:
     def _check_restored(
         self, fit: Fit, state: Mapping[str, Any], checkpoint: dict[str, Any]
     ) -> None:
+        """Check everything before anything is loaded."""
         policy = self._rules["policy"]
         if "val_loss" in policy.learns_from and state["round"] and state["val_loss"] is None:
             raise FederationError(f"{type(policy).__name__} needs 'val_loss', which is null")
         for callback in fit.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(
-                callback, BaseFinetuning
-            ):  # restores parameter groups, which Lightning would do later
+            if isinstance(callback, BaseFinetuning):
+                # restores parameter groups, which Lightning would do later
                 callback.on_fit_start(fit.trainer, fit.runner.module)
-        check_progress(fit.trainer, checkpoint)
-        memory = fit.memory
-        check_rows(
-            memory.store.rows,
-            fit.planner.num_clients,
-            fit.runner,
-            memory.transforms,
-            memory.like(),
-        )
-        check_buffers(state["unsaved buffers"], unsaved_buffers(fit.runner.module))
+        _check_lightning(fit.trainer, checkpoint)
+        fit.memory.check_stored(fit.runner)
+        buffers = {n: owner._buffers[k] for n, (owner, k) in unsaved_buffers(fit.module).items()}
+        for name, saved in state["unsaved buffers"].items():
+            if name not in buffers:
+                raise FederationError(f"the module has no non-persistent buffer {short_repr(name)}")
+            compare(saved, Tensor if buffers[name] is None else buffers[name], name)
         for name, rule in self._rules.items():
             with error_context(f"{type(rule).__name__} cannot resume"):
                 check_rule(rule, state[name])
@@ -246,16 +281,99 @@ def check_contents(trainer: Trainer, checkpoint: dict[str, Any], state: Any) -> 
 
     Args:
         trainer: The Trainer that loads the checkpoint.
-        checkpoint: The checkpoint.
+        checkpoint: The checkpoint. Missing entries of Lightning's progress are added.
         state: State of the loop in it; None if it has none.
 
     Raises:
         FederationError: If the checkpoint is damaged.
     """
-    with error_context(f"{trainer.ckpt_path} is damaged, or was changed"):
-        check_states(trainer, checkpoint)
+    with error_context(f"{trainer.ckpt_path} is damaged, or was changed", Exception):
+        loops = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
+        now = {name: getattr(trainer, name).state_dict() for name in loops}
+        compare(checkpoint.setdefault("loops", {}), now, "loops", names="same")
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the connector
+            saved = checkpoint["callbacks"].get(callback.state_key)
+            for kind, like in _CALLBACKS.items():
+                if saved is not None and isinstance(callback, kind):
+                    with error_context(kind.__name__):
+                        compare(saved, like)
+                        if isinstance(callback, ModelCheckpoint):
+                            _check_paths(callback, saved)
         if state is not None and state != NOT_BEGUN:
-            check_state(state)
+            _check_state(state)
+
+
+def _check_paths(callback: ModelCheckpoint, state: Mapping[str, Any]) -> None:
+    """Check that the saved paths, which the callback may remove, are checkpoints of the run."""
+    for path in filter(None, [*map(state.get, _PATHS), *state["best_k_models"]]):
+        is_remote = "://" in path and not path.startswith(f"{callback.dirpath}/")
+        is_other = not path.endswith(callback.FILE_EXTENSION) or ".." in PurePath(path).parts
+        if is_other or is_remote:
+            raise FederationError(
+                f"{short_repr(path)} is not where a checkpoint of this run may be"
+            )
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Check that a ``FederatedLoop`` can have saved a state."""
+    compare(state, STATE)
+    compare(state["server"] or {}, {str: object}, "'server'")
+    if not 0 <= (lr := state["base_lr"]) <= 1e30:
+        raise FederationError(f"'base_lr' is {lr}, which is no learning rate")
+    rounds = [row.get("round") for row in state["rows"]]
+    if len(rounds) != state["round"] or rounds != list(range(1, len(rounds) + 1)):
+        raise FederationError(
+            f"'rows' are of the rounds {short_repr(rounds)}, and 'round' is {state['round']}"
+        )
+    with error_context("'store'", Exception):
+        unpack(state["store"])
+
+
+def _check_round(fit_loop: Mapping[str, Any], round: int) -> None:
+    """Check that the progress of Lightning is at the start of a round."""
+    # Lightning counts an epoch as completed after checkpoints are written.
+    ended = {"completed": range(round - 1, round + 1)}
+    begun = dict.fromkeys(("ready", "started", "processed"), range(round, round + 1))
+    with error_context(f"Lightning's epochs are not the {round} rounds"):
+        compare(fit_loop["epoch_progress"], dict.fromkeys(("total", "current"), begun | ended))
+    for name in ("epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
+        if len(set((count := fit_loop[name]["current"]).values())) > 1:
+            raise FederationError(f"it is in the middle of a batch: {short_repr(count)}")
+
+
+def _check_lightning(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Check the states of optimizers, schedulers and precision; add missing names to them."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    for name, owners in (("optimizer_states", trainer.optimizers), ("lr_schedulers", schedulers)):
+        checkpoint[name] = checkpoint.get(name) if owners else []
+        now: list[Any] = [owner.state_dict() for owner in owners]
+        compare(checkpoint[name], now, name, names="added")
+        for owner, state in zip(owners, checkpoint[name], strict=True):
+            if shadow := next((k for k in state if callable(getattr(owner, str(k), None))), None):
+                raise FederationError(f"{name} has {short_repr(shadow)}, which is a method")
+    for state in checkpoint["optimizer_states"]:
+        state["state"] = {}  # empty between rounds; client state is in the store
+    plugin = trainer.precision_plugin
+    if (name := type(plugin).__qualname__) in checkpoint:
+        compare(checkpoint[name], plugin.state_dict(), name, names="same")
+
+
+def check_rule(rule: nn.Module, state: Mapping[str, Any]) -> None:
+    """Check the state of an aggregator or a policy. Sizes of tensors may differ.
+
+    Args:
+        rule: The rule that will load the state.
+        state: The saved state. Loading checks for missing and unknown names.
+
+    Raises:
+        FederationError: If an entry has another type or another number of dimensions.
+    """
+    for name, now in rule.state_dict().items():
+        if name in state:
+            saved, like = state[name], now if isinstance(now, Tensor) else type(now)
+            if isinstance(saved, Tensor) and isinstance(now, Tensor) and saved.ndim == now.ndim:
+                like = torch.empty(saved.shape, dtype=now.dtype, device="meta")  # of any length
+            compare(saved, like, name)
 
 
 def not_of_a_federation(trainer: Trainer) -> FederationError:
