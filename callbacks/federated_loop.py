@@ -44,7 +44,7 @@ from lightning_fl.federation.resume import (
     Progress,
     Resume,
     check_contents,
-    not_of_a_federation,
+    name_checkpoint,
 )
 from lightning_fl.federation.round import COLUMNS, Fit, Round
 from lightning_fl.federation.schedulers import Schedulers, stepping_batches
@@ -177,6 +177,7 @@ class FederatedLoop(Callback):
         user = user_module(pl_module)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # not a user's own
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        self.undo.enter_context(name_checkpoint(trainer))
         if stage != "fit":
             self.aggregator.prepare(user)
             return
@@ -341,8 +342,6 @@ class FederatedLoop(Callback):
         self.undo.callback(self._validation.close)
         is_new = trainer.ckpt_path is None or self._resume.pending == NOT_BEGUN
         if not is_new:
-            if not self._resume.pending:  # Lightning does not call load_state_dict then
-                raise not_of_a_federation(trainer)
             self._resume.restore(fit)
         boundary = self._noted
         boundary.chosen = lambda: {"runner": c} if (c := self.runner.choices()) else {}

@@ -568,12 +568,7 @@ def main(args: ArgsType = None) -> None:
         message = with_notes(cause or error)
     except RuntimeError as error:
         message = str(error)
-        if "loading state_dict" in message:
-            message = (
-                "the model does not match the checkpoint: configure the model that was saved."
-                f" {message}"
-            )
-        elif not message.startswith(
+        if not message.startswith(
             ("Early stopping conditioned on metric", "Found more than one stateful callback")
         ):
             raise

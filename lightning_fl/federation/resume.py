@@ -7,7 +7,8 @@ used: :func:`check_contents` when it is loaded, the rest in :meth:`Resume.restor
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -25,8 +26,8 @@ from lightning_fl.federation.compare import COUNT, SMALL, compare
 from lightning_fl.federation.round import Fit
 from lightning_fl.federation.table import RoundTable
 from lightning_fl.files import error_context, short_repr
+from lightning_fl.hooks import replaced
 from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.store import unpack
 from lightning_fl.types import FederationError
 
 #: State of the loop in a checkpoint written before the fit has started.
@@ -64,6 +65,10 @@ STATE: dict[str, Any] = {
     "unsaved buffers": {str: Tensor},
     "server": dict | None,
 }
+NOT_OF_A_FEDERATION = (
+    "it was not written by a federation, so it cannot be resumed: load its parameters into the"
+    " module and start a new fit without ckpt_path"
+)
 #: Remedies if a checkpoint belongs to another federation.
 REMEDIES = {
     "seed": "set seed_everything to the value in the checkpoint",
@@ -174,18 +179,16 @@ class Resume:
             FederationError: If the checkpoint is damaged or belongs to another federation.
         """
         if state is None:
-            raise not_of_a_federation(trainer)
-        with error_context(f"{trainer.ckpt_path} is damaged, or was changed"):
-            _check_round(checkpoint["loops"]["fit_loop"], state["round"])
+            raise FederationError(NOT_OF_A_FEDERATION)
+        _check_round(checkpoint["loops"]["fit_loop"], state["round"])
         for what, now in self.identity(module).items():
             if what == "seed" and not has_seed and "PL_GLOBAL_SEED" not in os.environ:
                 continue
             if (was := state[what]) != now:
+                remedy = REMEDIES.get(what, f"restore the original {what}")
                 raise FederationError(
-                    f"{trainer.ckpt_path} belongs to another federation: its {what} is"
-                    f" {was!s:.100}, here it is {now}. To resume,"
-                    f" {REMEDIES.get(what, f'restore the original {what}')}; to start a new run,"
-                    " remove ckpt_path"
+                    f"it belongs to another federation: its {what} is {was!s:.100}, here it is"
+                    f" {now}. To resume, {remedy}; to start a new run, remove ckpt_path"
                 )
         changed = [
             f"{name} is {value}, was {was}"
@@ -208,11 +211,6 @@ class Resume:
             progress.val_loss, progress.monitored = state["val_loss"], state["monitored"]
             progress.seed = state["seed"]
 
-    @property
-    def is_new(self) -> bool:
-        """Whether there is nothing to restore."""
-        return not self.pending or self.pending == NOT_BEGUN
-
     def restore(self, fit: Fit) -> None:
         """Load the remaining state, which needs the module's shapes or the Trainer's device.
 
@@ -226,6 +224,8 @@ class Resume:
         self.pending, self.checkpoint = {}, {}
         # Loading may raise any exception
         with error_context(f"{fit.trainer.ckpt_path} cannot be resumed", Exception):
+            if not state:  # Lightning does not call load_state_dict then
+                raise FederationError(NOT_OF_A_FEDERATION)
             self._check_restored(fit, state, checkpoint)
             self._load(fit, state, checkpoint)
 
@@ -266,7 +266,9 @@ class Resume:
                 callback.on_fit_start(fit.trainer, fit.runner.module)
         _check_lightning(fit.trainer, checkpoint)
         fit.memory.check_stored(fit.runner)
-        buffers = {n: owner._buffers[k] for n, (owner, k) in unsaved_buffers(fit.module).items()}
+        buffers = {
+            n: owner._buffers[k] for n, (owner, k) in unsaved_buffers(fit.runner.module).items()
+        }
         for name, saved in state["unsaved buffers"].items():
             if name not in buffers:
                 raise FederationError(f"the module has no non-persistent buffer {short_repr(name)}")
@@ -274,6 +276,37 @@ class Resume:
         for name, rule in self._rules.items():
             with error_context(f"{type(rule).__name__} cannot resume"):
                 check_rule(rule, state[name])
+
+
+@contextmanager
+def name_checkpoint(trainer: Trainer) -> Iterator[None]:
+    """Raise a ``FederationError`` that names the file for any error of loading a checkpoint.
+
+    Args:
+        trainer: The Trainer that may load a checkpoint.
+    """
+
+    def named(load: Callable[[], None]) -> Callable[[], None]:
+        def wrapped() -> None:
+            with error_context(f"{trainer.ckpt_path} cannot be loaded", Exception):
+                load()
+
+        return wrapped
+
+    def model(load: Callable[[], None]) -> Callable[[], None]:
+        def wrapped() -> None:
+            what = "the model does not match the checkpoint: configure the model that was saved"
+            with error_context(what, Exception):
+                load()
+
+        return named(wrapped)
+
+    connector = trainer._checkpoint_connector
+    with ExitStack() as undo:
+        undo.enter_context(replaced(connector, "restore_model", model))
+        for name in ("restore_datamodule", "restore_callbacks", "restore_training_state"):
+            undo.enter_context(replaced(connector, name, named))
+        yield
 
 
 def check_contents(trainer: Trainer, checkpoint: dict[str, Any], state: Any) -> None:
@@ -287,7 +320,7 @@ def check_contents(trainer: Trainer, checkpoint: dict[str, Any], state: Any) -> 
     Raises:
         FederationError: If the checkpoint is damaged.
     """
-    with error_context(f"{trainer.ckpt_path} is damaged, or was changed", Exception):
+    with error_context("it is damaged, or was changed"):
         loops = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
         now = {name: getattr(trainer, name).state_dict() for name in loops}
         compare(checkpoint.setdefault("loops", {}), now, "loops", names="same")
@@ -325,8 +358,6 @@ def _check_state(state: Mapping[str, Any]) -> None:
         raise FederationError(
             f"'rows' are of the rounds {short_repr(rounds)}, and 'round' is {state['round']}"
         )
-    with error_context("'store'", Exception):
-        unpack(state["store"])
 
 
 def _check_round(fit_loop: Mapping[str, Any], round: int) -> None:
@@ -374,14 +405,6 @@ def check_rule(rule: nn.Module, state: Mapping[str, Any]) -> None:
             if isinstance(saved, Tensor) and isinstance(now, Tensor) and saved.ndim == now.ndim:
                 like = torch.empty(saved.shape, dtype=now.dtype, device="meta")  # of any length
             compare(saved, like, name)
-
-
-def not_of_a_federation(trainer: Trainer) -> FederationError:
-    """Return the error for a checkpoint that was not written by a federation."""
-    return FederationError(
-        f"{trainer.ckpt_path} was not written by a federation, so it cannot be resumed:"
-        " load its parameters into the module and start a new fit without ckpt_path"
-    )
 
 
 def unsaved_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
