@@ -118,5 +118,5 @@ def _shown(value: Any) -> str:
     return f"a tensor of {shape}{' that requires a gradient' if value.requires_grad else ''}"
 
 
-def _kind(tensor: Tensor) -> tuple[Any, bool]:
-    return tensor.shape, tensor.is_floating_point() or tensor.is_complex()
+def _kind(tensor: Tensor) -> tuple[Any, bool, bool]:
+    return tensor.shape, tensor.is_floating_point(), tensor.is_complex()

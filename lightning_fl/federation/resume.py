@@ -137,9 +137,6 @@ class Resume:
     def state(self, fit: Fit) -> dict[str, Any]:
         """Return the current state of the loop, without the client state."""
         module, progress = fit.runner.module, self.progress
-        buffers = {
-            name: owner._buffers[key] for name, (owner, key) in unsaved_buffers(module).items()
-        }
         return {
             **self.identity(module),
             "round": progress.round,
@@ -151,7 +148,7 @@ class Resume:
             "trained": [bool(getattr(part, name)) for part, name in _flags(module)],
             "options": self._options,
             **{name: frozen(rule.state_dict()) for name, rule in self._rules.items()},
-            "unsaved buffers": frozen({n: b for n, b in buffers.items() if b is not None}),
+            "unsaved buffers": frozen(_buffers(module)),
             # Set if the checkpoint contains the model validated before the end of the round.
             "server": None,
         }
@@ -266,13 +263,12 @@ class Resume:
                 callback.on_fit_start(fit.trainer, fit.runner.module)
         _check_lightning(fit.trainer, checkpoint)
         fit.memory.check_stored(fit.runner)
-        buffers = {
-            n: owner._buffers[k] for n, (owner, k) in unsaved_buffers(fit.runner.module).items()
-        }
-        for name, saved in state["unsaved buffers"].items():
-            if name not in buffers:
-                raise FederationError(f"the module has no non-persistent buffer {short_repr(name)}")
-            compare(saved, Tensor if buffers[name] is None else buffers[name], name)
+        saved, buffers = state["unsaved buffers"], _buffers(fit.runner.module)
+        if unknown := sorted(saved.keys() - unsaved_buffers(fit.runner.module).keys()):
+            raise FederationError(
+                f"the module has no non-persistent buffer {short_repr(unknown[0])}"
+            )
+        compare(saved, buffers, "'unsaved buffers'")
         for name, rule in self._rules.items():
             with error_context(f"{type(rule).__name__} cannot resume"):
                 check_rule(rule, state[name])
@@ -415,6 +411,12 @@ def unsaved_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         for name, _ in owner._buffers.items()  # scripted modules support items() only
         if name in owner._non_persistent_buffers_set
     }
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the non-persistent buffers of a module that are not None."""
+    owners = unsaved_buffers(module).items()
+    return {name: b for name, (owner, key) in owners if (b := owner._buffers[key]) is not None}
 
 
 def _flags(module: nn.Module) -> list[tuple[Any, str]]:
