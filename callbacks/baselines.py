@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_fl.aggregators import NeuronMatching
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of, user_module
-from lightning_fl.federation.checkpoint_checks import check
+from lightning_fl.federation.compare import compare
 from lightning_fl.federation.measures import evaluating, on_device
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
 from lightning_fl.layer_stack import Layers, LayerStack
@@ -282,9 +282,9 @@ class MatchingBaselines(Callback):
             "class_counts": Tensor | None,
             "student": dict | None,
         }
-        check(state_dict, kinds, "MatchingBaselines")
-        lengths = {len(flat) % 2 for flat in state_dict["networks"]}
-        check(sum(lengths), range(1), "MatchingBaselines")
+        compare(state_dict, kinds, "the checkpoint's MatchingBaselines")
+        if any(len(flat) % 2 for flat in state_dict["networks"]):
+            raise FederationError("each list in 'networks' must hold pairs of tensors")
         self.networks = [
             list(zip(flat[::2], flat[1::2], strict=True)) for flat in state_dict["networks"]
         ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,35 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from packaging.version import Version
+from torch import Tensor, nn
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_fl.federation.checkpoint_checks import read_checkpoint
-from lightning_fl.files import check_sums, write_atomically
+from lightning_fl.federation.compare import COUNT, compare
+from lightning_fl.files import (
+    archive_size,
+    check_sums,
+    error_context,
+    one_line,
+    short_repr,
+    write_atomically,
+)
 from lightning_fl.options import check_integer
+from lightning_fl.types import FederationError
+
+#: Maximum number of objects in a tree (each takes at least one byte), and of nested levels.
+MAX_PARTS, MAX_LEVELS = 2**26, 64
+#: Entries of a checkpoint that Lightning reads.
+_OUTLINE: dict[str, Any] = {
+    "pytorch-lightning_version": str,
+    "state_dict": {str: object},
+    "epoch": COUNT,
+    "global_step": COUNT,
+    "loops": {str: dict},
+    "callbacks": {str: dict},
+    "optimizer_states": [dict, ...],
+    "lr_schedulers": [dict, ...],
+}
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -47,7 +73,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read and validate a checkpoint; see ``lightning_fl/federation/checkpoint_checks.py``.
+        """Read and validate a checkpoint; see :func:`read_checkpoint`.
 
         Lightning alone would execute code in checkpoints from ``http://``, or if the environment
         variable ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set.
@@ -57,6 +83,99 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 check_sums(path)
             return super().load_checkpoint(path, map_location, weights_only)
         return read_checkpoint(path, partial(super().load_checkpoint, path, map_location, True))
+
+
+def read_checkpoint(
+    path: str | os.PathLike[str], load: Callable[[], Any], *, in_full: bool = True
+) -> dict[str, Any]:
+    """Read a checkpoint, which may be damaged or untrusted, and validate the file.
+
+    What it holds is compared with the run later, by ``lightning_fl/federation/resume.py``.
+
+    Args:
+        path: Path of the file, local or remote.
+        load: Function that loads the file with ``weights_only=True``.
+        in_full: Whether to verify the checksums of the contents.
+
+    Raises:
+        FederationError: If the file is damaged, is not a checkpoint of Lightning 2, contains more
+            than plain data, or needs more memory than its size.
+    """
+    is_local = "://" not in os.fspath(path)
+    # torch.load may raise any exception
+    with error_context(f"{path} is damaged, or not a checkpoint", Exception):
+        size = archive_size(path) if is_local else None
+        try:
+            checkpoint = load()
+        except pickle.UnpicklingError as error:
+            # Only the cause, as torch's advice is to run the code in the file.
+            cause = next((line for line in str(error).splitlines() if "nsupported" in line), error)
+            what = str(cause).rpartition("WeightsUnpickler error: ")[2].partition(". ")[0]
+            raise FederationError(
+                f"it holds more than data: {one_line(what)}. If you trust its source, pass"
+                " weights_only=False to Trainer.fit (lightning-fl fit --weights_only=false), which"
+                " lets it run code"
+            ) from error
+        if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
+            raise FederationError(
+                "it is a torch file, but not a checkpoint of Lightning: choose one of a fit"
+            )
+        check_outline(checkpoint, size)
+    if in_full and is_local:
+        check_sums(path)
+    return checkpoint
+
+
+def check_outline(checkpoint: dict[str, Any], size: int | None = None) -> None:
+    """Check that a checkpoint contains plain data only and that Lightning can read it.
+
+    Args:
+        checkpoint: Contents of the file.
+        size: Size of the file in bytes; None if unknown.
+
+    Raises:
+        FederationError: If the checkpoint is invalid.
+        packaging.version.InvalidVersion: If it has no valid version of Lightning.
+    """
+    for name, tree in checkpoint.items():
+        # Tensors of the model are checked against the module when they are loaded.
+        _check_data(tree, size, has_any_tensors=name == "state_dict")
+    names = checkpoint.keys() | {"pytorch-lightning_version", "state_dict"}
+    compare(checkpoint, {name: like for name, like in _OUTLINE.items() if name in names})
+    if (version := Version(checkpoint["pytorch-lightning_version"])) < Version("2.0"):
+        raise FederationError(
+            f"it is of Lightning {version}: bring it up to date with python -m"
+            " lightning.pytorch.utilities.upgrade_checkpoint"
+        )
+
+
+def _check_data(tree: Any, size: int | None, has_any_tensors: bool) -> None:
+    """Check that a tree holds plain data, and no more of it than a file of this size can."""
+    todo, count = [(tree, 0)], 0
+    while todo:
+        item, level = todo.pop()
+        if isinstance(item, dict | list | tuple | set):
+            count += len(item)
+            if count > min(size or MAX_PARTS, MAX_PARTS) or level > MAX_LEVELS:  # as in a cycle
+                raise FederationError(
+                    f"it has more parts than bytes, or is nested more than {MAX_LEVELS} levels deep"
+                )
+            children = item.values() if isinstance(item, dict) else item
+            todo += [(child, level + 1) for child in children]
+        elif not isinstance(item, Tensor):
+            continue
+        elif not has_any_tensors:
+            is_dense = type(item) in (Tensor, nn.Parameter) and item.layout == torch.strided
+            if not is_dense or item.is_meta or item.is_quantized or item.is_nested:
+                raise FederationError(f"a {type(item).__name__} is not simply its numbers")
+            if size is not None and item.nbytes > size:
+                raise FederationError(f"a tensor of {list(item.shape)} is larger than the file")
+        attributes = dict(getattr(item, "__dict__", {}))  # could override methods
+        if isinstance(item, dict):  # versions in a state_dict
+            compare(attributes.pop("_metadata", {}), {str: {str: int}}, "_metadata")
+        if attributes:
+            name = short_repr(next(iter(attributes)))
+            raise FederationError(f"{type(item).__name__} has an attribute {name}")
 
 
 class RoundCheckpoint(ModelCheckpoint):

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
-from lightning_fl.federation.checkpoint_checks import COUNT, check
+from lightning_fl.federation.compare import COUNT, compare
 from lightning_fl.files import read_text, short_repr, write_atomically
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_number
@@ -236,11 +236,8 @@ class ClientFaults(OnUpdates):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the faults and the virtual time."""
-        check(
-            state_dict,
-            {"happened": [[COUNT, COUNT, str], ...], "virtual_time": float},
-            "ClientFaults",
-        )
+        like = {"happened": [[COUNT, COUNT, str], ...], "virtual_time": float}
+        compare(state_dict, like, "the checkpoint's ClientFaults")
         for entry in state_dict["happened"]:
             if [*map(type, entry)] != [int, int, str] or entry[2] not in FAULTS:
                 raise FederationError(

@@ -34,7 +34,6 @@ from lightning_fl.callbacks.hyperparameters import (
 )
 from lightning_fl.callbacks.step_hooks import StepEvents, follow_steps
 from lightning_fl.federation.boundary import RoundBoundary
-from lightning_fl.federation.checkpoint_checks import error_context
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.dropped import DropWarnings
 from lightning_fl.federation.measures import Measures, evaluating
@@ -46,7 +45,7 @@ from lightning_fl.federation.resume import (
     Progress,
     Resume,
     check_contents,
-    not_of_a_federation,
+    name_checkpoint,
 )
 from lightning_fl.federation.round import COLUMNS, Fit, Round
 from lightning_fl.federation.schedulers import Schedulers, stepping_batches
@@ -186,6 +185,7 @@ class FederatedLoop(Callback):
         user = user_module(pl_module)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # not a user's own
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        self.undo.enter_context(name_checkpoint(trainer))
         if stage != "fit":
             self.aggregator.prepare(user)
             return
@@ -360,10 +360,7 @@ class FederatedLoop(Callback):
         self.undo.callback(self._validation.close)
         is_new = trainer.ckpt_path is None or self._resume.pending == NOT_BEGUN
         if not is_new:
-            if not self._resume.pending:  # Lightning does not call load_state_dict then
-                raise not_of_a_federation(trainer)
-            with error_context(f"{trainer.ckpt_path} cannot be resumed"):
-                self._resume.restore(fit)
+            self._resume.restore(fit)
         boundary = self._noted
         boundary.chosen = lambda: {"runner": c} if (c := self.runner.choices()) else {}
         boundary.call_before_checkpoints(self._note_close)
@@ -703,12 +700,12 @@ class FederatedLoop(Callback):
         """Check that the checkpoint belongs to this federation. Tests load parameters only."""
         state = checkpoint["callbacks"].get(self.state_key)
         is_fit = trainer.state.fn == TrainerFn.FITTING
-        if state == NOT_BEGUN and is_fit:
-            checkpoint |= {"optimizer_states": [], "lr_schedulers": []}
-            checkpoint.pop("loops", None)
-            return
         is_begun = "loops" in checkpoint
         check_contents(trainer, checkpoint, state)
+        if state == NOT_BEGUN and is_fit:
+            checkpoint |= {"optimizer_states": [], "lr_schedulers": []}
+            del checkpoint["loops"]
+            return
         if not is_fit:
             return
         self._resume.check(trainer, pl_module, checkpoint, state, self.seed is not None)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
-from lightning_fl.federation.checkpoint_checks import check
+from lightning_fl.federation.compare import compare
 from lightning_fl.federation.measures import accuracy, evaluating, on_device
 from lightning_fl.federation.memory import runner_rows
 from lightning_fl.files import write_atomically
@@ -123,7 +123,7 @@ class PersonalizedEvaluation(Callback):
             )
         now = self._federation.runner.read().vector
         self._first = now if self._first is None else self._first
-        check(self._first, now, "PersonalizedEvaluation")
+        compare(self._first, now, "the first model of PersonalizedEvaluation")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate, log and write the table if an evaluation is due."""
@@ -324,7 +324,7 @@ class PersonalizedEvaluation(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the initial global model."""
-        check(state_dict, {str: Tensor | None}, "PersonalizedEvaluation")
+        compare(state_dict, {str: Tensor | None}, "the checkpoint's PersonalizedEvaluation")
         self._first = state_dict.get("first")
 
 

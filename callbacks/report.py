@@ -22,7 +22,7 @@ from lightning_fl.aggregators import Aggregator
 from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of, user_module
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
-from lightning_fl.federation.checkpoint_checks import COUNT, check
+from lightning_fl.federation.compare import COUNT, compare
 from lightning_fl.federation.measures import evaluating, on_device
 from lightning_fl.federation.memory import runner_rows
 from lightning_fl.files import write_atomically
@@ -216,7 +216,7 @@ class RunReport(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the counts of rounds and dropped updates."""
         if state_dict:
-            check(state_dict, {"counts": Tensor, "rounds": COUNT}, "RunReport")
+            compare(state_dict, {"counts": Tensor, "rounds": COUNT}, "the checkpoint's RunReport")
             self.counts, self._counted = state_dict["counts"], state_dict["rounds"]
 
 

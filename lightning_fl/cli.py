@@ -39,9 +39,9 @@ import lightning_fl.partition
 import lightning_fl.policies
 import lightning_fl.samplers
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RoundProgress, RunReport
+from lightning_fl.callbacks.checkpoint import read_checkpoint
 from lightning_fl.callbacks.config import RunConfig
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.federation.checkpoint_checks import read_checkpoint
 from lightning_fl.files import read_text, write_atomically
 from lightning_fl.report import report
 from lightning_fl.report.run import TEST_FORMAT, differing_options, values_of
@@ -568,12 +568,7 @@ def main(args: ArgsType = None) -> None:
         message = with_notes(cause or error)
     except RuntimeError as error:
         message = str(error)
-        if "loading state_dict" in message:
-            message = (
-                "the model does not match the checkpoint: configure the model that was saved."
-                f" {message}"
-            )
-        elif not message.startswith(
+        if not message.startswith(
             ("Early stopping conditioned on metric", "Found more than one stateful callback")
         ):
             raise

@@ -10,8 +10,8 @@ import reprlib
 import socket
 import tempfile
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 from zipfile import ZIP_STORED, ZipFile
@@ -37,6 +37,28 @@ def short_repr(value: Any) -> str:
         "'xxxxxxxxxxxx...xxxxxxxxxxxxx'"
     """
     return _SHORT.repr(value)
+
+
+def one_line(error: object) -> str:
+    """Return the first 200 characters of a message as one line of printable characters."""
+    text = str(error).strip() or type(error).__name__
+    return "".join(c if c.isprintable() else " " for c in text)[:200]
+
+
+@contextmanager
+def error_context(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Re-raise errors as :class:`~lightning_fl.types.FederationError` with a prefix.
+
+    Args:
+        what: Prefix of the message.
+        kinds: Further exception types to convert.
+    """
+    try:
+        yield
+    except FederationError as error:
+        raise FederationError(f"{what}: {error}") from error
+    except kinds as error:
+        raise FederationError(f"{what}: {one_line(error)} ({type(error).__name__})") from error
 
 
 def data_root(root: str | Path | None = None) -> str:

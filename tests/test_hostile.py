@@ -1,6 +1,6 @@
 """Checkpoints, manifests and traces from strangers: data, never code; refused in clear words.
 
-What a checkpoint holds is tested on plain trees: ``tests/callbacks/test_checkpoint_checks.py``.
+What a checkpoint holds is tested on plain trees: ``tests/federation/test_checkpoint_checks.py``.
 """
 
 import os
@@ -16,10 +16,10 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lightning_fl import files
 from lightning_fl.aggregators import PFNM
-from lightning_fl.callbacks import AtomicCheckpointIO, FederatedLoop, RoundCheckpoint
+from lightning_fl.callbacks import AtomicCheckpointIO, ClientFaults, FederatedLoop, RoundCheckpoint
 from lightning_fl.callbacks.faults import FAULTS, read_trace
 from lightning_fl.cli import main
-from lightning_fl.federation.checkpoint_checks import STATE
+from lightning_fl.federation.resume import STATE
 from lightning_fl.partition import IID
 from lightning_fl.partition.manifest import Manifest
 from lightning_fl.policies import DiscreteGaussianReinforce
@@ -46,7 +46,7 @@ def federation(trainer, data, linear, tmp_path):
         runner = trainer(
             loop,
             rounds=rounds,
-            callbacks=[RoundCheckpoint(str(tmp_path / "run"))],
+            callbacks=[RoundCheckpoint(str(tmp_path / "run")), ClientFaults()],
             enable_checkpointing=True,
         )
         model = make(features=6)
@@ -136,16 +136,35 @@ def reinforce():
     return FederatedLoop(buffers="average", policy=policy, update_transforms=[TopK(0.5)])
 
 
+def removes_files(tree, state, path):
+    """The state of the loop is that of a run that has not begun, which is not compared."""
+    key = next(key for key in tree["callbacks"] if key.startswith("RoundCheckpoint"))
+    tree["callbacks"][key]["best_k_models"] = {"s3://a/b.ckpt": torch.tensor(1.0)}
+    state.clear()
+    state["round"] = 0
+
+
 #: One change for each call of the checks in a fit: what it does to the file, and the message.
 CHANGES = [
     (lambda t, s, path: t.update(x=Payload(path)), "holds more than data"),
     (lambda t, s, path: t["state_dict"].update({1: 2}), "is damaged, or not a checkpoint: each"),
+    (lambda t, s, path: t["state_dict"].update({"net.weight": 3}), "the model does not match the"),
+    (lambda t, s, path: t["state_dict"].pop("net.weight"), "Missing key.s. in state_dict"),
     (lambda t, s, path: t.pop("callbacks"), "was not written by a federation"),
+    (
+        lambda t, s, path: s.clear() or s.update(round=torch.zeros(2)),
+        "was changed|cannot be loaded",
+    ),
+    (removes_files, "is not where a checkpoint of this run may be"),
+    (
+        lambda t, s, path: t["callbacks"].update(ClientFaults={"happened": 3}),
+        "ClientFaults.'happened",
+    ),
     (lambda t, s, path: t["loops"]["fit_loop"].update(epoch_progress=3), "was changed: loops"),
     (lambda t, s, path: s.pop("rows"), "was changed: 'rows' is missing"),
     (
         lambda t, s, path: t["loops"]["fit_loop"]["epoch_progress"]["total"].update(started=7),
-        "was changed: Lightning's epochs are not the 1 rounds",
+        "cannot be loaded: Lightning's epochs are not the 1 rounds",
     ),
     (lambda t, s, path: t.update(optimizer_states=[]), "cannot be resumed: optimizer_states has 0"),
     (lambda t, s, path: s.update(val_loss=None), "needs 'val_loss', which is null"),
@@ -200,6 +219,7 @@ def test_optimizers_that_fit_go_on(federation, foreign, tmp_path, wrap):
         module = foreign(**options)
         sgd = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         steps = torch.optim.lr_scheduler.MultiStepLR(sgd, [3, 9])
+        module.register_buffer("late", torch.ones(2), persistent=False)
         module.configure_optimizers = lambda: ([sgd], [steps])
         return wrap(module)
 

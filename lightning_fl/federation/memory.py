@@ -8,12 +8,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lightning_fl.federation.compare import compare
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import ClientPart
+from lightning_fl.files import error_context, short_repr
 from lightning_fl.functional.randomness import RandomStream, generator
+from lightning_fl.runners.base import ClientRunner
+from lightning_fl.runners.optimizer_state import OPTIMIZER_ROWS
+from lightning_fl.runners.optimizer_values import params_of
+from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.store import ClientStore
 from lightning_fl.transforms import UpdateTransform
-from lightning_fl.types import ClientUpdate, FederationError
+from lightning_fl.types import ClientUpdate, FederationError, describe
 
 #: Name prefixes of the client state of update transforms and client parts.
 TRANSFORM, PART = "transform.", "part."
@@ -42,7 +48,7 @@ class ClientMemory:
         self._seed, self._device = federation.seed, device
         layout = federation.layout
         assert layout is not None
-        self._num_parameters = layout.num_parameters
+        self._num_clients, self._num_parameters = federation.num_clients, layout.num_parameters
         #: Initial client memory of each part.
         self.initial = [part.initial_memory(federation) for part in parts]
 
@@ -93,13 +99,54 @@ class ClientMemory:
             self.store.put(client, {**of_runner[row], **memory})
         return replace(update, delta=delta)
 
-    def like(self) -> dict[str, Tensor]:
-        """Return the initial memory of all parts, by the names under which it is stored."""
-        return {
-            f"{PART}{i}.{name}": first
-            for i, initial in enumerate(self.initial)
-            for name, first in initial.items()
-        }
+    def check_stored(self, runner: ClientRunner) -> None:
+        """Check the state of all clients, which comes from a checkpoint.
+
+        Args:
+            runner: Runner of the clients.
+
+        Raises:
+            FederationError: If a client is unknown, or its state is invalid.
+        """
+        like = {f"parameter.{name}": row for name, row in runner.private.items()}
+        like |= {f"buffer.{name}": buffer for name, buffer in runner.named_buffers.items()}
+        like |= runner.optimizer_state.kept
+        for i, initial in enumerate(self.initial):
+            like |= {f"{PART}{i}.{name}": first for name, first in initial.items()}
+        params = {f"optimizer.{i}": param for i, param in enumerate(params_of(runner.optimizer))}
+        checked = set()
+        for client, rows in self.store.rows.items():
+            compare(client, range(self._num_clients), "a client of 'store'")
+            kind = tuple((name, row.shape, row.dtype) for name, row in rows.items())
+            if kind in checked:  # same structure as a client checked before
+                continue
+            checked.add(kind)
+            with error_context(f"what client {client} keeps"):
+                for name, row in rows.items():
+                    if name in like:
+                        compare(row, like[name], name)
+                    elif (of := ".".join(name.split(".")[:2])) in params:
+                        with error_context(f"{name} does not fit its parameter", RuntimeError):
+                            row.expand(params[of].shape)  # of its shape, or broadcastable to it
+                    elif not name.startswith(TRANSFORM):
+                        raise FederationError(f"{short_repr(name)} is not known here")
+                with error_context(f"{type(runner.optimizer).__name__} cannot use it", Exception):
+                    _try_optimizer(rows, runner)
+                update = torch.zeros(self._num_parameters, dtype=runner.vector.dtype)
+                self._try_transforms(rows, update.to(self._device))
+
+    def _try_transforms(self, rows: Mapping[str, Tensor], update: Tensor) -> None:
+        """Transform an update with the stored state of a client."""
+        for i, transform in enumerate(self.transforms):
+            prefix = f"{TRANSFORM}{i}."
+            memory = {
+                name.removeprefix(prefix): row.to(self._device, copy=True)
+                for name, row in rows.items()
+                if name.startswith(prefix)
+            }
+            if memory:
+                with error_context(f"{describe(transform)} cannot use it", Exception):
+                    transform(update.clone(), memory, torch.Generator()).view_as(update)
 
     def _check(self, i: int, rows: Mapping[str, Tensor], count: int) -> None:
         """Check the memory returned by a part against its ``initial_memory``."""
@@ -142,6 +189,21 @@ def runner_rows(store: ClientStore, client: int) -> dict[str, Tensor]:
     """Return the runner's state of a client."""
     stored = store.get(client)
     return {name: row for name, row in stored.items() if not name.startswith((TRANSFORM, PART))}
+
+
+def _try_optimizer(rows: Mapping[str, Tensor], runner: ClientRunner) -> None:
+    """Run a step of a copy of the optimizer with the stored state of a client."""
+    learned = {name: row for name, row in rows.items() if name.startswith(OPTIMIZER_ROWS)}
+    if not learned:
+        return
+    is_stacked = not isinstance(runner, SequentialRunner)
+    trial, state = runner.optimizer_state.replica(
+        lambda param: (param[0] if is_stacked else param).clone(), every=True
+    )
+    state.load(learned)
+    for param in params_of(trial):
+        param.grad = torch.zeros_like(param)
+    trial.step(lambda: 0.0)
 
 
 def _of_trained(tensor: Tensor, count: int, trained: Tensor | None) -> Tensor:

@@ -1,37 +1,75 @@
-"""State of a federation in checkpoints, and resuming from it."""
+"""State of a federation in checkpoints, and resuming from it.
+
+A checkpoint may be damaged or untrusted. It is compared with the running federation before it is
+used: :func:`check_contents` when it is loaded, the rest in :meth:`Resume.restore`.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.federation.boundary import frozen
-from lightning_fl.federation.checkpoint_checks import (
-    check_buffers,
-    check_progress,
-    check_round,
-    check_rows,
-    check_rule,
-    check_state,
-    check_states,
-    error_context,
-    one_line,
-)
+from lightning_fl.federation.compare import COUNT, SMALL, compare
 from lightning_fl.federation.round import Fit
 from lightning_fl.federation.table import RoundTable
+from lightning_fl.files import error_context, short_repr
+from lightning_fl.hooks import replaced
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.types import FederationError
 
 #: State of the loop in a checkpoint written before the fit has started.
 NOT_BEGUN = {"round": 0}
+_NUMBER = torch.zeros(())
+#: Entries that Lightning's callbacks read from their states.
+_PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
+_CALLBACKS: dict[type, dict[str, Any]] = {
+    ModelCheckpoint: {
+        **dict.fromkeys(_PATHS, str),
+        **{"best_model_score": SMALL, "kth_value": _NUMBER, "best_k_models": {str: _NUMBER}},
+    },
+    EarlyStopping: {
+        **dict.fromkeys(("wait_count", "stopped_epoch", "patience"), COUNT),
+        "best_score": _NUMBER,
+        "stopping_reason": range(len(EarlyStoppingReason)),
+        "stopping_reason_message": str | None,
+    },
+}
+#: State of a ``FederatedLoop``.
+STATE: dict[str, Any] = {
+    **dict.fromkeys(("seed", "num_clients", "number of parameter tensors"), COUNT),
+    **dict.fromkeys(("round", "exchanged"), COUNT),
+    **dict.fromkeys(("checksum", "aggregator_class", "policy_class"), str),
+    **dict.fromkeys(("buffers", "optimizer_state"), str),
+    "aggregator": {str: object},
+    "policy": {str: object},
+    "rows": [{str: int | float | str}, ...],
+    "val_loss": float | None,
+    "monitored": {str: float},
+    "base_lr": float,
+    "runner": {str: bool},
+    "trained": [bool, ...],
+    "options": {str: int | float | str | list},
+    "store": [{"name": str, "clients": Tensor, "rows": Tensor}, ...],
+    "unsaved buffers": {str: Tensor},
+    "server": dict | None,
+}
+NOT_OF_A_FEDERATION = (
+    "it was not written by a federation, so it cannot be resumed: load its parameters into the"
+    " module and start a new fit without ckpt_path"
+)
 #: Remedies if a checkpoint belongs to another federation.
 REMEDIES = {
     "seed": "set seed_everything to the value in the checkpoint",
@@ -100,9 +138,6 @@ class Resume:
     def state(self, fit: Fit) -> dict[str, Any]:
         """Return the current state of the loop, without the client state."""
         module, progress = fit.runner.module, self.progress
-        buffers = {
-            name: owner._buffers[key] for name, (owner, key) in unsaved_buffers(module).items()
-        }
         return {
             **self.identity(module),
             "round": progress.round,
@@ -115,7 +150,7 @@ class Resume:
             "trained": [bool(getattr(part, name)) for part, name in _flags(module)],
             "options": self._options,
             **{name: frozen(rule.state_dict()) for name, rule in self._rules.items()},
-            "unsaved buffers": frozen({n: b for n, b in buffers.items() if b is not None}),
+            "unsaved buffers": frozen(_buffers(module)),
             # Set if the checkpoint contains the model validated before the end of the round.
             "server": None,
         }
@@ -143,18 +178,16 @@ class Resume:
             FederationError: If the checkpoint is damaged or belongs to another federation.
         """
         if state is None:
-            raise not_of_a_federation(trainer)
-        with error_context(f"{trainer.ckpt_path} is damaged, or was changed"):
-            check_round(checkpoint["loops"]["fit_loop"], state["round"])
+            raise FederationError(NOT_OF_A_FEDERATION)
+        _check_round(checkpoint["loops"]["fit_loop"], state["round"])
         for what, now in self.identity(module).items():
             if what == "seed" and not has_seed and "PL_GLOBAL_SEED" not in os.environ:
                 continue
             if (was := state[what]) != now:
+                remedy = REMEDIES.get(what, f"restore the original {what}")
                 raise FederationError(
-                    f"{trainer.ckpt_path} belongs to another federation: its {what} is"
-                    f" {was!s:.100}, here it is {now}. To resume,"
-                    f" {REMEDIES.get(what, f'restore the original {what}')}; to start a new run,"
-                    " remove ckpt_path"
+                    f"it belongs to another federation: its {what} is {was!s:.100}, here it is"
+                    f" {now}. To resume, {remedy}; to start a new run, remove ckpt_path"
                 )
         changed = [
             f"{name} is {value}, was {was}"
@@ -177,26 +210,33 @@ class Resume:
             progress.val_loss, progress.monitored = state["val_loss"], state["monitored"]
             progress.seed = state["seed"]
 
-    @property
-    def is_new(self) -> bool:
-        """Whether there is nothing to restore."""
-        return not self.pending or self.pending == NOT_BEGUN
-
     def restore(self, fit: Fit) -> None:
-        """Load the remaining state, which needs the module's shapes or the Trainer's device."""
+        """Load the remaining state, which needs the module's shapes or the Trainer's device.
+
+        Args:
+            fit: Context of the rounds.
+
+        Raises:
+            FederationError: If the state does not fit this run.
+        """
         state, checkpoint = self.pending, self.checkpoint
         self.pending, self.checkpoint = {}, {}
+        # Loading may raise any exception
+        with error_context(f"{fit.trainer.ckpt_path} cannot be resumed", Exception):
+            if not state:  # Lightning does not call load_state_dict then
+                raise FederationError(NOT_OF_A_FEDERATION)
+            self._check_restored(fit, state, checkpoint)
+            self._load(fit, state, checkpoint)
+
+    def _load(self, fit: Fit, state: Mapping[str, Any], checkpoint: dict[str, Any]) -> None:
+        """Load what was checked."""
         module, runner = fit.runner.module, fit.runner
-        # Check everything before anything is loaded.
-        self._check_restored(fit, state, checkpoint)
         if state["server"] is not None:  # Lightning has loaded the validated model
             checkpoint = {**checkpoint, "state_dict": state["server"]}
             fit.module.on_load_checkpoint(checkpoint)
         # Load again, as Lightning loads before the precision plugin converts the module.
-        try:
+        with error_context("its model is of another network", RuntimeError):
             module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
-        except RuntimeError as error:
-            raise FederationError(f"its model is of another network: {one_line(error)}") from error
         buffers = unsaved_buffers(module)
         for name, saved in state["unsaved buffers"].items():
             owner, key = buffers[name]
@@ -205,13 +245,9 @@ class Resume:
             else:
                 buffer.copy_(saved)
         for name, rule in self._rules.items():
-            try:
+            what = f"{type(rule).__name__} cannot resume from the checkpoint's state"
+            with error_context(f"{what}: restore its options, or remove ckpt_path", RuntimeError):
                 rule.load_state_dict(state[name])
-            except RuntimeError as error:
-                raise FederationError(
-                    f"{type(rule).__name__} cannot resume from the checkpoint's state, because its"
-                    " options have changed: restore them, or remove ckpt_path"
-                ) from error
         _train_only(module, state["trained"])
         runner.base_lr = state["base_lr"]
         runner.choose(state["runner"])
@@ -219,32 +255,61 @@ class Resume:
     def _check_restored(
         self, fit: Fit, state: Mapping[str, Any], checkpoint: dict[str, Any]
     ) -> None:
+        """Check everything before anything is loaded."""
         policy = self._rules["policy"]
         if "val_loss" in policy.learns_from and state["round"] and state["val_loss"] is None:
             raise FederationError(f"{type(policy).__name__} needs 'val_loss', which is null")
         for callback in fit.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(
-                callback, BaseFinetuning
-            ):  # restores parameter groups, which Lightning would do later
+            if isinstance(callback, BaseFinetuning):
+                # restores parameter groups, which Lightning would do later
                 callback.on_fit_start(fit.trainer, fit.runner.module)
         if (was := state["exchanged"]) != (now := fit.runner.num_parameters):
             raise FederationError(
                 f"its clients exchange {was} parameter values, here they exchange {now}: restore"
                 " the network, exchange_frozen, and the parameters frozen at the start"
             )
-        check_progress(fit.trainer, checkpoint)
-        memory = fit.memory
-        check_rows(
-            memory.store.rows,
-            fit.planner.num_clients,
-            fit.runner,
-            memory.transforms,
-            memory.like(),
-        )
-        check_buffers(state["unsaved buffers"], unsaved_buffers(fit.runner.module))
+        _check_lightning(fit.trainer, checkpoint)
+        fit.memory.check_stored(fit.runner)
+        saved, buffers = state["unsaved buffers"], _buffers(fit.runner.module)
+        if unknown := sorted(saved.keys() - unsaved_buffers(fit.runner.module).keys()):
+            raise FederationError(
+                f"the module has no non-persistent buffer {short_repr(unknown[0])}"
+            )
+        compare(saved, buffers, "'unsaved buffers'")
         for name, rule in self._rules.items():
             with error_context(f"{type(rule).__name__} cannot resume"):
                 check_rule(rule, state[name])
+
+
+@contextmanager
+def name_checkpoint(trainer: Trainer) -> Iterator[None]:
+    """Raise a ``FederationError`` that names the file for any error of loading a checkpoint.
+
+    Args:
+        trainer: The Trainer that may load a checkpoint.
+    """
+
+    def named(load: Callable[[], None]) -> Callable[[], None]:
+        def wrapped() -> None:
+            with error_context(f"{trainer.ckpt_path} cannot be loaded", Exception):
+                load()
+
+        return wrapped
+
+    def model(load: Callable[[], None]) -> Callable[[], None]:
+        def wrapped() -> None:
+            what = "the model does not match the checkpoint: configure the model that was saved"
+            with error_context(what, Exception):
+                load()
+
+        return named(wrapped)
+
+    connector = trainer._checkpoint_connector
+    with ExitStack() as undo:
+        undo.enter_context(replaced(connector, "restore_model", model))
+        for name in ("restore_datamodule", "restore_callbacks", "restore_training_state"):
+            undo.enter_context(replaced(connector, name, named))
+        yield
 
 
 def check_contents(trainer: Trainer, checkpoint: dict[str, Any], state: Any) -> None:
@@ -252,24 +317,97 @@ def check_contents(trainer: Trainer, checkpoint: dict[str, Any], state: Any) -> 
 
     Args:
         trainer: The Trainer that loads the checkpoint.
-        checkpoint: The checkpoint.
+        checkpoint: The checkpoint. Missing entries of Lightning's progress are added.
         state: State of the loop in it; None if it has none.
 
     Raises:
         FederationError: If the checkpoint is damaged.
     """
-    with error_context(f"{trainer.ckpt_path} is damaged, or was changed"):
-        check_states(trainer, checkpoint)
+    with error_context("it is damaged, or was changed"):
+        loops = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
+        now = {name: getattr(trainer, name).state_dict() for name in loops}
+        compare(checkpoint.setdefault("loops", {}), now, "loops", names="same")
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the connector
+            saved = checkpoint["callbacks"].get(callback.state_key)
+            for kind, like in _CALLBACKS.items():
+                if saved is not None and isinstance(callback, kind):
+                    with error_context(kind.__name__):
+                        compare(saved, like)
+                        if isinstance(callback, ModelCheckpoint):
+                            _check_paths(callback, saved)
         if state is not None and state != NOT_BEGUN:
-            check_state(state)
+            _check_state(state)
 
 
-def not_of_a_federation(trainer: Trainer) -> FederationError:
-    """Return the error for a checkpoint that was not written by a federation."""
-    return FederationError(
-        f"{trainer.ckpt_path} was not written by a federation, so it cannot be resumed:"
-        " load its parameters into the module and start a new fit without ckpt_path"
-    )
+def _check_paths(callback: ModelCheckpoint, state: Mapping[str, Any]) -> None:
+    """Check that the saved paths, which the callback may remove, are checkpoints of the run."""
+    for path in filter(None, [*map(state.get, _PATHS), *state["best_k_models"]]):
+        is_remote = "://" in path and not path.startswith(f"{callback.dirpath}/")
+        is_other = not path.endswith(callback.FILE_EXTENSION) or ".." in PurePath(path).parts
+        if is_other or is_remote:
+            raise FederationError(
+                f"{short_repr(path)} is not where a checkpoint of this run may be"
+            )
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Check that a ``FederatedLoop`` can have saved a state."""
+    compare(state, STATE)
+    compare(state["server"] or {}, {str: object}, "'server'")
+    if not 0 <= (lr := state["base_lr"]) <= 1e30:
+        raise FederationError(f"'base_lr' is {lr}, which is no learning rate")
+    rounds = [row.get("round") for row in state["rows"]]
+    if len(rounds) != state["round"] or rounds != list(range(1, len(rounds) + 1)):
+        raise FederationError(
+            f"'rows' are of the rounds {short_repr(rounds)}, and 'round' is {state['round']}"
+        )
+
+
+def _check_round(fit_loop: Mapping[str, Any], round: int) -> None:
+    """Check that the progress of Lightning is at the start of a round."""
+    # Lightning counts an epoch as completed after checkpoints are written.
+    ended = {"completed": range(round - 1, round + 1)}
+    begun = dict.fromkeys(("ready", "started", "processed"), range(round, round + 1))
+    with error_context(f"Lightning's epochs are not the {round} rounds"):
+        compare(fit_loop["epoch_progress"], dict.fromkeys(("total", "current"), begun | ended))
+    for name in ("epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
+        if len(set((count := fit_loop[name]["current"]).values())) > 1:
+            raise FederationError(f"it is in the middle of a batch: {short_repr(count)}")
+
+
+def _check_lightning(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Check the states of optimizers, schedulers and precision; add missing names to them."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    for name, owners in (("optimizer_states", trainer.optimizers), ("lr_schedulers", schedulers)):
+        checkpoint[name] = checkpoint.get(name) if owners else []
+        now: list[Any] = [owner.state_dict() for owner in owners]
+        compare(checkpoint[name], now, name, names="added")
+        for owner, state in zip(owners, checkpoint[name], strict=True):
+            if shadow := next((k for k in state if callable(getattr(owner, str(k), None))), None):
+                raise FederationError(f"{name} has {short_repr(shadow)}, which is a method")
+    for state in checkpoint["optimizer_states"]:
+        state["state"] = {}  # empty between rounds; client state is in the store
+    plugin = trainer.precision_plugin
+    if (name := type(plugin).__qualname__) in checkpoint:
+        compare(checkpoint[name], plugin.state_dict(), name, names="same")
+
+
+def check_rule(rule: nn.Module, state: Mapping[str, Any]) -> None:
+    """Check the state of an aggregator or a policy. Sizes of tensors may differ.
+
+    Args:
+        rule: The rule that will load the state.
+        state: The saved state. Loading checks for missing and unknown names.
+
+    Raises:
+        FederationError: If an entry has another type or another number of dimensions.
+    """
+    for name, now in rule.state_dict().items():
+        if name in state:
+            saved, like = state[name], now if isinstance(now, Tensor) else type(now)
+            if isinstance(saved, Tensor) and isinstance(now, Tensor) and saved.ndim == now.ndim:
+                like = torch.empty(saved.shape, dtype=now.dtype, device="meta")  # of any length
+            compare(saved, like, name)
 
 
 def unsaved_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
@@ -280,6 +418,12 @@ def unsaved_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         for name, _ in owner._buffers.items()  # scripted modules support items() only
         if name in owner._non_persistent_buffers_set
     }
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the non-persistent buffers of a module that are not None."""
+    owners = unsaved_buffers(module).items()
+    return {name: b for name, (owner, key) in owners if (b := owner._buffers[key]) is not None}
 
 
 def _flags(module: nn.Module) -> list[tuple[Any, str]]:
