@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_fl.aggregators import NeuronMatching
-from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of, user_module
+from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.federation.checkpoint_checks import check
+from lightning_fl.federation.fit import user_module
 from lightning_fl.federation.measures import evaluating, on_device
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
 from lightning_fl.layer_stack import Layers, LayerStack

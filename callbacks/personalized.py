@@ -23,6 +23,7 @@ from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.federation.checkpoint_checks import check
 from lightning_fl.federation.measures import accuracy, evaluating, on_device
 from lightning_fl.federation.memory import runner_rows
+from lightning_fl.federation.round import call_hook
 from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
 from lightning_fl.runners import SequentialRunner, optimizers_in
@@ -124,7 +125,7 @@ class PersonalizedEvaluation(Callback):
                 "local_steps requires the initial global model, which the checkpoint does not"
                 " contain: set local_steps=0, or set it from the start of a run"
             )
-        now = self._federation.runner.read().vector
+        now = self._federation.fit.runner.read().vector
         self._first = now if self._first is None else self._first
         check(self._first, now, "PersonalizedEvaluation")
 
@@ -178,7 +179,7 @@ class PersonalizedEvaluation(Callback):
     @contextmanager
     def _studio(self, trainer: Trainer) -> Iterator[tuple[SequentialRunner, Any]]:
         """Yield a runner on a copy of the module, so that the module of the run stays unchanged."""
-        loop, user = self._federation, self._federation.runner.module
+        loop, user = self._federation, self._federation.fit.runner.module
         module = _copied(user)
         vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **options: None
         made = next(optimizers_in(module.configure_optimizers()))
@@ -188,9 +189,11 @@ class PersonalizedEvaluation(Callback):
                 f"PersonalizedEvaluation trains a copy of {type(user).__name__}, but its optimizer"
                 " has parameters of another module: use self.parameters() in configure_optimizers"
             )
-        host = SequentialRunner(module, loop.buffers or "average", made, loop.runner.keep_optimizer)
+        host = SequentialRunner(
+            module, loop.options.buffer_policy, made, loop.fit.runner.keep_optimizer
+        )
         host.base_lr = float(made.param_groups[0].get("lr", 0.0))
-        state = loop.runner.read()
+        state = loop.fit.runner.read()
         loop.aggregator.start(state.vector)  # clients start from the models of the next round
         try:
             yield host, state
@@ -237,7 +240,9 @@ class PersonalizedEvaluation(Callback):
     def _trained_score(self, trainer: Trainer, host: SequentialRunner, client: int) -> float:
         """Return the score of a client's model after training, including its personal state."""
         _to_personal(host)
-        _call_start(host)  # mixtures load the weights that they learned from the samples
+        call_hook(
+            host.module, "on_client_start"
+        )  # mixtures load the weights that they learned from the samples
         return self._score(trainer, host, client)
 
     def _all_of(self, trainer: Trainer, client: int) -> Any:
@@ -251,7 +256,7 @@ class PersonalizedEvaluation(Callback):
     ) -> None:
         """Load the state of a client at the start of a round."""
         host.load(state, [rows], [lr])
-        _call_start(host)
+        call_hook(host.module, "on_client_start")
 
     def _rate(self, host: SequentialRunner, client: int) -> float:
         """Return the learning rate that a client would have in the next round."""
@@ -273,7 +278,7 @@ class PersonalizedEvaluation(Callback):
 
     def _batches(self, client: int, round: int) -> Iterator[tuple[int, Any]]:
         """Yield an infinite stream of a client's batches, each with the seed of its step."""
-        data: Any = self._federation._data
+        data: Any = self._federation.fit.data
         seed = derive_seed(self._federation.run_seed, RandomStream.PERSONAL, round, client)
         batches = data.steps_of(client, generator(seed, RandomStream.PERSONAL))
         for step, batch in enumerate(batches):
@@ -334,11 +339,6 @@ def _to_personal(host: SequentialRunner) -> bool:
     for param, theta in found.items():
         param.data = theta.clone()
     return bool(found)
-
-
-def _call_start(host: SequentialRunner) -> None:
-    if callable(hook := getattr(host.module, "on_client_start", None)):
-        hook()
 
 
 def _copied(module: LightningModule) -> LightningModule:

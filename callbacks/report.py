@@ -20,9 +20,11 @@ from torch import Tensor
 
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.aggregators.matching import NeuronMatching
-from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of, user_module
+from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
+from lightning_fl.callbacks.hyperparameters import network_name
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
 from lightning_fl.federation.checkpoint_checks import COUNT, check
+from lightning_fl.federation.fit import user_module
 from lightning_fl.federation.measures import evaluating, on_device
 from lightning_fl.federation.memory import runner_rows
 from lightning_fl.files import write_atomically
@@ -183,6 +185,7 @@ class RunReport(Callback):
         """Write the environment, without personal data such as user or host names."""
         assert self._folder is not None
         loop, device = _loop(trainer), trainer.strategy.root_device
+        options = loop.options
         module, data = user_module(trainer.lightning_module), trainer.datamodule  # type: ignore[attr-defined]
         found = {
             "format": FORMAT,
@@ -192,12 +195,14 @@ class RunReport(Callback):
             "clients": len(data.num_samples),
             "batch_size": getattr(data, "batch_size", None),
             "module": type(module).__name__,
-            "network": type(module.net).__name__ if hasattr(module, "net") else None,
+            "network": network_name(module),
             "parameters": sum(parameter.numel() for parameter in module.parameters()),
-            "clients_per_round": loop.clients_per_round,
-            "client_fraction": loop.client_fraction,
-            **{name: describe(getattr(loop, name)) for name in ("aggregator", "policy", "sampler")},
-            "update_transforms": [describe(transform) for transform in loop.update_transforms],
+            "clients_per_round": options.clients_per_round,
+            "client_fraction": options.client_fraction,
+            "aggregator": describe(options.aggregator),
+            "policy": describe(options.policy),
+            "sampler": describe(options.sampler),
+            "update_transforms": [describe(transform) for transform in options.update_transforms],
             "no train_acc": self._reason,
             "machine": {
                 "platform": f"{platform.system()} {platform.machine()}",
@@ -257,7 +262,7 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
         One accuracy per client, or the reason why it cannot be computed.
     """
     loop, data = _loop(trainer), trainer.datamodule  # type: ignore[attr-defined]
-    rule, runner = loop.aggregator, loop.runner
+    rule, runner = loop.aggregator, loop.fit.runner
     # Otherwise the module already contains the model of all clients.
     has_several = not isinstance(rule, NeuronMatching) and (
         runner.private or type(rule).models_for is not Aggregator.models_for
