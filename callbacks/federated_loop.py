@@ -29,7 +29,7 @@ from lightning_fl.runners import BufferPolicy
 from lightning_fl.samplers import ClientSampler, UniformSampler
 from lightning_fl.store import ClientStore
 from lightning_fl.transforms import UpdateTransform
-from lightning_fl.types import RoundPlan, check_package
+from lightning_fl.types import FederationError, RoundPlan, check_package
 
 
 class FederatedLoop(Callback):
@@ -205,7 +205,6 @@ class FederatedLoop(Callback):
         self._write_table(trainer)
         self.aggregator.load_client_network()
         self._round = Round(self.fit)
-        self._traffic = self._round.traffic
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -378,10 +377,6 @@ class FederatedLoop(Callback):
         round = self._round
         return (0, 0) if round is None else (round.position, len(round.plan.rows))
 
-    def bytes_of_a_client(self) -> tuple[int, int]:
-        """Return the bytes that a client sends (up) and receives (down) per round."""
-        return self._traffic.of_a_client()
-
     def table_path(self, trainer: Trainer) -> Path | None:
         """Return the path of the table of rounds, or None if it is not written."""
         if self.csv_name is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -393,7 +388,17 @@ class FederatedLoop(Callback):
         self.progress.table.write(self.table_path(trainer))
 
 
-def loop_of(trainer: Trainer) -> FederatedLoop | None:
-    """Return the FederatedLoop of a Trainer, or None."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by the connector
-    return next((c for c in callbacks if isinstance(c, FederatedLoop)), None)
+def loop_of(trainer: Trainer, owner: str) -> FederatedLoop:
+    """Return the FederatedLoop of a Trainer.
+
+    Args:
+        trainer: The Trainer.
+        owner: Name of the callback that requires it.
+
+    Raises:
+        FederationError: If there is none.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the connector
+        if isinstance(callback, FederatedLoop):
+            return callback
+    raise FederationError(f"{owner} requires a FederatedLoop: add one to the Trainer's callbacks")

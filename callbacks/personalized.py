@@ -19,10 +19,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from lightning_fl.aggregators.matching import NeuronMatching
-from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
+from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.federation.checkpoint_checks import check
 from lightning_fl.federation.measures import accuracy, evaluating, on_device
-from lightning_fl.federation.memory import runner_rows
 from lightning_fl.federation.round import call_hook
 from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
@@ -104,12 +103,12 @@ class PersonalizedEvaluation(Callback):
         """Check that there are a FederatedLoop and local test samples."""
         if stage != "fit":
             return
-        self._loop = loop_of(trainer)
+        self._loop = loop_of(trainer, "PersonalizedEvaluation")
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if self._loop is None or not getattr(data, "local_tests", None):
+        if not getattr(data, "local_tests", None):
             raise FederationError(
-                "PersonalizedEvaluation requires a FederatedLoop and test samples for each client:"
-                " set local_test_size of the data module (data.init_args.local_test_size=0.2)"
+                "PersonalizedEvaluation requires test samples for each client: set local_test_size"
+                " of the data module (data.init_args.local_test_size=0.2)"
             )
         if isinstance(self._loop.aggregator, NeuronMatching):
             raise FederationError(
@@ -120,12 +119,12 @@ class PersonalizedEvaluation(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store the initial global model."""
-        if self._first is None and self._federation.round and self.local_steps:
+        if self._first is None and self._loop.round and self.local_steps:
             raise FederationError(
                 "local_steps requires the initial global model, which the checkpoint does not"
                 " contain: set local_steps=0, or set it from the start of a run"
             )
-        now = self._federation.fit.runner.read().vector
+        now = self._loop.fit.runner.read().vector
         self._first = now if self._first is None else self._first
         check(self._first, now, "PersonalizedEvaluation")
 
@@ -140,7 +139,7 @@ class PersonalizedEvaluation(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate the last round if EarlyStopping ended the fit after ``on_train_epoch_end``."""
-        round = self._federation.round
+        round = self._loop.round
         if self.every_n_rounds is None and round and self._measured_at != round:
             figures = self._measure(trainer, round)
             for logger in trainer.loggers:
@@ -151,18 +150,13 @@ class PersonalizedEvaluation(Callback):
         self._measured_at = round
         self.rows = self._measured(trainer, round)
         # Called on all processes: Lightning broadcasts the log folder from the first one.
-        if (path := self._federation.table_path(trainer)) is not None:
+        if (path := self._loop.table_path(trainer)) is not None:
             self._write(path.parent)
         return {
             f"{kind}/{figure}": value
             for kind in KINDS
             for figure, value in summary(self.rows, kind).items()
         }
-
-    @property
-    def _federation(self) -> FederatedLoop:
-        assert self._loop is not None
-        return self._loop
 
     def _measured(self, trainer: Trainer, round: int) -> list[dict[str, float]]:
         """Return one row per client. The clients are split over the processes."""
@@ -179,7 +173,7 @@ class PersonalizedEvaluation(Callback):
     @contextmanager
     def _studio(self, trainer: Trainer) -> Iterator[tuple[SequentialRunner, Any]]:
         """Yield a runner on a copy of the module, so that the module of the run stays unchanged."""
-        loop, user = self._federation, self._federation.fit.runner.module
+        loop, user = self._loop, self._loop.fit.runner.module
         module = _copied(user)
         vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **options: None
         made = next(optimizers_in(module.configure_optimizers()))
@@ -203,8 +197,8 @@ class PersonalizedEvaluation(Callback):
     def _row(
         self, trainer: Trainer, host: SequentialRunner, server: ServerState, client: int, round: int
     ) -> dict[str, float]:
-        loop, data = self._federation, trainer.datamodule  # type: ignore[attr-defined]
-        rows = runner_rows(loop.store, client)
+        loop, data = self._loop, trainer.datamodule  # type: ignore[attr-defined]
+        rows = loop.fit.memory.of_runner(client)
         start = loop.aggregator.models_for(torch.tensor([client]))
         state = ServerState(start, server.counters)
         lr = self._rate(host, client)
@@ -262,7 +256,7 @@ class PersonalizedEvaluation(Callback):
         """Return the learning rate that a client would have in the next round."""
         if self.lr is not None:
             return self.lr
-        loop = self._federation
+        loop = self._loop
         values = loop.policy.sample(loop.round, torch.tensor([client]))
         lr = float(values["lr"]) if "lr" in values else host.base_lr
         return lr * float(values.get("lr_factor", 1.0))
@@ -278,8 +272,8 @@ class PersonalizedEvaluation(Callback):
 
     def _batches(self, client: int, round: int) -> Iterator[tuple[int, Any]]:
         """Yield an infinite stream of a client's batches, each with the seed of its step."""
-        data: Any = self._federation.fit.data
-        seed = derive_seed(self._federation.run_seed, RandomStream.PERSONAL, round, client)
+        data: Any = self._loop.fit.data
+        seed = derive_seed(self._loop.run_seed, RandomStream.PERSONAL, round, client)
         batches = data.steps_of(client, generator(seed, RandomStream.PERSONAL))
         for step, batch in enumerate(batches):
             yield derive_seed(seed, step), batch

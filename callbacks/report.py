@@ -26,7 +26,6 @@ from lightning_fl.callbacks.personalized import PersonalizedEvaluation
 from lightning_fl.federation.checkpoint_checks import COUNT, check
 from lightning_fl.federation.fit import user_module
 from lightning_fl.federation.measures import evaluating, on_device
-from lightning_fl.federation.memory import runner_rows
 from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.partition import plot
@@ -281,7 +280,7 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
                 if has_several:
                     vector = rule.models_for(torch.tensor([client]))[0]
                     runner.write(ServerState(vector, server.counters))
-                    for name, row in runner_rows(loop.store, client).items():
+                    for name, row in loop.fit.memory.of_runner(client).items():
                         if name.startswith("parameter."):
                             runner.named_parameters[name.removeprefix("parameter.")].copy_(row)
                 own[client] = _accuracy(trainer, runner.module, data.samples_of(client), most)
@@ -363,11 +362,7 @@ def round_figure(rows: Sequence[dict[str, Any]]) -> Figure:
 
 
 def _loop(trainer: Trainer) -> FederatedLoop:
-    if (loop := loop_of(trainer)) is None:
-        raise FederationError(
-            "RunReport requires a FederatedLoop: add one to the Trainer's callbacks"
-        )
-    return loop
+    return loop_of(trainer, "RunReport")
 
 
 def _folder(trainer: Trainer) -> Path | None:

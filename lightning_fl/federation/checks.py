@@ -205,23 +205,19 @@ def one_optimizer(module: LightningModule) -> Iterator[None]:
 
     def checking(configure: Callable[[], Any]) -> Callable[[], Any]:
         def checked() -> Any:
-            optimizers: Any = configure()
-            if (
-                isinstance(optimizers, tuple)
-                and len(optimizers) == 2
-                and isinstance(optimizers[0], list | tuple)
-            ):
-                count = len(optimizers[0])
-            elif isinstance(optimizers, list | tuple):
-                count = len(optimizers)
-            else:
-                count = int(optimizers is not None)
+            configured: Any = configure()
+            optimizers: Any = configured
+            if isinstance(configured, tuple) and len(configured) == 2:
+                first = configured[0]  # a list of optimizers, before a list of schedulers
+                optimizers = first if isinstance(first, list | tuple) else configured
+            is_several = isinstance(optimizers, list | tuple)
+            count = len(optimizers) if is_several else int(optimizers is not None)
             if count != 1:
                 raise FederationError(
                     f"{type(module).__name__}.configure_optimizers must return one optimizer, got"
                     f" {count}"
                 )
-            return optimizers
+            return configured
 
         return checked
 

@@ -25,6 +25,7 @@ from lightning_fl.federation.processes import processes_of
 from lightning_fl.federation.progress import Progress
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.federation.schedulers import Schedulers, stepping_batches
+from lightning_fl.federation.traffic import Traffic
 from lightning_fl.federation.validation import Validation
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.runners import VectorizedClients, client_runner
@@ -168,6 +169,8 @@ class Fit:
         self.memory = ClientMemory(
             store, self.options.update_transforms, self.parts, self.federation, server.device
         )
+        #: Traffic of the current or last round, which sets it.
+        self.traffic: Traffic
         self.warnings = DropWarnings(self.progress.table.rows)
         self.validation = Validation(self.trainer, self.data, self.options, self.processes)
         undo.callback(self.validation.close)

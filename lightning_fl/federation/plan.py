@@ -64,19 +64,17 @@ class Planner:
         """Number of clients in the federation."""
         return len(self.num_samples)
 
-    def advance(self, round: int) -> bool:
-        """Make the samples of a round available; return whether they changed."""
-        if not self._data.advance(round):
-            return False
-        self.num_samples = self._data.num_samples
-        self.batches_per_epoch = self._data.batches_per_epoch
-        return True
+    def _advance(self, round: int) -> None:
+        """Make the samples of a round available."""
+        if self._data.advance(round):
+            self.num_samples = self._data.num_samples
+            self.batches_per_epoch = self._data.batches_per_epoch
 
     def plan(self) -> RoundPlan:
         """Return the plan of the current round. It is drawn once."""
         plan, now = self._plan, self._progress
         if plan is None or (plan.seed, plan.round) != (now.seed, now.round):
-            self.advance(now.round)
+            self._advance(now.round)
             self._plan = plan = self.draw()
             # Lightning would warn in every round that is shorter than its logging interval.
             interval = min(self._log_every_n_steps, len(plan.schedule))
@@ -160,18 +158,17 @@ class Planner:
         the sum over rounds of the maximum number of local steps of any client, which is an upper
         bound if that client is not sampled in every round.
         """
-        trainer, data, round = self._trainer, self._data, self._progress.round
+        trainer, round = self._trainer, self._progress.round
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self.advance(round)
+            self._advance(round)
             return int(self.draw().num_steps.max())
         if (rounds := trainer.max_epochs) is None or rounds < 0:
             return math.inf
         if rounds not in self._total_steps:
-            batches, total = self.batches_per_epoch, 0
+            total = 0
             for each in range(rounds):
-                if data.advance(each):
-                    batches = data.batches_per_epoch
-                total += self._policy.max_local_steps(each, batches)
-            data.advance(round)
+                self._advance(each)
+                total += self._policy.max_local_steps(each, self.batches_per_epoch)
+            self._advance(round)
             self._total_steps[rounds] = total
         return self._total_steps[rounds]

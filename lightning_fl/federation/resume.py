@@ -162,39 +162,27 @@ class Resume:
             checkpoint.pop("loops", None)
             return False
         is_begun = "loops" in checkpoint
-        check_contents(trainer, checkpoint, state)
+        with error_context(f"{trainer.ckpt_path} is damaged, or was changed"):
+            check_states(trainer, checkpoint)
+            if state is not None and state != NOT_BEGUN:
+                check_state(state)
+            if is_fit and state is not None:
+                check_round(checkpoint["loops"]["fit_loop"], state["round"])
         if not is_fit:
             return False
-        self._check(trainer, module, checkpoint, state, has_seed)
-        if not is_begun:  # Lightning also starts from epoch 0
-            del checkpoint["loops"]
-        return True
-
-    def _check(
-        self,
-        trainer: Trainer,
-        module: nn.Module,
-        checkpoint: dict[str, Any],
-        state: Any,
-        has_seed: bool,
-    ) -> None:
-        """Check that a checkpoint belongs to this federation, and warn if options differ.
-
-        Args:
-            trainer: The Trainer that resumes.
-            module: The module of the run.
-            checkpoint: The checkpoint.
-            state: State of the loop in it; None if it has none.
-            has_seed: Whether the seed of the run is set. It must then be that of the checkpoint.
-
-        Raises:
-            FederationError: If the checkpoint is damaged or belongs to another federation.
-        """
         if state is None:
             raise not_of_a_federation(trainer)
-        with error_context(f"{trainer.ckpt_path} is damaged, or was changed"):
-            check_round(checkpoint["loops"]["fit_loop"], state["round"])
-        for what, now in self.identity(module).items():
+        self._check_configuration(trainer, state, self.identity(module), has_seed)
+        if not is_begun:  # Lightning also starts from epoch 0
+            del checkpoint["loops"]
+        self.checkpoint = checkpoint
+        return True
+
+    def _check_configuration(
+        self, trainer: Trainer, state: dict[str, Any], identity: dict[str, Any], has_seed: bool
+    ) -> None:
+        """Check that a checkpoint belongs to this federation, and warn if options differ."""
+        for what, now in identity.items():
             if what == "seed" and not has_seed and "PL_GLOBAL_SEED" not in os.environ:
                 continue
             if (was := state[what]) != now:
@@ -214,7 +202,6 @@ class Resume:
                 f"resuming {trainer.ckpt_path} with other options: {'; '.join(changed)}. The run"
                 " is resumed, but a single config does not reproduce it"
             )
-        self.checkpoint = checkpoint
 
     def load(self, state: dict[str, Any]) -> None:
         """Load the progress of the run from the state of a checkpoint."""
@@ -299,23 +286,6 @@ class Resume:
         for name, rule in self._rules.items():
             with error_context(f"{type(rule).__name__} cannot resume"):
                 check_rule(rule, state[name])
-
-
-def check_contents(trainer: Trainer, checkpoint: dict[str, Any], state: Any) -> None:
-    """Check the contents of a checkpoint, for any stage.
-
-    Args:
-        trainer: The Trainer that loads the checkpoint.
-        checkpoint: The checkpoint.
-        state: State of the loop in it; None if it has none.
-
-    Raises:
-        FederationError: If the checkpoint is damaged.
-    """
-    with error_context(f"{trainer.ckpt_path} is damaged, or was changed"):
-        check_states(trainer, checkpoint)
-        if state is not None and state != NOT_BEGUN:
-            check_state(state)
 
 
 def not_of_a_federation(trainer: Trainer) -> FederationError:
