@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from lightning_fl.federation.checkpoint_checks import read_checkpoint
-from lightning_fl.files import check_sums, write_atomically
+from lightning_fl.files import FolderLock, check_sums, write_atomically
 from lightning_fl.types import FederationError
 
 
@@ -102,3 +103,20 @@ class RoundCheckpoint(ModelCheckpoint):
         super().on_train_end(trainer, pl_module)
         if not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+
+
+def lock_folders(trainer: Trainer, table: Path | None, undo: ExitStack) -> None:
+    """Lock the folders of a run against other runs for the duration of a fit.
+
+    Args:
+        trainer: The Trainer, whose :class:`RoundCheckpoint` callbacks write to their folders.
+        table: Path of the table of rounds; None if it is not written.
+        undo: Clean-up functions of the fit, to which those of the locks are added.
+    """
+    if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
+        return
+    written = [c.dirpath for c in trainer.callbacks if isinstance(c, RoundCheckpoint)]  # type: ignore[attr-defined]
+    folders = [table and table.parent, *written]
+    local = [folder for folder in folders if folder is not None and "://" not in str(folder)]
+    for folder in dict.fromkeys(Path(folder).absolute() for folder in local):
+        undo.callback(FolderLock(folder).release)

@@ -13,16 +13,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_fl.aggregators import Aggregator, FedAvg
-from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO, RoundCheckpoint
+from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO, lock_folders
 from lightning_fl.callbacks.hyperparameters import RoundLog, log_hyperparameters
 from lightning_fl.callbacks.step_hooks import follow_steps
-from lightning_fl.federation.boundary import RoundBoundary
 from lightning_fl.federation.fit import Fit, PreparedFit, user_module
 from lightning_fl.federation.progress import Progress
 from lightning_fl.federation.resume import NOT_BEGUN, Resume
 from lightning_fl.federation.round import Round
 from lightning_fl.federation.run_options import RunOptions
-from lightning_fl.files import FolderLock
 from lightning_fl.functional.randomness import rng_state, run_seed, set_rng_state
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import BufferPolicy
@@ -123,8 +121,6 @@ class FederatedLoop(Callback):
         #: Clean-up functions, called in reverse order when a fit ends or fails.
         self.undo = ExitStack()
         self._resume = Resume(self.options, self.progress, self.store)
-        #: State written to checkpoints; set at the start of a fit.
-        self._boundary: RoundBoundary | None = None
         self._prepared: PreparedFit | None = None
         self._fit: Fit | None = None
         self._round: Round | None = None
@@ -146,13 +142,13 @@ class FederatedLoop(Callback):
         if stage != "fit":
             self.aggregator.prepare(user_module(pl_module))
             return
+        if self._prepared is not None:  # left by a fit that ended with an exception
+            self._prepared.boundary.close()
         self.progress.seed = run_seed(self.seed)
-        self._prepared = PreparedFit(trainer, pl_module, self.options, self.progress)
+        key = self.state_key
+        self._prepared = PreparedFit(trainer, pl_module, self.options, self.progress, key)
         self._resume.describe(self._prepared)
         self._fit, self._round, self._is_closing = None, None, False
-        if self._boundary is not None:  # left by a fit that ended with an exception
-            self._boundary.close()
-        self._boundary = RoundBoundary(trainer, self.state_key)
         if "://" not in (folder := str(trainer.default_root_dir)):  # needs a local folder
             self.store.folder = folder
         self._prepared.take_over(self, self.undo)
@@ -160,23 +156,10 @@ class FederatedLoop(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set up the client runner and the aggregator; restore the checkpoint if there is one."""
         assert self._prepared is not None
-        assert self._boundary is not None
-        self._lock_folders(trainer)
-        self._fit = Fit(self._prepared, self._boundary, self.store, self.undo)
+        lock_folders(trainer, self.table_path(trainer), self.undo)
+        self._fit = Fit(self._prepared, self.store, self.undo)
         self._resume.begin(self._fit)
-        self._boundary.call_before_checkpoints(self._close_round)
-
-    def _lock_folders(self, trainer: Trainer) -> None:
-        """Lock the folders of the run against other runs for the duration of the fit."""
-        table = self.table_path(trainer)
-        folders = [] if table is None else [str(table.parent)]
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the connector
-            if isinstance(callback, RoundCheckpoint) and callback.dirpath is not None:
-                folders.append(str(callback.dirpath))
-        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            local = (Path(folder).absolute() for folder in folders if "://" not in folder)
-            for folder in dict.fromkeys(local):
-                self.undo.callback(FolderLock(folder).release)
+        self._fit.boundary.call_before_checkpoints(self._close_round)
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the validation loss before the first round if the policy needs it."""
@@ -295,14 +278,14 @@ class FederatedLoop(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Release the optimizer, the data and the Trainer."""
         self.undo.close()
-        if self._boundary is not None:
-            self._boundary.close()
+        if self._prepared is not None:
+            self._prepared.boundary.close()
 
     # --- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state at the last boundary between two rounds."""
-        return {} if self._boundary is None else self._boundary.state()
+        return {} if self._prepared is None else self._prepared.boundary.state()
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -310,8 +293,8 @@ class FederatedLoop(Callback):
         """Check that the checkpoint belongs to this federation. Tests load parameters only."""
         has_seed = self.seed is not None
         if self._resume.accept(trainer, pl_module, checkpoint, self.state_key, has_seed):
-            assert self._boundary is not None
-            self._boundary.adopt(checkpoint)
+            assert self._prepared is not None
+            self._prepared.boundary.adopt(checkpoint)
             self.aggregator.load_client_network()  # runners need the shapes of the client model
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -323,7 +306,7 @@ class FederatedLoop(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add the progress of rounds to a checkpoint, also before or after a fit."""
-        checkpoint |= {} if self._boundary is None else self._boundary.progress()
+        checkpoint |= {} if self._prepared is None else self._prepared.boundary.progress()
         is_new = trainer.state.fn == TrainerFn.FITTING and trainer.ckpt_path is None
         if is_new and not checkpoint["callbacks"].get(self.state_key):
             checkpoint["callbacks"][self.state_key] = dict(NOT_BEGUN)

@@ -40,10 +40,7 @@ def follow_steps(
         return started
 
     def batch_start(hook: Method) -> Method:
-        def started(batch: Any, batch_idx: int) -> Any:
-            return hook(batch, step_of(batch_idx).start)
-
-        return started
+        return lambda batch, batch_idx: hook(batch, step_of(batch_idx).start)
 
     def run(optimize: Method) -> Method:
         def counted(optimizer: Any, batch_idx: int, kwargs: dict[str, Any]) -> Any:

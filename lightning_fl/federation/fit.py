@@ -42,13 +42,19 @@ class PreparedFit:
         module: The module passed to the Trainer.
         options: Options of the run.
         progress: Progress of the run, with its seed.
+        key: Key of the loop in checkpoints.
 
     Raises:
         FederationError: If the Trainer, the module, the data or the options do not fit together.
     """
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, options: RunOptions, progress: Progress
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        options: RunOptions,
+        progress: Progress,
+        key: str,
     ) -> None:
         self.trainer, self.module, self.options, self.progress = trainer, module, options, progress
         user = user_module(module)
@@ -73,6 +79,8 @@ class PreparedFit:
             options.aggregator.prepare(user, self.data.example)
         if options.buffers is None:
             warn_of_running_statistics(user)
+        #: State written to checkpoints.
+        self.boundary = RoundBoundary(trainer, key)
 
     def _describe(self, user: LightningModule) -> Federation:
         options, planner, data = self.options, self.planner, self.data
@@ -136,18 +144,15 @@ class Fit:
 
     Args:
         prepared: The checked fit, after the optimizer was created.
-        boundary: State for checkpoints.
         store: Client state between rounds.
         undo: Clean-up functions of the fit, to which those of the objects are added.
     """
 
-    def __init__(
-        self, prepared: PreparedFit, boundary: RoundBoundary, store: ClientStore, undo: ExitStack
-    ) -> None:
+    def __init__(self, prepared: PreparedFit, store: ClientStore, undo: ExitStack) -> None:
         self.trainer, self.module, self.data = prepared.trainer, prepared.module, prepared.data
         self.options, self.progress = prepared.options, prepared.progress
         self.planner, self.processes = prepared.planner, prepared.processes
-        self.watchers, self.boundary = prepared.watchers, boundary
+        self.watchers, self.boundary = prepared.watchers, prepared.boundary
         self.aggregator, self.policy = self.options.aggregator, self.options.policy
         keeps = self.options.optimizer_state == "keep"
         self.aggregator.load_client_network()
@@ -155,7 +160,7 @@ class Fit:
             self.module, self.options.buffer_policy, self.trainer.optimizers[0], keeps
         )
         undo.callback(self.runner.close)
-        boundary.chosen = lambda: {"runner": c} if (c := self.runner.choices()) else {}
+        self.boundary.chosen = lambda: {"runner": c} if (c := self.runner.choices()) else {}
         seed = self.progress.seed  # may differ from the seed at setup after a checkpoint was loaded
         self.federation = replace(prepared.federation, layout=self.runner.layout, seed=seed)
         server = self.runner.read().vector
