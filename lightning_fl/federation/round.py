@@ -97,8 +97,6 @@ class Round:
         #: Updates of the clients of this process, for policies that learn from contributions.
         self.updates: dict[int, Tensor] = {}
         self.is_aggregating = self.is_aggregated = self.is_abandoned = self.is_validated = False
-        #: Whether the global model is unchanged, because there were too few updates.
-        self.is_kept = False
         self._schedule = self.schedule_before
         self._client: ClientContext | None = None
         self._reported = torch.empty(0)
@@ -303,8 +301,10 @@ class Round:
         self._merge()
         returned = len(self.plan.cohort) - len(self.results.dropped)
         vector = fit.aggregator.conclude(returned, fit.min_clients)
-        self.is_kept, server = vector is None, self.server
-        if vector is not None:
+        server, kept_by = self.server, None
+        if vector is None:
+            kept_by = f"min_clients={fit.min_clients} and {describe(fit.aggregator)}"
+        else:
             server = ServerState(vector.view_as(self.server.vector), self.results.counters)
         self.traffic.note_moved(self.server.vector, server.vector)
         self._leave_clients(server, self.results.schedule)
@@ -313,9 +313,7 @@ class Round:
             lambda: fit.measures.training_accuracy(fit.runner.module, clients, round)
         )
         self.is_aggregated = True
-        sampled, dropped, kept_by = len(self.plan.cohort), self.results.dropped, None
-        if self.is_kept:
-            kept_by = f"min_clients={fit.min_clients} and {describe(fit.aggregator)}"
+        sampled, dropped = len(self.plan.cohort), self.results.dropped
         fit.warnings.note(self.plan.round + 1, sampled, dropped, kept_by)
         fit.boundary.passed()
 
