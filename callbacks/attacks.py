@@ -391,7 +391,7 @@ class Backdoor(DataAttack):
         """Log the attack success rate of the global model."""
         if self._loop.plan_of_the_round is None:  # the round was interrupted
             return
-        data, module = self._data, self._loop.fit.runner.module
+        data, module = self._data, self._loop.runner.module
         asked = changed(data.val, torch.arange(len(data.val)), self._asked)
         hits = torch.zeros(2, dtype=torch.float64, device=module.device)
         with evaluating(module), torch.no_grad():

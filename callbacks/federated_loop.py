@@ -23,7 +23,7 @@ from lightning_fl.federation.round import Round
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.functional.randomness import rng_state, run_seed, set_rng_state
 from lightning_fl.policies import HyperparameterPolicy, Schedule
-from lightning_fl.runners import BufferPolicy
+from lightning_fl.runners import BufferPolicy, ClientRunner
 from lightning_fl.samplers import ClientSampler, UniformSampler
 from lightning_fl.store import ClientStore
 from lightning_fl.transforms import UpdateTransform
@@ -328,6 +328,11 @@ class FederatedLoop(Callback):
         """Objects of the fit; available from its start."""
         assert self._fit is not None, "a hook of the fit ran before on_fit_start"
         return self._fit
+
+    @property
+    def runner(self) -> ClientRunner:
+        """Runner that trains the clients; available from the start of a fit."""
+        return self.fit.runner
 
     @property
     def _current(self) -> Round:

@@ -22,6 +22,7 @@ from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.federation.checkpoint_checks import check
 from lightning_fl.federation.measures import accuracy, evaluating, on_device
+from lightning_fl.federation.memory import runner_rows
 from lightning_fl.federation.round import call_hook
 from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
@@ -124,7 +125,7 @@ class PersonalizedEvaluation(Callback):
                 "local_steps requires the initial global model, which the checkpoint does not"
                 " contain: set local_steps=0, or set it from the start of a run"
             )
-        now = self._loop.fit.runner.read().vector
+        now = self._loop.runner.read().vector
         self._first = now if self._first is None else self._first
         check(self._first, now, "PersonalizedEvaluation")
 
@@ -173,7 +174,7 @@ class PersonalizedEvaluation(Callback):
     @contextmanager
     def _studio(self, trainer: Trainer) -> Iterator[tuple[SequentialRunner, Any]]:
         """Yield a runner on a copy of the module, so that the module of the run stays unchanged."""
-        loop, user = self._loop, self._loop.fit.runner.module
+        loop, user = self._loop, self._loop.runner.module
         module = _copied(user)
         vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **options: None
         made = next(optimizers_in(module.configure_optimizers()))
@@ -184,10 +185,10 @@ class PersonalizedEvaluation(Callback):
                 " has parameters of another module: use self.parameters() in configure_optimizers"
             )
         host = SequentialRunner(
-            module, loop.options.buffer_policy, made, loop.fit.runner.keep_optimizer
+            module, loop.options.buffer_policy, made, loop.runner.keep_optimizer
         )
         host.base_lr = float(made.param_groups[0].get("lr", 0.0))
-        state = loop.fit.runner.read()
+        state = loop.runner.read()
         loop.aggregator.start(state.vector)  # clients start from the models of the next round
         try:
             yield host, state
@@ -198,7 +199,7 @@ class PersonalizedEvaluation(Callback):
         self, trainer: Trainer, host: SequentialRunner, server: ServerState, client: int, round: int
     ) -> dict[str, float]:
         loop, data = self._loop, trainer.datamodule  # type: ignore[attr-defined]
-        rows = loop.fit.memory.of_runner(client)
+        rows = runner_rows(loop.store, client)
         start = loop.aggregator.models_for(torch.tensor([client]))
         state = ServerState(start, server.counters)
         lr = self._rate(host, client)

@@ -26,6 +26,7 @@ from lightning_fl.callbacks.personalized import PersonalizedEvaluation
 from lightning_fl.federation.checkpoint_checks import COUNT, check
 from lightning_fl.federation.fit import user_module
 from lightning_fl.federation.measures import evaluating, on_device
+from lightning_fl.federation.memory import runner_rows
 from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.partition import plot
@@ -261,7 +262,7 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
         One accuracy per client, or the reason why it cannot be computed.
     """
     loop, data = _loop(trainer), trainer.datamodule  # type: ignore[attr-defined]
-    rule, runner = loop.aggregator, loop.fit.runner
+    rule, runner = loop.aggregator, loop.runner
     # Otherwise the module already contains the model of all clients.
     has_several = not isinstance(rule, NeuronMatching) and (
         runner.private or type(rule).models_for is not Aggregator.models_for
@@ -280,7 +281,7 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
                 if has_several:
                     vector = rule.models_for(torch.tensor([client]))[0]
                     runner.write(ServerState(vector, server.counters))
-                    for name, row in loop.fit.memory.of_runner(client).items():
+                    for name, row in runner_rows(loop.store, client).items():
                         if name.startswith("parameter."):
                             runner.named_parameters[name.removeprefix("parameter.")].copy_(row)
                 own[client] = _accuracy(trainer, runner.module, data.samples_of(client), most)

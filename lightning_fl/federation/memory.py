@@ -48,8 +48,7 @@ class ClientMemory:
 
     def of_runner(self, client: int) -> dict[str, Tensor]:
         """Return the runner's state of a client: local parameters, buffers, optimizer state."""
-        stored = self.store.get(client)
-        return {name: row for name, row in stored.items() if not name.startswith((TRANSFORM, PART))}
+        return runner_rows(self.store, client)
 
     def of_parts(self, clients: Tensor) -> list[dict[str, Tensor]]:
         """Return the memory of clients for each part, stacked as ``[k, ...]``."""
@@ -137,6 +136,12 @@ class ClientMemory:
                 delta[trained] = transform(delta[trained], memory, random)
             left |= {prefix + name: _of_all(tensor, n, trained) for name, tensor in memory.items()}
         return left
+
+
+def runner_rows(store: ClientStore, client: int) -> dict[str, Tensor]:
+    """Return the runner's state of a client."""
+    stored = store.get(client)
+    return {name: row for name, row in stored.items() if not name.startswith((TRANSFORM, PART))}
 
 
 def _of_trained(tensor: Tensor, count: int, trained: Tensor | None) -> Tensor:

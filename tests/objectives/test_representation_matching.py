@@ -396,7 +396,7 @@ def test_theta_belongs_to_the_client(federation):
         assert not torch.equal(one[key], start)
     assert not any("terms" in name for name in module.state_dict())
     # Neither sent nor averaged: the vector that clients send is the network's.
-    assert loop.fit.runner.num_parameters == sum(p.numel() for p in module.net.parameters())
+    assert loop.runner.num_parameters == sum(p.numel() for p in module.net.parameters())
 
 
 def test_a_client_finds_its_theta_again(federation):
