@@ -291,8 +291,7 @@ class FederatedLoop(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Check that the checkpoint belongs to this federation. Tests load parameters only."""
-        has_seed = self.seed is not None
-        if self._resume.accept(trainer, pl_module, checkpoint, self.state_key, has_seed):
+        if self._resume.accept(trainer, pl_module, checkpoint, self.state_key, self.seed):
             assert self._prepared is not None
             self._prepared.boundary.adopt(checkpoint)
             self.aggregator.load_client_network()  # runners need the shapes of the client model

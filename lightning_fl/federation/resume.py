@@ -126,6 +126,17 @@ class Resume:
         """
         fit.boundary.note(self.state(fit), self._store.snapshot(), is_begun=is_begun)
 
+    def begin(self, fit: Fit) -> None:
+        """Restore the checkpoint if there is one; otherwise record the boundary before the fit."""
+        if (path := fit.trainer.ckpt_path) is None or self.pending == NOT_BEGUN:
+            self.note(fit, is_begun=False)
+            return
+        if not self.pending:  # Lightning does not call load_state_dict then
+            raise not_of_a_federation(fit.trainer)
+        with error_context(f"{path} cannot be resumed"):
+            self.restore(fit)
+        fit.planner.forget()
+
     def close_round(self, fit: Fit) -> None:
         """Record the boundary after a round, which all other callbacks have ended."""
         metrics = fit.trainer.callback_metrics
@@ -137,12 +148,7 @@ class Resume:
     # --- a checkpoint -----------------------------------------------------------------------------
 
     def accept(
-        self,
-        trainer: Trainer,
-        module: nn.Module,
-        checkpoint: dict[str, Any],
-        key: str,
-        has_seed: bool,
+        self, trainer: Trainer, module: nn.Module, checkpoint: dict[str, Any], key: str, seed: Any
     ) -> bool:
         """Check a checkpoint, for any stage; return whether a fit resumes it.
 
@@ -151,10 +157,7 @@ class Resume:
             module: The module of the run.
             checkpoint: The checkpoint. Entries that Lightning must not restore are removed.
             key: Key of the loop's state in the states of callbacks.
-            has_seed: Whether the seed of the run is set. It must then be that of the checkpoint.
-
-        Raises:
-            FederationError: If the checkpoint is damaged or belongs to another federation.
+            seed: Seed of the loop; None if it is not set.
         """
         state, is_fit = checkpoint["callbacks"].get(key), trainer.state.fn == TrainerFn.FITTING
         if state == NOT_BEGUN and is_fit:
@@ -162,27 +165,39 @@ class Resume:
             checkpoint.pop("loops", None)
             return False
         is_begun = "loops" in checkpoint
-        with error_context(f"{trainer.ckpt_path} is damaged, or was changed"):
-            check_states(trainer, checkpoint)
-            if state is not None and state != NOT_BEGUN:
-                check_state(state)
-            if is_fit and state is not None:
-                check_round(checkpoint["loops"]["fit_loop"], state["round"])
+        check_contents(trainer, checkpoint, state)
         if not is_fit:
             return False
-        if state is None:
-            raise not_of_a_federation(trainer)
-        self._check_configuration(trainer, state, self.identity(module), has_seed)
+        self.check(trainer, module, checkpoint, state, seed is not None)
         if not is_begun:  # Lightning also starts from epoch 0
             del checkpoint["loops"]
-        self.checkpoint = checkpoint
         return True
 
-    def _check_configuration(
-        self, trainer: Trainer, state: dict[str, Any], identity: dict[str, Any], has_seed: bool
+    def check(
+        self,
+        trainer: Trainer,
+        module: nn.Module,
+        checkpoint: dict[str, Any],
+        state: Any,
+        has_seed: bool,
     ) -> None:
-        """Check that a checkpoint belongs to this federation, and warn if options differ."""
-        for what, now in identity.items():
+        """Check that a checkpoint belongs to this federation, and warn if options differ.
+
+        Args:
+            trainer: The Trainer that resumes.
+            module: The module of the run.
+            checkpoint: The checkpoint.
+            state: State of the loop in it; None if it has none.
+            has_seed: Whether the seed of the run is set. It must then be that of the checkpoint.
+
+        Raises:
+            FederationError: If the checkpoint is damaged or belongs to another federation.
+        """
+        if state is None:
+            raise not_of_a_federation(trainer)
+        with error_context(f"{trainer.ckpt_path} is damaged, or was changed"):
+            check_round(checkpoint["loops"]["fit_loop"], state["round"])
+        for what, now in self.identity(module).items():
             if what == "seed" and not has_seed and "PL_GLOBAL_SEED" not in os.environ:
                 continue
             if (was := state[what]) != now:
@@ -202,6 +217,7 @@ class Resume:
                 f"resuming {trainer.ckpt_path} with other options: {'; '.join(changed)}. The run"
                 " is resumed, but a single config does not reproduce it"
             )
+        self.checkpoint = checkpoint
 
     def load(self, state: dict[str, Any]) -> None:
         """Load the progress of the run from the state of a checkpoint."""
@@ -213,21 +229,7 @@ class Resume:
             progress.seed = state["seed"]
             self._store.load_state_dict(state["store"])
 
-    def begin(self, fit: Fit) -> None:
-        """Restore the checkpoint if there is one; otherwise record the boundary before the fit.
-
-        Raises:
-            FederationError: If the checkpoint cannot be resumed.
-        """
-        if (path := fit.trainer.ckpt_path) is None or self.pending == NOT_BEGUN:
-            self.note(fit, is_begun=False)
-            return
-        if not self.pending:  # Lightning does not call load_state_dict then
-            raise not_of_a_federation(fit.trainer)
-        with error_context(f"{path} cannot be resumed"):
-            self._restore(fit)
-
-    def _restore(self, fit: Fit) -> None:
+    def restore(self, fit: Fit) -> None:
         """Load the remaining state, which needs the module's shapes or the Trainer's device."""
         state, checkpoint = self.pending, self.checkpoint
         self.pending, self.checkpoint = {}, {}
@@ -260,7 +262,6 @@ class Resume:
         _train_only(module, state["trained"])
         runner.base_lr = state["base_lr"]
         runner.choose(state["runner"])
-        fit.planner.forget()
 
     def _check_restored(
         self, fit: Fit, state: Mapping[str, Any], checkpoint: dict[str, Any]
@@ -286,6 +287,23 @@ class Resume:
         for name, rule in self._rules.items():
             with error_context(f"{type(rule).__name__} cannot resume"):
                 check_rule(rule, state[name])
+
+
+def check_contents(trainer: Trainer, checkpoint: dict[str, Any], state: Any) -> None:
+    """Check the contents of a checkpoint, for any stage.
+
+    Args:
+        trainer: The Trainer that loads the checkpoint.
+        checkpoint: The checkpoint.
+        state: State of the loop in it; None if it has none.
+
+    Raises:
+        FederationError: If the checkpoint is damaged.
+    """
+    with error_context(f"{trainer.ckpt_path} is damaged, or was changed"):
+        check_states(trainer, checkpoint)
+        if state is not None and state != NOT_BEGUN:
+            check_state(state)
 
 
 def not_of_a_federation(trainer: Trainer) -> FederationError:
