@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_fl.aggregators import NeuronMatching
-from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of, user_module
+from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.federation.compare import compare
+from lightning_fl.federation.fit import user_module
 from lightning_fl.federation.measures import evaluating, on_device
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
 from lightning_fl.layer_stack import Layers, LayerStack
@@ -72,28 +73,19 @@ class MatchingBaselines(Callback):
         self.networks: list[Layers] = []
         #: Number of samples per network and class, ``[J, classes]``; None if unknown.
         self.class_counts: Tensor | None = None
-        self._loop: FederatedLoop | None = None
         self._votes: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
         self._right = torch.zeros(1)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that the aggregator matches neurons."""
-        self._loop = loop_of(trainer)
-        if self._loop is None or not isinstance(self._loop.aggregator, NeuronMatching):
-            rule = (
-                "no FederatedLoop" if self._loop is None else type(self._loop.aggregator).__name__
-            )
+        self._loop = loop_of(trainer, "MatchingBaselines")
+        rule = self._loop.aggregator
+        if not isinstance(rule, NeuronMatching):
             raise FederationError(
                 "MatchingBaselines requires the aggregator PFNM, StreamingPFNM or FedMA, got"
-                f" {rule}: choose one of these, or remove MatchingBaselines"
+                f" {type(rule).__name__}: choose one of these, or remove MatchingBaselines"
             )
-
-    @property
-    def _rule(self) -> NeuronMatching:
-        assert self._loop is not None
-        rule = self._loop.aggregator
-        assert isinstance(rule, NeuronMatching)
-        return rule
+        self._rule = rule
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that the student accepts the samples and has the outputs of the module."""
@@ -152,7 +144,6 @@ class MatchingBaselines(Callback):
     ) -> nn.Module:
         """Train a student to match the uniform ensemble."""
         module, data = user_module(pl_module), trainer.datamodule  # type: ignore[attr-defined]
-        assert self._loop is not None
         key = (RandomStream.DISTILLATION, self._loop.round)
         seed = derive_seed(self._loop.run_seed, *key)
         student.train()

@@ -6,6 +6,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from lightning_fl.federation.compare import COUNT, compare
 from lightning_fl.files import (
+    FolderLock,
     archive_size,
     check_sums,
     error_context,
@@ -219,3 +221,20 @@ class RoundCheckpoint(ModelCheckpoint):
         super().on_train_end(trainer, pl_module)
         if not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+
+
+def lock_folders(trainer: Trainer, table: Path | None, undo: ExitStack) -> None:
+    """Lock the folders of a run against other runs for the duration of a fit.
+
+    Args:
+        trainer: The Trainer, whose :class:`RoundCheckpoint` callbacks write to their folders.
+        table: Path of the table of rounds; None if it is not written.
+        undo: Clean-up functions of the fit, to which those of the locks are added.
+    """
+    if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
+        return
+    written = [c.dirpath for c in trainer.callbacks if isinstance(c, RoundCheckpoint)]  # type: ignore[attr-defined]
+    folders = [table and table.parent, *written]
+    local = [folder for folder in folders if folder is not None and "://" not in str(folder)]
+    for folder in dict.fromkeys(Path(folder).absolute() for folder in local):
+        undo.callback(FolderLock(folder).release)

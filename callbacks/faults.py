@@ -36,14 +36,8 @@ class OnUpdates(Callback, ABC):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that the Trainer has a :class:`FederatedLoop`."""
-        loop = loop_of(trainer)
-        if stage == "fit" and loop is None:
-            raise FederationError(
-                f"{type(self).__name__} requires a FederatedLoop: add one to the Trainer's"
-                " callbacks"
-            )
-        if loop is not None:
-            self._loop = loop
+        if stage == "fit":
+            self._loop = loop_of(trainer, type(self).__name__)
 
     @abstractmethod
     def on_client_updates(
@@ -180,7 +174,7 @@ class ClientFaults(OnUpdates):
         round_rng = generator(seed, RandomStream.SPEEDS, round + 1, client)
         if float(torch.rand((), generator=round_rng)) < self.straggler:
             factor *= self.straggler_factor
-        up, down = self._loop.bytes_of_a_client()
+        up, down = self._loop.fit.traffic.of_a_client()
         return factor * (steps * self.step_seconds + (up + down) / self.bandwidth)
 
     def on_client_updates(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.saving import save_hparams_to_yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
-from lightning_fl.federation.round import Fit
-from lightning_fl.hooks import Method
-from lightning_fl.types import plain_options
+from lightning_fl.federation.fit import Fit
+from lightning_fl.hooks import Method, replaced
+from lightning_fl.types import describe, plain_options
 
 
 def named(name: str, rule: object) -> dict[str, Any]:
@@ -30,50 +32,63 @@ def named(name: str, rule: object) -> dict[str, Any]:
     return {name: type(rule).__name__, **options}
 
 
-def describe_run(fit: Fit, options: Mapping[str, Any]) -> dict[str, Any]:
+def describe_run(fit: Fit) -> dict[str, Any]:
     """Return the hyperparameters of a run as flat values for loggers.
 
     Names that also occur in the hyperparameters of the module or the data module get the prefix
     ``federation/``, because some loggers do not allow values to change.
 
     Args:
-        fit: Context of the rounds.
-        options: Options of the :class:`FederatedLoop` by name.
+        fit: Objects of the fit.
     """
-    data, user, policy = fit.data, fit.runner.module, named("policy", fit.policy)
+    data: Any = fit.data
+    user, options, policy = fit.runner.module, fit.options, named("policy", fit.policy)
     lr, max_epochs = policy.get("policy/lr"), fit.trainer.max_epochs or -1
     values = {
-        "seed": fit.federation.seed,
+        "seed": fit.progress.seed,
         "rounds": max_epochs if max_epochs > 0 else None,
         "num_clients": fit.federation.num_clients,
         "batch_size": getattr(data, "batch_size", None),
         "lr": fit.runner.base_lr if lr is None else lr,
         "module": type(user).__name__,
-        "network": type(user.net).__name__ if hasattr(user, "net") else None,
+        "network": network_name(user),
         **named("partition", getattr(data, "partition", None)),
         **named("aggregator", fit.aggregator),
         **policy,
-        **options,
+        "clients_per_round": options.clients_per_round,
+        "client_fraction": options.client_fraction,
+        **named("sampler", options.sampler),
+        "update_transforms": ", ".join(map(describe, options.update_transforms)),
+        "min_clients": fit.federation.min_clients,
+        "optimizer_state": options.optimizer_state,
+        "buffers": options.buffer_policy,
+        "exchange_frozen": options.exchange_frozen,
     }
     taken = {*user.hparams, *data.hparams}
     return {f"federation/{k}" if k in taken else k: value for k, value in values.items()}
 
 
+def network_name(module: LightningModule) -> str | None:
+    """Return the class name of the network ``module.net``; None if the module has none."""
+    return type(module.net).__name__ if hasattr(module, "net") else None
+
+
 @rank_zero_only
-def log_hyperparameters(trainer: Trainer, values: Mapping[str, Any], resumed: bool) -> None:
+def log_hyperparameters(fit: Fit) -> None:
     """Log the hyperparameters of a run to each logger.
 
+    If the run is resumed and a logger cannot change values that it logged before, they are kept
+    with a warning.
+
     Args:
-        trainer: The Trainer, at the start of a fit.
-        values: Flat values by name.
-        resumed: Whether the run is resumed. If a logger then cannot change values that it logged
-            before, they are kept with a warning.
+        fit: Objects of the fit.
     """
+    resumed = fit.trainer.ckpt_path is not None
     flat = {
         name: value if isinstance(value, int | float | str | None) else str(value)
-        for name, value in values.items()
+        for name, value in describe_run(fit).items()
     }
-    for logger in trainer.loggers:
+    for logger in fit.trainer.loggers:
         try:
             logger.log_hyperparams(flat)
         except Exception as error:
@@ -95,27 +110,34 @@ class RoundLog:
 
     Args:
         trainer: The Trainer of the fit.
+        undo: Clean-up functions of the fit, to which that of the method is added.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, undo: ExitStack) -> None:
         self._trainer: Any = trainer
         self._held: dict[str, Any] = {}
         self._figures: dict[str, float] | None = None
+        undo.enter_context(replaced(trainer._logger_connector, "log_metrics", self._receive))
 
-    def end_round(self, figures: Mapping[str, float]) -> None:
-        """Set the metrics to add to the next row that Lightning logs.
+    def end_round(self, round: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a round with the next row of Lightning.
 
-        Args:
-            figures: Number of the round and its metrics; empty for an interrupted round.
-        """
-        self._figures = dict(figures)
-
-    def receive(self, log: Method) -> Method:
-        """Return the replacement of Lightning's ``log_metrics``.
+        ``LightningModule.log_dict`` would take 20 times as long.
 
         Args:
-            log: Lightning's method.
+            round: Number of the round, from 1.
+            metrics: Metrics of the round by name.
         """
+        own = {f"federation/{name}": float(value) for name, value in metrics.items()}
+        self._trainer.callback_metrics.update({k: torch.tensor(v) for k, v in own.items()})
+        self._figures = {"round": round, **own}
+
+    def end_early(self) -> None:
+        """Log an interrupted round without metrics of its own."""
+        self._figures = {}
+
+    def _receive(self, log: Method) -> Method:
+        """Return the replacement of Lightning's ``log_metrics``."""
 
         def log_once(metrics: dict[str, Any], step: int | None = None) -> None:
             if self._trainer.validating:

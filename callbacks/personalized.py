@@ -19,10 +19,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from lightning_fl.aggregators.matching import NeuronMatching
-from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
+from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.federation.compare import compare
 from lightning_fl.federation.measures import accuracy, evaluating, on_device
 from lightning_fl.federation.memory import runner_rows
+from lightning_fl.federation.round import call_hook
 from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
 from lightning_fl.options import check_integer, check_number
@@ -100,12 +101,12 @@ class PersonalizedEvaluation(Callback):
         """Check that there are a FederatedLoop and local test samples."""
         if stage != "fit":
             return
-        self._loop = loop_of(trainer)
+        self._loop = loop_of(trainer, "PersonalizedEvaluation")
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if self._loop is None or not getattr(data, "local_tests", None):
+        if not getattr(data, "local_tests", None):
             raise FederationError(
-                "PersonalizedEvaluation requires a FederatedLoop and test samples for each client:"
-                " set local_test_size of the data module (data.init_args.local_test_size=0.2)"
+                "PersonalizedEvaluation requires test samples for each client: set local_test_size"
+                " of the data module (data.init_args.local_test_size=0.2)"
             )
         if isinstance(self._loop.aggregator, NeuronMatching):
             raise FederationError(
@@ -116,12 +117,12 @@ class PersonalizedEvaluation(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store the initial global model."""
-        if self._first is None and self._federation.round and self.local_steps:
+        if self._first is None and self._loop.round and self.local_steps:
             raise FederationError(
                 "local_steps requires the initial global model, which the checkpoint does not"
                 " contain: set local_steps=0, or set it from the start of a run"
             )
-        now = self._federation.runner.read().vector
+        now = self._loop.runner.read().vector
         self._first = now if self._first is None else self._first
         compare(self._first, now, "the first model of PersonalizedEvaluation")
 
@@ -136,7 +137,7 @@ class PersonalizedEvaluation(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate the last round if EarlyStopping ended the fit after ``on_train_epoch_end``."""
-        round = self._federation.round
+        round = self._loop.round
         if self.every_n_rounds is None and round and self._measured_at != round:
             figures = self._measure(trainer, round)
             for logger in trainer.loggers:
@@ -147,18 +148,13 @@ class PersonalizedEvaluation(Callback):
         self._measured_at = round
         self.rows = self._measured(trainer, round)
         # Called on all processes: Lightning broadcasts the log folder from the first one.
-        if (path := self._federation.table_path(trainer)) is not None:
+        if (path := self._loop.table_path(trainer)) is not None:
             self._write(path.parent)
         return {
             f"{kind}/{figure}": value
             for kind in KINDS
             for figure, value in summary(self.rows, kind).items()
         }
-
-    @property
-    def _federation(self) -> FederatedLoop:
-        assert self._loop is not None
-        return self._loop
 
     def _measured(self, trainer: Trainer, round: int) -> list[dict[str, float]]:
         """Return one row per client. The clients are split over the processes."""
@@ -175,7 +171,7 @@ class PersonalizedEvaluation(Callback):
     @contextmanager
     def _studio(self, trainer: Trainer) -> Iterator[tuple[SequentialRunner, Any]]:
         """Yield a runner on a copy of the module, so that the module of the run stays unchanged."""
-        loop, user = self._federation, self._federation.runner.module
+        loop, user = self._loop, self._loop.runner.module
         constants = loop.runner.constants.parameters
         module = _copied(user, constants.values())
         vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **options: None
@@ -187,7 +183,7 @@ class PersonalizedEvaluation(Callback):
                 " has parameters of another module: use self.parameters() in configure_optimizers"
             )
         host = SequentialRunner(
-            module, loop.buffers or "average", made, loop.runner.keep_optimizer, constants
+            module, loop.options.buffer_policy, made, loop.runner.keep_optimizer, constants
         )
         host.base_lr = float(made.param_groups[0].get("lr", 0.0))
         state = loop.runner.read()
@@ -200,7 +196,7 @@ class PersonalizedEvaluation(Callback):
     def _row(
         self, trainer: Trainer, host: SequentialRunner, server: ServerState, client: int, round: int
     ) -> dict[str, float]:
-        loop, data = self._federation, trainer.datamodule  # type: ignore[attr-defined]
+        loop, data = self._loop, trainer.datamodule  # type: ignore[attr-defined]
         rows = runner_rows(loop.store, client)
         start = loop.aggregator.models_for(torch.tensor([client]))
         state = ServerState(start, server.counters)
@@ -237,7 +233,9 @@ class PersonalizedEvaluation(Callback):
     def _trained_score(self, trainer: Trainer, host: SequentialRunner, client: int) -> float:
         """Return the score of a client's model after training, including its personal state."""
         _to_personal(host)
-        _call_start(host)  # mixtures load the weights that they learned from the samples
+        call_hook(
+            host.module, "on_client_start"
+        )  # mixtures load the weights that they learned from the samples
         return self._score(trainer, host, client)
 
     def _all_of(self, trainer: Trainer, client: int) -> Any:
@@ -251,13 +249,13 @@ class PersonalizedEvaluation(Callback):
     ) -> None:
         """Load the state of a client at the start of a round."""
         host.load(state, [rows], [lr])
-        _call_start(host)
+        call_hook(host.module, "on_client_start")
 
     def _rate(self, host: SequentialRunner, client: int) -> float:
         """Return the learning rate that a client would have in the next round."""
         if self.lr is not None:
             return self.lr
-        loop = self._federation
+        loop = self._loop
         values = loop.policy.sample(loop.round, torch.tensor([client]))
         lr = float(values["lr"]) if "lr" in values else host.base_lr
         return lr * float(values.get("lr_factor", 1.0))
@@ -273,8 +271,8 @@ class PersonalizedEvaluation(Callback):
 
     def _batches(self, client: int, round: int) -> Iterator[tuple[int, Any]]:
         """Yield an infinite stream of a client's batches, each with the seed of its step."""
-        data: Any = self._federation._data
-        seed = derive_seed(self._federation.run_seed, RandomStream.PERSONAL, round, client)
+        data: Any = self._loop.fit.data
+        seed = derive_seed(self._loop.run_seed, RandomStream.PERSONAL, round, client)
         batches = data.steps_of(client, generator(seed, RandomStream.PERSONAL))
         for step, batch in enumerate(batches):
             yield derive_seed(seed, step), batch
@@ -334,11 +332,6 @@ def _to_personal(host: SequentialRunner) -> bool:
     for param, theta in found.items():
         param.data = theta.clone()
     return bool(found)
-
-
-def _call_start(host: SequentialRunner) -> None:
-    if callable(hook := getattr(host.module, "on_client_start", None)):
-        hook()
 
 
 def _copied(module: LightningModule, constants: Iterable[Tensor]) -> LightningModule:

@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import ProgressBar
 
 from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.options import check_integer
-from lightning_fl.types import FederationError
 
 
 class RoundProgress(ProgressBar):
@@ -63,11 +62,7 @@ class RoundProgress(ProgressBar):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that the Trainer has a :class:`FederatedLoop`."""
         super().setup(trainer, pl_module, stage)
-        if (loop := loop_of(trainer)) is None:
-            raise FederationError(
-                "RoundProgress requires a FederatedLoop: add one to the Trainer's callbacks"
-            )
-        self._loop = loop
+        self._loop = loop_of(trainer, "RoundProgress")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the progress bar."""

@@ -20,9 +20,11 @@ from torch import Tensor
 
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.aggregators.matching import NeuronMatching
-from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of, user_module
+from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
+from lightning_fl.callbacks.hyperparameters import network_name
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
 from lightning_fl.federation.compare import COUNT, compare
+from lightning_fl.federation.fit import user_module
 from lightning_fl.federation.measures import evaluating, on_device
 from lightning_fl.federation.memory import runner_rows
 from lightning_fl.files import write_atomically
@@ -31,7 +33,7 @@ from lightning_fl.options import check_integer
 from lightning_fl.partition import plot
 from lightning_fl.runners import ClientRunner
 from lightning_fl.strategies import gathered
-from lightning_fl.types import FederationError, ServerState, describe
+from lightning_fl.types import ServerState, describe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -180,6 +182,7 @@ class RunReport(Callback):
         """Write the environment, without personal data such as user or host names."""
         assert self._folder is not None
         loop, device = _loop(trainer), trainer.strategy.root_device
+        options = loop.options
         module, data = user_module(trainer.lightning_module), trainer.datamodule  # type: ignore[attr-defined]
         found = {
             "format": FORMAT,
@@ -189,12 +192,14 @@ class RunReport(Callback):
             "clients": len(data.num_samples),
             "batch_size": getattr(data, "batch_size", None),
             "module": type(module).__name__,
-            "network": type(module.net).__name__ if hasattr(module, "net") else None,
+            "network": network_name(module),
             "parameters": sum(parameter.numel() for parameter in module.parameters()),
-            "clients_per_round": loop.clients_per_round,
-            "client_fraction": loop.client_fraction,
-            **{name: describe(getattr(loop, name)) for name in ("aggregator", "policy", "sampler")},
-            "update_transforms": [describe(transform) for transform in loop.update_transforms],
+            "clients_per_round": options.clients_per_round,
+            "client_fraction": options.client_fraction,
+            "aggregator": describe(options.aggregator),
+            "policy": describe(options.policy),
+            "sampler": describe(options.sampler),
+            "update_transforms": [describe(transform) for transform in options.update_transforms],
             "no train_acc": self._reason,
             "machine": {
                 "platform": f"{platform.system()} {platform.machine()}",
@@ -355,11 +360,7 @@ def round_figure(rows: Sequence[dict[str, Any]]) -> Figure:
 
 
 def _loop(trainer: Trainer) -> FederatedLoop:
-    if (loop := loop_of(trainer)) is None:
-        raise FederationError(
-            "RunReport requires a FederatedLoop: add one to the Trainer's callbacks"
-        )
-    return loop
+    return loop_of(trainer, "RunReport")
 
 
 def _folder(trainer: Trainer) -> Path | None:

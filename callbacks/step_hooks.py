@@ -2,64 +2,49 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_fl.federation.round import Round
 from lightning_fl.hooks import Method, replaced
 from lightning_fl.types import Step
 
 
-class StepEvents(ABC):
-    """Interface of a listener for the training steps of a round."""
+def follow_steps(
+    trainer: Trainer, module: LightningModule, current: Callable[[], Round], undo: ExitStack
+) -> None:
+    """Call the round after all hooks of the start of an epoch and of the end of a batch.
 
-    @abstractmethod
-    def step_of(self, batch_idx: int) -> Step:
-        """Return the local steps of a training batch."""
-
-    @abstractmethod
-    def after_epoch_start(self) -> None:
-        """Run after all hooks ``on_train_epoch_start``."""
-
-    @abstractmethod
-    def after_batch_end(self, batch_idx: int) -> None:
-        """Run after all hooks ``on_train_batch_end``."""
-
-
-def follow_steps(trainer: Trainer, module: LightningModule, events: StepEvents) -> ExitStack:
-    """Call a listener after all hooks of the start of an epoch and of the end of a batch.
-
-    Lightning calls the hooks of the module after those of all callbacks, so the listener is called
+    Lightning calls the hooks of the module after those of all callbacks, so the round is called
     after the hooks of the module. In the module, ``batch_idx`` is the local step of the client; in
     callbacks, it is the index of the batch in the round.
 
     Args:
         trainer: The Trainer.
         module: The module whose hooks Lightning calls.
-        events: The listener.
-
-    Returns:
-        A stack that removes the listener when it is closed.
+        current: Function that returns the current round.
+        undo: Clean-up functions of the fit, to which those of the hooks are added.
     """
+
+    def step_of(batch_idx: int) -> Step:
+        return current().plan.schedule[batch_idx]
 
     def epoch_start(hook: Method) -> Method:
         def started() -> None:
             hook()
-            events.after_epoch_start()
+            current().begin()
 
         return started
 
     def batch_start(hook: Method) -> Method:
-        def started(batch: Any, batch_idx: int) -> Any:
-            return hook(batch, events.step_of(batch_idx).start)
-
-        return started
+        return lambda batch, batch_idx: hook(batch, step_of(batch_idx).start)
 
     def run(optimize: Method) -> Method:
         def counted(optimizer: Any, batch_idx: int, kwargs: dict[str, Any]) -> Any:
-            start = events.step_of(batch_idx).start
+            start = step_of(batch_idx).start
             if "batch_idx" in kwargs:
                 kwargs["batch_idx"] = start
             return optimize(optimizer, start, kwargs)
@@ -68,15 +53,14 @@ def follow_steps(trainer: Trainer, module: LightningModule, events: StepEvents) 
 
     def batch_end(hook: Method) -> Method:
         def ended(outputs: Any, batch: Any, batch_idx: int) -> None:
-            step = events.step_of(batch_idx)
+            step = step_of(batch_idx)
             if step.rows:  # empty while this process waits for others
                 hook(outputs, batch, step.start)
-            events.after_batch_end(batch_idx)
+            current().end_batch(batch_idx)
 
         return ended
 
     epoch_loop: Any = trainer.fit_loop.epoch_loop
-    undo = ExitStack()
     for owner, name, make in (
         (module, "on_train_epoch_start", epoch_start),
         (module, "on_train_batch_start", batch_start),
@@ -84,4 +68,3 @@ def follow_steps(trainer: Trainer, module: LightningModule, events: StepEvents) 
         (module, "on_train_batch_end", batch_end),
     ):
         undo.enter_context(replaced(owner, name, make))
-    return undo

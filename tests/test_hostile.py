@@ -1,6 +1,6 @@
 """Checkpoints, manifests and traces from strangers: data, never code; refused in clear words.
 
-What a checkpoint holds is tested on plain trees: ``tests/federation/test_checkpoint_checks.py``.
+What a checkpoint holds is tested on plain trees: ``tests/federation/test_resume.py``.
 """
 
 import os

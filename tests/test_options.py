@@ -114,7 +114,7 @@ ROOMS = [
 ]
 
 #: Classes with checks of their own.
-CHECKED_ELSEWHERE = ("FederatedLoop", "Manifest")
+CHECKED_ELSEWHERE = ("Manifest",)
 
 
 def options():

@@ -85,9 +85,14 @@ def describe_dropped(dropped: Mapping[int, str], most: int = 10) -> str:
 
 
 class DropWarnings:
-    """Warn at the first round with dropped updates, and summarize the fit at its end."""
+    """Warn at the first round with dropped updates, and summarize the fit at its end.
 
-    def __init__(self) -> None:
+    Args:
+        rows: Rows of the table of rounds, to which the rounds of the fit are added.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._rows, self._first = rows, len(rows)
         self._lost = self._kept = 0
 
     def note(
@@ -118,12 +123,9 @@ class DropWarnings:
         self._lost += bool(dropped)
         self._kept += kept_by is not None
 
-    def summarize(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Warn with a summary of the fit if more than one round had dropped updates.
-
-        Args:
-            rows: Rows of the fit in the table of rounds.
-        """
+    def summarize(self) -> None:
+        """Warn with a summary of the fit if more than one round had dropped updates."""
+        rows = self._rows[self._first :]
         if self._lost > 1:
             rank_zero_warn(summarize_dropped(rows))
         if self._kept > 1:

@@ -128,21 +128,6 @@ class Measures:
                 rows.append(self._gradient(host, self._data.samples_of(client), seed))
         return self._processes.same(torch.stack(rows))
 
-    def val_gradient(self, host: ClientRunner, round: int) -> Tensor:
-        """Return the gradient of the mean validation loss with respect to the global model.
-
-        Args:
-            host: Runner that holds the global model.
-            round: Index of the round.
-
-        Returns:
-            The gradient, ``[P]`` in float64; 0 for frozen parameters and buffers.
-        """
-        seed = derive_seed(self._seed, RandomStream.VALIDATION, round)
-        gradient = self._gradient(host, self._data.val_dataloader(), seed)
-        buffers = gradient.new_zeros(sum(host.vector.sizes) - host.num_parameters)
-        return torch.cat([gradient, buffers])
-
     def _gradient(self, host: ClientRunner, batches: Iterable[Any], seed: int) -> Tensor:
         """Return the gradient of the mean loss of the module, ``[num_parameters]``."""
         module: Any = host.module
@@ -181,7 +166,10 @@ class Measures:
         Returns:
             :math:`g^\top \Delta_k` in float64, ``[K]``; NaN for clients without an update.
         """
-        gradient = self.val_gradient(host, round)
+        seed = derive_seed(self._seed, RandomStream.VALIDATION, round)
+        gradient = self._gradient(host, self._data.val_dataloader(), seed)
+        buffers = gradient.new_zeros(sum(host.vector.sizes) - host.num_parameters)
+        gradient = torch.cat([gradient, buffers])
         own = {client: float(gradient @ move.double()) for client, move in moves.items()}
         parts = self._processes.gather(own)
         known = {client: product for part in parts for client, product in part.items()}

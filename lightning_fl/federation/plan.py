@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -12,12 +11,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fl.federation.processes import Processes
+from lightning_fl.federation.progress import Progress
+from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.functional.randomness import RandomStream, generator
-from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.policies.base import local_steps
 from lightning_fl.runners import VectorizedClients
-from lightning_fl.samplers import ClientSampler
-from lightning_fl.types import FederationError, RoundPlan, full
+from lightning_fl.types import FederatedData, FederationError, RoundPlan, full
 
 #: Hyperparameters that the loop uses.
 KNOWN_VALUES = {"lr", "lr_factor", "num_steps", "local_epochs", "participates"}
@@ -32,9 +31,8 @@ class Planner:
     Args:
         trainer: The Trainer of the fit.
         data: The data module of the federation.
-        policy: The hyperparameter policy.
-        sampler: The client sampler.
-        cohort_size: Number of clients sampled per round.
+        options: Options of the run.
+        progress: Progress of the run: its seed and its current round.
         vectorized: The wrapper of the module if clients train at once; None if they train one after
             another.
         processes: The processes of the fit.
@@ -43,18 +41,19 @@ class Planner:
     def __init__(
         self,
         trainer: Trainer,
-        data: Any,
-        policy: HyperparameterPolicy,
-        sampler: ClientSampler,
-        cohort_size: int,
+        data: FederatedData,
+        options: RunOptions,
+        progress: Progress,
         vectorized: VectorizedClients | None,
         processes: Processes,
     ) -> None:
-        self._trainer, self._data = trainer, data
-        self._policy, self._sampler = policy, sampler
-        #: Number of clients sampled per round.
-        self.cohort_size = cohort_size
+        self._trainer, self._data, self._progress = trainer, data, progress
+        self._policy, self._sampler = options.policy, options.sampler
         self._vectorizer, self._processes = vectorized, processes
+        self._log_every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        self._plan: RoundPlan | None = None
+        #: Number of clients sampled per round.
+        self.cohort_size = options.cohort_size(len(data.num_samples))
         #: Number of samples, and of batches per local epoch, of each client.
         self.num_samples: Tensor = data.num_samples
         self.batches_per_epoch: Tensor = data.batches_per_epoch
@@ -65,24 +64,34 @@ class Planner:
         """Number of clients in the federation."""
         return len(self.num_samples)
 
-    def advance(self, round: int) -> bool:
-        """Make the samples of a round available; return whether they changed."""
-        if not self._data.advance(round):
-            return False
-        self.num_samples = self._data.num_samples
-        self.batches_per_epoch = self._data.batches_per_epoch
-        return True
+    def _advance(self, round: int) -> None:
+        """Make the samples of a round available."""
+        if self._data.advance(round):
+            self.num_samples = self._data.num_samples
+            self.batches_per_epoch = self._data.batches_per_epoch
 
-    def draw(self, seed: int, round: int) -> RoundPlan:
-        """Return the plan of a round for this process.
+    def plan(self) -> RoundPlan:
+        """Return the plan of the current round. It is drawn once."""
+        plan, now = self._plan, self._progress
+        if plan is None or (plan.seed, plan.round) != (now.seed, now.round):
+            self._advance(now.round)
+            self._plan = plan = self.draw()
+            # Lightning would warn in every round that is shorter than its logging interval.
+            interval = min(self._log_every_n_steps, len(plan.schedule))
+            self._trainer.log_every_n_steps = interval  # type: ignore[attr-defined]
+        return plan
 
-        Args:
-            seed: Seed of the run.
-            round: Index of the round. Its samples must be available.
+    def forget(self) -> None:
+        """Draw the plan again, because the state of the policy was loaded."""
+        self._plan = None
+
+    def draw(self) -> RoundPlan:
+        """Draw the plan of the current round for this process. Its samples must be available.
 
         Raises:
             FederationError: If the sampler returns duplicate or unknown clients.
         """
+        seed, round = self._progress.seed, self._progress.round
         clients = self._sample(seed, round)
         if is_empty := not len(clients):
             clients = torch.zeros(1, dtype=torch.int64)
@@ -142,29 +151,24 @@ class Planner:
             plan, group_size=count, steps_per_batch=steps, stepwise=stepwise, fixed_groups=fixed
         )
 
-    def stepping_batches(self, seed: int, round: int) -> int | float:
+    def stepping_batches(self) -> int | float:
         """Return the number of scheduler steps of one client in the whole run.
 
         The schedule of a round continues from the client with the most local steps. The result is
         the sum over rounds of the maximum number of local steps of any client, which is an upper
         bound if that client is not sampled in every round.
-
-        Args:
-            seed: Seed of the run.
-            round: Index of the current round.
         """
-        trainer, data = self._trainer, self._data
+        trainer, round = self._trainer, self._progress.round
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self.advance(round)
-            return int(self.draw(seed, round).num_steps.max())
+            self._advance(round)
+            return int(self.draw().num_steps.max())
         if (rounds := trainer.max_epochs) is None or rounds < 0:
             return math.inf
         if rounds not in self._total_steps:
-            batches, total = self.batches_per_epoch, 0
+            total = 0
             for each in range(rounds):
-                if data.advance(each):
-                    batches = data.batches_per_epoch
-                total += self._policy.max_local_steps(each, batches)
-            data.advance(round)
+                self._advance(each)
+                total += self._policy.max_local_steps(each, self.batches_per_epoch)
+            self._advance(round)
             self._total_steps[rounds] = total
         return self._total_steps[rounds]

@@ -87,23 +87,34 @@ class Processes(ABC):
         """
 
 
-@final
-class Alone(Processes):
-    """Training in a single process."""
+class WholeClients(Processes):
+    """Base class of the ways in which a client trains on one process."""
 
     share_samples = False
+
+    def scale(self, num_samples: int) -> float:
+        """Return 1, as a batch is on one process."""
+        return 1.0
+
+    def mean(self, losses: Tensor, num_samples: int) -> Tensor:
+        """Return the losses, as a batch is on one process."""
+        return losses
+
+    def same(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, as other processes train other clients."""
+        return tensor
+
+    def same_model(self, module: nn.Module) -> None:
+        """Keep the model, as other processes train other clients."""
+
+
+@final
+class Alone(WholeClients):
+    """Training in a single process."""
 
     def place(self, plan: RoundPlan) -> RoundPlan:
         """Return the plan."""
         return plan
-
-    def scale(self, num_samples: int) -> float:
-        """Return 1."""
-        return 1.0
-
-    def mean(self, losses: Tensor, num_samples: int) -> Tensor:
-        """Return the losses."""
-        return losses
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value."""
@@ -113,19 +124,11 @@ class Alone(Processes):
         """Return the tensor."""
         return tensor
 
-    def same(self, tensor: Tensor) -> Tensor:
-        """Return the tensor."""
-        return tensor
-
-    def same_model(self, module: nn.Module) -> None:
-        """Keep the model."""
-
 
 @final
-class ClientsShared(Processes):
+class ClientsShared(WholeClients):
     """Training of different clients in each process (``client_parallel``)."""
 
-    share_samples = False
     share_clients = True
 
     def __init__(self, trainer: Trainer) -> None:
@@ -145,14 +148,6 @@ class ClientsShared(Processes):
         """Return the plan with the rank of this process."""
         return replace(plan, rank=self.rank, world_size=self.count)
 
-    def scale(self, num_samples: int) -> float:
-        """Return 1, as a batch is on one process."""
-        return 1.0
-
-    def mean(self, losses: Tensor, num_samples: int) -> Tensor:
-        """Return the losses, as a batch is on one process."""
-        return losses
-
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes in the order of their ranks."""
         return gathered(value)
@@ -160,13 +155,6 @@ class ClientsShared(Processes):
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over all processes."""
         return _all_reduced(tensor)
-
-    def same(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, as other processes train other clients."""
-        return tensor
-
-    def same_model(self, module: nn.Module) -> None:
-        """Keep the model, as other processes train other clients."""
 
 
 @final

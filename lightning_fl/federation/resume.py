@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
@@ -17,18 +16,20 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_fl.aggregators import Aggregator
 from lightning_fl.federation.boundary import frozen
 from lightning_fl.federation.compare import COUNT, SMALL, compare
-from lightning_fl.federation.round import Fit
+from lightning_fl.federation.fit import Fit, PreparedFit
+from lightning_fl.federation.progress import Progress
+from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.federation.table import RoundTable
 from lightning_fl.files import error_context, short_repr
 from lightning_fl.hooks import replaced
-from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.types import FederationError
+from lightning_fl.store import ClientStore
+from lightning_fl.types import FederationError, describe
 
 #: State of the loop in a checkpoint written before the fit has started.
 NOT_BEGUN = {"round": 0}
@@ -80,39 +81,18 @@ REMEDIES = {
 }
 
 
-@dataclass
-class Progress:
-    """Progress of a run, except its models.
-
-    Args:
-        round: Number of finished rounds.
-        table: The table of rounds.
-        val_loss: Validation loss after the last round; None if unknown.
-        monitored: Metrics monitored by schedulers after the last round.
-        seed: Seed of the run.
-    """
-
-    round: int = 0
-    table: RoundTable = field(default_factory=RoundTable)
-    val_loss: float | None = None
-    monitored: dict[str, float] = field(default_factory=dict)
-    seed: int = 0
-
-
 class Resume:
     """Save, compare and restore the state of a run.
 
     Args:
+        options: Options of the run.
         progress: Progress of the run; a checkpoint is loaded into it.
-        aggregator: The aggregation rule.
-        policy: The hyperparameter policy.
+        store: Client state between rounds; a checkpoint is loaded into it.
     """
 
-    def __init__(
-        self, progress: Progress, aggregator: Aggregator, policy: HyperparameterPolicy
-    ) -> None:
-        self.progress = progress
-        self._rules: dict[str, Any] = {"aggregator": aggregator, "policy": policy}
+    def __init__(self, options: RunOptions, progress: Progress, store: ClientStore) -> None:
+        self.progress, self._store = progress, store
+        self._rules: dict[str, Any] = {"aggregator": options.aggregator, "policy": options.policy}
         #: Values by name that must be the same in a resumed run.
         self._identity: Mapping[str, Any] = {}
         #: Options by name that may differ in a resumed run, with a warning.
@@ -121,14 +101,32 @@ class Resume:
         self.checkpoint: dict[str, Any] = {}
         self.pending: dict[str, Any] = {}
 
-    def describe(self, identity: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """Set the description of the run at the start of a fit.
+    def describe(self, prepared: PreparedFit) -> None:
+        """Record the configuration that a checkpoint must match to be resumed.
 
         Args:
-            identity: Values by name that must be the same in a resumed run.
-            options: Options by name that may differ in a resumed run, with a warning.
+            prepared: The fit that starts.
         """
-        self._identity, self._options = identity, options
+        options, planner, federation = prepared.options, prepared.planner, prepared.federation
+        self._identity = {
+            "num_clients": planner.num_clients,
+            "checksum": prepared.checksum,
+            "aggregator_class": type(options.aggregator).__name__,
+            "policy_class": type(options.policy).__name__,
+            "buffers": options.buffer_policy,
+            "optimizer_state": options.optimizer_state,
+        }
+        self._options = {
+            "clients in a round": planner.cohort_size,
+            "min_clients": federation.min_clients,
+            "on_client_error": options.on_client_error,
+            "sampler": describe(options.sampler),
+            "aggregator": describe(options.aggregator),
+            "policy": describe(options.policy),
+            "update_transforms": [describe(transform) for transform in options.update_transforms],
+            "batches in a local epoch": int(planner.batches_per_epoch.sum()),
+            "faults and attacks": [describe(watcher) for watcher in prepared.watchers],
+        }
 
     def identity(self, module: nn.Module) -> dict[str, Any]:
         """Return the values that must be the same in a resumed run."""
@@ -155,7 +153,58 @@ class Resume:
             "server": None,
         }
 
+    def note(self, fit: Fit, *, is_begun: bool = True) -> None:
+        """Record a boundary between two rounds: checkpoints describe it until the next one.
+
+        Args:
+            fit: Objects of the fit.
+            is_begun: Whether training has started.
+        """
+        fit.boundary.note(self.state(fit), self._store.snapshot(), is_begun=is_begun)
+
+    def begin(self, fit: Fit) -> None:
+        """Restore the checkpoint if there is one; otherwise record the boundary before the fit."""
+        if fit.trainer.ckpt_path is None or self.pending == NOT_BEGUN:
+            self.note(fit, is_begun=False)
+            return
+        self.restore(fit)
+        fit.planner.forget()
+
+    def close_round(self, fit: Fit) -> None:
+        """Record the boundary after a round, which all other callbacks have ended."""
+        metrics = fit.trainer.callback_metrics
+        self.progress.table.complete(metrics)
+        self.progress.monitored = fit.schedulers.monitored(metrics)
+        self.note(fit)
+        self._store.release()
+
     # --- a checkpoint -----------------------------------------------------------------------------
+
+    def accept(
+        self, trainer: Trainer, module: nn.Module, checkpoint: dict[str, Any], key: str, seed: Any
+    ) -> bool:
+        """Check a checkpoint, for any stage; return whether a fit resumes it.
+
+        Args:
+            trainer: The Trainer that loads the checkpoint.
+            module: The module of the run.
+            checkpoint: The checkpoint. Entries that Lightning must not restore are removed.
+            key: Key of the loop's state in the states of callbacks.
+            seed: Seed of the loop; None if it is not set.
+        """
+        state, is_fit = checkpoint["callbacks"].get(key), trainer.state.fn == TrainerFn.FITTING
+        is_begun = "loops" in checkpoint
+        check_contents(trainer, checkpoint, state)
+        if state == NOT_BEGUN and is_fit:
+            checkpoint |= {"optimizer_states": [], "lr_schedulers": []}
+            del checkpoint["loops"]
+            return False
+        if not is_fit:
+            return False
+        self.check(trainer, module, checkpoint, state, seed is not None)
+        if not is_begun:  # Lightning also starts from epoch 0
+            del checkpoint["loops"]
+        return True
 
     def check(
         self,
@@ -209,6 +258,7 @@ class Resume:
             progress.round, progress.table = state["round"], RoundTable(state["rows"])
             progress.val_loss, progress.monitored = state["val_loss"], state["monitored"]
             progress.seed = state["seed"]
+            self._store.load_state_dict(state["store"])
 
     def restore(self, fit: Fit) -> None:
         """Load the remaining state, which needs the module's shapes or the Trainer's device.

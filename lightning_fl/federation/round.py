@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_fl.aggregators import Aggregator
-from lightning_fl.federation.context import Federation
 from lightning_fl.federation.dropped import check_causes, count_causes, describe_dropped
-from lightning_fl.federation.exchange import ClientContext, ClientPart
-from lightning_fl.federation.measures import Measures
-from lightning_fl.federation.memory import ClientMemory
-from lightning_fl.federation.plan import Planner
-from lightning_fl.federation.processes import Processes
-from lightning_fl.federation.schedulers import Schedulers
+from lightning_fl.federation.exchange import ClientContext
+from lightning_fl.federation.fit import Fit
 from lightning_fl.federation.traffic import Traffic
 from lightning_fl.functional.randomness import (
     RandomStream,
@@ -29,68 +22,19 @@ from lightning_fl.functional.randomness import (
     seed_rng,
     set_rng_state,
 )
-from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.runners import ClientRunner
 from lightning_fl.strategies import ClientLogs
-from lightning_fl.types import ClientUpdate, FederationError, Feedback, RoundPlan, ServerState, Step
+from lightning_fl.types import (
+    ClientUpdate,
+    FederationError,
+    Feedback,
+    ServerState,
+    Step,
+    describe,
+)
 
 #: Columns of the table of rounds that are not a cause of dropped clients.
 COLUMNS = {"round", "clients", "dropped", "dropped_clients", "num_samples", "num_steps", "lr"}
 COLUMNS |= {"bytes_up", "bytes_down"}
-
-
-@dataclass
-class Fit:
-    """Objects shared by the rounds of a fit.
-
-    Args:
-        trainer: The Trainer.
-        module: The module passed to the Trainer.
-        data: The data module.
-        federation: Description of the run.
-        aggregator: The aggregation rule.
-        policy: The hyperparameter policy.
-        parts: Client-side work of the aggregator in addition to training.
-        planner: Draws the plans of the rounds.
-        processes: The processes of the fit.
-        runner: Runner that trains the clients.
-        schedulers: The learning-rate schedulers.
-        measures: Losses and gradients on samples.
-        memory: Client state between rounds, and the update transforms.
-        watchers: Callbacks with a method ``on_client_updates``.
-    """
-
-    trainer: Trainer
-    module: LightningModule
-    data: Any
-    federation: Federation
-    aggregator: Aggregator
-    policy: HyperparameterPolicy
-    parts: Sequence[ClientPart]
-    planner: Planner
-    processes: Processes
-    runner: ClientRunner
-    schedulers: Schedulers
-    measures: Measures
-    memory: ClientMemory
-    watchers: Sequence[Any] = ()
-
-    @property
-    def min_clients(self) -> int:
-        """Minimum number of usable updates that change the global model."""
-        is_trial = self.trainer.fast_dev_run  # type: ignore[attr-defined]
-        return 1 if is_trial else self.federation.min_clients
-
-    def lr(self, plan: RoundPlan, row: int) -> float:
-        """Return the learning rate of a client from the policy, without schedulers.
-
-        Args:
-            plan: Plan of the round.
-            row: Position of the client in the plan.
-        """
-        lr = self.runner.base_lr if plan.lr is None else float(plan.lr[row])
-        factor = plan.hyperparameters.get("lr_factor")
-        return lr if factor is None else lr * float(factor[row])
 
 
 @dataclass
@@ -121,16 +65,25 @@ class Round:
 
     ``begin`` stores the model from which clients start. For each group of clients that train at
     once, ``load`` prepares the first local step and ``collect`` takes the updates after the last
-    one. ``aggregate`` computes the next global model. For an interrupted round, ``abandon``
-    restores the previous global model instead.
+    one. ``aggregate`` computes the next global model, and ``end`` ends the round after validation.
+    For an interrupted round, ``abandon`` restores the previous global model instead.
 
     Args:
         fit: Objects shared by the rounds of the fit.
-        plan: Plan of the round.
+
+    Raises:
+        FederationError: If the training loader does not have the batches of the plan.
     """
 
-    def __init__(self, fit: Fit, plan: RoundPlan) -> None:
-        self.fit, self.plan = fit, plan
+    def __init__(self, fit: Fit) -> None:
+        self.fit, self.plan = fit, fit.planner.plan()
+        plan, count = self.plan, fit.trainer.num_training_batches
+        if count != len(plan.schedule):
+            raise FederationError(
+                f"round {plan.round + 1} has {len(plan.schedule)} local steps, but the training"
+                f" loader has {count} batches: use the training loader of the FederatedDataModule"
+            )
+        fit.progress.table.begin(fit.trainer.callback_metrics)
         #: State before any hook of the round, restored if the round is abandoned.
         self.before, self.schedule_before = fit.runner.read(), fit.schedulers.read()
         #: Model state of the server, and the state from which the clients in training started.
@@ -144,13 +97,11 @@ class Round:
         #: Updates of the clients of this process, for policies that learn from contributions.
         self.updates: dict[int, Tensor] = {}
         self.is_aggregating = self.is_aggregated = self.is_abandoned = self.is_validated = False
-        #: Whether the global model is unchanged, because there were too few updates.
-        self.is_kept = False
         self._schedule = self.schedule_before
         self._client: ClientContext | None = None
         self._reported = torch.empty(0)
         self._broadcast: Mapping[str, Tensor] = {}
-        self.traffic = Traffic(fit.federation.layout, fit.memory.transforms)
+        self.traffic = fit.traffic = Traffic(fit.federation.layout, fit.memory.transforms)
         # Random numbers outside of client training depend on the seed and the round only.
         device = fit.module.device
         seed_rng(derive_seed(plan.seed, RandomStream.ROUND, plan.round), device)
@@ -259,8 +210,8 @@ class Round:
         clients = self.plan.clients[list(step.rows)]
         return int(self.fit.data.batch_sizes(clients, step.start, 1))
 
-    def end_batch(self, batch_idx: int) -> bool:
-        """Collect updates after the last local step; return whether all clients have finished."""
+    def end_batch(self, batch_idx: int) -> None:
+        """Collect updates after the last local step of clients; aggregate after the last client."""
         schedule = self.plan.schedule
         step = schedule[batch_idx]
         if step.last:
@@ -274,7 +225,8 @@ class Round:
             if batch_idx + 1 < len(schedule):
                 self._seed_next_clients(schedule[batch_idx + 1])
         self.step = schedule[batch_idx + 1] if batch_idx + 1 < len(schedule) else None
-        return self.step is None
+        if self.step is None:
+            self.aggregate()
 
     def collect(self, step: Step) -> None:
         """Collect the updates of finished clients and pass the usable ones to the aggregator."""
@@ -353,8 +305,10 @@ class Round:
         self._merge()
         returned = len(self.plan.cohort) - len(self.results.dropped)
         vector = fit.aggregator.conclude(returned, fit.min_clients)
-        self.is_kept, server = vector is None, self.server
-        if vector is not None:
+        server, kept_by = self.server, None
+        if vector is None:
+            kept_by = f"min_clients={fit.min_clients} and {describe(fit.aggregator)}"
+        else:
             server = ServerState(vector.view_as(self.server.vector), self.results.counters)
         self.traffic.note_moved(self.server.vector, server.vector)
         self._leave_clients(server, self.results.schedule)
@@ -363,6 +317,9 @@ class Round:
             lambda: fit.measures.training_accuracy(fit.runner.module, clients, round)
         )
         self.is_aggregated = True
+        sampled, dropped = len(self.plan.cohort), self.results.dropped
+        fit.warnings.note(self.plan.round + 1, sampled, dropped, kept_by)
+        fit.boundary.passed()
 
     def _merge(self) -> None:
         """Merge the results of all processes. The aggregator reduces its own state."""
@@ -391,17 +348,13 @@ class Round:
         self.fit.runner.write(server)
         set_rng_state(self.rng)
 
-    def abandon(self, rule_state: Callable[[], Mapping[str, Any]]) -> None:
-        """Restore the state before the round, after an interruption.
-
-        Args:
-            rule_state: Returns the state of the aggregator before the round.
-        """
+    def abandon(self) -> None:
+        """Restore the state before the round, after an interruption."""
         if self.is_aggregated or self.is_abandoned:
             return
         rule = self.fit.aggregator
         if self.is_aggregating:  # the aggregator failed during aggregation
-            rule.load_state_dict(rule_state())
+            rule.load_state_dict(self.fit.boundary.state()["aggregator"])
         rule.reset()
         rule.load_client_network()
         self._leave_clients(self.before, self.schedule_before)
@@ -412,7 +365,8 @@ class Round:
     # --- afterwards -------------------------------------------------------------------------------
 
     def begin_validation(self) -> None:
-        """Switch to the random stream of validation."""
+        """Switch to the random stream of validation. An interrupted round is abandoned."""
+        self.abandon()
         device = self.fit.module.device
         self.rng = rng_state(device)
         seed_rng(derive_seed(self.plan.seed, RandomStream.VALIDATION, self.plan.round), device)
@@ -421,6 +375,37 @@ class Round:
         """Return to the random stream of the round."""
         set_rng_state(self.rng)
         self.is_validated = True
+
+    def end(self) -> dict[str, float]:
+        """Update the policy and add a row to the table of rounds; return the metrics to log."""
+        fit, progress, before = self.fit, self.fit.progress, self.fit.progress.val_loss
+        trainer, policy = fit.trainer, fit.policy
+        fit.memory.store.commit()
+        self.logs.put_back(trainer, fit.processes.share_clients)
+        fit.aggregator.check_metrics({f"federation/{name}" for name in COLUMNS - {"lr"}})
+        progress.val_loss = fit.validation.loss(progress.table) if self.is_validated else None
+        if policy.learns:
+            # Modules may log without synchronizing, but policies must agree on all processes.
+            fresh = trainer.strategy.broadcast(progress.table.fresh(trainer.callback_metrics))
+            policy.update(self.feedback(before, progress.val_loss, fresh))
+        row, learned = self.metrics(), fit.aggregator.metrics() | policy.metrics()
+        progress.table.add(row | learned)
+        progress.round += 1
+        return {k: v for k, v in row.items() if k not in ("round", "dropped_clients")} | learned
+
+    def end_early(self) -> None:
+        """Abandon a round that ended before its last client. A resumed run repeats it.
+
+        Raises:
+            FederationError: If it was not stopped by the Trainer.
+        """
+        self.abandon()
+        self.logs.put_back(self.fit.trainer, shared=False)
+        if not self.fit.trainer.should_stop:
+            raise FederationError(
+                f"round {self.plan.round + 1} ended after {self.position} of"
+                f" {len(self.plan.rows)} clients: on_train_batch_start must not return -1"
+            )
 
     def feedback(
         self, before: float | None, after: float | None, metrics: Mapping[str, float]

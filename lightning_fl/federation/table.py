@@ -72,8 +72,10 @@ class RoundTable:
             self._is_open = not close
 
     @rank_zero_only
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write all rows as CSV."""
+    def write(self, path: str | os.PathLike[str] | None) -> None:
+        """Write all rows as CSV; nothing if there are no rows or the path is None."""
+        if path is None or not self.rows:
+            return
         columns = list(dict.fromkeys([*self._columns, *(n for r in self._unwritten() for n in r)]))
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")

@@ -1,9 +1,8 @@
-"""Validation with several processes."""
+"""Validation of the global model in a fit."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
@@ -11,26 +10,30 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_fl.federation.processes import Processes
-from lightning_fl.policies import HyperparameterPolicy
+from lightning_fl.federation.run_options import RunOptions
+from lightning_fl.federation.table import RoundTable
+from lightning_fl.types import FederatedData, FederationError
 
 
 class Validation:
-    """Let each process validate on all samples if validation results influence the run.
+    """Validation of the global model. Its loss may influence the run.
 
-    Each process then uses the same batches as a single process, without reductions. Otherwise
-    rounding would depend on the number of processes, and so would the run.
+    If validation results influence the run, each process validates on all samples. Each process
+    then uses the same batches as a single process, without reductions. Otherwise rounding would
+    depend on the number of processes, and so would the run.
 
     Args:
         trainer: The Trainer of the fit.
         data: The data module.
-        policy: The hyperparameter policy.
+        options: Options of the run.
         processes: The processes of the fit.
     """
 
     def __init__(
-        self, trainer: Trainer, data: Any, policy: HyperparameterPolicy, processes: Processes
+        self, trainer: Trainer, data: FederatedData, options: RunOptions, processes: Processes
     ) -> None:
-        acts = policy.learns or bool(policy.learns_from)
+        self._trainer, self._monitor, self._policy = trainer, options.monitor, options.policy
+        acts = options.policy.learns or bool(options.policy.learns_from)
         acts |= any(isinstance(c, EarlyStopping) for c in trainer.callbacks)  # type: ignore[attr-defined]
         acts |= any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs)
         self._data, self._processes = data, processes
@@ -53,6 +56,28 @@ class Validation:
     def end(self) -> None:
         """Enable the synchronization of metrics again."""
         self._alone.close()
+
+    def loss(self, table: RoundTable) -> float | None:
+        """Return the validation loss, the same on all processes; None if it was not logged.
+
+        Args:
+            table: The table of rounds, which knows the metrics of earlier rounds.
+
+        Raises:
+            FederationError: If the policy learns from the validation loss, but there is none.
+        """
+        metrics = self._trainer.callback_metrics
+        is_fresh = table.is_fresh(self._monitor, metrics)
+        val_loss: float | None = float(metrics[self._monitor]) if is_fresh else None
+        # The module may not have synchronized it, but policies must agree on all processes.
+        val_loss = self._trainer.strategy.broadcast(val_loss)
+        if val_loss is None and "val_loss" in self._policy.learns_from:
+            raise FederationError(
+                f"{type(self._policy).__name__} learns from {self._monitor!r}, which validation"
+                f" does not log (logged: {sorted(metrics)}): set monitor, or provide validation"
+                " samples (data.init_args.val_size, trainer.limit_val_batches)"
+            )
+        return val_loss
 
     def close(self) -> None:
         """Let processes split the validation samples again, at the end of a fit."""

@@ -142,7 +142,7 @@ def test_epsilon_in_the_table_is_the_accountants(simulate, sampler, drawn):
     cohort = Cohort(3, 12, drawn)
     expected = [epsilon([(2.0, t)], 1e-3, cohort) for t in (1, 2, 3)]
     assert [row["epsilon"] for row in loop.rows] == expected
-    with open(loop.table_path(loop._trainer)) as file:
+    with open(loop.table_path(loop.fit.trainer)) as file:
         written = [float(row["epsilon"]) for row in csv.DictReader(file)]
     assert written == expected
 

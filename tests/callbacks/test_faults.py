@@ -42,7 +42,7 @@ def test_half_of_all_clients_fail_in_every_way(simulate):
 def test_a_trace_is_replayed(simulate, tmp_path):
     first = ClientFaults(dropout=0.3, blowup=0.2)
     one, loop = simulate(first, rounds=5)
-    path = loop.table_path(loop._trainer).with_name("faults.csv")
+    path = loop.table_path(loop.fit.trainer).with_name("faults.csv")
     replayed = ClientFaults(trace=path)
     two, _ = simulate(replayed, rounds=5)
     assert replayed.happened == first.happened
@@ -104,7 +104,7 @@ def test_a_callback_may_name_a_cause_of_its_own(simulate):
     _, loop = simulate(Battery(2, "low_battery"), rounds=2)
     assert [row.get("low_battery") for row in loop.rows] == [1, None]
     assert [row["num_samples"] for row in loop.rows] == [90, 120]
-    lines = loop.table_path(loop._trainer).read_text().splitlines()
+    lines = loop.table_path(loop.fit.trainer).read_text().splitlines()
     assert "low_battery" in lines[0].split(",")
 
 

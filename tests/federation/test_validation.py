@@ -31,7 +31,8 @@ def test_each_process_validates_on_all_samples_where_its_result_acts_on_the_run(
         lr_scheduler_configs=[],
     )
     data = SimpleNamespace(shares_validation=True)
-    validation = Validation(trainer, data, policy, processes_of(trainer))
+    options = SimpleNamespace(policy=policy, monitor="val_loss")
+    validation = Validation(trainer, data, options, processes_of(trainer))
     assert (data.shares_validation, trainer.strategy.repeats_validation) == (
         not is_repeated,
         is_repeated,

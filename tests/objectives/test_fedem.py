@@ -121,7 +121,7 @@ def _clients(data, round):
     from lightning_fl.functional import RandomStream, generator
 
     random = generator(2, RandomStream.COHORT, round)
-    return loop.sampler.sample(round, 3, data.num_samples, random).sort().values.tolist()
+    return loop.options.sampler.sample(round, 3, data.num_samples, random).sort().values.tolist()
 
 
 def test_batches_of_a_pass_are_the_whole_e_step(federation):

@@ -81,7 +81,7 @@ def test_what_an_optimizer_learned_is_resumed(kind, keep, train, tiny, flat, tmp
         module = tiny(optimizer=make)
         federation = {"policy": Schedule(num_steps=4), "optimizer_state": keep}
         loop = train(module, federation=federation, rounds=rounds, **options)
-        loop._trainer.save_checkpoint(tmp_path / f"{rounds}.ckpt")
+        loop.fit.trainer.save_checkpoint(tmp_path / f"{rounds}.ckpt")
         return flat(module)
 
     undisturbed, _ = run(4), run(2)

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_fl import VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.callbacks.checks import REFUSED
+from lightning_fl.federation.checks import REFUSED
 from lightning_fl.types import FederationError
 
 DOCS = Path(__file__).parents[2] / "docs" / "good_to_know.md"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -24,85 +23,21 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
-from lightning_fl.aggregators import Aggregator
 from lightning_fl.federation.measures import evaluating
+from lightning_fl.federation.processes import processes_of
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import replaced
 from lightning_fl.objectives import ClientModule
-from lightning_fl.policies import HyperparameterPolicy
-from lightning_fl.samplers import ClientSampler
-from lightning_fl.transforms import UpdateTransform
 from lightning_fl.types import FederatedData, FederationError, check_package
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Check the options of a :class:`FederatedLoop`.
-
-    Args:
-        options: Constructor arguments by name.
-
-    Raises:
-        FederationError: If an option has the wrong type or is out of range.
-    """
-    for name, kind in (
-        ("aggregator", Aggregator),
-        ("policy", HyperparameterPolicy),
-        ("sampler", ClientSampler),
-    ):
-        rule = options[name]
-        if rule is not None and not isinstance(rule, kind):
-            hint = f": write {rule.__name__}()" if isinstance(rule, type) else ""
-            raise FederationError(f"{name} must be a {kind.__name__}, got {rule!r}{hint}")
-    count, fraction = options["clients_per_round"], options["client_fraction"]
-    if count is not None and fraction is not None:
-        raise FederationError(
-            f"clients_per_round={count!r} and client_fraction={fraction!r} are mutually exclusive:"
-            " set only one of them"
-        )
-    is_count = isinstance(count, int | np.integer) and not isinstance(count, bool) and count >= 1
-    if count is not None and not is_count:
-        raise FederationError(
-            f"clients_per_round must be a positive integer, got {count!r}: to sample a fraction of"
-            " the clients, set client_fraction"
-        )
-    is_fraction = isinstance(fraction, float | int | np.floating) and 0 < fraction <= 1
-    if fraction is not None and (isinstance(fraction, bool) or not is_fraction):
-        raise FederationError(
-            f"client_fraction must be in (0, 1], got {fraction!r}: to sample a number of clients,"
-            " set clients_per_round"
-        )
-    min_clients = options["min_clients"]
-    if not isinstance(min_clients, int | np.integer) or min_clients < 1:
-        raise FederationError(f"min_clients must be a positive integer, got {min_clients!r}")
-    for name, allowed in (
-        ("on_client_error", ("skip", "raise")),
-        ("optimizer_state", ("reset", "keep")),
-        ("buffers", ("average", "server", "local", None)),
-        ("exchange_frozen", (True, False, None)),
-    ):
-        if options[name] not in allowed:
-            raise FederationError(f"{name} must be one of {allowed}, got {options[name]!r}")
-    for transform in options["update_transforms"]:
-        if not isinstance(transform, UpdateTransform):
-            raise FederationError(
-                f"update_transforms must contain UpdateTransforms, got {transform!r}"
-            )
-    if not options["client_state_memory_gb"] >= 0:
-        raise FederationError(
-            f"client_state_memory_gb must be at least 0, got {options['client_state_memory_gb']!r}"
-        )
-
-
-def check_fit(trainer: Trainer, module: LightningModule, vectorized: bool) -> Any:
+def check_fit(trainer: Trainer, module: LightningModule, vectorized: bool) -> FederatedData:
     """Check that the Trainer, the module and the data support rounds; return the data module.
 
     Args:
         trainer: The Trainer, with its callbacks.
         module: The user's module.
         vectorized: Whether clients train at once.
-
-    Returns:
-        The data module of the Trainer.
 
     Raises:
         FederationError: If the Trainer, the module or the data module is not supported.
@@ -220,6 +155,12 @@ def check_trainer(trainer: Trainer, vectorized: bool = False) -> None:
             " strategy='client_parallel' (each process trains different clients) or 'ddp' (all"
             " processes train the same client on parts of its batches)"
         )
+    if vectorized and processes_of(trainer).share_samples:
+        raise FederationError(
+            f"{type(trainer.strategy).__name__} splits the samples of one client over processes,"
+            " which is not supported with VectorizedClients: set strategy='client_parallel', or"
+            " remove VectorizedClients"
+        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the connector
         check_package(callback, Callback)
         for kind, why in REFUSED.items():
@@ -264,23 +205,19 @@ def one_optimizer(module: LightningModule) -> Iterator[None]:
 
     def checking(configure: Callable[[], Any]) -> Callable[[], Any]:
         def checked() -> Any:
-            optimizers: Any = configure()
-            if (
-                isinstance(optimizers, tuple)
-                and len(optimizers) == 2
-                and isinstance(optimizers[0], list | tuple)
-            ):
-                count = len(optimizers[0])
-            elif isinstance(optimizers, list | tuple):
-                count = len(optimizers)
-            else:
-                count = int(optimizers is not None)
+            configured: Any = configure()
+            optimizers: Any = configured
+            if isinstance(configured, tuple) and len(configured) == 2:
+                first = configured[0]  # a list of optimizers, before a list of schedulers
+                optimizers = first if isinstance(first, list | tuple) else configured
+            is_several = isinstance(optimizers, list | tuple)
+            count = len(optimizers) if is_several else int(optimizers is not None)
             if count != 1:
                 raise FederationError(
                     f"{type(module).__name__}.configure_optimizers must return one optimizer, got"
                     f" {count}"
                 )
-            return optimizers
+            return configured
 
         return checked
 

@@ -13,18 +13,18 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 
-from lightning_fl.aggregators import ClusteredFL, FedAdam, FedAvg
-from lightning_fl.callbacks import AtomicCheckpointIO, ClientFaults
+from lightning_fl.aggregators import ClusteredFL, FedAdam
+from lightning_fl.callbacks import AtomicCheckpointIO, ClientFaults, FederatedLoop
 from lightning_fl.callbacks.checkpoint import check_outline
 from lightning_fl.federation.compare import compare
 from lightning_fl.federation.context import Federation as Description
 from lightning_fl.federation.memory import ClientMemory
-from lightning_fl.federation.resume import Progress, Resume, check_contents, check_rule
+from lightning_fl.federation.progress import Progress
+from lightning_fl.federation.resume import Resume, check_contents, check_rule
 from lightning_fl.files import error_context
 from lightning_fl.policies import (
     DiscreteGaussianReinforce,
     PersonalizedPolicyGradient,
-    Schedule,
 )
 from lightning_fl.runners import client_runner
 from lightning_fl.store import ClientStore
@@ -101,12 +101,13 @@ class Federation:
         with error_context("it cannot be loaded", Exception):
             check_outline(tree, 10**4)
             check_contents(self.trainer, tree, state := tree["callbacks"].get("FederatedLoop"))
-            resume = Resume(Progress(), FedAvg(), Schedule())
+            options = FederatedLoop().options
+            resume = Resume(options, Progress(), self.memory.store)
             own = self.checkpoint()["callbacks"]["FederatedLoop"]
-            resume.describe({name: own[name] for name in IDENTITY}, own["options"])
+            resume._identity = {name: own[name] for name in IDENTITY}
+            resume._options = own["options"]
             resume.check(self.trainer, self.module, tree, state, True)
             resume.load(state)
-            self.memory.store.load_state_dict(state["store"])
         resume.restore(self)
 
 

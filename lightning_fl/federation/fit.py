@@ -1,0 +1,231 @@
+"""The objects of a fit: before the module has an optimizer, and after."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import replace
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
+
+from lightning_fl.federation.boundary import RoundBoundary
+from lightning_fl.federation.checks import (
+    check_fit,
+    check_network,
+    check_smallest_batch,
+    one_optimizer,
+    warn_of_running_statistics,
+)
+from lightning_fl.federation.context import Federation
+from lightning_fl.federation.dropped import DropWarnings
+from lightning_fl.federation.measures import Measures, evaluating
+from lightning_fl.federation.memory import ClientMemory
+from lightning_fl.federation.plan import Planner
+from lightning_fl.federation.processes import processes_of
+from lightning_fl.federation.progress import Progress
+from lightning_fl.federation.run_options import RunOptions
+from lightning_fl.federation.schedulers import Schedulers, stepping_batches
+from lightning_fl.federation.traffic import Traffic
+from lightning_fl.federation.validation import Validation
+from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.runners import VectorizedClients, client_runner
+from lightning_fl.samplers import how_drawn
+from lightning_fl.store import ClientStore
+from lightning_fl.types import Cohort, FederationError, RoundPlan
+
+
+class PreparedFit:
+    """Checked fit, before the module has an optimizer.
+
+    Args:
+        trainer: The Trainer.
+        module: The module passed to the Trainer.
+        options: Options of the run.
+        progress: Progress of the run, with its seed.
+        key: Key of the loop in checkpoints.
+
+    Raises:
+        FederationError: If the Trainer, the module, the data or the options do not fit together.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        options: RunOptions,
+        progress: Progress,
+        key: str,
+    ) -> None:
+        self.trainer, self.module, self.options, self.progress = trainer, module, options, progress
+        user = user_module(module)
+        vectorized = module if isinstance(module, VectorizedClients) else None
+        if vectorized is not None and vectorized.reason is not None:  # it trains sequentially
+            vectorized = None
+        self.data = check_fit(trainer, user, vectorized is not None)
+        #: Digest of the partition. It is computed once, because the digest reads every index.
+        self.checksum = self.data.checksum
+        self.processes = processes_of(trainer)
+        self.planner = Planner(trainer, self.data, options, progress, vectorized, self.processes)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by the connector
+        #: Callbacks that implement ``on_client_updates``.
+        self.watchers = [c for c in callbacks if callable(getattr(c, "on_client_updates", None))]
+        # These callbacks unfreeze parameters during the fit.
+        unfreezes = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
+        self.exchange_frozen = True if unfreezes else options.exchange_frozen
+        self.federation = self._describe(user)
+        options.sampler.setup(self.federation)
+        options.policy.setup(self.federation)
+        self._check_cohort()
+        check_network(trainer, user, self.data)
+        check_smallest_batch(user, self.data)
+        with evaluating(user), seeded_rng(0, user.device):  # dropout would change the output
+            options.aggregator.prepare(user, self.data.example)
+        if options.buffers is None:
+            warn_of_running_statistics(user)
+        #: State written to checkpoints.
+        self.boundary = RoundBoundary(trainer, key)
+
+    def _describe(self, user: LightningModule) -> Federation:
+        options, planner, data = self.options, self.planner, self.data
+        n, size = planner.num_clients, planner.cohort_size
+        loader = [getattr(data, name, None) for name in ("batch_size", "replacement", "drop_last")]
+        rules = [options.aggregator, options.policy, options.sampler]
+        rules += [options.update_transforms, self.watchers]
+        choices = [size, options.buffer_policy, options.optimizer_state]
+        return Federation(
+            n,
+            Cohort(size, n, how_drawn(options.sampler)),
+            seed=self.progress.seed,
+            shares_samples=self.processes.share_samples,
+            num_samples=planner.num_samples,
+            module=user,
+            trainer=self.trainer,
+            data=data,
+            aggregator=options.aggregator,
+            policy=options.policy,
+            min_clients=int(options.min_clients),
+            on_client_error=options.on_client_error,
+            buffers=options.buffer_policy,
+            optimizer_state=options.optimizer_state,
+            configuration=(rules, choices, self.checksum, n, loader),
+        )
+
+    def _check_cohort(self) -> None:
+        """Check that a round can reach ``min_clients``."""
+        sampled, min_clients = self.planner.cohort_size, self.options.min_clients
+        if sampled < min_clients and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            raise FederationError(
+                f"min_clients={min_clients}, but only {sampled} clients are sampled per"
+                " round: decrease min_clients, or increase clients_per_round or client_fraction"
+            )
+
+    def take_over(self, loop: Callback, undo: ExitStack) -> None:
+        """Configure the Trainer and the data module for rounds.
+
+        Args:
+            loop: The callback of the rounds.
+            undo: Clean-up functions of the fit, to which those of the configuration are added.
+        """
+        trainer, data, planner = self.trainer, self.data, self.planner
+        trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
+        # Placed first: other callbacks then see each client loaded at its first batch, and the
+        # round ended at its last hook.
+        others = [c for c in trainer.callbacks if c is not loop]  # type: ignore[attr-defined]
+        trainer.callbacks = [loop, *others]  # type: ignore[attr-defined]
+        interval = trainer.log_every_n_steps  # type: ignore[attr-defined]  # the planner changes it
+        undo.callback(setattr, trainer, "log_every_n_steps", interval)
+        if "val_loss" in self.options.policy.learns_from:
+            trainer.num_sanity_val_steps = math.inf
+        if isinstance(self.module, VectorizedClients):
+            self.module.exchange_frozen = self.exchange_frozen
+        undo.enter_context(one_optimizer(self.module))
+        undo.enter_context(stepping_batches(trainer, planner.stepping_batches))
+        data.plan = planner.plan
+        undo.callback(setattr, data, "plan", None)
+
+
+class Fit:
+    """Objects shared by the rounds of a fit. The aggregator is set up for them.
+
+    Args:
+        prepared: The checked fit, after the optimizer was created.
+        store: Client state between rounds.
+        undo: Clean-up functions of the fit, to which those of the objects are added.
+    """
+
+    def __init__(self, prepared: PreparedFit, store: ClientStore, undo: ExitStack) -> None:
+        self.trainer, self.module, self.data = prepared.trainer, prepared.module, prepared.data
+        self.options, self.progress = prepared.options, prepared.progress
+        self.planner, self.processes = prepared.planner, prepared.processes
+        self.watchers, self.boundary = prepared.watchers, prepared.boundary
+        self.aggregator, self.policy = self.options.aggregator, self.options.policy
+        keeps = self.options.optimizer_state == "keep"
+        self.aggregator.load_client_network()
+        self.runner = client_runner(
+            self.module,
+            self.options.buffer_policy,
+            self.trainer.optimizers[0],
+            keeps,
+            prepared.exchange_frozen,
+        )
+        self.boundary.constants = self.runner.constants.parameters.values()
+        undo.callback(self.runner.close)
+        self.boundary.chosen = lambda: {"runner": c} if (c := self.runner.choices()) else {}
+        seed = self.progress.seed  # may differ from the seed at setup after a checkpoint was loaded
+        self.federation = replace(prepared.federation, layout=self.runner.layout, seed=seed)
+        server = self.runner.read().vector
+        self.policy.to(server.device)
+        self.aggregator.setup(self.federation)
+        self.aggregator.to(server.device).start(server)
+        #: Client-side work of the aggregator in addition to training.
+        self.parts = self.aggregator.client_parts()
+        self.schedulers = Schedulers(self.trainer)
+        self.measures = Measures(self.trainer, self.data, seed, self.processes)
+        self.memory = ClientMemory(
+            store, self.options.update_transforms, self.parts, self.federation, server.device
+        )
+        #: Traffic of the current or last round, which sets it.
+        self.traffic: Traffic
+        self.warnings = DropWarnings(self.progress.table.rows)
+        self.validation = Validation(self.trainer, self.data, self.options, self.processes)
+        undo.callback(self.validation.close)
+
+    @property
+    def min_clients(self) -> int:
+        """Minimum number of usable updates that change the global model."""
+        is_trial = self.trainer.fast_dev_run  # type: ignore[attr-defined]
+        return 1 if is_trial else self.federation.min_clients
+
+    def lr(self, plan: RoundPlan, row: int) -> float:
+        """Return the learning rate of a client from the policy, without schedulers.
+
+        Args:
+            plan: Plan of the round.
+            row: Position of the client in the plan.
+        """
+        lr = self.runner.base_lr if plan.lr is None else float(plan.lr[row])
+        factor = plan.hyperparameters.get("lr_factor")
+        return lr if factor is None else lr * float(factor[row])
+
+    def catch_up(self) -> None:
+        """Check that the Trainer is at the current round, and repeat the last scheduler steps.
+
+        Raises:
+            FederationError: If the Trainer is at another epoch.
+        """
+        progress = self.progress
+        if self.trainer.current_epoch != progress.round:
+            raise FederationError(
+                f"FederatedLoop is at round {progress.round}, but the Trainer is at epoch"
+                f" {self.trainer.current_epoch}: create a new FederatedLoop for each Trainer, or"
+                " resume both from a checkpoint with ckpt_path"
+            )
+        self.schedulers.catch_up(progress.round, progress.monitored)
+        progress.monitored = {}
+        self.runner.constants.note()
+
+
+def user_module(module: LightningModule) -> LightningModule:
+    """Return the user's module, unwrapped from :class:`VectorizedClients`."""
+    return module.module if isinstance(module, VectorizedClients) else module

@@ -1,0 +1,26 @@
+"""Progress of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_fl.federation.table import RoundTable
+
+
+@dataclass
+class Progress:
+    """Progress of a run, except its models.
+
+    Args:
+        round: Number of finished rounds.
+        table: The table of rounds.
+        val_loss: Validation loss after the last round; None if unknown.
+        monitored: Metrics monitored by schedulers after the last round.
+        seed: Seed of the run.
+    """
+
+    round: int = 0
+    table: RoundTable = field(default_factory=RoundTable)
+    val_loss: float | None = None
+    monitored: dict[str, float] = field(default_factory=dict)
+    seed: int = 0

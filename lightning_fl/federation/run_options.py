@@ -1,0 +1,95 @@
+"""Options of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_fl.aggregators import Aggregator
+from lightning_fl.options import check_choice, check_integer, check_number
+from lightning_fl.policies import HyperparameterPolicy
+from lightning_fl.runners import BufferPolicy
+from lightning_fl.samplers import ClientSampler
+from lightning_fl.transforms import UpdateTransform
+from lightning_fl.types import FederationError
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of a run. :class:`~lightning_fl.callbacks.FederatedLoop` describes each of them.
+
+    Raises:
+        FederationError: If an option has the wrong type or is out of range.
+    """
+
+    aggregator: Aggregator
+    policy: HyperparameterPolicy
+    sampler: ClientSampler
+    clients_per_round: int | None
+    client_fraction: float | None
+    min_clients: int
+    on_client_error: str
+    optimizer_state: str
+    buffers: BufferPolicy | None
+    exchange_frozen: bool | None
+    monitor: str
+    update_transforms: Sequence[UpdateTransform]
+    client_state_memory_gb: float
+
+    def __post_init__(self) -> None:
+        for name, rule, kind in (
+            ("aggregator", self.aggregator, Aggregator),
+            ("policy", self.policy, HyperparameterPolicy),
+            ("sampler", self.sampler, ClientSampler),
+        ):
+            if not isinstance(rule, kind):
+                hint = f": write {rule.__name__}()" if isinstance(rule, type) else ""
+                raise FederationError(f"{name} must be a {kind.__name__}, got {rule!r}{hint}")
+        count, fraction = self.clients_per_round, self.client_fraction
+        if count is not None and fraction is not None:
+            raise FederationError(
+                f"clients_per_round={count!r} and client_fraction={fraction!r} are mutually"
+                " exclusive: set only one of them"
+            )
+        hint = "to sample a fraction of the clients, set client_fraction"
+        check_integer("clients_per_round", count, min=1, optional=True, hint=hint)
+        hint = "to sample a number of clients, set clients_per_round"
+        check_number("client_fraction", fraction, above=0, max=1, optional=True, hint=hint)
+        check_integer("min_clients", self.min_clients, min=1)
+        check_number("client_state_memory_gb", self.client_state_memory_gb, min=0, max=math.inf)
+        check_choice("on_client_error", self.on_client_error, "skip", "raise")
+        check_choice("optimizer_state", self.optimizer_state, "reset", "keep")
+        check_choice("buffers", self.buffer_policy, "average", "server", "local")
+        if self.exchange_frozen not in (True, False, None):
+            raise FederationError(
+                f"exchange_frozen must be true, false or None, got {self.exchange_frozen!r}"
+            )
+        for transform in self.update_transforms:
+            if not isinstance(transform, UpdateTransform):
+                raise FederationError(
+                    f"update_transforms must contain UpdateTransforms, got {transform!r}"
+                )
+
+    @property
+    def buffer_policy(self) -> BufferPolicy:
+        """How the buffers of the clients are combined."""
+        return "average" if self.buffers is None else self.buffers
+
+    def cohort_size(self, num_clients: int) -> int:
+        """Return the number of clients sampled per round.
+
+        Args:
+            num_clients: Number of clients.
+
+        Raises:
+            FederationError: If there are fewer clients than ``clients_per_round``.
+        """
+        if self.clients_per_round is None:
+            return max(1, round((self.client_fraction or 1.0) * num_clients))
+        if self.clients_per_round > num_clients:
+            raise FederationError(
+                f"clients_per_round must be at most the number of clients, {num_clients},"
+                f" got {self.clients_per_round}"
+            )
+        return int(self.clients_per_round)
