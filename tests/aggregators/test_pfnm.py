@@ -410,7 +410,7 @@ def test_what_does_not_go_together(fit, data):
             callbacks=[PersonalizedEvaluation()],
         )
     rule = Staged([1], [PFNM(**ALL), FedAvg()])
-    with pytest.raises(FederationError, match="PFNM replaces the module's network and cannot be"):
+    with pytest.raises(FederationError, match="PFNM cannot be a stage of Staged: it replaces"):
         fit(module(), FederatedLoop(aggregator=rule), data())
     policy = PersonalizedPolicyGradient([{"lr": 0.1}, {"lr": 0.2}])
     with pytest.raises(FederationError, match="replaces its network"):
