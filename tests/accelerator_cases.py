@@ -486,7 +486,10 @@ TRAINING = {
 }
 
 
-@pytest.mark.parametrize("is_vectorized", [False, True], ids=["plain", "vectorized"])
+@pytest.mark.parametrize(
+    "is_vectorized",
+    [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="vectorized")],
+)
 @every(TRAINING)
 def test_training(same, row, is_vectorized):
     options = {"group_size": {"group_size": 3, "steps_per_batch": 2}} | row
