@@ -2,9 +2,9 @@
 BIN := $(if $(wildcard .venv/bin/python),.venv/bin/)
 PYTEST := $(BIN)python -m pytest -n auto --dist loadfile
 
-.PHONY: check docs format lint test
+.PHONY: check docs format lint slow test
 
-# Everything, the slow tests too. About half an hour on two cores.
+# Everything, with the coverage of all tests. About 15 minutes on two cores.
 check: lint docs
 	$(PYTEST) -m "slow or not slow" --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
 
@@ -21,6 +21,10 @@ lint:
 	$(BIN)ruff format --check
 	$(BIN)mypy
 	$(BIN)lint-imports
+
+# What `test` leaves out.
+slow:
+	$(PYTEST) -m slow
 
 test:
 	$(PYTEST)

@@ -7,6 +7,7 @@
 import inspect
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 
 import lightning as L
@@ -98,6 +99,7 @@ from lightning_fl.policies import (
     StagedPolicy,
     Stragglers,
 )
+from lightning_fl.runners import separable
 from lightning_fl.samplers import (
     PoissonSampler,
     RoundRobinSampler,
@@ -113,6 +115,7 @@ FEATURES, CLASSES, CLIENTS = 6, 3, 5
 
 @pytest.fixture(scope="session", autouse=True)
 def device():
+    separable.STEPS = 3  # trials of optimizers are tested elsewhere, with all of their steps
     return pretend.install()
 
 
@@ -183,7 +186,8 @@ def fit(
     )
     trained = user if group_size is None else VectorizedClients(user, compile=False, **group_size)
     trained = trained if wrap is None else wrap(user)
-    with warnings.catch_warnings():  # what a case warns of is tested elsewhere
+    watched = nullcontext() if place == pretend.NAME else pretend.unwatched()
+    with warnings.catch_warnings(), watched:  # what a case warns of is tested elsewhere
         warnings.simplefilter("ignore")
         made.fit(trained, datamodule=data(), ckpt_path=ckpt_path)
     return made, user, loop
@@ -245,23 +249,29 @@ def same(device, tmp_path):
     return check
 
 
-VECTORIZED = {"group_size": 2, "steps_per_batch": 2}
+VECTORIZED = {"group_size": 3, "steps_per_batch": 2}
 
 
 def in_both_modes(test):
-    return pytest.mark.parametrize("group_size", [None, VECTORIZED], ids=["plain", "vectorized"])(
-        test
-    )
+    cases = [pytest.param(None, id="plain", marks=pytest.mark.slow)]
+    cases += [pytest.param(VECTORIZED, id="vectorized")]
+    return pytest.mark.parametrize("group_size", cases)(test)
 
 
-def every_vectorized(rows, plain):
+def every_vectorized(rows, plain, slow=""):
     """Run all rows vectorized, and some of them plain, too.
 
     What these rows are of gets the same from clients that train one by one; the names in ``plain``
-    are those that do something with each client, or get more than its update.
+    are those that do something with each client, or get more than its update. Those in ``slow``
+    share what touches tensors with others.
     """
     cases = [
-        pytest.param(row, group_size, id=f"{name}-{'vectorized' if group_size else 'plain'}")
+        pytest.param(
+            row,
+            group_size,
+            id=f"{name}-{'vectorized' if group_size else 'plain'}",
+            marks=[pytest.mark.slow] * (name in slow.split(", ")),
+        )
         for name, row in rows.items()
         for group_size in ([None, VECTORIZED] if name in plain.split(", ") else [VECTORIZED])
     ]
@@ -282,8 +292,12 @@ def concrete(package, *others):
     return {kind for kind in kinds if not inspect.isabstract(kind)} - set(others)
 
 
-def every(rows):
-    return pytest.mark.parametrize("row", rows.values(), ids=rows)
+def every(rows, slow=""):
+    cases = [
+        pytest.param(row, id=name, marks=[pytest.mark.slow] * (name in slow.split(", ")))
+        for name, row in rows.items()
+    ]
+    return pytest.mark.parametrize("row", cases)
 
 
 # --- rules ----------------------------------------------------------------------------------------
@@ -321,12 +335,19 @@ def test_every_rule_has_a_row():
     assert {type(make()) for make in RULES.values()} == concrete(aggregators)
 
 
-@every_vectorized(RULES, plain="FedAvg, FedControl, Gossip, PFNM, DPFedAvg")
+@every_vectorized(
+    RULES,
+    plain="FedAvg, FedControl, Gossip, PFNM, DPFedAvg",
+    slow="FedOpt, FedAvgM, FedAdagrad, FedAdam, FedCostWAvg, TrimmedMean, NormClipping, Staged",
+)
 def test_a_rule(same, row, group_size):
     same(aggregator=row, group_size=group_size)
 
 
-@every({name: RULES[name] for name in ("FedControl", "ClusteredFL", "CoordinateMedian")})
+@every(
+    {name: RULES[name] for name in ("FedControl", "ClusteredFL", "CoordinateMedian")},
+    slow="ClusteredFL, CoordinateMedian",
+)
 def test_a_rule_with_a_round_of_few_clients(same, row):
     same(aggregator=row, min_clients=3, sampler=PoissonSampler, clients_per_round=3, rounds=3)
 
@@ -334,17 +355,18 @@ def test_a_rule_with_a_round_of_few_clients(same, row):
 # --- policies and samplers ------------------------------------------------------------------------
 
 CANDIDATES = [{"num_steps": 1}, {"num_steps": 3}]
+GRID = {"lr": [0.05, 0.1], "num_steps": [1, 2, 3]}
 POLICIES = {
     "Schedule": lambda: Schedule(lr=0.1, num_steps=3, decay=0.9),
     "DiscreteGaussianReinforce": lambda: DiscreteGaussianReinforce(
-        optimizer="adam", learn_precision=True
+        GRID, optimizer="adam", learn_precision=True
     ),
-    "DiscreteGaussianReinforce(clients)": lambda: DiscreteGaussianReinforce(loss="clients"),
+    "DiscreteGaussianReinforce(clients)": lambda: DiscreteGaussianReinforce(GRID, loss="clients"),
     "PersonalizedPolicyGradient": lambda: PersonalizedPolicyGradient(CANDIDATES, floor=0.0),
     "PersonalizedPolicyGradient(reward)": lambda: PersonalizedPolicyGradient(
         CANDIDATES, method="reward"
     ),
-    "StagedPolicy": lambda: StagedPolicy([1], [Schedule(lr=0.1), DiscreteGaussianReinforce()]),
+    "StagedPolicy": lambda: StagedPolicy([1], [Schedule(lr=0.1), DiscreteGaussianReinforce(GRID)]),
     "Stragglers": lambda: Stragglers(0.9, Schedule(num_steps=4)),
 }
 SAMPLERS = {
@@ -364,7 +386,11 @@ def test_every_sampler_has_a_row():
     assert set(SAMPLERS.values()) == {k for k in concrete(samplers) if "Sampler" in k.__name__}
 
 
-@every_vectorized(POLICIES, plain="PersonalizedPolicyGradient(reward)")
+@every_vectorized(
+    POLICIES,
+    plain="PersonalizedPolicyGradient(reward)",
+    slow="DiscreteGaussianReinforce(clients), PersonalizedPolicyGradient(reward), StagedPolicy",
+)
 def test_a_policy(same, row, group_size):
     same(policy=row, group_size=group_size, rounds=3)
 
@@ -402,7 +428,7 @@ def test_every_objective_has_a_row():
 
 
 @in_both_modes
-@every(MODULES)
+@every(MODULES, slow="WeightDivergence, a scheduler")
 def test_an_objective_or_an_optimizer(same, row, group_size):
     same(make=row, group_size=group_size, data=partial(samples, drop_last=True))
 
@@ -438,7 +464,7 @@ def test_every_transform_has_a_row():
     assert kinds == concrete(transforms, transforms.Message)
 
 
-@every_vectorized(TRANSFORMS, plain="both, with what is left out")
+@every_vectorized(TRANSFORMS, plain="both, with what is left out", slow="TopK, Quantize")
 def test_a_transform(same, row, group_size):
     same(update_transforms=row, group_size=group_size, clients_per_round=3, rounds=3)
 
@@ -468,7 +494,10 @@ TRAINING = {
 }
 
 
-@pytest.mark.parametrize("is_vectorized", [False, True], ids=["plain", "vectorized"])
+@pytest.mark.parametrize(
+    "is_vectorized",
+    [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="vectorized")],
+)
 @every(TRAINING)
 def test_training(same, row, is_vectorized):
     options = {"group_size": {"group_size": 3, "steps_per_batch": 2}} | row
@@ -546,7 +575,11 @@ def test_every_data_set_has_a_row():
     assert used == {kind.__name__ for kind in concrete(models)}
 
 
-@every_vectorized(DATA, plain="rotated Digits, MNIST, SpokenDigits(augment)")
+@every_vectorized(
+    DATA,
+    plain="rotated Digits, MNIST, SpokenDigits(augment)",
+    slow="rotated Digits, FashionMNIST, SpokenDigits(augment)",
+)
 def test_a_data_set(same, row, group_size, tmp_path):
     data, net = row
     options = {"dtype": torch.float64, "rounds": 1, "policy": lambda: Schedule(num_steps=1)}
@@ -593,14 +626,18 @@ def test_every_callback_has_a_row():
     assert names - others == set(CALLBACKS)
 
 
-@every_vectorized(CALLBACKS, plain="ClientFaults, ClientAttack, PersonalizedEvaluation")
+@every_vectorized(
+    CALLBACKS,
+    plain="ClientFaults, ClientAttack, PersonalizedEvaluation",
+    slow="ClientAttack, LabelFlip, RoundProgress",
+)
 def test_a_callback(same, row, group_size):
     same(**row, group_size=group_size)
 
 
 RESUMED = {
     "states of rules": {
-        "aggregator": lambda: Staged([2], [ClusteredFL(9.0, 0.0, 0), FedControl()])
+        "aggregator": lambda: Staged([1], [ClusteredFL(9.0, 0.0, 0), FedControl()])
     },
     "networks": {"aggregator": RULES["PFNM"]},
     "clients": {
@@ -612,7 +649,7 @@ RESUMED = {
 }
 
 
-@every_vectorized(RESUMED, plain="clients")
+@every_vectorized(RESUMED, plain="clients", slow="states of rules, networks")
 def test_a_run_resumes(device, tmp_path, row, group_size):
     def run(folder, rounds, **options):
         keep = {"watchers": lambda: [RoundCheckpoint(str(tmp_path / folder))]}
@@ -628,9 +665,9 @@ def test_a_run_resumes(device, tmp_path, row, group_size):
             **options,
         )[1:]
 
-    whole = outcome(*run("whole", 3))
-    run("half", 2)
-    compare(outcome(*run("half", 3, ckpt_path=str(tmp_path / "half" / "last.ckpt"))), whole)
+    whole = outcome(*run("whole", 2))
+    run("half", 1)
+    compare(outcome(*run("half", 2, ckpt_path=str(tmp_path / "half" / "last.ckpt"))), whole)
 
 
 # --- waits for the device -------------------------------------------------------------------------
@@ -677,15 +714,21 @@ class Chatty(ClientModule):
         return out
 
 
-class Alternating(HyperparameterPolicy):
-    """Steps and rates that differ from client to client."""
+class Growing(HyperparameterPolicy):
+    """Few steps in two rounds, the first of which prepares much, and many in the third."""
 
-    def __init__(self, most):
-        super().__init__()
-        self.most = most
+    def most(self, round):
+        return (FEW, FEW, MANY)[round]
 
     def sample(self, round, clients):
-        return {"num_steps": self.most - clients % 2, "lr": 0.05 + 0.01 * clients}
+        return {"num_steps": torch.full_like(clients, self.most(round))}
+
+
+class Alternating(Growing):
+    """Steps and rates that differ from client to client."""
+
+    def sample(self, round, clients):
+        return {"num_steps": self.most(round) - clients % 2, "lr": 0.05 + 0.01 * clients}
 
 
 def deep():
@@ -723,23 +766,22 @@ def unmapped():
     return made
 
 
-def count(tmp_path, steps, wrap, policy=lambda most: Schedule(num_steps=most), **options):
-    """Return the waits of the second round, and those within its local steps."""
+def count(tmp_path, wrap, policy=Growing, **options):
+    """Return the waits of a round with few steps and of one with many, and those within steps."""
     rounds = Rounds()
-    watch = {"policy": lambda: policy(steps), "watchers": lambda: [rounds], "wrap": wrap}
-    made, *_ = fit(pretend.NAME, tmp_path, rounds=2, **watch, **options)
+    watch = {"policy": policy, "watchers": lambda: [rounds], "wrap": wrap}
+    made, *_ = fit(pretend.NAME, tmp_path, rounds=3, **watch, **options)
     within = getattr(made.lightning_module, "within", [])
-    return rounds.found[1], sum(within[len(within) // 2 :], start=Counter())
+    return *rounds.found[1:], sum(within[len(within) // 3 :], start=Counter())
 
 
-def vectorized_with(steps_per_batch):
-    return lambda user: Watched(user, CLIENTS, steps_per_batch, compile=False)
+def watched(user):
+    return Watched(user, CLIENTS, FEW, compile=False)
 
 
-@every(STEPS)
+@every(STEPS, slow="weighted, in groups, kept, clipped, PFedMe, FedEM, BatchNorm")
 def test_a_vectorized_local_step_never_waits(device, tmp_path, row):
-    few, _ = count(tmp_path, FEW, vectorized_with(FEW), **row)
-    many, within = count(tmp_path, MANY, vectorized_with(FEW), **row)
+    few, many, within = count(tmp_path, watched, **row)
     assert not within
     assert many == few
     print(few.total(), sorted(few.items()))
@@ -747,5 +789,5 @@ def test_a_vectorized_local_step_never_waits(device, tmp_path, row):
 
 
 def test_local_steps_one_by_one_add_no_wait(device, tmp_path):
-    few, many = (count(tmp_path, steps, lambda user: user)[0] for steps in (FEW, MANY))
+    few, many, _ = count(tmp_path, lambda user: user)
     assert few == many

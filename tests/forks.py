@@ -12,7 +12,9 @@ from unittest import mock
 
 HERE = Path(__file__).parent
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["processes", "lightning_fl.cli"])
+#: The last two a federation of digits would import, in each process anew.
+PRELOAD = ["processes", "quick_cli", "sklearn.datasets", "torch.utils.tensorboard"]
+CONTEXT.set_forkserver_preload(PRELOAD)
 
 
 class Started:

@@ -20,9 +20,8 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
-from lightning_fl.cli import main
+import quick_cli
 
 BLOCK = re.compile(r"^```(\w+) ?([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SAME = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -53,9 +52,8 @@ def run(page, but=("not-run", "slow")):
             printed = out.getvalue()
         elif option == "in-process":
             _, *args = shlex.split(code.partition("lightning")[2].replace("\\\n", " "))
-            argv = mock.patch.object(sys, "argv", ["lightning-fl", *args])
-            with argv, contextlib.redirect_stdout(io.StringIO()) as out:
-                main()
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                quick_cli.call(*args)
             printed = out.getvalue()
         elif kind == "bash":
             printed = shell(code, f"{page}:{line}")

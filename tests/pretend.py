@@ -233,27 +233,34 @@ def _as_tensors(index):
     return torch.tensor(index) if isinstance(index, list) else index
 
 
+_MAKERS = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
+_ITEMS = {Tensor.__getitem__, Tensor.__setitem__}
+_READS = {Tensor.tolist, Tensor.__format__, Tensor.__repr__}
+_MEMORY = {Tensor.data_ptr, Tensor.untyped_storage}
+_ARRAYS = {Tensor.numpy, Tensor.__array__}
+
+
 class _PretendFunctions(TorchFunctionMode):
     """What torch does in C++ with a tensor's memory, past the dispatcher."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
+        if func in _MAKERS:
             return _made(func, args, kwargs)
-        on_device = bool(args) and isinstance(args[0], Tensor) and args[0].device.type == NAME
-        if not on_device:
+        tensor = args[0] if args else None
+        if not (isinstance(tensor, Tensor) and tensor.device.type == NAME):
             return func(*args, **kwargs)
-        tensor, *rest = args
-        if func in (Tensor.__getitem__, Tensor.__setitem__):
+        rest = args[1:]
+        if func in _ITEMS:
             return func(tensor, _as_tensors(rest[0]), *rest[1:])
-        if func in (Tensor.tolist, Tensor.__format__, Tensor.__repr__):
+        if func in _READS:
             if isinstance(tensor, PretendTensor):
                 _record("read")
                 return func(tensor.detach().host, *rest, **kwargs)
-        elif func in (Tensor.data_ptr, Tensor.untyped_storage):
+        elif func in _MEMORY:
             if isinstance(tensor, PretendTensor):
                 return func(tensor.host)
-        elif func in (Tensor.numpy, Tensor.__array__):
+        elif func in _ARRAYS:
             raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy: use Tensor.cpu()")
         found = func(*args, **kwargs)
         if func == Tensor.data.__set__:  # a new object each time
@@ -320,3 +327,15 @@ def install():
     install.kept = library, _PretendFunctions()  # undone when they are garbage
     install.kept[1].__enter__()
     return torch.device(NAME, 0)
+
+
+@contextmanager
+def unwatched():
+    """Run what stays on the CPU, in the ``with`` block, without a look at each of its functions."""
+    install()
+    mode = install.kept[1]
+    mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        mode.__enter__()

@@ -12,19 +12,21 @@ import pretend
 CASES = Path(__file__).with_name("accelerator_cases.py")
 
 
-def test_the_pretend_accelerator(subtests, tmp_path):
+@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_the_pretend_accelerator(subtests, tmp_path, cases):
     """Once it is known to torch it stays, so another process runs ``accelerator_cases.py``."""
     report = tmp_path / "cases.xml"
+    options = ["-n0", "-q", "--tb=short", "-m", cases, f"--junitxml={report}"]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n0", "-q", "--tb=short", f"--junitxml={report}", CASES],
+        [sys.executable, "-m", "pytest", *options, CASES],
         capture_output=True,
         text=True,
         check=False,
     )
     assert report.exists(), run.stdout + run.stderr
-    cases = list(ElementTree.parse(report).iter("testcase"))
-    assert len(cases) > 90, run.stdout
-    for case in cases:
+    found = list(ElementTree.parse(report).iter("testcase"))
+    assert len(found) > 20, run.stdout
+    for case in found:
         with subtests.test(case.get("name")):
             for problem in [*case.findall("failure"), *case.findall("error")]:
                 pytest.fail(problem.text or problem.get("message", ""))

@@ -3,9 +3,9 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 import warnings
+from contextlib import nullcontext
 from functools import wraps
 from itertools import product
 from pathlib import Path
@@ -15,11 +15,11 @@ from zipfile import ZipFile
 import pytest
 import torch
 import yaml
-from matplotlib.figure import Figure
 
+import quick_cli
 from forks import Started
 from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.cli import FederatedCLI, main
+from lightning_fl.cli import FederatedCLI
 from lightning_fl.types import FederationError
 
 ROOT = Path(__file__).parent.parent
@@ -32,10 +32,9 @@ def cli(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(*args, expect=0):
-        monkeypatch.setattr(sys, "argv", ["lightning-fl", *map(str, args)])
         monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
         try:
-            main()
+            quick_cli.call(*args)
             code = 0
         except SystemExit as error:
             code = error.code or 0
@@ -46,17 +45,11 @@ def cli(tmp_path, monkeypatch, capsys):
     return run
 
 
-def draw_nothing(figure, file, **options):
-    """Stand in for ``savefig``."""
-    if isinstance(file, Path):
-        file.touch()
-
-
 @pytest.fixture(autouse=True)
-def _quick_pictures(request, monkeypatch):
-    """Draw no pictures but for tests that look at them: a quarter of the time of a short fit."""
-    if "pictures" not in request.fixturenames:
-        monkeypatch.setattr(Figure, "savefig", draw_nothing)
+def _quick_pictures(request):
+    """Draw no pictures but for tests that look at them."""
+    with nullcontext() if "pictures" in request.fixturenames else quick_cli.no_pictures():
+        yield
 
 
 @pytest.fixture
@@ -69,11 +62,9 @@ def finished(tmp_path_factory):
     """The folder in which ``FIT`` was called, and a copy of what it has left."""
     place, copied = (tmp_path_factory.mktemp("fitted") / name for name in ("here", "copied"))
     place.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, quick_cli.no_pictures():
         patch.chdir(place)
-        patch.setattr(sys, "argv", ["lightning-fl", *FIT])
-        patch.setattr(Figure, "savefig", draw_nothing)
-        main()
+        quick_cli.call(*FIT)
         os.environ.pop("PL_GLOBAL_SEED", None)
     shutil.copytree(place, copied)
     return place, copied
@@ -411,7 +402,17 @@ def test_print_config_shows_a_whole_config(cli):
     assert printed["model"]["class_path"] == "lightning_fl.ClientModule"
 
 
-@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.stem)
+def test_every_config_parses(cli, config):
+    printed = yaml.safe_load(cli("fit", "--config", config, "--print_config"))
+    assert printed["data"]["class_path"].startswith("lightning_fl.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.stem)
 def test_every_config_runs_one_tiny_round(cli, tmp_path, config, request):
     args = []
     if "digits" not in config.stem:
@@ -420,7 +421,7 @@ def test_every_config_runs_one_tiny_round(cli, tmp_path, config, request):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.stem)
 def test_every_config_opens_with_its_command_and_its_result(config):
     first, second, *_ = config.read_text().splitlines()
     assert first.startswith(f"# lightning-fl fit --config configs/{config.name}")
@@ -625,12 +626,12 @@ def command(*args):
     # Ctrl-C works as in a terminal, also if these tests run in the background of a shell.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     warnings.resetwarnings()
-    sys.argv = ["lightning-fl", *args]
-    main()
+    quick_cli.call(*args)
 
 
 def start(folder, *args):
-    options = ["--trainer.max_epochs=6", f"--trainer.default_root_dir={folder}", *args]
+    few = ["--trainer.max_epochs=6", "--federation.policy.init_args.num_steps=3"]
+    options = [*few, f"--trainer.default_root_dir={folder}", *args]
     return Started(1, f"{folder}.txt", command, "fit", "--config", DIGITS, *options)
 
 
@@ -674,6 +675,7 @@ def killed_and_resumed_equals_whole(tmp_path, moments):
     assert not list(killed.glob("*.ckpt.*"))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_resumes_bit_equal(tmp_path):
     killed_and_resumed_equals_whole(tmp_path, [0.85])
 

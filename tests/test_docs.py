@@ -11,6 +11,7 @@ from sphinx.cmd.build import main as sphinx
 
 import lightning_fl
 import pages
+import quick_cli
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -27,6 +28,8 @@ PAGES = [
     DOCS / "sweeps.md",
     DOCS / "results" / "trust.md",
 ]
+#: Those that train much, or start processes that import everything anew.
+LONG = ("reading_a_report", "several_gpus", "sweeps")
 SLOW = [page for page in PAGES if "slow\n" in page.read_text()]
 expected = pytest.mark.filterwarnings(
     "ignore:.*bottleneck", "ignore:Starting from v1.9.0", "ignore:.*dropped"
@@ -40,14 +43,19 @@ def here(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "argv", ["page"])  # the command line reads it
     known = set(sys.modules)
-    yield
+    with quick_cli.no_pictures():
+        yield
     for name in set(sys.modules) - known:
         if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
             del sys.modules[name]
 
 
 @expected
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=[pytest.mark.slow] * (p.stem in LONG)) for p in PAGES],
+    ids=lambda page: page.stem,
+)
 def test_the_code_of_a_page_runs_and_prints_what_it_says(page, here):
     pages.run(page)
 
@@ -87,6 +95,7 @@ def public():
                 yield f"{thing.__module__ if own else room.name}.{name}"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Sphinx's own; those of the pages fail the build
 def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path):
     shutil.copytree(DOCS, tmp_path / "docs", ignore=shutil.ignore_patterns("api"))

@@ -1,6 +1,7 @@
 """Names that were replaced are gone everywhere: in code, configurations, tests and pages."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,13 +52,18 @@ OLD = {
 }
 
 
+@cache
+def content(path):
+    return path.read_text()
+
+
 @pytest.mark.parametrize("name", OLD)
 def test_an_old_name_is_gone(name):
     pattern = re.compile(OLD[name], re.M)
     found = [
         f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}: {match.group()}"
         for path in TEXTS
-        for text in [path.read_text()]
+        for text in [content(path)]
         for match in pattern.finditer(text)
     ]
     assert not found

@@ -210,7 +210,7 @@ def test_vectorized_new_clients_beside_known_ones_begin_as_alone(fit, data, flat
         user = (
             module if group_size is None else VectorizedClients(module, group_size, compile=False)
         )
-        fit(user, loop, data(num_clients=6), rounds=5)
+        fit(user, loop, data(num_clients=6), rounds=3)
         kept = loop.store.rows
         found.append((flat(module), kept))
     for other, kept in found[1:]:

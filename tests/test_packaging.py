@@ -62,7 +62,10 @@ def built(checkout, tmp_path_factory):
     return build(checkout, tmp_path_factory.mktemp("wheel"), "--wheel")
 
 
-@pytest.fixture(scope="module", params=["from the checkout", "from the sdist"])
+@pytest.fixture(
+    scope="module",
+    params=["from the checkout", pytest.param("from the sdist", marks=pytest.mark.slow)],
+)
 def wheel(request, tmp_path_factory):
     if request.param == "from the checkout":
         return request.getfixturevalue("built")
@@ -131,6 +134,7 @@ lightning_fl.cli.main()
 """
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_a_config_that_it_brings(built, tmp_path):
     """That of the checkout: the test above says that the other holds the same."""
     site, empty = tmp_path / "site", tmp_path / "empty"

@@ -1,5 +1,7 @@
 """The main job on real data, made short; the configs' own results stand in their second line."""
 
+from functools import partial
+
 import lightning as L
 import pytest
 
@@ -10,14 +12,16 @@ from lightning_fl.models import CifarCNN, FashionCNN, MLPClassifier
 from lightning_fl.partition import IID, ByLabel
 from lightning_fl.policies import Schedule
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
 
 @pytest.mark.parametrize(
     ("data", "net", "partition", "steps", "rounds", "accuracy"),
     [
         (MNIST, lambda: MLPClassifier([784, 100, 100, 10]), IID(), 10, 6, 0.82),
-        (MNIST, lambda: MLPClassifier([784, 100, 100, 10]), ByLabel(), 2, 20, 0.72),
-        (FashionMNIST, lambda: FashionCNN(width=4), IID(), 10, 5, 0.5),
-        (CIFAR10, lambda: CifarCNN(width=8, hidden=64), IID(), 10, 4, 0.17),
+        slow(MNIST, lambda: MLPClassifier([784, 100, 100, 10]), ByLabel(), 2, 20, 0.72),
+        slow(FashionMNIST, lambda: FashionCNN(width=4), IID(), 10, 5, 0.5),
+        slow(CIFAR10, lambda: CifarCNN(width=8, hidden=64), IID(), 10, 4, 0.17),
     ],
     ids=["mnist-iid", "mnist-noniid", "fashion-iid", "cifar10-iid"],
 )

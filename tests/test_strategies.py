@@ -33,10 +33,29 @@ OF_TWO = ["client module", "batchnorm", "kept", "vectorized", "losses", "gossip"
 SHARED_OF_TWO = ["client module", "losses", "batchnorm", "kept"]
 
 
+#: Cases whose messages are of the same kinds as those of others.
+SLOW = [
+    *("matching", "vectorized, matching", "server optimizer", "falls of losses", "neurons"),
+    *("layers", "downpour", "attacked", "reinforce", "one client, neurons", "one client, gossip"),
+    *("one client, losses", "stages", "vectorized, gradients of clients", "normalized", "mixture"),
+    *("vectorized, schedule", "vectorized, kept"),
+]
+SLOW_SHARED = [case for case in processes.SHARED if case not in SHARED_OF_TWO]
+
+
+def is_slow(case):
+    return case in (*SLOW, *(f"ddp, {case}" for case in SLOW_SHARED))
+
+
 def on_two_and_three(cases):
     """Every case on three processes, and some on two."""
     two = [*OF_TWO, "poison", *(f"ddp, {case}" for case in SHARED_OF_TWO)]
-    pairs = [(case, count) for case in cases for count in (2, 3) if count == 3 or case in two]
+    pairs = [
+        pytest.param(case, count, marks=[pytest.mark.slow] * is_slow(case))
+        for case in cases
+        for count in (2, 3)
+        if count == 3 or case in two
+    ]
     return pytest.mark.parametrize(("case", "count"), pairs)
 
 
@@ -54,18 +73,36 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def found(place):
-    """What each process of 1, 2 and 3 found, in every case."""
-    runs = []
-    for count in (3, 1, 2):  # the longest first
-        cases = OF_TWO if count == 2 else list(processes.CASES)
-        shared = SHARED_OF_TWO if count == 2 else list(processes.SHARED)
-        arguments = (count, place, cases, shared)
-        runs.append(Started(count, place / f"output.{count}", processes.train_all, *arguments))
+def usual(place):
+    """What each process of 1, 2 and 3 found, in every case that is not slow."""
+    cases = [case for case in processes.CASES if case not in SLOW]
+    alone = cases, SHARED_OF_TWO
+    return trained(place, {3: alone, 1: alone, 2: (OF_TWO, SHARED_OF_TWO)})
+
+
+@pytest.fixture(scope="session")
+def others(tmp_path_factory):
+    """The same of the slow cases, of which two processes train none."""
+    return trained(tmp_path_factory.mktemp("slow"), dict.fromkeys((3, 1), (SLOW, SLOW_SHARED)))
+
+
+@pytest.fixture
+def found(request):
+    """What each process of 1, 2 and 3 found in the test's case."""
+    case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
+    return request.getfixturevalue("others" if is_slow(case) else "usual")
+
+
+def trained(place, cases):
+    """Train cases by number of processes, of which the longest come first."""
+    runs = [
+        Started(count, place / f"output.{count}", processes.train_all, count, place, *given)
+        for count, given in cases.items()
+    ]
     for run in runs:
         codes, output = run.finish(timeout=900)
         assert not any(codes), output
-    return {count: [load(place, count, rank) for rank in range(count)] for count in (1, 2, 3)}
+    return {count: [load(place, count, rank) for rank in range(count)] for count in cases}
 
 
 def load(place, count, rank=0):
@@ -146,20 +183,24 @@ def test_the_number_of_processes_does_not_change_a_bit(found, case, count):
             assert each[case]["rows"] == alone["rows"]
 
 
-def test_four_processes_neither(found, tmp_path):
+@pytest.mark.slow
+def test_four_processes_neither(tmp_path):
     cases = [ACTS[0], *FIXED, "one client, median", "lost clients"]
+    alone = train(1, tmp_path, cases)
     for case, one in train(4, tmp_path, cases).items():
-        assert hashed(one) == hashed(found[1][0][case])
+        assert hashed(one) == hashed(alone[case])
 
 
 @pytest.mark.slow
-def test_twenty_runs_are_the_same(found, tmp_path):
+def test_twenty_runs_are_the_same(tmp_path):
+    seen = {"a policy that learns": set(), "lost clients": set()}
     for count in (1, 2, 3, 4):
-        repeats = train(count, tmp_path, ["a policy that learns", "lost clients"], True)
+        repeats = train(count, tmp_path, list(seen), True)
         assert len(repeats) == 5
         for repeat in repeats:
             for case, one in repeat.items():
-                assert hashed(one) == hashed(found[1][0][case])
+                seen[case].add(hashed(one))
+    assert [len(hashes) for hashes in seen.values()] == [1, 1]
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -234,14 +275,15 @@ def test_a_process_that_fails_ends_those_that_it_has_started():
 
 
 @pytest.mark.slow
-def test_torchrun_starts_it_too(found, tmp_path):
+def test_torchrun_starts_it_too(tmp_path):
     """The processes of the other tests are told the same by ``forks.py``."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     command = [sys.executable, *launcher, str(SCRIPT), "2", str(tmp_path), "client module"]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert run.returncode == 0, run.stdout + run.stderr
     together = load(tmp_path, 2, 1)["client module"]
-    assert difference(found[2][0]["client module"]["state"], together["state"]) == 0
+    forked = train(2, tmp_path, ["client module"])["client module"]
+    assert difference(forked["state"], together["state"]) == 0
 
 
 def test_a_metric_that_a_process_never_meets_is_refused(tmp_path):

@@ -1,14 +1,15 @@
 """What every server rule keeps to; a new one earns these tests with one row."""
 
 import copy
+import os
 import pickle
 import warnings
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
+from forks import Started
 from lightning_fl.aggregators import (
     ClusteredFL,
     CoordinateMedian,
@@ -273,9 +274,10 @@ def rounds_of_a_process(rank=0, world_size=1, group=None):
     return found
 
 
-def run_process(rank, folder):
+def run_process(folder):
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
     torch.distributed.init_process_group("gloo", f"file://{folder}/all", rank=rank, world_size=3)
     two = torch.distributed.new_group([0, 1])
     found = {3: rounds_of_a_process(rank, 3)}
@@ -289,7 +291,8 @@ def run_process(rank, folder):
 def on_processes(tmp_path_factory):
     """What each process of 2 and of 3 found, for every rule, from one start of three processes."""
     folder = tmp_path_factory.mktemp("contract")
-    mp.spawn(run_process, (folder,), nprocs=3)
+    codes, output = Started(3, folder / "output", run_process, folder).finish()
+    assert not any(codes), output
     ranks = [torch.load(f"{folder}/{rank}.pt") for rank in range(3)]
     return {n: [rank[n] for rank in ranks[:n]] for n in (2, 3)}
 

@@ -123,7 +123,7 @@ def test_sign_flipping_attackers(fit, data, rule, stands):
     loop = FederatedLoop(
         aggregator=attack(rule, {1, 4, 8}), policy=Schedule(num_steps=10), csv_name=None
     )
-    fit(made, loop, data(num_clients=10), rounds=6)
+    fit(made, loop, data(num_clients=10), rounds=3)
     assert (loop.rows[-1]["val_acc"] > 0.9) == stands
 
 

@@ -1,9 +1,9 @@
 """The script runs each point once, and shows tables and pictures; no accuracy is judged."""
 
-import sys
-
 import pytest
 import torch
+
+import quick_cli
 
 
 @pytest.fixture
@@ -73,15 +73,11 @@ def test_matching_is_timed(pfnm):
 
 
 @pytest.mark.slow
-def test_every_run_is_a_config_that_parses(pfnm, tmp_path, capsys, monkeypatch):
-    from lightning_fl.cli import main
-
+def test_every_run_is_a_config_that_parses(pfnm, tmp_path, capsys):
     runs = [pfnm.arm_run(tmp_path, figure, arm, 1) for figure, a in pfnm.ARMS.items() for arm in a]
     for data, split in (("mnist", "homogeneous"), ("cifar10", "heterogeneous")):
         runs += pfnm.point(tmp_path, "depth", data, split, 3, 1).values()
     for run in runs:
-        line = ["lightning-fl", "fit", *run.options, "--print_config"]
-        monkeypatch.setattr(sys, "argv", line)
         with pytest.raises(SystemExit) as end:
-            main()
+            quick_cli.call("fit", *run.options, "--print_config")
         assert not end.value.code, capsys.readouterr().err

@@ -1,10 +1,11 @@
 """The script runs arms once, and shows tables and pictures; no accuracy is judged."""
 
 import json
-import sys
 
 import pytest
 import torch
+
+import quick_cli
 
 
 @pytest.fixture
@@ -47,13 +48,9 @@ def test_arms_run_once_and_tables_show_means(rules, commands, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_every_arm_is_a_config_that_parses(rules, capsys, monkeypatch):
-    from lightning_fl.cli import main
-
+def test_every_arm_is_a_config_that_parses(rules, capsys):
     for experiment in rules.EXPERIMENTS.values():
         for arm in experiment.arms:
-            line = ["lightning-fl", "fit", *rules.options(experiment, arm, 1), "--print_config"]
-            monkeypatch.setattr(sys, "argv", line)
             with pytest.raises(SystemExit) as end:
-                main()
+                quick_cli.call("fit", *rules.options(experiment, arm, 1), "--print_config")
             assert not end.value.code, capsys.readouterr().err

@@ -1,8 +1,8 @@
 """The script runs each arm once, and shows tables; no accuracy is judged."""
 
-import sys
-
 import pytest
+
+import quick_cli
 
 
 @pytest.fixture
@@ -44,8 +44,6 @@ def test_attacks_have_a_table_each(trust, commands, tmp_path, monkeypatch, capsy
 
 @pytest.mark.slow
 def test_every_arm_is_a_config_that_parses(trust, capsys, monkeypatch):
-    from lightning_fl.cli import main
-
     monkeypatch.setattr(trust, "FRACTIONS", (0.4,))
     monkeypatch.setitem(trust.PARTS, "attacks", ("robust_mnist", trust.attack_arms()))
     arms = [(part, arm) for part in trust.PARTS for arm in trust.PARTS[part][1]]
@@ -54,8 +52,6 @@ def test_every_arm_is_a_config_that_parses(trust, capsys, monkeypatch):
     for part, arm in arms:  # each rule and each attack once
         if part == "attacks" and arm not in (*rules.values(), *attacks.values()):
             continue
-        line = ["lightning-fl", "fit", *trust.options(part, arm, 1), "--print_config"]
-        monkeypatch.setattr(sys, "argv", line)
         with pytest.raises(SystemExit) as end:
-            main()
+            quick_cli.call("fit", *trust.options(part, arm, 1), "--print_config")
         assert not end.value.code, capsys.readouterr().err

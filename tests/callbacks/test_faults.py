@@ -16,12 +16,12 @@ from lightning_fl.types import FederationError
 
 
 def test_half_of_all_clients_fail_in_every_way(simulate):
-    """200 rounds: nothing hangs, nothing is NaN, every loss is counted."""
+    """60 rounds: nothing hangs, nothing is NaN, every loss is counted."""
     faults = ClientFaults(0.125, 0.125, 0.125, 0.125, straggler=0.1, deadline=0.1, speed_sigma=0.3)
     made, loop = simulate(
-        faults, rounds=200, clients=6, aggregator=CoordinateMedian(), min_clients=2
+        faults, rounds=60, clients=6, aggregator=CoordinateMedian(), min_clients=2
     )
-    assert len(loop.rows) == 200
+    assert len(loop.rows) == 60
     assert all(p.isfinite().all() for p in made.parameters())
     lost = {}
     for round, client, fault in faults.happened:
@@ -34,9 +34,9 @@ def test_half_of_all_clients_fail_in_every_way(simulate):
         assert row["dropped"] == len(named)
     kinds = [fault for _, _, fault in faults.happened]
     for fault in ("dropout", "crash", "nan", "blowup"):
-        assert 100 < kinds.count(fault) < 200  # 150 of 1200 are expected
-    assert kinds.count("late") > 20
-    assert sum(row["val_acc"] > 0.9 for row in loop.rows) > 100
+        assert 25 < kinds.count(fault) < 65  # 45 of 360 are expected
+    assert kinds.count("late") > 6
+    assert sum(row["val_acc"] > 0.9 for row in loop.rows) > 20
 
 
 def test_a_trace_is_replayed(simulate, tmp_path):

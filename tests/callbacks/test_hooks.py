@@ -486,7 +486,13 @@ def expected(scheduler, federated):
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (each in (linear_decay, cosine, warm_up)))
+        for each in SCHEDULERS
+    ],
+)
 def test_a_schedule_ends_with_the_run_whoever_trains(
     fit, foreign, data, blobs, scheduler, tmp_path
 ):

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+from contextlib import nullcontext
 
 import lightning as L
 import pytest
@@ -11,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import quick_cli
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import PFNM, ClusteredFL, Gossip
 from lightning_fl.callbacks import (
@@ -26,6 +28,18 @@ from lightning_fl.policies import Schedule, Stragglers
 from lightning_fl.types import FederationError
 
 PNG = b"\x89PNG\r\n"
+
+
+@pytest.fixture(autouse=True)
+def _quick_pictures(request):
+    """Draw no pictures but for tests that look at them."""
+    with nullcontext() if "pictures" in request.fixturenames else quick_cli.no_pictures():
+        yield
+
+
+@pytest.fixture
+def pictures():
+    """For tests that look at pictures."""
 
 
 @pytest.fixture
@@ -60,7 +74,7 @@ ALL = sorted([*AT_START, "participation.csv", "rounds.csv", "rounds.png"])
 
 
 @pytest.mark.parametrize("num_clients", [3, 30])
-def test_a_run_leaves_these_files_however_many_clients(run, data, tmp_path, num_clients):
+def test_a_run_leaves_these_files_however_many_clients(run, data, tmp_path, num_clients, pictures):
     run(datamodule=data(num_clients=num_clients))
     assert names(tmp_path) == ALL
     for name in ("partition.png", "rounds.png"):
@@ -256,7 +270,7 @@ def test_a_resumed_run_counts_on(fit, data, tmp_path):
     assert int(saved["counts"][0].sum()) == 12
 
 
-def test_a_finished_run_resumed_changes_nothing(fit, data, tmp_path):
+def test_a_finished_run_resumed_changes_nothing(fit, data, tmp_path, pictures):
     folder = tmp_path / "run"
     interrupted(fit, data, folder, 3)
     before = {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix != ".ckpt"}

@@ -256,6 +256,7 @@ def real(name):
     return root
 
 
+@pytest.mark.slow
 def test_the_ten_keywords(tmp_path):
     data = SpeechCommands(real("SpeechCommands"), partition=ByLabel())
     data.setup()

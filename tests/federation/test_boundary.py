@@ -232,6 +232,13 @@ def group_size(request):
     return request.param
 
 
+vectorized_is_slow = pytest.mark.parametrize(
+    "group_size",
+    [pytest.param(False, id="plain"), pytest.param(True, id="vectorized", marks=pytest.mark.slow)],
+)
+
+
+@vectorized_is_slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_of_any_hook_resumes_bit_for_bit_and_changes_nothing(
     data, tmp_path, group_size
@@ -250,6 +257,7 @@ def test_a_checkpoint_of_any_hook_resumes_bit_for_bit_and_changes_nothing(
         assert bits(left) == undisturbed, where
 
 
+@vectorized_is_slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_of_any_line_of_a_rounds_end_resumes_bit_for_bit(data, tmp_path, group_size):
     """As a signal handler would write it."""

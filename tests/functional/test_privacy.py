@@ -55,7 +55,7 @@ def test_poisson_sampling_by_quadrature(rate):
         moment = integrate.quad(integrand, -20, 60, limit=500, points=[0, 1, order])[0]
         return rounds * math.log(moment) / (order - 1)
 
-    orders = [a for a in ORDERS if 1.5 < a < 40]
+    orders = [a for a in ORDERS if 1.5 < a < 40][::2]
     expected = min(rdp(a) + math.log1p(-1 / a) - math.log(delta * a) / (a - 1) for a in orders)
     cohort = Cohort(size=int(1000 * rate), clients=1000, drawn="poisson")
     assert epsilon([(noise, rounds)], delta, cohort) == pytest.approx(expected, rel=0.02)
@@ -88,7 +88,12 @@ def test_a_cohort_of_fixed_size_promises_less():
 
 
 @pytest.mark.parametrize(
-    "cohort", [Cohort(20, 400, "poisson"), Cohort(20, 400, "fixed"), Cohort(20, 20)]
+    "cohort",
+    [
+        Cohort(20, 400, "poisson"),
+        pytest.param(Cohort(20, 400, "fixed"), marks=pytest.mark.slow),
+        Cohort(20, 20),
+    ],
 )
 def test_noise_for_a_target(cohort):
     noise = noise_multiplier(3.0, 1e-4, 80, cohort)

@@ -256,10 +256,11 @@ def test_clients_of_two_kinds_find_their_component(fit, groups, rule):
         torch.manual_seed(0)
         net = nn.Linear(2, 2)
         module = FedEM(net, 2, sgd) if name == "fedem" else ClientModule(net, optimizer=sgd)
+        together = VectorizedClients(module.double(), 6, 4, compile=False)  # to be quick
         callback = PersonalizedEvaluation(steps=0)
         aggregator = rule if name == "fedem" else None
         loop = FederatedLoop(aggregator=aggregator, policy=Schedule(local_epochs=1), seed=0)
-        fit(module.double(), loop, groups(), rounds=40, callbacks=[callback])
+        fit(together, loop, groups(), rounds=40, callbacks=[callback])
         scores[name] = loop.rows[-1]["server/mean"]
         if name == "fedem":
             weights = [loop.store.get(c)["parameter.log_expected"] for c in range(6)]
@@ -274,7 +275,8 @@ def test_a_client_that_took_no_part_adapts(fit, groups):
     torch.manual_seed(0)
     module = FedEM(nn.Linear(2, 2), 2, sgd).double()
     data = groups()
-    fit(module, FederatedLoop(policy=Schedule(local_epochs=1), seed=0), data, rounds=40)
+    together = VectorizedClients(module, 6, 4, compile=False)
+    fit(together, FederatedLoop(policy=Schedule(local_epochs=1), seed=0), data, rounds=40)
     x, y = data.train.fetch(data.local_tests[4])
     alone = (module(x).argmax(1) == y).double().mean()
     weights = module.adapt(data.train.fetch(data.parts[4]))

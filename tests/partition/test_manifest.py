@@ -226,7 +226,7 @@ anything = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(content=st.binary(max_size=40) | anything.map(lambda value: json.dumps(value).encode()))
 def test_no_file_raises_anything_but_a_federation_error(content):
     with open("fuzz.json", "wb") as file:

@@ -39,7 +39,13 @@ OPTIMIZERS = {
 # --- vectorization does not change results --------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+SLOW = ("amsgrad", "adamw", "adagrad")  # the others take the same paths
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in OPTIMIZERS],
+)
 def test_optimizers(agree, tiny, optimizer):
     group_size = (1, 3, 7) if optimizer == "momentum" else (3,)  # some, one and all of the clients
     agree(lambda: tiny(optimizer=OPTIMIZERS[optimizer]), group_size)

@@ -67,8 +67,14 @@ def copied(target, source):
 WRITES = [assigned, in_place, without_gradient, copied]
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("group_size", [(1, 3, 7), ("auto",)])
+@pytest.mark.parametrize(
+    ("write", "group_size"),
+    [
+        (assigned, (1, 3, 7)),
+        *((write, ("auto",)) for write in WRITES),
+        *(pytest.param(write, (1, 3, 7), marks=pytest.mark.slow) for write in WRITES[1:]),
+    ],
+)
 def test_what_a_step_writes_to_frozen_parameters_is_kept(agrees, tiny, write, group_size):
     agrees(lambda: tiny(Averaging, write), group_size=group_size, steps_per_batch=2, rounds=3)
 

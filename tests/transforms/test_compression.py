@@ -112,13 +112,13 @@ def test_vectorized_training_resume_and_convergence(fit, data, tmp_path, transfo
         fit(wrap(made), loop, data(), rounds=rounds, **options)
         return made, loop
 
-    whole, one = run("whole", 20)
+    whole, one = run("whole", 8)
     assert one.rows[-1]["val_acc"] > 0.9
-    group_size, two = run("group_size", 20, lambda m: VectorizedClients(m, group_size=2))
+    group_size, two = run("group_size", 8, lambda m: VectorizedClients(m, group_size=2))
     for a, b in zip(whole.parameters(), group_size.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-    run("parts", 7)
-    parts, two = run("parts", 20, ckpt_path=str(tmp_path / "parts" / "last.ckpt"))
+    run("parts", 3)
+    parts, two = run("parts", 8, ckpt_path=str(tmp_path / "parts" / "last.ckpt"))
     assert one.rows == two.rows
     for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
         assert torch.equal(a, b)
