@@ -338,7 +338,8 @@ def test_every_rule_has_a_row():
 @every_vectorized(
     RULES,
     plain="FedAvg, FedControl, Gossip, PFNM, DPFedAvg",
-    slow="FedOpt, FedAvgM, FedAdagrad, FedAdam, FedCostWAvg, TrimmedMean, NormClipping, Staged",
+    slow="FedOpt, FedAvgM, FedAdagrad, FedAdam, FedYogi, FedCostWAvg, FedPIDAvg, Krum, GeometricMedian,"
+    " CoordinateMedian, TrimmedMean, NormClipping, Downpour, Staged, FedMA, StreamingPFNM",
 )
 def test_a_rule(same, row, group_size):
     same(aggregator=row, group_size=group_size)
@@ -389,7 +390,8 @@ def test_every_sampler_has_a_row():
 @every_vectorized(
     POLICIES,
     plain="PersonalizedPolicyGradient(reward)",
-    slow="DiscreteGaussianReinforce(clients), PersonalizedPolicyGradient(reward), StagedPolicy",
+    slow="Schedule, Stragglers, DiscreteGaussianReinforce(clients), StagedPolicy,"
+    " PersonalizedPolicyGradient(reward)",
 )
 def test_a_policy(same, row, group_size):
     same(policy=row, group_size=group_size, rounds=3)
@@ -428,7 +430,7 @@ def test_every_objective_has_a_row():
 
 
 @in_both_modes
-@every(MODULES, slow="WeightDivergence, a scheduler")
+@every(MODULES, slow="Proximal, EntropyRegularizer, WeightDivergence, Adam, a scheduler")
 def test_an_objective_or_an_optimizer(same, row, group_size):
     same(make=row, group_size=group_size, data=partial(samples, drop_last=True))
 
@@ -498,7 +500,7 @@ TRAINING = {
     "is_vectorized",
     [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="vectorized")],
 )
-@every(TRAINING)
+@every(TRAINING, slow="uneven steps and rates, clipped by norm, clipped by value")
 def test_training(same, row, is_vectorized):
     options = {"group_size": {"group_size": 3, "steps_per_batch": 2}} | row
     same(**options | ({} if is_vectorized else {"group_size": None}))
@@ -578,7 +580,7 @@ def test_every_data_set_has_a_row():
 @every_vectorized(
     DATA,
     plain="rotated Digits, MNIST, SpokenDigits(augment)",
-    slow="rotated Digits, FashionMNIST, SpokenDigits(augment)",
+    slow="Digits, rotated Digits, FashionMNIST, CIFAR10, SpokenDigits(cached), SpokenDigits(augment)",
 )
 def test_a_data_set(same, row, group_size, tmp_path):
     data, net = row
@@ -629,7 +631,7 @@ def test_every_callback_has_a_row():
 @every_vectorized(
     CALLBACKS,
     plain="ClientFaults, ClientAttack, PersonalizedEvaluation",
-    slow="ClientAttack, LabelFlip, RoundProgress",
+    slow="Backdoor, ClientAttack, LabelFlip, MatchingBaselines, RoundProgress",
 )
 def test_a_callback(same, row, group_size):
     same(**row, group_size=group_size)
@@ -779,7 +781,7 @@ def watched(user):
     return Watched(user, CLIENTS, FEW, compile=False)
 
 
-@every(STEPS, slow="weighted, in groups, kept, clipped, PFedMe, FedEM, BatchNorm")
+@every(STEPS, slow="uneven, weighted, in groups, kept, clipped, PFedMe, FedEM, BatchNorm")
 def test_a_vectorized_local_step_never_waits(device, tmp_path, row):
     few, many, within = count(tmp_path, watched, **row)
     assert not within

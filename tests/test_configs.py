@@ -122,13 +122,8 @@ def test_a_config_resumes_bit_equal_after_its_end_in_a_round(
     _assert_equal(whole[1:], parts[1:], torch.equal)
 
 
-#: A quick one, in which processes have most to say to each other.
-QUICK = ("pfnm_digits",)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_a_config_trains_on_two_processes_as_on_one(name, root, tmp_path):
     # Both afresh: what ran here before may have left torch with other products of matrices.
     parallel = ["strategy=client_parallel", "devices=2", "accelerator=cpu"]

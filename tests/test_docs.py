@@ -29,7 +29,7 @@ PAGES = [
     DOCS / "results" / "trust.md",
 ]
 #: Those that train much, or start processes that import everything anew.
-LONG = ("reading_a_report", "several_gpus", "sweeps")
+LONG = ("reading_a_report", "several_gpus", "sweeps", "your_module")
 SLOW = [page for page in PAGES if "slow\n" in page.read_text()]
 expected = pytest.mark.filterwarnings(
     "ignore:.*bottleneck", "ignore:Starting from v1.9.0", "ignore:.*dropped"

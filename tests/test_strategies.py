@@ -38,7 +38,8 @@ SLOW = [
     *("matching", "vectorized, matching", "server optimizer", "falls of losses", "neurons"),
     *("layers", "downpour", "attacked", "reinforce", "one client, neurons", "one client, gossip"),
     *("one client, losses", "stages", "vectorized, gradients of clients", "normalized", "mixture"),
-    *("vectorized, schedule", "vectorized, kept"),
+    *("vectorized, schedule", "vectorized, kept", "uneven", "clusters"),
+    *("stream", "plateau", "one client, median", "frozen"),
 ]
 SLOW_SHARED = [case for case in processes.SHARED if case not in SHARED_OF_TWO]
 

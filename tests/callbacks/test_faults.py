@@ -15,6 +15,7 @@ from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.types import FederationError
 
 
+@pytest.mark.slow
 def test_half_of_all_clients_fail_in_every_way(simulate):
     """60 rounds: nothing hangs, nothing is NaN, every loss is counted."""
     faults = ClientFaults(0.125, 0.125, 0.125, 0.125, straggler=0.1, deadline=0.1, speed_sigma=0.3)

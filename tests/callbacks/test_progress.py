@@ -66,7 +66,7 @@ def test_there_are_few_lines_however_many_rounds(run, capsys, lines, rounds, sho
     assert [line.split(" · ")[0] for line in found] == [f"round {r}/{rounds}" for r in shown]
 
 
-@pytest.mark.parametrize("num_clients", [3, 300])
+@pytest.mark.parametrize("num_clients", [3, pytest.param(300, marks=pytest.mark.slow)])
 def test_there_is_a_line_a_round_however_many_clients(run, capsys, num_clients):
     run(RoundProgress(), rounds=3, num_clients=num_clients)
     found = capsys.readouterr().out.splitlines()

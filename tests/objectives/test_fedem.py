@@ -249,7 +249,7 @@ def groups():
     return make
 
 
-@pytest.mark.parametrize("rule", [None, Gossip("ring")])
+@pytest.mark.parametrize("rule", [None, pytest.param(Gossip("ring"), marks=pytest.mark.slow)])
 def test_clients_of_two_kinds_find_their_component(fit, groups, rule):
     scores = {}
     for name in ("fedem", "fedavg"):

@@ -220,7 +220,10 @@ def test_adam_is_that_of_torch(optimizer):
         torch.testing.assert_close(policy.mean, mean.detach(), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"centered": True}, {"window": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"centered": True}, {"window": 0}))],
+)
 def test_it_finds_the_best_arm(options):
     """In each of four runs; without a baseline's window nothing is learned."""
     means = [bandit(seed, **options) for seed in range(4)]

@@ -166,6 +166,7 @@ def test_vectorized_is_plain_also_with_adam_and_a_term(tuned):
     assert other.fit.federation.layout.num_parameters == HEAD
 
 
+@pytest.mark.slow
 def test_a_compiled_step_uses_the_shared_tensors(tuned):
     plain, _ = tuned(WRAPS["plain"], False)
     stacked, loop = tuned(lambda m: VectorizedClients(m, 3, compile=True), False)
