@@ -338,8 +338,8 @@ def test_every_rule_has_a_row():
 @every_vectorized(
     RULES,
     plain="FedAvg, FedControl, Gossip, PFNM, DPFedAvg",
-    slow="FedOpt, FedAvgM, FedAdagrad, FedAdam, FedYogi, FedCostWAvg, FedPIDAvg, Krum, GeometricMedian,"
-    " CoordinateMedian, TrimmedMean, NormClipping, Downpour, Staged, FedMA, StreamingPFNM",
+    slow="FedOpt, FedAvgM, FedAdagrad, FedAdam, FedYogi, FedCostWAvg, FedPIDAvg, Krum,"
+    " GeometricMedian, CoordinateMedian, TrimmedMean, NormClipping, Downpour, Staged, FedMA, StreamingPFNM",
 )
 def test_a_rule(same, row, group_size):
     same(aggregator=row, group_size=group_size)
@@ -580,7 +580,8 @@ def test_every_data_set_has_a_row():
 @every_vectorized(
     DATA,
     plain="rotated Digits, MNIST, SpokenDigits(augment)",
-    slow="Digits, rotated Digits, FashionMNIST, CIFAR10, SpokenDigits(cached), SpokenDigits(augment)",
+    slow="Digits, rotated Digits, FashionMNIST, CIFAR10, SpokenDigits(cached),"
+    " SpokenDigits(augment)",
 )
 def test_a_data_set(same, row, group_size, tmp_path):
     data, net = row
