@@ -339,7 +339,8 @@ def test_every_rule_has_a_row():
     RULES,
     plain="FedAvg, FedControl, Gossip, PFNM, DPFedAvg",
     slow="FedOpt, FedAvgM, FedAdagrad, FedAdam, FedYogi, FedCostWAvg, FedPIDAvg, Krum,"
-    " GeometricMedian, CoordinateMedian, TrimmedMean, NormClipping, Downpour, Staged, FedMA, StreamingPFNM",
+    " GeometricMedian, CoordinateMedian, TrimmedMean, NormClipping, Downpour, Staged,"
+    " FedMA, StreamingPFNM",
 )
 def test_a_rule(same, row, group_size):
     same(aggregator=row, group_size=group_size)
