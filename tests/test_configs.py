@@ -95,8 +95,12 @@ class KilledError(Exception):
 KINDS = ("dp_mnist", "fedem_mnist", "fedopt_mnist", "personalized_policy_mnist")
 
 
+#: Further kinds: control variates, and networks of other widths than the module's.
+MORE_KINDS = ("scaffold_mnist", "pfnm_digits")
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in KINDS else pytest.mark.slow) for n in NAMES]
+    "name", [*KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_KINDS)]
 )
 def test_a_config_resumes_bit_equal_after_its_end_in_a_round(
     name, root, run, tmp_path, monkeypatch
@@ -123,7 +127,7 @@ def test_a_config_resumes_bit_equal_after_its_end_in_a_round(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*KINDS, *MORE_KINDS])
 def test_a_config_trains_on_two_processes_as_on_one(name, root, tmp_path):
     # Both afresh: what ran here before may have left torch with other products of matrices.
     parallel = ["strategy=client_parallel", "devices=2", "accelerator=cpu"]
