@@ -51,8 +51,9 @@ nitpicky = True
 default_role = "py:obj"  # `name`: a link, where there is something of that name
 nitpick_ignore_regex = [
     ("py:obj", r"\w+"),
-    ("py:class", r"(tuple\[~torch\.)?Tensor|dict\[\w+|Figure|Path"),  # as annotations name them
-    ("py:.*", r"(abc|collections|datetime|enum|os|pathlib|zipfile)\..*"),
+    # As annotations name them.
+    ("py:class", r"(tuple\[~torch\.)?Tensor|nn\.Parameter|dict\[\w+|Figure|Path"),
+    ("py:.*", r"(abc|collections|contextlib|datetime|enum|os|pathlib|zipfile)\..*"),
     ("py:.*", r"(jsonargparse|lightning|numpy|torch|torchmetrics)\..*"),
     ("py:.*", r"lightning_fl\.(\w+\.)*_\w+"),
     ("py:class", r"lightning_fl\.callbacks\.attacks\.ReplaceableData"),  # a protocol of one method

@@ -8,12 +8,12 @@ import numpy as np
 
 from lightning_fl.types import FederationError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def check_number(
     name: str,
-    value: T,
+    value: _T,
     *,
     min: float | None = None,
     max: float | None = None,
@@ -22,7 +22,7 @@ def check_number(
     integer: bool = False,
     optional: bool = False,
     hint: str = "",
-) -> T:
+) -> _T:
     """Return a finite Python or numpy number as a Python number; raise for other values.
 
     Args:
@@ -59,7 +59,7 @@ def check_number(
         and (above is None or number > above)
         and (below is None or number < below)
     ):
-        return cast("T", number)
+        return cast("_T", number)
     if max is not None or below is not None:
         low = f"[{min}" if min is not None else f"({-np.inf if above is None else above}"
         limits = f" in {low}, {max}]" if below is None else f" in {low}, {below})"
@@ -73,13 +73,13 @@ def check_number(
 
 def check_integer(
     name: str,
-    value: T,
+    value: _T,
     *,
     min: int | None = None,
     max: int | None = None,
     optional: bool = False,
     hint: str = "",
-) -> T:
+) -> _T:
     """Return a Python or numpy integer as a Python integer; see :func:`check_number`.
 
     Args:
@@ -101,7 +101,7 @@ def check_integer(
     return check_number(name, value, min=min, max=max, integer=True, optional=optional, hint=hint)
 
 
-def check_choice(name: str, value: T, *allowed: str) -> T:
+def check_choice(name: str, value: _T, *allowed: str) -> _T:
     """Return a string if it is one of those allowed; raise otherwise.
 
     Args:

@@ -67,7 +67,12 @@ def left(folder):
     (run,) = Path(folder).glob("version_*")
     checkpoint = torch.load(run / "last.ckpt", weights_only=True)
     state = checkpoint["callbacks"]["FederatedLoop"]
-    kept = {k: state[k] for k in ("aggregator", "policy", "store")}
+    kept = {k: state[k] for k in ("aggregator", "policy")}
+    # Clients are in the order in which they were stored, which depends on the processes.
+    kept["store"] = [
+        {"name": each["name"], "rows": each["rows"][each["clients"].argsort()]}
+        for each in sorted(state["store"], key=lambda each: each["name"])
+    ]
     return (run / "rounds.csv").read_text(), checkpoint["state_dict"], kept
 
 

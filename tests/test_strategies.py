@@ -193,9 +193,9 @@ def test_four_processes_neither(tmp_path):
 
 
 @pytest.mark.slow
-def test_twenty_runs_are_the_same(tmp_path):
+def test_ten_runs_are_the_same(tmp_path):
     seen = {"a policy that learns": set(), "lost clients": set()}
-    for count in (1, 2, 3, 4):
+    for count in (1, 3):
         repeats = train(count, tmp_path, list(seen), True)
         assert len(repeats) == 5
         for repeat in repeats:

@@ -90,7 +90,7 @@ def check_module(module: LightningModule) -> None:
 
 
 def check_network(trainer: Trainer, module: LightningModule, data: FederatedData) -> None:
-    """Check that the network of a :class:`ClientModule` accepts the samples."""
+    """Check that the network of a ``ClientModule`` accepts the samples."""
     if not isinstance(module, ClientModule):
         return
     x, *_ = trainer.precision_plugin.convert_input(data.example())

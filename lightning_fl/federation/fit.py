@@ -227,5 +227,5 @@ class Fit:
 
 
 def user_module(module: LightningModule) -> LightningModule:
-    """Return the user's module, unwrapped from :class:`VectorizedClients`."""
+    """Return the user's module, unwrapped from :class:`~lightning_fl.runners.VectorizedClients`."""
     return module.module if isinstance(module, VectorizedClients) else module

@@ -116,8 +116,7 @@ class ClientRunner(ABC):
             buffers. ``local``: each client keeps its own buffers, the server their average.
         optimizer: The optimizer of local training.
         keep_optimizer: Whether a client keeps its optimizer state between rounds.
-        constants: Frozen parameters that are not exchanged, by name; see
-            :func:`~lightning_fl.runners.constants.constant_parameters`.
+        constants: Frozen parameters that are not exchanged, by name.
     """
 
     def __init__(

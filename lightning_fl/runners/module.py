@@ -408,7 +408,8 @@ def client_runner(
         buffers: How floating-point buffers are aggregated; see :class:`ClientRunner`.
         optimizer: The optimizer of local training.
         keep_optimizer: Whether a client keeps its optimizer state between rounds.
-        exchange_frozen: Whether frozen parameters are exchanged; see :func:`constant_parameters`.
+        exchange_frozen: Whether frozen parameters are exchanged; see
+            :class:`~lightning_fl.callbacks.FederatedLoop`.
     """
     if not isinstance(module, VectorizedClients) or module.reason is not None:
         user = module.module if isinstance(module, VectorizedClients) else module
