@@ -676,11 +676,6 @@ def killed_and_resumed_equals_whole(tmp_path, moments):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_resumes_bit_equal(tmp_path):
-    killed_and_resumed_equals_whole(tmp_path, [0.85])
-
-
-@pytest.mark.slow
 def test_a_run_that_was_killed_four_times_resumes_bit_equal(tmp_path):
     random = torch.Generator().manual_seed(int(os.environ.get("KILL_SEED", "0")))
     killed_and_resumed_equals_whole(tmp_path, torch.rand(4, generator=random).tolist())

@@ -193,14 +193,13 @@ def test_four_processes_neither(tmp_path):
 
 
 @pytest.mark.slow
-def test_ten_runs_are_the_same(tmp_path):
+def test_five_runs_are_the_same(tmp_path):
     seen = {"a policy that learns": set(), "lost clients": set()}
-    for count in (1, 3):
-        repeats = train(count, tmp_path, list(seen), True)
-        assert len(repeats) == 5
-        for repeat in repeats:
-            for case, one in repeat.items():
-                seen[case].add(hashed(one))
+    repeats = train(3, tmp_path, list(seen), True)
+    assert len(repeats) == 5
+    for repeat in repeats:
+        for case, one in repeat.items():
+            seen[case].add(hashed(one))
     assert [len(hashes) for hashes in seen.values()] == [1, 1]
 
 
