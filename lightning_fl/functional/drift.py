@@ -1,4 +1,4 @@
-"""Control variates and normalized updates to correct client drift."""
+"""Control variates, normalized updates and dynamic regularizers to correct client drift."""
 
 from __future__ import annotations
 
@@ -34,6 +34,52 @@ def next_control(
     way = (num_steps * lr).to(delta)[:, None]
     moved = control - server_control - delta / way.where(way > 0, 1)
     return moved.where(way > 0, control)
+
+
+def dynamic_term(params: Tensor, start: Tensor, gradient: Tensor, alpha: Tensor) -> Tensor:
+    r"""Return the gradient of the dynamic regularizer of clients, :math:`\alpha_k (y - x) - g_k`.
+
+    FedDyn (Acar et al., 2021, Algorithm 1): a client minimizes
+    :math:`f_k(y) - \langle g_k, y \rangle + \frac{\alpha_k}{2} \lVert y - x \rVert^2`.
+
+    Args:
+        params: Local parameters :math:`y`, ``[k, ...]``.
+        start: Parameters :math:`x` from which the clients started, ``[k, ...]``.
+        gradient: Linear terms :math:`g_k`, ``[k, ...]``.
+        alpha: Strength :math:`\alpha_k` of each client, ``[k]``.
+
+    Returns:
+        The gradient, ``[k, ...]``.
+
+    Example:
+        >>> import torch
+        >>> y, x, g = torch.tensor([[3.0, 1.0]]), torch.tensor([[1.0, 1.0]]), torch.ones(1, 2)
+        >>> dynamic_term(y, x, g, torch.tensor([0.5]))
+        tensor([[ 0., -1.]])
+    """
+    return alpha.to(params).view(-1, *[1] * (params.ndim - 1)) * (params - start) - gradient
+
+
+def next_gradient(gradient: Tensor, delta: Tensor, alpha: Tensor) -> Tensor:
+    r"""Return the new linear terms of clients, :math:`g_k - \alpha_k (y_k - x)`.
+
+    FedDyn (Acar et al., 2021, Algorithm 1). If :math:`y_k` minimizes the objective of
+    :func:`dynamic_term`, the result is :math:`\nabla f_k(y_k)`.
+
+    Args:
+        gradient: Linear terms :math:`g_k`, ``[k, P]``.
+        delta: Client updates :math:`y_k - x`, ``[k, P]``.
+        alpha: Strength :math:`\alpha_k` of each client, ``[k]``.
+
+    Returns:
+        New linear terms, ``[k, P]``.
+
+    Example:
+        >>> import torch
+        >>> next_gradient(torch.ones(1, 2), torch.tensor([[2.0, -2.0]]), torch.tensor([0.5]))
+        tensor([[0., 2.]])
+    """
+    return gradient - alpha.to(delta)[:, None] * delta
 
 
 def effective_steps(num_steps: Tensor, momentum: float = 0.0, pull: Tensor | None = None) -> Tensor:

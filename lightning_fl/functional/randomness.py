@@ -42,6 +42,7 @@ class RandomStream(IntEnum):
     SPEEDS = 23
     NOISE = 24
     BACKDOOR = 25
+    RANKS = 26
 
 
 def derive_seed(seed: int, *key: int) -> int:

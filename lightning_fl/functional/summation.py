@@ -161,6 +161,15 @@ def sum_value(total: Tensor) -> Tensor:
     Args:
         total: Sum, ``[BINS + 1, ...]``.
     """
+    value = torch.empty_like(total[0])
+    width = PIECE if total.device.type == "cpu" else DEVICE_PIECE
+    flat = total.reshape(BINS + 1, -1)
+    for out, piece in zip(value.view(-1).split(width), flat.split(width, 1), strict=True):
+        out.copy_(_value(piece))
+    return value
+
+
+def _value(total: Tensor) -> Tensor:
     top, middle, low = total[:-1].unbind()
     # The total of the bins is independent of the order, but its split is not: propagate carries.
     unit = 2.0**-BITS

@@ -56,6 +56,7 @@ def test_a_seed_is_numpys_seed_sequence_on_every_machine():
         "SPEEDS": 23,
         "NOISE": 24,
         "BACKDOOR": 25,
+        "RANKS": 26,
     }
 
 
