@@ -1,0 +1,239 @@
+"""Clients of asynchronous rounds, in the order in which they finish on a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fl.federation.clock import Flush, VirtualClock
+from lightning_fl.federation.context import Federation
+from lightning_fl.federation.durations import HasDurations, SimulatedDurations, read_durations
+from lightning_fl.functional.randomness import RandomStream, generator
+from lightning_fl.options import check_integer
+from lightning_fl.policies.base import local_steps
+from lightning_fl.samplers.base import ClientSampler
+from lightning_fl.types import FederationError
+
+#: Maps a client, the round in which it starts, and the number of its earlier starts to seconds.
+Seconds = Callable[[int, int, int], float]
+
+
+class AsynchronousSampler(ClientSampler):
+    """Let a constant number of clients train at any time, and aggregate those that finish next.
+
+    On a virtual clock, ``concurrency`` clients train at any time. A client that finishes is
+    replaced at once by a random client that neither trains nor waits for aggregation. The clients
+    of a round are the next ``clients_per_round`` that finish: they fill the buffer of the server,
+    which is then aggregated. A client starts from the global model at the time of its start, so its
+    update may be stale. The aggregator must be an asynchronous one, such as
+    :class:`~lightning_fl.aggregators.FedBuff` or :class:`~lightning_fl.aggregators.FedAsync`.
+    :class:`~lightning_fl.federation.clock.VirtualClock` defines the order of events.
+
+    Durations are those of a :class:`~lightning_fl.callbacks.ClientFaults` callback of the Trainer,
+    or of a ``trace``. If all clients train or wait, a place stays empty until the next aggregation;
+    ``concurrency + clients_per_round - 1`` clients keep all places taken.
+
+    The clients depend on the seed of the run, the durations, ``concurrency`` and
+    ``clients_per_round`` only. With equal durations and ``concurrency`` equal to
+    ``clients_per_round``, they are those of :class:`UniformSampler`.
+
+    The table of rounds has the columns ``virtual_time``, the time of the aggregation in seconds,
+    and ``staleness_mean`` and ``staleness_max``, the staleness of the updates of the round, in
+    rounds.
+
+    The duration of a client's work must be known when it starts. The policy must therefore choose
+    the same number of local steps for a client in every round and with any other clients.
+
+    Args:
+        concurrency: Number of clients in training at any time.
+        trace: Path of a CSV file with the columns ``client`` and ``seconds``. A client takes the
+            durations of its lines in their order, and after the last one the first again. None uses
+            the durations of :class:`~lightning_fl.callbacks.ClientFaults`.
+
+    Raises:
+        FederationError: If an option is out of range or the trace cannot be read. At the start of a
+            fit, if there are fewer clients than ``concurrency``, the aggregator ignores staleness,
+            there are no durations or two sources of them, or the number of local steps changes.
+
+    Example:
+        >>> AsynchronousSampler(concurrency=20).is_asynchronous
+        True
+    """
+
+    is_asynchronous = True
+
+    def __init__(self, concurrency: int, trace: str | Path | None = None) -> None:
+        self.concurrency = check_integer("concurrency", concurrency, min=1)
+        self.trace = None if trace is None else str(trace)
+        self._trace = None if trace is None else read_durations(trace)
+        #: The clock of the fit; None before a fit begins.
+        self._clock: VirtualClock | None = None
+        self._federation: Federation | None = None
+        self._steps = torch.empty(0)
+
+    # --- checks -----------------------------------------------------------------------------------
+
+    def setup(self, federation: Federation) -> None:
+        """Check the number of clients, the aggregator and the source of durations."""
+        self._clock = None
+        n, rule = federation.num_clients, federation.aggregator
+        if self.concurrency > n:
+            raise FederationError(
+                f"concurrency={self.concurrency}, but there are only {n} clients: decrease"
+                f" concurrency to at most {n}"
+            )
+        if rule is not None and not rule.is_asynchronous:
+            raise FederationError(
+                f"{type(rule).__name__} ignores the staleness of updates, and AsynchronousSampler"
+                " samples clients that start from earlier models: use the aggregator FedBuff or"
+                " FedAsync, or another sampler"
+            )
+        if getattr(federation.data, "stream_steps", 1) > 1:
+            raise FederationError(
+                "AsynchronousSampler needs clients whose samples do not change in the run, and the"
+                " data module has stream_steps: remove stream_steps, or use another sampler"
+            )
+        self._check_durations(federation, self._simulated(federation))
+
+    def _check_durations(
+        self, federation: Federation, simulated: SimulatedDurations | None
+    ) -> None:
+        """Check that there is one source of durations, and that it has all clients."""
+        if self._trace is None:
+            if simulated is None:
+                raise FederationError(
+                    "AsynchronousSampler needs the durations of clients: add the callback"
+                    " ClientFaults(step_seconds=..., speed_sigma=...) to the Trainer, or set trace"
+                )
+            return
+        if simulated not in (None, SimulatedDurations()):
+            raise FederationError(
+                "the trace of AsynchronousSampler and ClientFaults both set the durations of"
+                " clients: remove trace, or the duration options of ClientFaults (step_seconds,"
+                " bandwidth, speed_sigma, straggler, straggler_factor)"
+            )
+        clients = set(range(federation.num_clients))
+        if wrong := sorted(clients ^ self._trace.keys()):
+            what = "has no durations of" if wrong[0] in clients else "has durations of the unknown"
+            raise FederationError(
+                f"the trace {self.trace} {what} client {wrong[0]}: it needs at least one line for"
+                f" each of the clients 0 to {federation.num_clients - 1}, and no others"
+            )
+
+    def _simulated(self, federation: Federation) -> SimulatedDurations | None:
+        """Return the durations of a callback of the Trainer; None if there is none."""
+        callbacks = [] if federation.trainer is None else federation.trainer.callbacks
+        return next((c.durations for c in callbacks if isinstance(c, HasDurations)), None)
+
+    # --- the clock --------------------------------------------------------------------------------
+
+    def begin(self, federation: Federation) -> None:
+        """Check the number of local steps, and set the clock to 0."""
+        self._federation, n = federation, federation.num_clients
+        self._steps = self._fixed_steps(federation)
+        seed = federation.seed
+
+        def order(version: int) -> Sequence[int]:
+            random = generator(seed, RandomStream.COHORT, version)
+            ids: list[int] = torch.randperm(n, generator=random).tolist()
+            return ids
+
+        self._clock = VirtualClock(
+            n, self.concurrency, federation.sampling.size, order, self._seconds(federation)
+        )
+
+    def _seconds(self, federation: Federation) -> Seconds:
+        """Return the function of durations."""
+        if (trace := self._trace) is not None:
+            return lambda client, round, start: trace[client][start % len(trace[client])]
+        simulated, seed = self._simulated(federation), federation.seed
+        assert simulated is not None  # checked in setup
+        assert federation.traffic is not None
+        num_bytes, steps = sum(federation.traffic), self._steps.tolist()
+        return lambda client, round, start: simulated.seconds_of(
+            seed, round, client, steps[client], num_bytes
+        )
+
+    def flush(self, round: int) -> Flush:
+        """Return the aggregation that ends a round: its time, its clients, and their versions.
+
+        Args:
+            round: Index of the round, from 0.
+        """
+        if self._clock is None:
+            raise FederationError(
+                "AsynchronousSampler knows the durations of clients in a fit only: use it in a"
+                " FederatedLoop"
+            )
+        return self._clock.flush(round)
+
+    def sample(
+        self, round: int, count: int, num_samples: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """Return the clients that finish next, in the order of their arrival.
+
+        Before a fit begins, where durations are unknown, these are the first clients that start.
+        """
+        if self._clock is None:
+            return torch.randperm(len(num_samples), generator=generator)[:count]
+        clients = torch.tensor(self.flush(round).clients)
+        assert self._federation is not None
+        if (wrong := _steps_of(self._federation, round, clients) != self._steps[clients]).any():
+            raise _changing(self._federation.policy, round, int(clients[wrong][0]))
+        return clients
+
+    def metrics(self, round: int) -> dict[str, float]:
+        """Return the virtual time of the aggregation, and the staleness of the updates."""
+        flush = self.flush(round)
+        staleness = [round - version for version in flush.started]
+        return {
+            "virtual_time": flush.time,
+            "staleness_mean": fmean(staleness),
+            "staleness_max": max(staleness),
+        }
+
+    # --- the amount of work -----------------------------------------------------------------------
+
+    def _fixed_steps(self, federation: Federation) -> Tensor:
+        """Return the number of local steps of each client, which must be the same in all rounds."""
+        policy, everyone = federation.policy, torch.arange(federation.num_clients)
+        steps = _steps_of(federation, 0, everyone)
+        rounds = federation.trainer.max_epochs
+        for round in {1, 2, max(rounds or 0, 1) - 1}:
+            if (wrong := _steps_of(federation, round, everyone) != steps).any():
+                raise _changing(policy, round, int(everyone[wrong][0]))
+        for client in (everyone[:1], everyone[-1:]):  # alone
+            if _steps_of(federation, 0, client) != steps[client]:
+                raise _changing(policy, 0, int(client))
+        if policy.learns:
+            bound = policy.max_local_steps(0, federation.data.batches_per_epoch)
+            if bound != int(steps.max()):
+                raise _changing(policy, 0, int(steps.argmax()))
+        return steps
+
+
+def _steps_of(federation: Federation, round: int, clients: Tensor) -> Tensor:
+    """Return the number of local steps of clients in a round, ``[k]``."""
+    sampled: Mapping[str, Any] = federation.policy.sample(round, clients)
+    values = {name: torch.as_tensor(value).cpu() for name, value in sampled.items()}
+    if "participates" in values:
+        raise FederationError(
+            f"{type(federation.policy).__name__} excludes clients from rounds, and in asynchronous"
+            " rounds all clients that finish take part: use another policy"
+        )
+    return local_steps(values, federation.data.batches_per_epoch[clients])
+
+
+def _changing(policy: object, round: int, client: int) -> FederationError:
+    return FederationError(
+        "AsynchronousSampler needs the duration of a client's work when it starts, and"
+        f" {type(policy).__name__} changes the number of local steps (client {client}, round"
+        f" {round + 1}): use a policy with a fixed amount of work, such as Schedule(num_steps=...)"
+        " or Schedule(local_epochs=...). ClientFaults(straggler=..., speed_sigma=...) simulates"
+        " slow clients"
+    )

@@ -1,0 +1,174 @@
+"""Samplers of synchronous rounds, in which all clients start from the current model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fl.federation.context import Federation
+from lightning_fl.functional.fairness import draw_from_mixture
+from lightning_fl.options import check_number
+from lightning_fl.samplers.base import ClientSampler
+from lightning_fl.types import FederationError, describe
+
+
+class PoissonSampler(ClientSampler):
+    """Sample each client independently with equal probability.
+
+    The number of sampled clients is ``count`` in expectation, and may be 0. Such a round is still
+    counted. Poisson sampling gives the strongest privacy amplification.
+
+    Example:
+        >>> random = torch.Generator().manual_seed(0)
+        >>> [len(PoissonSampler().sample(t, 4, torch.ones(40), random)) for t in range(6)]
+        [0, 5, 2, 6, 3, 1]
+    """
+
+    def sample(
+        self, round: int, count: int, num_samples: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """Return the ids of the sampled clients."""
+        n = len(num_samples)
+        coins = torch.rand(n, generator=generator, dtype=torch.float64)
+        return (coins < count / n).nonzero()[:, 0]
+
+
+class UniformSampler(ClientSampler):
+    """Sample clients uniformly without replacement.
+
+    Example:
+        >>> UniformSampler().sample(0, 4, torch.ones(4), torch.Generator()).sort().values
+        tensor([0, 1, 2, 3])
+    """
+
+    def sample(
+        self, round: int, count: int, num_samples: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """Return the first ``count`` ids of a random permutation."""
+        return torch.randperm(len(num_samples), generator=generator)[:count]
+
+
+class WeightedSampler(ClientSampler):
+    """Sample clients without replacement, with probabilities proportional to weights.
+
+    FedAvg also weights updates by the number of samples. To avoid weighting clients twice, combine
+    this sampler with ``FedAvg(weighting="uniform")``.
+
+    Args:
+        weights: One non-negative weight per client, or ``samples`` to use the numbers of training
+            samples.
+
+    Raises:
+        FederationError: If the number of weights differs from the number of clients, or fewer
+            weights are positive than clients are sampled.
+
+    Example:
+        >>> WeightedSampler([0.0, 1.0, 1.0]).sample(0, 2, torch.ones(3), torch.Generator()).sum()
+        tensor(3)
+    """
+
+    def __init__(self, weights: Literal["samples"] | Sequence[float] = "samples") -> None:
+        if isinstance(weights, np.ndarray | Tensor):
+            weights = weights.tolist()
+        if not isinstance(weights, Sequence) or (isinstance(weights, str) and weights != "samples"):
+            raise FederationError(f"weights must be 'samples' or numbers, got {weights!r}")
+        for i, weight in enumerate(() if isinstance(weights, str) else weights):
+            check_number(f"weights[{i}]", weight, min=0)
+        self.weights = weights
+
+    def setup(self, federation: Federation) -> None:
+        """Check that the weights match the clients."""
+        if federation.num_samples is not None:
+            self._positive(federation.num_samples, federation.sampling.size)
+
+    def sample(
+        self, round: int, count: int, num_samples: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """Return ids drawn sequentially with probabilities proportional to the weights."""
+        weights = self._positive(num_samples, count)
+        # Exponential race: the first k draws are k weighted draws without replacement.
+        noise = torch.empty(len(weights), dtype=torch.float64).exponential_(generator=generator)
+        return (noise / weights).argsort()[:count]
+
+    def _positive(self, num_samples: Tensor, count: int) -> Tensor:
+        """Return the weights; check that at least ``count`` of them are positive."""
+        given = num_samples if isinstance(self.weights, str) else self.weights
+        weights = torch.as_tensor(given, dtype=torch.float64)
+        if len(weights) != len(num_samples):
+            raise FederationError(
+                f"weights must have {len(num_samples)} entries, one per client, got {len(weights)}"
+            )
+        if (positive := int((weights > 0).sum())) < count:
+            raise FederationError(
+                f"{count} clients are sampled per round, but only {positive} have a positive"
+                " weight: decrease clients_per_round or client_fraction, or increase weights"
+            )
+        return weights
+
+
+class RoundRobinSampler(ClientSampler):
+    """Select clients in order: each round continues after the clients of the previous one.
+
+    Example:
+        >>> RoundRobinSampler().sample(1, 2, torch.ones(3), torch.Generator())
+        tensor([2, 0])
+    """
+
+    def sample(
+        self, round: int, count: int, num_samples: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """Return the next ``count`` ids."""
+        return (round * count + torch.arange(count)) % len(num_samples)
+
+
+class AFLSampler(ClientSampler):
+    r"""Sample clients with the probabilities of the aggregation rule, and as many uniformly.
+
+    For :class:`~lightning_fl.aggregators.AFL` with ``mode="sampling"``: ``count`` clients are drawn
+    with replacement with the probabilities :math:`\lambda` of the rule. In addition, ``count``
+    clients are drawn uniformly without replacement; their losses update :math:`\lambda`. A round
+    has the clients of both draws, at most twice ``count``. The draws depend on the saved state of
+    the rule, so a resumed run repeats them.
+
+    Raises:
+        FederationError: At the start of a fit, if the rule has no sampling probabilities.
+    """
+
+    def __init__(self) -> None:
+        self._rule: Any = None
+
+    def setup(self, federation: Federation) -> None:
+        """Take the rule of the run; refuse rules without sampling probabilities."""
+        self._rule, samples = federation.aggregator, federation.num_samples
+        if samples is None or self._rule.sampling_probabilities(samples) is None:
+            raise FederationError(
+                f"AFLSampler draws clients by the mixture of AFL(mode='sampling'), and the"
+                f" aggregator is {describe(self._rule)}: choose this aggregator, or another sampler"
+            )
+
+    def sample(
+        self, round: int, count: int, num_samples: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """Return the ids of the clients of both draws."""
+        mixture = self._rule.sampling_probabilities(num_samples)
+        draws, evaluated = draw_from_mixture(mixture, count, generator)
+        return ((draws > 0) | evaluated).nonzero()[:, 0]
+
+
+def how_drawn(sampler: ClientSampler) -> Literal["poisson", "fixed", "other"]:
+    """Return the sampling scheme of a sampler for privacy accounting.
+
+    Only :class:`PoissonSampler` and :class:`UniformSampler` have a known scheme. Subclasses may
+    sample differently, so every other class is ``other``.
+
+    Example:
+        >>> how_drawn(UniformSampler()), how_drawn(RoundRobinSampler())
+        ('fixed', 'other')
+    """
+    if type(sampler) is PoissonSampler:
+        return "poisson"
+    return "fixed" if type(sampler) is UniformSampler else "other"

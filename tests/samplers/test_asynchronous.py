@@ -1,0 +1,140 @@
+"""Where durations come from, and what becomes of clients that are lost."""
+
+import pytest
+import torch
+
+from lightning_fl.aggregators import FedBuff
+from lightning_fl.callbacks import ClientFaults
+from lightning_fl.federation.context import Federation
+from lightning_fl.policies import DiscreteGaussianReinforce, HyperparameterPolicy, Schedule
+from lightning_fl.samplers import AsynchronousSampler
+from lightning_fl.types import Cohort, FederationError
+
+
+@pytest.fixture
+def rounds(simulate, tmp_path):
+    """Train with FedBuff and a trace of durations; return the loop."""
+
+    def run(*callbacks, text=None, size=1, concurrency=2, **options):
+        path = None
+        if text is not None:
+            path = tmp_path / "durations.csv"
+            path.write_text("client,seconds\n" + text)
+        _, loop = simulate(
+            *callbacks,
+            aggregator=FedBuff(),
+            sampler=AsynchronousSampler(concurrency, path),
+            clients_per_round=size,
+            **options,
+        )
+        return loop
+
+    return run
+
+
+TRACE = "0,1\n0,5\n1,2\n2,3\n3,2.5\n"
+
+
+def test_a_trace_is_replayed_for_each_client_over_and_over(rounds):
+    """All clients train, so that each starts again when it has finished."""
+    loop = rounds(text=TRACE, concurrency=4, rounds=9)
+    times = [row["virtual_time"] for row in loop.rows]
+    assert times == [1.0, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 6.0, 6.0]  # 0: 1, 6, 7; 1: 2, 4, 6; ...
+    sampler = loop.options.sampler
+    assert [sampler.flush(t).clients for t in range(9)] == [
+        *((0,), (1,), (3,), (2,), (1,), (3,), (0,), (1,), (2,))
+    ]
+    assert [row["staleness_max"] for row in loop.rows] == [0, 1, 2, 3, 2, 2, 5, 2, 4]
+
+
+def test_clients_that_are_lost_free_their_place_and_fill_the_buffer(rounds, tmp_path):
+    faults = tmp_path / "faults.csv"
+    faults.write_text("round,client,fault\n1,0,dropout\n1,1,crash\n2,3,nan\n")
+    callbacks = [ClientFaults(trace=faults)], [ClientFaults()]
+    lost, whole = (rounds(*each, text=TRACE, concurrency=4, size=2, rounds=4) for each in callbacks)
+    names = ("virtual_time", "staleness_mean", "clients")
+    assert [[r[n] for n in names] for r in lost.rows] == [[r[n] for n in names] for r in whole.rows]
+    assert [row["dropped"] for row in lost.rows] == [2, 1, 0, 0]
+    assert [row["num_samples"] for row in lost.rows] == [0, 30, 60, 60]
+    assert callbacks[0][0].virtual_time == lost.rows[-1]["virtual_time"]
+
+
+def test_bytes_are_part_of_a_duration(rounds):
+    loop = rounds(ClientFaults(step_seconds=0.0, bandwidth=4.0), rounds=2)
+    assert [row["virtual_time"] for row in loop.rows] == [2 * 21 * 8 / 4] * 2  # both finish
+
+
+class Changing(HyperparameterPolicy):
+    """Local work that changes after the rounds at which the start of a fit looks."""
+
+    def sample(self, round, clients):
+        return {"num_steps": torch.full((len(clients),), 2 + (round == 4))}
+
+
+class InPairs(HyperparameterPolicy):
+    """Local work that depends on who else is there."""
+
+    def sample(self, round, clients):
+        return {"num_steps": torch.full((len(clients),), len(clients))}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"needs the durations of clients: add the callback ClientFaults\("),
+        (
+            {"callbacks": [ClientFaults(speed_sigma=0.3)], "text": TRACE},
+            "the trace of AsynchronousSampler and ClientFaults both set the durations",
+        ),
+        ({"text": "0,1\n1,2\n2,3\n"}, "has no durations of client 3: it needs at least one line"),
+        ({"text": TRACE + "4,1\n"}, "has durations of the unknown client 4"),
+        ({"text": TRACE, "policy": InPairs()}, r"InPairs changes the number of local steps"),
+        (
+            {"text": TRACE, "policy": Changing(), "rounds": 8},
+            r"Changing changes the number of local steps \(client ., round 5\)",
+        ),
+        (
+            {"text": TRACE, "policy": DiscreteGaussianReinforce()},
+            "DiscreteGaussianReinforce changes the number of local steps",
+        ),
+    ],
+)
+def test_what_the_clock_cannot_know_is_refused(rounds, options, message):
+    options = dict(options)
+    with pytest.raises(FederationError, match=message):
+        rounds(*options.pop("callbacks", []), **options)
+
+
+def test_the_faults_of_a_synchronous_run_are_refused(rounds, tmp_path):
+    faults = tmp_path / "faults.csv"
+    faults.write_text("round,client,fault\n1,0,late\n")
+    with pytest.raises(FederationError, match="the fault late in trace has no meaning"):
+        rounds(ClientFaults(trace=faults), text=TRACE)
+
+
+def test_samples_that_arrive_over_time_are_refused(rounds, data):
+    streaming = data(stream_steps=2)
+    with pytest.raises(FederationError, match="remove stream_steps, or use another sampler"):
+        rounds(text=TRACE, datamodule=streaming)
+
+
+def test_rates_may_change_and_be_learned(rounds):
+    """Only the amount of work must be known when a client starts."""
+    loop = rounds(text=TRACE, policy=Schedule(lr=0.1, num_steps=2, decay=0.5))
+    assert [row["lr"] for row in loop.rows] == [0.1, 0.05, 0.025]
+
+
+def test_outside_of_a_fit_there_is_no_clock():
+    sampler = AsynchronousSampler(2)
+    random = torch.Generator().manual_seed(3)
+    assert len(sampler.sample(0, 3, torch.ones(5), random)) == 3
+    with pytest.raises(FederationError, match="in a fit only"):
+        sampler.flush(0)
+    sampler = AsynchronousSampler(8)
+    with pytest.raises(FederationError, match="only 5 clients: decrease concurrency to at most 5"):
+        sampler.setup(Federation(5, Cohort(2, 5)))
+
+
+def test_a_trial_run_has_rounds_too(rounds):
+    loop = rounds(text=TRACE, size=2, fast_dev_run=4)
+    assert [row["clients"] for row in loop.rows] == [2]
