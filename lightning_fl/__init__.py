@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         RoundCheckpoint,
         RoundProgress,
         RunReport,
+        complete_checkpoint,
     )
     from lightning_fl.datamodules import FederatedDataModule
 
@@ -32,6 +33,7 @@ __all__ = [
     "RunReport",
     "VectorizedClients",
     "__version__",
+    "complete_checkpoint",
 ]
 
 #: Names that are imported on first use: the packages that define them import much more.
@@ -42,6 +44,7 @@ _LAZY = {
     "RoundCheckpoint": "lightning_fl.callbacks",
     "RoundProgress": "lightning_fl.callbacks",
     "RunReport": "lightning_fl.callbacks",
+    "complete_checkpoint": "lightning_fl.callbacks",
 }
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import fcntl
 import glob
+import io
 import os
 import reprlib
 import socket
@@ -90,6 +92,23 @@ def read_text(path: str | Path) -> str:
             f"more than the {MOST_BYTES} bytes that lightning_fl.files.MOST_BYTES allows",
         )
     return content.decode("utf-8")
+
+
+def read_csv(path: str | Path, what: str) -> list[list[str]]:
+    """Return the lines of a CSV file of at most ``MOST_BYTES`` bytes, as lists of cells.
+
+    Args:
+        path: The file.
+        what: Name of the file in the error message.
+
+    Raises:
+        FederationError: If the file cannot be read, or is not CSV in UTF-8.
+    """
+    try:
+        text = read_text(path).removeprefix("\ufeff")  # Excel writes a byte-order mark
+        return list(csv.reader(io.StringIO(text, newline=""), strict=True))
+    except (OSError, UnicodeError, csv.Error) as error:
+        raise FederationError(f"the {what} {path} cannot be read: {error}") from error
 
 
 def archive_size(path: str | os.PathLike[str]) -> int:

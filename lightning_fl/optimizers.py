@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_fl.options import check_choice, check_integer, check_number
+from lightning_fl.options import check_choice, check_flag, check_integer, check_number
 from lightning_fl.types import FederationError
 
 
@@ -149,7 +149,8 @@ class PFedMe(torch.optim.Optimizer):
         check_number("lam", lam, above=0)
         inner_steps = check_integer("inner_steps", inner_steps, min=1)
         options = {"lr": lr, "personal_lr": personal_lr, "lam": lam}
-        super().__init__(params, {**options, "inner_steps": inner_steps, "warm": warm})
+        options |= {"inner_steps": inner_steps, "warm": check_flag("warm", warm)}
+        super().__init__(params, options)
         if len({group["inner_steps"] for group in self.param_groups}) > 1:
             raise FederationError(
                 "inner_steps must be equal in all parameter groups, since they share the"
@@ -164,6 +165,23 @@ class PFedMe(torch.optim.Optimizer):
     def evaluations(self) -> int:
         """Number of closure evaluations per step, which vectorized training needs to know."""
         return int(max(group["inner_steps"] for group in self.param_groups))
+
+    @torch.no_grad()
+    def federated_personalize(self, batches: Iterable[Any]) -> bool:
+        """Load the personal model into the parameters.
+
+        See :class:`~lightning_fl.callbacks.PersonalizedEvaluation`.
+
+        Args:
+            batches: Not used.
+
+        Returns:
+            Whether the state has a personal model.
+        """
+        found = {p: state["theta"] for p, state in self.state.items() if "theta" in state}
+        for param, theta in found.items():
+            param.copy_(theta)
+        return bool(found)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

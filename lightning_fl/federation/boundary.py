@@ -149,7 +149,7 @@ class RoundBoundary:
 
     def _frozen(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a deep copy that shares the constant tensors."""
-        copied: dict[str, Any] = frozen(checkpoint, {_place(t): t.detach() for t in self.constants})
+        copied: dict[str, Any] = frozen(checkpoint, {place(t): t.detach() for t in self.constants})
         return copied
 
     def _now(self, weights_only: bool | None) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def frozen(value: Any, copies: dict[Any, Tensor] | None = None) -> Any:
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
             return value.detach().clone()
-        key = _place(value)
+        key = place(value)
         if not value.numel() or key not in copies:
             copies[key] = value.detach().clone()
         return copies[key]
@@ -220,7 +220,7 @@ def frozen(value: Any, copies: dict[Any, Tensor] | None = None) -> Any:
         return value
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def place(tensor: Tensor) -> tuple[Any, ...]:
     """Return a key that is the same for tensors with the same memory and shape."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 

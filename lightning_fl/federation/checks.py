@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,13 +21,15 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fl.federation.measures import evaluating
 from lightning_fl.federation.processes import processes_of
+from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import replaced
 from lightning_fl.objectives import ClientModule
+from lightning_fl.runners.optimizer_values import optimizers_in, params_of
 from lightning_fl.types import FederatedData, FederationError, check_package
 
 
@@ -54,12 +56,33 @@ def check_fit(trainer: Trainer, module: LightningModule, vectorized: bool) -> Fe
     return data
 
 
-def warn_of_running_statistics(module: nn.Module) -> None:
-    """Warn if training changes buffers of the module, such as BatchNorm statistics."""
-    if any(getattr(m, "running_mean", None) is not None for m in module.modules()):
+def warn_of_running_statistics(module: nn.Module, shared: Iterable[Tensor]) -> None:
+    """Warn if clients exchange buffers that training changes, such as BatchNorm statistics.
+
+    Args:
+        module: The user's module.
+        shared: The buffers that clients exchange.
+    """
+    exchanged = {id(buffer) for buffer in shared}
+    if any(id(getattr(m, "running_mean", None)) in exchanged for m in module.modules()):
         rank_zero_warn(
             "the module has running statistics (BatchNorm), which FederatedLoop averages over"
             " clients. To silence this warning, set buffers to 'average', 'server' or 'local'"
+        )
+
+
+def check_policy(options: RunOptions) -> None:
+    """Check that the policy does not learn from a global model that is not the clients' model.
+
+    Raises:
+        FederationError: If it does, and parameters stay with the clients.
+    """
+    learns = sorted(options.policy.learns_from & {"val_loss", "contributions"})
+    if options.local_parameters and learns:
+        raise FederationError(
+            f"{type(options.policy).__name__} learns from {learns[0]} of the global model, in which"
+            f" local_parameters={list(options.local_parameters)} keep their initial values: use a"
+            " policy that learns from client_losses, or a fixed Schedule"
         )
 
 
@@ -194,32 +217,89 @@ def check_trainer(trainer: Trainer, vectorized: bool = False) -> None:
 
 
 @contextmanager
-def one_optimizer(module: LightningModule) -> Iterator[None]:
-    """Check that ``configure_optimizers`` returns one optimizer, before Lightning uses it.
+def checked_optimizers(
+    module: LightningModule, check: Callable[[LightningModule, Any], None]
+) -> Iterator[None]:
+    """Check what a module configures as optimizers, within a ``with`` block.
 
-    Lightning's own error recommends manual optimization, which is not supported.
-
-    Raises:
-        FederationError: If the module configures no optimizer or several.
+    Args:
+        module: The module.
+        check: Called with the module and what ``configure_optimizers`` returned.
     """
 
     def checking(configure: Callable[[], Any]) -> Callable[[], Any]:
         def checked() -> Any:
             configured: Any = configure()
-            optimizers: Any = configured
-            if isinstance(configured, tuple) and len(configured) == 2:
-                first = configured[0]  # a list of optimizers, before a list of schedulers
-                optimizers = first if isinstance(first, list | tuple) else configured
-            is_several = isinstance(optimizers, list | tuple)
-            count = len(optimizers) if is_several else int(optimizers is not None)
-            if count != 1:
-                raise FederationError(
-                    f"{type(module).__name__}.configure_optimizers must return one optimizer, got"
-                    f" {count}"
-                )
+            check(module, configured)
             return configured
 
         return checked
 
     with replaced(module, "configure_optimizers", checking):
         yield
+
+
+def check_one_optimizer(module: LightningModule, configured: Any) -> None:
+    """Check that a module configures a single optimizer.
+
+    Lightning's own error recommends manual optimization, which is not supported.
+
+    Args:
+        module: The module.
+        configured: What its ``configure_optimizers`` returned.
+
+    Raises:
+        FederationError: If the module configures no optimizer or several.
+    """
+    optimizers: Any = configured
+    if isinstance(configured, tuple) and len(configured) == 2:
+        first = configured[0]  # a list of optimizers, before a list of schedulers
+        optimizers = first if isinstance(first, list | tuple) else configured
+    is_several = isinstance(optimizers, list | tuple)
+    count = len(optimizers) if is_several else int(optimizers is not None)
+    if count != 1:
+        raise FederationError(
+            f"{type(module).__name__}.configure_optimizers must return one optimizer, got {count}"
+        )
+
+
+def check_optimized_terms(module: LightningModule, configured: Any) -> None:
+    """Check that the optimizer of a module has the trained parameters of its loss terms.
+
+    Otherwise the personal model of a term, for example, would keep its initial values.
+
+    Args:
+        module: The user's module.
+        configured: What its ``configure_optimizers`` returned.
+
+    Raises:
+        FederationError: If the optimizer leaves parameters of a term out.
+    """
+    known = {id(p) for each in optimizers_in(configured) for p in params_of(each)}
+    for term in module.terms if isinstance(module, ClientModule) else ():
+        if any(p.requires_grad and id(p) not in known for p in term.parameters()):
+            raise FederationError(
+                f"the optimizer of {type(module).__name__} leaves out parameters of the term"
+                f" {type(term).__name__}, which would not be trained: create it from"
+                " self.parameters(), which include them"
+            )
+
+
+def check_phases_of_terms(module: LightningModule, is_trained: Callable[[str], bool]) -> None:
+    """Check that the phases of local training do not leave out the parameters of a loss term.
+
+    Args:
+        module: The user's module.
+        is_trained: Function that returns whether a phase trains a parameter, by its name.
+
+    Raises:
+        FederationError: If no phase trains the parameters of a term.
+    """
+    for i, term in enumerate(module.terms if isinstance(module, ClientModule) else ()):
+        names = [f"terms.{i}.{n}" for n, p in term.named_parameters() if p.requires_grad]
+        if names and not any(map(is_trained, names)):
+            raise FederationError(
+                f"phases train no parameter of the term {type(term).__name__}, which would keep its"
+                " initial values: let a phase train local or all parameters, or add the pattern"
+                f" 'terms.{i}.*' to its list"
+            )

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fl.federation.layout import VectorLayout
+from lightning_fl.runners.phases import Phase
 from lightning_fl.types import Cohort, FederationError
 
 
@@ -31,10 +32,16 @@ class Federation:
         data: The data module.
         aggregator: The aggregator of the run (the outermost one if aggregators are nested).
         policy: The hyperparameter policy of the run.
+        sampler: The client sampler of the run.
+        traffic: Bytes that a client sends and receives in a round, for the parameters that are
+            trained at the start of the fit; None before the layout is known.
         min_clients: Minimum number of usable updates that change the global model.
         on_client_error: How unusable updates are handled: ``skip`` or ``raise``.
         buffers: How buffers are combined: ``average``, ``server`` or ``local``.
         optimizer_state: Whether clients keep their optimizer state: ``reset`` or ``keep``.
+        local_parameters: Names of the parameters and buffers that stay with each client.
+        phases: Phases of local training, in which some of the parameters are trained.
+        update_transforms: Transforms of the clients' updates.
         configuration: Further objects and options that determine the run.
 
     Example:
@@ -53,10 +60,15 @@ class Federation:
     data: Any = None
     aggregator: Any = None
     policy: Any = None
+    sampler: Any = None
+    traffic: tuple[int, int] | None = None
     min_clients: int = 1
     on_client_error: str = "skip"
     buffers: str = "average"
     optimizer_state: str = "reset"
+    local_parameters: Sequence[str] = ()
+    phases: Sequence[Phase] = ()
+    update_transforms: Sequence[Any] = ()
     configuration: Sequence[Any] = ()
 
     @property

@@ -31,6 +31,7 @@ class ClientContext:
         runner: Runner of the clients.
         losses: Returns the mean loss of the model of each client on its samples, ``[k]``.
         gradients: Returns the gradient of that loss, ``[k, num_parameters]``.
+        start_model: Models from which the clients start, ``[k, P]``.
         trained: Mask of the trained parameters, ``[num_parameters]``; None means all.
     """
 
@@ -44,10 +45,13 @@ class ClientContext:
         runner: ClientRunner,
         losses: Measure,
         gradients: Measure,
+        start_model: Tensor,
         trained: Tensor | None = None,
     ) -> None:
         self.federation, self.round, self.clients = federation, round, clients
         self.num_samples, self.num_steps, self.trained = num_samples, num_steps, trained
+        #: Models from which the clients start, ``[k, P]``, with buffers.
+        self.start_model = start_model
         self._runner, self._losses, self._gradients = runner, losses, gradients
         self._delta, self._lr = torch.empty(0), torch.empty(0)
 
@@ -172,10 +176,14 @@ class MeanLosses(ClientPart):
     """Evaluate the loss of each client on all its samples before and after training.
 
     Sends ``extras["loss_before"]`` and ``extras["loss_after"]``, ``[k]`` in float64.
+
+    Args:
+        after: Whether the local models are evaluated as well.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, after: bool = True) -> None:
         self._before = torch.empty(0)
+        self._after = after
 
     def start(
         self, client: ClientContext, memory: dict[str, Tensor], broadcast: Mapping[str, Tensor]
@@ -184,5 +192,6 @@ class MeanLosses(ClientPart):
         self._before = client.mean_losses()
 
     def end(self, client: ClientContext, memory: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Evaluate the local models."""
-        return {"loss_before": self._before, "loss_after": client.mean_losses()}
+        """Send the losses, and evaluate the local models if asked."""
+        after = {"loss_after": client.mean_losses()} if self._after else {}
+        return {"loss_before": self._before, **after}

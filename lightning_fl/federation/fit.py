@@ -13,8 +13,12 @@ from lightning_fl.federation.boundary import RoundBoundary
 from lightning_fl.federation.checks import (
     check_fit,
     check_network,
+    check_one_optimizer,
+    check_optimized_terms,
+    check_phases_of_terms,
+    check_policy,
     check_smallest_batch,
-    one_optimizer,
+    checked_optimizers,
     warn_of_running_statistics,
 )
 from lightning_fl.federation.context import Federation
@@ -29,7 +33,7 @@ from lightning_fl.federation.schedulers import Schedulers, stepping_batches
 from lightning_fl.federation.traffic import Traffic
 from lightning_fl.federation.validation import Validation
 from lightning_fl.functional.randomness import seeded_rng
-from lightning_fl.runners import VectorizedClients, client_runner
+from lightning_fl.runners import Declared, VectorizedClients, client_runner, user_module
 from lightning_fl.samplers import how_drawn
 from lightning_fl.store import ClientStore
 from lightning_fl.types import Cohort, FederationError, RoundPlan
@@ -66,7 +70,9 @@ class PreparedFit:
         #: Digest of the partition. It is computed once, because the digest reads every index.
         self.checksum = self.data.checksum
         self.processes = processes_of(trainer)
-        self.planner = Planner(trainer, self.data, options, progress, vectorized, self.processes)
+        self.planner = Planner(
+            trainer, self.data, options, progress, vectorized, self.processes, Declared(user)
+        )
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by the connector
         #: Callbacks that implement ``on_client_updates``.
         self.watchers = [c for c in callbacks if callable(getattr(c, "on_client_updates", None))]
@@ -74,15 +80,15 @@ class PreparedFit:
         unfreezes = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
         self.exchange_frozen = True if unfreezes else options.exchange_frozen
         self.federation = self._describe(user)
+        check_policy(options)
         options.sampler.setup(self.federation)
         options.policy.setup(self.federation)
+        self.planner.check_phases()
         self._check_cohort()
         check_network(trainer, user, self.data)
         check_smallest_batch(user, self.data)
         with evaluating(user), seeded_rng(0, user.device):  # dropout would change the output
             options.aggregator.prepare(user, self.data.example)
-        if options.buffers is None:
-            warn_of_running_statistics(user)
         #: State written to checkpoints.
         self.boundary = RoundBoundary(trainer, key)
 
@@ -92,7 +98,10 @@ class PreparedFit:
         loader = [getattr(data, name, None) for name in ("batch_size", "replacement", "drop_last")]
         rules = [options.aggregator, options.policy, options.sampler]
         rules += [options.update_transforms, self.watchers]
-        choices = [size, options.buffer_policy, options.optimizer_state]
+        choices = (
+            *(size, options.buffer_policy, options.optimizer_state),
+            *(list(options.local_parameters), list(options.phases)),
+        )
         return Federation(
             n,
             Cohort(size, n, how_drawn(options.sampler)),
@@ -104,10 +113,13 @@ class PreparedFit:
             data=data,
             aggregator=options.aggregator,
             policy=options.policy,
+            sampler=options.sampler,
             min_clients=int(options.min_clients),
             on_client_error=options.on_client_error,
             buffers=options.buffer_policy,
             optimizer_state=options.optimizer_state,
+            phases=options.phases,
+            update_transforms=options.update_transforms,
             configuration=(rules, choices, self.checksum, n, loader),
         )
 
@@ -139,7 +151,9 @@ class PreparedFit:
             trainer.num_sanity_val_steps = math.inf
         if isinstance(self.module, VectorizedClients):
             self.module.exchange_frozen = self.exchange_frozen
-        undo.enter_context(one_optimizer(self.module))
+            self.module.local_patterns = self.options.local_parameters
+        undo.enter_context(checked_optimizers(self.module, check_one_optimizer))
+        undo.enter_context(checked_optimizers(user_module(self.module), check_optimized_terms))
         undo.enter_context(stepping_batches(trainer, planner.stepping_batches))
         data.plan = planner.plan
         undo.callback(setattr, data, "plan", None)
@@ -168,12 +182,26 @@ class Fit:
             self.trainer.optimizers[0],
             keeps,
             prepared.exchange_frozen,
+            self.options.local_parameters,
         )
         self.boundary.constants = self.runner.constants.parameters.values()
         undo.callback(self.runner.close)
+        self.runner.set_phases(self.options.phases)
+        check_phases_of_terms(self.runner.module, self.runner.phases.is_trained)
+        if self.options.buffers is None:
+            warn_of_running_statistics(self.runner.module, self.runner.shared_buffers.values())
         self.boundary.chosen = lambda: {"runner": c} if (c := self.runner.choices()) else {}
         seed = self.progress.seed  # may differ from the seed at setup after a checkpoint was loaded
-        self.federation = replace(prepared.federation, layout=self.runner.layout, seed=seed)
+        traffic = Traffic(self.runner.layout, self.options.update_transforms)
+        traffic.begin(self.runner.trained_mask())
+        self.federation = replace(
+            prepared.federation,
+            layout=self.runner.layout,
+            seed=seed,
+            local_parameters=list(self.runner.private),
+            traffic=traffic.of_a_client(),
+        )
+        self.options.sampler.begin(self.federation)
         server = self.runner.read().vector
         self.policy.to(server.device)
         self.aggregator.setup(self.federation)
@@ -224,8 +252,3 @@ class Fit:
         self.schedulers.catch_up(progress.round, progress.monitored)
         progress.monitored = {}
         self.runner.constants.note()
-
-
-def user_module(module: LightningModule) -> LightningModule:
-    """Return the user's module, unwrapped from :class:`~lightning_fl.runners.VectorizedClients`."""
-    return module.module if isinstance(module, VectorizedClients) else module

@@ -53,7 +53,7 @@ class ClientMemory:
         self.initial = [part.initial_memory(federation) for part in parts]
 
     def of_runner(self, client: int) -> dict[str, Tensor]:
-        """Return the runner's state of a client: local parameters, buffers, optimizer state."""
+        """Return the runner's state of a client: local tensors and optimizer state."""
         return runner_rows(self.store, client)
 
     def of_parts(self, clients: Tensor) -> list[dict[str, Tensor]]:
@@ -108,8 +108,8 @@ class ClientMemory:
         Raises:
             FederationError: If a client is unknown, or its state is invalid.
         """
-        like = {f"parameter.{name}": row for name, row in runner.private.items()}
-        like |= {f"buffer.{name}": buffer for name, buffer in runner.named_buffers.items()}
+        tensors = {**runner.named_parameters, **runner.named_buffers}
+        like = {runner.row_name(name): tensors[name] for name in runner.stored}
         like |= runner.optimizer_state.kept
         for i, initial in enumerate(self.initial):
             like |= {f"{PART}{i}.{name}": first for name, first in initial.items()}

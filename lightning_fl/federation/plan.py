@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 from lightning_fl.federation.processes import Processes
 from lightning_fl.federation.progress import Progress
 from lightning_fl.federation.run_options import RunOptions
+from lightning_fl.federation.table import COLUMNS
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.policies.base import local_steps
-from lightning_fl.runners import VectorizedClients
+from lightning_fl.runners import Declared, VectorizedClients
+from lightning_fl.runners.phases import phase_ends, steps_left
 from lightning_fl.types import FederatedData, FederationError, RoundPlan, full
 
 #: Hyperparameters that the loop uses.
@@ -36,6 +39,10 @@ class Planner:
         vectorized: The wrapper of the module if clients train at once; None if they train one after
             another.
         processes: The processes of the fit.
+        declared: Numbers of the module that the policy may set.
+
+    Raises:
+        FederationError: If the module declares a number with a name that the loop uses.
     """
 
     def __init__(
@@ -46,10 +53,18 @@ class Planner:
         progress: Progress,
         vectorized: VectorizedClients | None,
         processes: Processes,
+        declared: Declared,
     ) -> None:
         self._trainer, self._data, self._progress = trainer, data, progress
         self._policy, self._sampler = options.policy, options.sampler
         self._vectorizer, self._processes = vectorized, processes
+        self._phases, self._has_warned = options.phases, False
+        self._declared = declared
+        if taken := sorted(declared.values.keys() & (KNOWN_VALUES | COLUMNS)):
+            raise FederationError(
+                f"{type(declared.module).__name__}.federated_hyperparameters has the name"
+                f" {taken[0]!r}, which the loop uses itself: choose another name"
+            )
         self._log_every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._plan: RoundPlan | None = None
         #: Number of clients sampled per round.
@@ -99,12 +114,7 @@ class Planner:
             name: full(torch.as_tensor(value).cpu(), clients)
             for name, value in self._policy.sample(round, clients).items()
         }
-        if unknown := sorted(values.keys() - KNOWN_VALUES):
-            rank_zero_warn(
-                f"{type(self._policy).__name__} sets {unknown[0]}, which the loop has no use for:"
-                f" it knows {sorted(KNOWN_VALUES)}. Others are in plan().hyperparameters for code"
-                " of your own"
-            )
+        self._check(values, round)
         if (participates := values.pop("participates", None)) is not None:
             if not participates.any():
                 is_empty, participates = True, torch.arange(len(clients)) == 0
@@ -118,6 +128,8 @@ class Planner:
             values = {name: value[: len(clients)] for name, value in values.items()}
             steps = torch.full_like(clients, int(batches) // len(clients))
             steps[0] += int(batches) - int(steps.sum())
+        else:
+            self._warn_of_phases(round, clients, steps)
         if is_empty:
             steps = torch.ones_like(clients)
         lr = values.pop("lr", None)
@@ -126,6 +138,58 @@ class Planner:
         if self._vectorizer is None or batches:
             return plan
         return self._vectorized(plan, self._vectorizer)
+
+    def phase_ends(self, clients: Tensor, num_steps: Tensor) -> Tensor:
+        """Return the local step at which each phase of clients ends, ``[k, phases]``."""
+        if not self._phases:
+            return num_steps.new_zeros(len(num_steps), 0)
+        return phase_ends(self._phases, num_steps, self.batches_per_epoch[clients])
+
+    def check_phases(self) -> None:
+        """Check that the policy gives clients enough local steps for all phases.
+
+        Raises:
+            FederationError: If no client reaches all phases.
+        """
+        if not self._phases or self._trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        clients = torch.arange(self.num_clients)
+        sampled = self._policy.sample(self._progress.round, clients).items()
+        values = {name: torch.as_tensor(value).cpu() for name, value in sampled}
+        steps = local_steps(values, self.batches_per_epoch)
+        left = steps_left(self._phases, steps, self.batches_per_epoch)
+        if (left < 1).all():
+            raise FederationError(
+                f"{type(self._policy).__name__} sets at most {int(steps.max())} local steps per"
+                " client, which the phases with num_steps or local_epochs use up, so that the phase"
+                " without an amount trains nothing: increase the local steps of the policy, which"
+                " are those of all phases together"
+            )
+
+    def _warn_of_phases(self, round: int, clients: Tensor, steps: Tensor) -> None:
+        """Warn once of clients with too few local steps for all phases."""
+        if not self._phases or self._has_warned:
+            return
+        short = clients[steps_left(self._phases, steps, self.batches_per_epoch[clients]) < 1]
+        if len(short):
+            self._has_warned = True
+            rank_zero_warn(
+                f"in round {round + 1}, {len(short)} of {len(clients)} clients (client"
+                f" {int(short[0])}) have too few local steps for all phases, so that the phase"
+                " without an amount trains nothing there: increase the local steps of the policy,"
+                " which are those of all phases together"
+            )
+
+    def _check(self, values: Mapping[str, Tensor], round: int) -> None:
+        """Check the numbers that the module declares, and warn of unknown names."""
+        policy, known = type(self._policy).__name__, KNOWN_VALUES | self._declared.values.keys()
+        if unknown := sorted(values.keys() - known):
+            rank_zero_warn(
+                f"{policy} sets {unknown[0]}, which the loop has no use for: it knows"
+                f" {sorted(known)}. Others are in plan().hyperparameters for code of your own"
+            )
+        for name, value in values.items():
+            self._declared.check(f"{policy} in round {round + 1}", name, value.tolist())
 
     def _sample(self, seed: int, round: int) -> Tensor:
         """Return the sampled clients, sorted by id."""

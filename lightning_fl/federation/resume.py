@@ -28,6 +28,8 @@ from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.federation.table import RoundTable
 from lightning_fl.files import error_context, short_repr
 from lightning_fl.hooks import replaced
+from lightning_fl.runners import user_module
+from lightning_fl.runners.local_tensors import local_tensors
 from lightning_fl.store import ClientStore
 from lightning_fl.types import FederationError, describe
 
@@ -54,6 +56,7 @@ STATE: dict[str, Any] = {
     **dict.fromkeys(("round", "exchanged"), COUNT),
     **dict.fromkeys(("checksum", "aggregator_class", "policy_class"), str),
     **dict.fromkeys(("buffers", "optimizer_state"), str),
+    "local parameters": [str, ...],
     "aggregator": {str: object},
     "policy": {str: object},
     "rows": [{str: int | float | str}, ...],
@@ -78,6 +81,7 @@ REMEDIES = {
     "aggregator_class": "restore the original aggregator",
     "policy_class": "restore the original policy",
     "number of parameter tensors": "restore the original network and objective terms",
+    "local parameters": "restore local_parameters of FederatedLoop and of the module",
 }
 
 
@@ -92,6 +96,7 @@ class Resume:
 
     def __init__(self, options: RunOptions, progress: Progress, store: ClientStore) -> None:
         self.progress, self._store = progress, store
+        self._local_patterns = options.local_parameters
         self._rules: dict[str, Any] = {"aggregator": options.aggregator, "policy": options.policy}
         #: Values by name that must be the same in a resumed run.
         self._identity: Mapping[str, Any] = {}
@@ -123,15 +128,20 @@ class Resume:
             "sampler": describe(options.sampler),
             "aggregator": describe(options.aggregator),
             "policy": describe(options.policy),
+            "phases": [repr(phase) for phase in options.phases],
             "update_transforms": [describe(transform) for transform in options.update_transforms],
             "batches in a local epoch": int(planner.batches_per_epoch.sum()),
             "faults and attacks": [describe(watcher) for watcher in prepared.watchers],
         }
 
-    def identity(self, module: nn.Module) -> dict[str, Any]:
+    def identity(self, module: LightningModule) -> dict[str, Any]:
         """Return the values that must be the same in a resumed run."""
-        count = len(list(module.parameters()))
-        return {"number of parameter tensors": count, "seed": self.progress.seed, **self._identity}
+        return {
+            "number of parameter tensors": len(list(module.parameters())),
+            "local parameters": local_tensors(module, self._local_patterns),
+            "seed": self.progress.seed,
+            **self._identity,
+        }
 
     def state(self, fit: Fit) -> dict[str, Any]:
         """Return the current state of the loop, without the client state."""
@@ -181,7 +191,12 @@ class Resume:
     # --- a checkpoint -----------------------------------------------------------------------------
 
     def accept(
-        self, trainer: Trainer, module: nn.Module, checkpoint: dict[str, Any], key: str, seed: Any
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        checkpoint: dict[str, Any],
+        key: str,
+        seed: Any,
     ) -> bool:
         """Check a checkpoint, for any stage; return whether a fit resumes it.
 
@@ -209,7 +224,7 @@ class Resume:
     def check(
         self,
         trainer: Trainer,
-        module: nn.Module,
+        module: LightningModule,
         checkpoint: dict[str, Any],
         state: Any,
         has_seed: bool,
@@ -229,7 +244,7 @@ class Resume:
         if state is None:
             raise FederationError(NOT_OF_A_FEDERATION)
         _check_round(checkpoint["loops"]["fit_loop"], state["round"])
-        for what, now in self.identity(module).items():
+        for what, now in self.identity(user_module(module)).items():
             if what == "seed" and not has_seed and "PL_GLOBAL_SEED" not in os.environ:
                 continue
             if (was := state[what]) != now:
@@ -294,6 +309,7 @@ class Resume:
                 owner._buffers[key] = saved.to(module.device, copy=True)
             else:
                 buffer.copy_(saved)
+        runner.note_private()
         for name, rule in self._rules.items():
             what = f"{type(rule).__name__} cannot resume from the checkpoint's state"
             with error_context(f"{what}: restore its options, or remove ckpt_path", RuntimeError):

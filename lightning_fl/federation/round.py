@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_fl.federation.dropped import check_causes, count_causes, describe_dropped
 from lightning_fl.federation.exchange import ClientContext
 from lightning_fl.federation.fit import Fit
+from lightning_fl.federation.table import COLUMNS
 from lightning_fl.federation.traffic import Traffic
 from lightning_fl.functional.randomness import (
     RandomStream,
@@ -31,10 +32,6 @@ from lightning_fl.types import (
     Step,
     describe,
 )
-
-#: Columns of the table of rounds that are not a cause of dropped clients.
-COLUMNS = {"round", "clients", "dropped", "dropped_clients", "num_samples", "num_steps", "lr"}
-COLUMNS |= {"bytes_up", "bytes_down"}
 
 
 @dataclass
@@ -113,15 +110,20 @@ class Round:
     def begin(self) -> None:
         """Store the model from which clients start, including changes by other hooks."""
         fit = self.fit
+        fit.runner.tensors.check_parameters()
         self.server = self.start = fit.runner.read()
         self.results.counters = self.server.counters
         self._schedule = self.results.schedule = fit.schedulers.read()
         self.rng = rng_state(fit.module.device)
-        fit.runner.constants.check()
         #: Mask of the trained parameters, ``[num_parameters]``; None means all.
         self.trained = fit.runner.trained_mask()
         self._trained_at = None if self.trained is None else self.trained.nonzero()[:, 0]
         self.traffic.begin(self.trained)
+        cohort = self.plan.cohort
+        #: Number of trained entries that a client does not exchange, by client id.
+        self._unused = dict(
+            zip(cohort.tolist(), fit.aggregator.unused_entries(cohort).tolist(), strict=True)
+        )
         fit.aggregator.start(self.server.vector, self.trained)
         self._broadcast = fit.aggregator.broadcast(self.plan)
         self.traffic.down(self._broadcast)
@@ -142,6 +144,7 @@ class Round:
         fit.processes.wait(is_idle=not step.rows)
         if not step.rows:  # Lightning also steps schedulers in idle batches
             fit.schedulers.write(self._schedule)
+        fit.runner.steps_before = step.start
         if step.first:
             self.load(step)
         self.step, rows = step, list(step.rows)
@@ -162,6 +165,9 @@ class Round:
         fit.schedulers.write(self._schedule)
         kept = [fit.memory.of_runner(client) for client in clients.tolist()]
         fit.runner.load(self.start, kept, [fit.lr(self.plan, row) for row in rows])
+        fit.runner.start_phases(fit.planner.phase_ends(clients, self.plan.num_steps[rows]))
+        values = self.plan.hyperparameters.items()
+        fit.runner.set_hyperparameters({name: value[rows] for name, value in values})
         call_hook(fit.module, "on_client_start")
         self._client = self._context(step)
         self._part_memory = fit.memory.of_parts(clients)
@@ -181,6 +187,7 @@ class Round:
             fit.runner,
             losses=lambda: fit.measures.client_losses(fit.runner, ids, round),
             gradients=lambda: fit.measures.client_gradients(fit.runner, ids, round),
+            start_model=self.start.vector,
             trained=self.trained,
         )
 
@@ -197,6 +204,11 @@ class Round:
         if self.fit.processes.share_samples:
             losses = self.fit.processes.mean(losses, self._batch_size(step))
         self._reported = losses
+
+    def hold_gradients(self) -> None:
+        """Remove the gradients of parameters that clients do not train in this phase."""
+        if self.step is not None and self.step.rows:
+            self.fit.runner.hold_gradients()
 
     def scale(self, loss: Tensor) -> None:
         """Scale the loss by this process's share of the samples if processes share a batch."""
@@ -249,8 +261,11 @@ class Round:
         dropped: dict[int, str] = {}
         for callback in fit.watchers:
             delta = callback.on_client_updates(self.plan, clients, delta, dropped)
+        for client, cause in fit.aggregator.rejected(clients).items():
+            dropped.setdefault(client, cause)
         check_causes(dropped, clients.tolist(), COLUMNS)
-        for client in clients[~is_finite(delta, extras)].tolist():
+        finite = is_finite(delta, {**extras, **fit.runner.local_parameters()})
+        for client in clients[~finite].tolist():
             dropped.setdefault(client, "non_finite")
         usable = torch.tensor([client not in dropped for client in clients.tolist()])
         self._drop(dropped)
@@ -389,6 +404,7 @@ class Round:
             fresh = trainer.strategy.broadcast(progress.table.fresh(trainer.callback_metrics))
             policy.update(self.feedback(before, progress.val_loss, fresh))
         row, learned = self.metrics(), fit.aggregator.metrics() | policy.metrics()
+        learned |= fit.options.sampler.metrics(self.plan.round)
         progress.table.add(row | learned)
         progress.round += 1
         return {k: v for k, v in row.items() if k not in ("round", "dropped_clients")} | learned
@@ -444,10 +460,10 @@ class Round:
         """Return the columns of the loop for the table of rounds."""
         plan, dropped = self.plan, self.results.dropped
         rates = [self.results.rates[client] for client in plan.clients.tolist()]
-        lr = (
-            rates[0] if len(set(rates)) == 1 else fmean(rates)
-        )  # avoids rounding in the mean of equal values
-        up, down = self.traffic.of_a_client()
+        # The mean of equal values would round.
+        lr = rates[0] if len(set(rates)) == 1 else fmean(rates)
+        per_client = {count: self.traffic.of_a_client(count) for count in {*self._unused.values()}}
+        traffic = {client: per_client[count] for client, count in self._unused.items()}
         return {
             "round": plan.round + 1,
             "clients": len(plan.cohort),
@@ -457,8 +473,18 @@ class Round:
             "num_samples": self.results.num_samples,
             "num_steps": 0 if plan.is_empty else int(plan.num_steps.sum()),
             "lr": lr,
-            "bytes_up": up * (len(plan.cohort) - len(dropped)),
-            "bytes_down": down * len(plan.cohort),
+            **self._hyperparameters(),
+            "bytes_up": sum(up for client, (up, _) in traffic.items() if client not in dropped),
+            "bytes_down": sum(down for _, down in traffic.values()),
+        }
+
+    def _hyperparameters(self) -> dict[str, float]:
+        """Return the mean over the clients of the numbers of the module that the policy has set."""
+        values = self.plan.hyperparameters
+        known = {name: values[name] for name in self.fit.runner.declared.values if name in values}
+        return {
+            name: float(value[0] if (value == value[0]).all() else value.double().mean())
+            for name, value in known.items()
         }
 
     def where(self) -> str | None:
@@ -484,21 +510,25 @@ def is_finite(delta: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
 
     Args:
         delta: Updates, ``[k, P]``.
-        extras: Tensors sent with the updates, ``[k, ...]`` by name.
+        extras: Tensors sent with the updates or kept by the clients, ``[k, ...]`` by name.
 
     Example:
         >>> is_finite(torch.zeros(2, 3), {"loss": torch.tensor([1.0, torch.inf])})
         tensor([ True, False])
     """
     finite = torch.ones(len(delta), dtype=torch.bool)
-    for value in (delta, *extras.values()):
-        if not value.numel() or not (value.is_floating_point() or value.is_complex()):
-            continue
-        value = torch.view_as_real(value) if value.is_complex() else value
-        # Non-finite if any entry is; isfinite() on all entries would take six times as long.
-        lowest, highest = value.aminmax()
-        if not (lowest.isfinite() & highest.isfinite()):
-            finite &= value.reshape(len(value), -1).isfinite().all(1).cpu()
+    values = [
+        torch.view_as_real(value) if value.is_complex() else value
+        for value in (delta, *extras.values())
+        if value.numel() and (value.is_floating_point() or value.is_complex())
+    ]
+    # Non-finite if any entry is; isfinite() on all entries would take six times as long.
+    extremes = [torch.stack(value.aminmax()).isfinite().all() for value in values]
+    flags = [flag.to(delta.device, non_blocking=True) for flag in extremes]
+    if not flags or torch.stack(flags).all():  # the only wait for the device
+        return finite
+    for value in values:
+        finite &= value.reshape(len(value), -1).isfinite().all(1).cpu()
     return finite
 
 

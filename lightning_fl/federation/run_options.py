@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_fl.aggregators import Aggregator
-from lightning_fl.options import check_choice, check_integer, check_number
+from lightning_fl.options import check_choice, check_flag, check_integer, check_number
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import BufferPolicy
+from lightning_fl.runners.phases import Phase, check_phases
 from lightning_fl.samplers import ClientSampler
 from lightning_fl.transforms import UpdateTransform
 from lightning_fl.types import FederationError
@@ -33,9 +34,12 @@ class RunOptions:
     optimizer_state: str
     buffers: BufferPolicy | None
     exchange_frozen: bool | None
+    checkpoint_frozen: bool
     monitor: str
     update_transforms: Sequence[UpdateTransform]
     client_state_memory_gb: float
+    local_parameters: Sequence[str] = ()
+    phases: Sequence[Phase] = ()
 
     def __post_init__(self) -> None:
         for name, rule, kind in (
@@ -61,10 +65,16 @@ class RunOptions:
         check_choice("on_client_error", self.on_client_error, "skip", "raise")
         check_choice("optimizer_state", self.optimizer_state, "reset", "keep")
         check_choice("buffers", self.buffer_policy, "average", "server", "local")
-        if self.exchange_frozen not in (True, False, None):
+        check_flag("exchange_frozen", self.exchange_frozen, optional=True)
+        check_flag("checkpoint_frozen", self.checkpoint_frozen)
+        patterns = self.local_parameters
+        is_list = isinstance(patterns, list | tuple)
+        if not is_list or not all(isinstance(p, str) and p for p in patterns):
             raise FederationError(
-                f"exchange_frozen must be true, false or None, got {self.exchange_frozen!r}"
+                f"local_parameters must be a list of patterns, got {patterns!r}: write"
+                ' ["net.head.*"] or ["type:_BatchNorm"]'
             )
+        check_phases(self.phases)
         for transform in self.update_transforms:
             if not isinstance(transform, UpdateTransform):
                 raise FederationError(

@@ -84,14 +84,19 @@ class Traffic:
         moved = [part for part, flag in zip(self._frozen, flags, strict=True) if flag]
         self._num_moved = sum(part.stop - part.start for part in moved)
 
-    def of_a_client(self) -> tuple[int, int]:
-        """Return the bytes that a client sends and receives."""
+    def of_a_client(self, unused: int = 0) -> tuple[int, int]:
+        """Return the bytes that a client sends and receives.
+
+        Args:
+            unused: Number of trained entries that the client does not exchange.
+        """
         layout = self._layout
         each = layout.dtype.itemsize
         rest = (layout.size - layout.num_parameters + self._num_moved) * each
         rest += 8 * layout.num_counters
-        message = Message(self._num_trained, 8 * each)
+        trained = self._num_trained - unused
+        message = Message(trained, 8 * each)
         for transform in self._transforms:
-            message = transform.message(self._num_trained, message)
+            message = transform.message(trained, message)
         up = message.bytes + rest + self.extra_up
-        return up, self._num_trained * each + rest + self._extra_down
+        return up, trained * each + rest + self._extra_down

@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from lightning_fl.federation.layout import VectorLayout
 from lightning_fl.runners.constants import Constants
 from lightning_fl.runners.fresh import check_fresh
+from lightning_fl.runners.hyperparameters import Declared
+from lightning_fl.runners.local_tensors import local_tensors, named_local_tensors
 from lightning_fl.runners.optimizer_state import OptimizerState
-from lightning_fl.runners.optimizer_values import around_steps
-from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors
+from lightning_fl.runners.optimizer_values import around_steps, parameters_held
+from lightning_fl.runners.phases import Phase, PhasedTraining
+from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors, beside
 from lightning_fl.types import FederationError, ServerState
 
 BufferPolicy = Literal["average", "server", "local"]
@@ -52,28 +55,6 @@ def to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def local_parameters(module: LightningModule) -> list[str]:
-    """Return the names of the client-local parameters (``federated_local_parameters``).
-
-    Raises:
-        FederationError: If a name is not a parameter, or if no parameter is left to share.
-    """
-    names = list(getattr(module, "federated_local_parameters", None) or ())
-    known = dict(module.named_parameters())
-    for name in names:
-        if name not in known:
-            raise FederationError(
-                f"{type(module).__name__}.federated_local_parameters names {name!r}, which is"
-                " not a parameter of the module"
-            )
-    if names and len(set(names)) == len(known):
-        raise FederationError(
-            f"{type(module).__name__}.federated_local_parameters names all parameters, so that none"
-            " is left to aggregate. Leave at least one parameter out of it"
-        )
-    return names
-
-
 class TensorList:
     """Read and write tensors as one vector, in their common promoted dtype."""
 
@@ -105,9 +86,8 @@ class TensorList:
 class ClientRunner(ABC):
     """Train clients: load the global model, make local steps, collect the client updates.
 
-    A module may name client-local parameters (``federated_local_parameters``), which are neither
-    averaged nor sent. A new client starts from the module's initial values; later its own values
-    are restored.
+    Client-local parameters and buffers (``federated_local_parameters``) are neither averaged nor
+    sent. A new client starts from the module's initial values; later its own values are restored.
 
     Args:
         module: The user's module; between rounds it holds the global model.
@@ -117,6 +97,7 @@ class ClientRunner(ABC):
         optimizer: The optimizer of local training.
         keep_optimizer: Whether a client keeps its optimizer state between rounds.
         constants: Frozen parameters that are not exchanged, by name.
+        local: Names of the client-local tensors. None takes those that the module names.
     """
 
     def __init__(
@@ -126,6 +107,7 @@ class ClientRunner(ABC):
         optimizer: torch.optim.Optimizer,
         keep_optimizer: bool,
         constants: Mapping[str, nn.Parameter] | None = None,
+        local: Iterable[str] | None = None,
     ) -> None:
         self.module = module
         self.buffers, self.optimizer, self.keep_optimizer = buffers, optimizer, keep_optimizer
@@ -133,23 +115,38 @@ class ClientRunner(ABC):
         self.constants = Constants(type(module).__name__, self.tensors.constants)
         self.named_parameters, self.named_buffers = self.tensors.parameters, self.tensors.buffers
         self._has_warned_of_late = False
-        #: Initial values of client-local parameters.
-        self.private = {
-            name: self.named_parameters[name].detach().clone() for name in local_parameters(module)
-        }
-        exchanged = {n: p for n, p in self.named_parameters.items() if n not in self.private}
-        #: Aggregated parameters, by name.
-        self.shared = {n: p for n, p in exchanged.items() if is_floating(p)}
-        #: Integer parameters and buffers, by name.
+        #: Numbers of the module that a policy may set.
+        self.declared = Declared(module)
+        self.declared.reset()
+        #: Initial values of client-local parameters and buffers, by name.
+        self.private: dict[str, Tensor] = {}
+        self.note_private(local_tensors(module) if local is None else local)
+        params, buffers_sent = (
+            {name: tensor for name, tensor in tensors.items() if name not in self.private}
+            for tensors in (self.named_parameters, self.named_buffers)
+        )
+        #: Aggregated parameters and floating-point buffers, by name.
+        self.shared = {n: p for n, p in params.items() if is_floating(p)}
+        self.shared_buffers = {n: b for n, b in buffers_sent.items() if is_floating(b)}
+        #: Aggregated integer parameters and buffers, by name.
         self.named_counters = {
-            name: tensor
-            for name, tensor in {**exchanged, **self.named_buffers}.items()
-            if not is_floating(tensor)
+            n: t for n, t in {**params, **buffers_sent}.items() if not is_floating(t)
         }
-        floats = [b for b in self.named_buffers.values() if is_floating(b)]
-        self.vector = TensorList([*self.shared.values(), *floats], torch.float32)
+        self.vector = TensorList(
+            [*self.shared.values(), *self.shared_buffers.values()], torch.float32
+        )
         self.num_parameters = sum(flat(p).numel() for p in self.shared.values())
         self.counters = TensorList(self.named_counters.values(), torch.int64)
+        own = named_local_tensors(module)
+        #: Parameters of the model that stay local by an option of the loop. The parameters that a
+        #: client started from, which terms compare with, are then its own ones.
+        self.restored_first = [
+            n for n in self.private if n in self.named_parameters and n not in own
+        ]
+        #: Names of the parameters and buffers that are stored for each client.
+        self.stored = list(self.private)
+        if buffers == "local":
+            self.stored += [name for name in self.named_buffers if name not in self.private]
         #: The optimizer's learning rate, to which a client's rate is a ratio. With a scheduler it
         #: is the initial value, so that the scheduler's factor still applies.
         group = optimizer.param_groups[0]
@@ -162,6 +159,10 @@ class ClientRunner(ABC):
         self._ratio, self._own_lr = 1.0, list[Any]()
         #: Terms that are added to the gradients of the clients in training.
         self.gradient_terms: list[GradientTerm] = []
+        #: Phases of local training, and the number of local steps before the Lightning batch.
+        self.phases, self.steps_before = PhasedTraining(), 0
+        #: Parameter groups that do not hold all their parameters in a step, and all of these.
+        self._incomplete: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
         #: The state of the optimizer.
         self.optimizer_state = OptimizerState(optimizer)
         check_fresh(self.optimizer_state, keep_optimizer)
@@ -183,14 +184,35 @@ class ClientRunner(ABC):
     def write(self, state: ServerState) -> None:
         """Load a state into the module and reset the optimizer."""
         self.adopt()
+        self._show_held()  # after an exception inside a step
         self._warn_of_late_buffers()
         self.vector.write(state.vector)
         self.counters.write(state.counters)
-        with torch.no_grad():
-            for name, first in self.private.items():
-                self.named_parameters[name].copy_(first)
+        self.restore({self.row_name(name): first for name, first in self.private.items()})
         self.optimizer_state.reset()
         self.gradient_terms = []
+        self.declared.reset()
+
+    def note_private(self, names: Iterable[str] | None = None) -> None:
+        """Record the current values of client-local tensors as their initial values.
+
+        Args:
+            names: Names of the tensors; None keeps the names.
+        """
+        tensors: Rows = {**self.named_parameters, **self.named_buffers}
+        names = self.private if names is None else names
+        self.private = {name: tensors[name].detach().clone() for name in names}
+
+    def row_name(self, name: str) -> str:
+        """Return the name of a tensor in the stored rows of a client."""
+        return f"{'parameter' if name in self.named_parameters else 'buffer'}.{name}"
+
+    @torch.no_grad()
+    def restore(self, rows: Rows) -> None:
+        """Copy parameters and buffers of a client's rows into the module."""
+        for name, tensor in {**self.named_parameters, **self.named_buffers}.items():
+            if (row := rows.get(self.row_name(name))) is not None:
+                tensor.copy_(row, non_blocking=True)
 
     def _warn_of_late_buffers(self) -> None:
         """Warn once of buffers that were registered during the fit and cannot be reset."""
@@ -207,14 +229,15 @@ class ClientRunner(ABC):
         """Release the optimizer."""
         self._end_steps()
         self._restore_lr()  # after an exception inside a step, its post hook has not run
+        self._show_held()
         if self.wants_fixed:
             vars(self.module)[GLOBAL_PARAMETERS] = {}
+        self.declared.reset()
 
     @property
     def layout(self) -> VectorLayout:
         """The position of each exchanged tensor in the vector."""
-        floats = {n: b for n, b in self.named_buffers.items() if is_floating(b)}
-        tensors = {**self.shared, **floats}
+        tensors: Rows = {**self.shared, **self.shared_buffers}
         shapes = {
             n: torch.Size([*t.shape, 2]) if t.is_complex() else t.shape for n, t in tensors.items()
         }
@@ -227,10 +250,15 @@ class ClientRunner(ABC):
 
         Computed anew every round, since a callback may unfreeze layers.
         """
-        params = self.shared.values()
-        if all(p.requires_grad for p in params):
+        is_trained = {
+            name: param.requires_grad and self.phases.is_trained(name)
+            for name, param in self.shared.items()
+        }
+        if all(is_trained.values()):
             return None
-        return torch.cat([flat(torch.full_like(p, p.requires_grad)).bool() for p in params])
+        return torch.cat(
+            [flat(torch.full_like(p, is_trained[n])).bool() for n, p in self.shared.items()]
+        )
 
     @property
     def wants_fixed(self) -> bool:
@@ -253,6 +281,24 @@ class ClientRunner(ABC):
             FederationError: If a client's learning rate differs from the optimizer's, and the
                 optimizer's is 0 or missing.
         """
+
+    @abstractmethod
+    def set_hyperparameters(self, values: Mapping[str, Tensor]) -> None:
+        """Set numbers of the module for the local steps of the clients that were just loaded.
+
+        Args:
+            values: Values of the policy by name, ``[k]``. Only declared numbers are used; others
+                keep the values of the module.
+        """
+
+    def _placed(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the values of declared numbers in the dtype and on the device of training."""
+        vector = self.vector
+        return {
+            name: value.to(vector.dtype).to(vector.device, non_blocking=True)
+            for name, value in values.items()
+            if name in self.declared.values
+        }
 
     def begin_batch(  # noqa: B027  # sequential training does not need it
         self, work: Callable[[], tuple[Tensor, Tensor]]
@@ -278,6 +324,16 @@ class ClientRunner(ABC):
 
         The tensors are detached but not copied: writing to them changes the clients' models.
         """
+
+    def local_parameters(self) -> dict[str, Tensor]:
+        """Return the trained parameters that stay with the clients, ``[k, *shape]`` by name."""
+        names = [n for n, p in self.named_parameters.items() if n in self.private]
+        trained = {name: self._trained_tensor(name) for name in names}
+        return {
+            n: p.detach().view(self.count, *self.named_parameters[n].shape)
+            for n, p in trained.items()
+            if p.requires_grad
+        }
 
     @abstractmethod
     def reported(self, outputs: Any) -> Tensor:
@@ -322,7 +378,10 @@ class ClientRunner(ABC):
 
     @torch.no_grad()
     def _complete_gradients(self) -> None:
-        """Add the terms to the gradients; a missing gradient counts as zero."""
+        """Add the terms to the gradients; a missing gradient counts as zero.
+
+        Gradients of parameters that clients do not train in this step are removed.
+        """
         params = self.client_parameters()
         for term in self.gradient_terms:
             for name, value in term(params).items():
@@ -330,10 +389,74 @@ class ClientRunner(ABC):
                 if param.requires_grad:
                     value = value.reshape(param.shape).to(param.dtype)
                     param.grad = value.clone() if param.grad is None else param.grad.add_(value)
+        self.hold_gradients()
 
     @abstractmethod
     def _trained_tensor(self, name: str) -> nn.Parameter:
-        """Return the tensor in the optimizer that holds an exchanged parameter."""
+        """Return the tensor in the optimizer that holds a parameter."""
+
+    # --- phases -----------------------------------------------------------------------------------
+
+    def set_phases(self, phases: Sequence[Phase]) -> None:
+        """Set the phases of local training.
+
+        Raises:
+            FederationError: If a phase trains no parameter, or the optimizer would move parameters
+                that a phase does not train.
+        """
+        if phases and next(parameters_held(self.optimizer), None) is not None:
+            name = type(self.optimizer).__name__
+            raise FederationError(
+                f"phases do not support {name}, which holds parameters outside of its parameter"
+                " groups and may move those that a phase does not train: choose another optimizer,"
+                " or remove phases"
+            )
+        names = [phase.parameters(self.module, self.private) for phase in phases]
+        self.phases = PhasedTraining(names, list(self.named_parameters))
+
+    def start_phases(self, ends: Tensor) -> None:
+        """Start the phases of the clients that were loaded.
+
+        Args:
+            ends: Local steps at which the phases of each client end, ``[k, phases]``.
+        """
+        self.phases.start(ends)
+
+    def _held(self) -> Mapping[str, Tensor | None]:
+        """Return the parameters that clients do not train in this step."""
+        return self.phases.held(self.steps_before)
+
+    def hold_gradients(self) -> None:
+        """Remove the gradients of parameters that clients do not train in this step.
+
+        Called after the backward pass and after everything that may add to gradients.
+        """
+        for name, clients in self._held().items():
+            param = self._trained_tensor(name)
+            if clients is None:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.masked_fill_(~beside(clients, param.grad), 0)
+
+    def _hide_held(self) -> None:
+        """Hide parameters from the optimizer for this step, as it may move them without gradient.
+
+        PFedMe, for example, moves parameters towards the personal model of an earlier step.
+        """
+        hidden = {id(self._trained_tensor(n)) for n, c in self._held().items() if c is None}
+        if not hidden:
+            return
+        for optimizer in self.optimizer_state.optimizers:
+            for group in optimizer.param_groups:
+                if all(group is not other for other, _ in self._incomplete):
+                    self._incomplete.append((group, group["params"]))
+                    group["params"] = [p for p in group["params"] if id(p) not in hidden]
+
+    def _show_held(self) -> None:
+        """Undo :meth:`_hide_held`."""
+        for group, params in self._incomplete:
+            group["params"] = params
+        self._incomplete = []
 
     # --- learning rates ---------------------------------------------------------------------------
 
@@ -363,7 +486,8 @@ class ClientRunner(ABC):
             self._own_lr = [group["lr"] for group in self.optimizer.param_groups]
             for group in self.optimizer.param_groups:
                 group["lr"] = group["lr"] * self._ratio
-        if not self.gradient_terms:
+        self._hide_held()
+        if not self.gradient_terms and not self.phases:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -385,6 +509,7 @@ class ClientRunner(ABC):
         lr = self._own_lr[0] if self._own_lr else self.optimizer.param_groups[0].get("lr", 0.0)
         self._step_rates.append(lr.detach().clone() if isinstance(lr, Tensor) else lr)
         self._restore_lr()
+        self._show_held()
         self.optimizer_state.after_step()
 
     def mean_lr(self, steps: int, lr: float) -> float:

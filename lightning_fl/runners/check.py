@@ -109,13 +109,16 @@ class _Trial:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._restore_constants()
+
+    def _restore_constants(self) -> None:
         for param, value in self._constants:
             param.data = value
 
     def use_its_precision(self) -> None:
         """Use the precision of the module instead of float64."""
         self._wide, self._exactness = {}, 1e-4
-        self.__exit__()
+        self._restore_constants()
 
     def by_itself(self) -> tuple[Result, set[str]]:
         """Make the first client's step in the module itself.
@@ -129,6 +132,7 @@ class _Trial:
         values |= {n: self._two(b)[0] for n, b in stacks.buffers.items()}
         own = {**stacks.tensors.parameters, **stacks.tensors.buffers}
         first = tree_map(lambda t: self._two(t)[0], self.batch)
+        numbers = tree_map(lambda t: self._two(t)[0], stacks.hyperparameters)
         with (
             left_alone(self.module),
             seeded_rng(0, self.module.device),
@@ -136,7 +140,7 @@ class _Trial:
             stacks.values(values),
             Watch(own) as watch,
         ):
-            outcome, grads = self.local.by_itself(fixed, first)
+            outcome, grads = self.local.by_itself(fixed, first, numbers)
             written = watch.written
         buffers = {name: values[name] for name in stacks.tensors.buffers}
         found = [grads.get(n, torch.zeros_like(values[n])) for n in self.trained]
@@ -159,6 +163,7 @@ class _Trial:
                 None,
                 fixed_is_shared=self.stacks.fixed_is_shared,
                 at_once=at_once,
+                hyperparameters=tree_map(self._two, self.stacks.hyperparameters),
             )
         wanted = [params[name] for name in self.trained]
         grads = torch.autograd.grad(outcome.loss.sum(), wanted, allow_unused=True)
@@ -229,6 +234,7 @@ def mixes_samples(step: VectorizedStep, batch: Any) -> bool:
                 weight,
                 fixed_is_shared=stacks.fixed_is_shared,
                 at_once=False,
+                hyperparameters={name: t[:1] for name, t in stacks.hyperparameters.items()},
             ).loss
 
     with _without_dropout(module), left_alone(module), stacks.untouched():

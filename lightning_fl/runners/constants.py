@@ -53,7 +53,7 @@ class Constants:
 
     def note(self) -> None:
         """Record the current values; the parameters must not change from here on."""
-        self._sums = self._current()
+        self._sums = checksums(self.parameters)
 
     def check(self) -> None:
         """Check that no parameter has changed; waits for the device once.
@@ -66,14 +66,10 @@ class Constants:
                 raise self._error(name, "unfrozen")
         if not self._sums:
             return
-        for name, before, now in zip(self.parameters, self._sums, self._current(), strict=True):
+        now_sums = checksums(self.parameters)
+        for name, before, now in zip(self.parameters, self._sums, now_sums, strict=True):
             if before != now:
                 raise self._error(name, "changed")
-
-    def _current(self) -> list[int]:
-        if not self.parameters:
-            return []
-        return torch.stack([checksum(p) for p in self.parameters.values()]).tolist()
 
     def _error(self, name: str, how: str) -> FederationError:
         return FederationError(
@@ -81,6 +77,19 @@ class Constants:
             f" clients share it, but it was {how} during the fit. Set exchange_frozen=True in"
             " FederatedLoop to exchange it like a trained parameter"
         )
+
+
+def checksums(tensors: Mapping[str, Tensor]) -> list[int]:
+    """Return the checksum of each tensor; waits for the device once.
+
+    Args:
+        tensors: Tensors by name, on one device.
+
+    Example:
+        >>> checksums({"w": torch.zeros(3)})
+        [0]
+    """
+    return torch.stack([checksum(t) for t in tensors.values()]).tolist() if tensors else []
 
 
 def checksum(tensor: Tensor) -> Tensor:

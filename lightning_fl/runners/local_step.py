@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torchmetrics import Metric
 
 from lightning_fl.hooks import attributes_set
+from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.types import FederationError
 
 Tensors = dict[str, Tensor]
@@ -60,8 +61,9 @@ class LocalStep(nn.Module):
 
     The module sees the client's parameters and buffers instead of its own. If it has these
     attributes, it also gets ``federated_global_parameters`` (the parameters that the client started
-    from, by name) and ``federated_sample_weight`` (``[batch]``, summing to 1, or None for equal
-    weights). A method ``federated_record`` is called once for all clients.
+    from, by name), ``federated_sample_weight`` (``[batch]``, summing to 1, or None for equal
+    weights), and ``federated_hyperparameters`` with the client's numbers from the policy. A method
+    ``federated_record`` is called once for all clients.
 
     Args:
         module: The user's module.
@@ -105,6 +107,7 @@ class LocalStep(nn.Module):
         fixed: Tensors,
         batch: Any,
         weight: Tensor | None,
+        hyperparameters: Tensors,
     ) -> Outcome:
         """Make the step of one client."""
         own = {**params, **{name: buffer.clone() for name, buffer in buffers.items()}}
@@ -113,11 +116,15 @@ class LocalStep(nn.Module):
         def run() -> Any:
             return functional_call(self, tensors, (batch,), tie_weights=False)
 
-        losses, logs, recorded = self._noted(run, fixed, batch, weight)
+        losses, logs, recorded = self._noted(run, fixed, weight, hyperparameters)
         return Outcome(*losses, logs, recorded, {n: tensors[self._first_place[n]] for n in buffers})
 
     def _noted(
-        self, run: Callable[[], Any], fixed: Tensors, batch: Any, weight: Tensor | None
+        self,
+        run: Callable[[], Any],
+        fixed: Tensors,
+        weight: Tensor | None,
+        hyperparameters: Tensors,
     ) -> tuple[tuple[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]], Tensors]:
         """Run the module's step and return its losses, logged values and recorded losses."""
         logs: dict[str, tuple[Tensor, Tensor]] = {}
@@ -146,6 +153,8 @@ class LocalStep(nn.Module):
             known["federated_record"] = record
         if fixed and hasattr(self.module, "federated_global_parameters"):
             known["federated_global_parameters"] = fixed | self._constants
+        if hyperparameters:
+            known[HYPERPARAMETERS] = vars(self.module)[HYPERPARAMETERS] | hyperparameters
         with attributes_set(self.module, known):
             out = run()
         loss = out["loss"] if isinstance(out, Mapping) else out
@@ -175,6 +184,7 @@ class LocalStep(nn.Module):
         *,
         fixed_is_shared: bool,
         at_once: bool,
+        hyperparameters: Tensors | None = None,
     ) -> Outcome:
         """Make the step of many clients; the first dimension of every tensor is the client.
 
@@ -186,9 +196,11 @@ class LocalStep(nn.Module):
             weight: Sample weights, ``[k, B]``, or None.
             fixed_is_shared: Whether all clients started from the same parameters.
             at_once: Whether to vectorize the step; otherwise clients run one after another.
+            hyperparameters: Numbers of the policy by name, ``[k]``; None means none.
         """
         shared: dict[str, Any] = {"fixed": fixed, "weight": weight}
         own: dict[str, Any] = {"params": params, "buffers": buffers, "batch": batch}
+        own["hyperparameters"] = hyperparameters or {}
         if not fixed_is_shared:
             own["fixed"] = shared.pop("fixed")
         if weight is not None:
@@ -199,19 +211,25 @@ class LocalStep(nn.Module):
 
         return (_mapped if at_once else _one_after_another)(step, own)
 
-    def by_itself(self, fixed: Tensors, batch: Any) -> tuple[Outcome, Tensors]:
+    def by_itself(
+        self, fixed: Tensors, batch: Any, hyperparameters: Tensors | None = None
+    ) -> tuple[Outcome, Tensors]:
         """Make the step on the module's own tensors, as in sequential training.
 
         Args:
             fixed: Parameters that the client started from. If empty, the module's attribute is not
                 changed.
             batch: The client's batch.
+            hyperparameters: The client's numbers of the policy by name. Without them, the module's
+                attribute is not changed.
 
         Returns:
             The outcome of the step without buffers, and the gradients of the parameters that have
             one, by name.
         """
-        (loss, task_loss), logs, recorded = self._noted(lambda: self(batch), fixed, batch, None)
+        (loss, task_loss), logs, recorded = self._noted(
+            lambda: self(batch), fixed, None, hyperparameters or {}
+        )
         wanted = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
         grads = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any, Literal, cast
 
@@ -12,10 +12,10 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_fl.options import check_integer
-from lightning_fl.runners.base import BufferPolicy, ClientRunner, local_parameters
-from lightning_fl.runners.constants import constant_parameters
+from lightning_fl.options import check_flag, check_integer
+from lightning_fl.runners.base import BufferPolicy, ClientRunner
 from lightning_fl.runners.groups import clients_at_once, device_memory, has_convolutions, num_steps
+from lightning_fl.runners.local_tensors import split_tensors
 from lightning_fl.runners.optimizer_values import optimizers_in, remove, restack
 from lightning_fl.runners.samples import BatchSamples, each_of
 from lightning_fl.runners.sequential import SequentialRunner
@@ -90,12 +90,12 @@ class VectorizedClients(LightningModule):
         ):
             if option not in ("auto", True, False):
                 raise FederationError(f"{name} must be auto, true or false, got {option!r}")
-        if fixed_groups and group_size == "auto":
+        self.fixed_groups = check_flag("fixed_groups", fixed_groups)
+        if self.fixed_groups and group_size == "auto":
             raise FederationError(
                 "fixed_groups=True requires a number for group_size: group_size='auto' depends on"
                 " the memory of the machine"
             )
-        self.fixed_groups = fixed_groups
         self.module = module
         self.example_input_array = module.example_input_array
         for name in ("_strict_loading", "_log_hyperparams", "_hparams_name", "_dtype", "_device"):
@@ -107,6 +107,7 @@ class VectorizedClients(LightningModule):
         self.host: VmapRunner | None = None
         #: See :class:`~lightning_fl.callbacks.FederatedLoop`, which sets it.
         self.exchange_frozen: bool | None = None
+        self.local_patterns: Sequence[str] = ()
         #: Parameters that all clients share, by name, so that they are not stacked.
         self.constants: dict[str, nn.Parameter] = {}
         overridden = hooks_of(module)
@@ -230,8 +231,7 @@ class VectorizedClients(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Create the module's optimizer and replace its parameters by the stacked ones."""
-        local = local_parameters(self.module)
-        self.constants = constant_parameters(self.module, self.exchange_frozen, local)
+        self.constants, _ = split_tensors(self.module, self.exchange_frozen, self.local_patterns)
         made = self.module.configure_optimizers()
         params = {n: p for n, p in self.module.named_parameters() if n not in self.constants}
         self.stack = {
@@ -267,7 +267,6 @@ class VectorizedClients(LightningModule):
         if not data.has_samples_in_front and not isinstance(batch, ClientBatches):
             batch = ClientBatches([batch])
         fetch = self._fetch(data.local_steps()) if data.plan().stepwise else None
-        host.steps_before = batch_idx
         host.batch = BatchSamples(batch, host.sizes, host.active, fetch)
 
     def _fetch(self, fetch: Callable[[int, bool], Any]) -> Callable[[int, bool], Any]:
@@ -340,7 +339,7 @@ class VectorizedClients(LightningModule):
             return
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         is_seen = scaled or sees_gradients(self.trainer)
-        host.may_update = not (is_seen or self.trainer.gradient_clip_val)
+        host.may_update = not (is_seen or self.trainer.gradient_clip_val or host.phases)
         for step, active in enumerate(host.active):
             host.step, host.evaluation = step, 0
             is_last = step + 1 == len(host.active)
@@ -368,6 +367,7 @@ class VectorizedClients(LightningModule):
             host.end_step()
             return
         loss.backward()
+        host.hold_gradients()
         self.configure_gradient_clipping(
             bare, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         )
@@ -394,12 +394,18 @@ class VectorizedClients(LightningModule):
             self.host.clip(float(gradient_clip_val), gradient_clip_algorithm or "norm")
 
 
+def user_module(module: LightningModule) -> LightningModule:
+    """Return the user's module, unwrapped from :class:`VectorizedClients`."""
+    return module.module if isinstance(module, VectorizedClients) else module
+
+
 def client_runner(
     module: LightningModule,
     buffers: BufferPolicy,
     optimizer: torch.optim.Optimizer,
     keep_optimizer: bool,
     exchange_frozen: bool | None = None,
+    local_patterns: Sequence[str] = (),
 ) -> ClientRunner:
     """Return the runner of a module: sequential, or vectorized for ``VectorizedClients``.
 
@@ -410,11 +416,13 @@ def client_runner(
         keep_optimizer: Whether a client keeps its optimizer state between rounds.
         exchange_frozen: Whether frozen parameters are exchanged; see
             :class:`~lightning_fl.callbacks.FederatedLoop`.
+        local_patterns: Patterns of client-local parameters and buffers, in addition to those that
+            the module names.
     """
+    user = user_module(module)
+    constants, local = split_tensors(user, exchange_frozen, local_patterns)
     if not isinstance(module, VectorizedClients) or module.reason is not None:
-        user = module.module if isinstance(module, VectorizedClients) else module
-        constants = constant_parameters(user, exchange_frozen, local_parameters(user))
-        return SequentialRunner(user, buffers, optimizer, keep_optimizer, constants)
+        return SequentialRunner(user, buffers, optimizer, keep_optimizer, constants, local)
     channels_last = module.channels_last
     if channels_last == "auto":
         channels_last = module.device.type == "cpu" and has_convolutions(module.module)
@@ -424,6 +432,7 @@ def client_runner(
         optimizer,
         keep_optimizer,
         module.constants,
+        local,
         params=module.stack,
         fast_matmul=module.fast_matmul,
         channels_last=channels_last,

@@ -163,16 +163,18 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
+def parameters_held(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """Yield the parameters in attributes of an optimizer, as LBFGS has them."""
+    for each in with_inner(optimizer):
+        for key, value in vars(each).items():
+            tensors = tensors_in(value) if may_learn(key) else ()
+            yield from (tensor for tensor in tensors if isinstance(tensor, nn.Parameter))
+
+
 def holds_other_parameters(optimizer: Optimizer) -> bool:
     """Return whether an attribute holds parameters that are in no parameter group."""
     own = {id(p) for p in params_of(optimizer)}
-    return any(
-        isinstance(tensor, nn.Parameter) and id(tensor) not in own
-        for each in with_inner(optimizer)
-        for key, value in vars(each).items()
-        if may_learn(key)
-        for tensor in tensors_in(value)
-    )
+    return any(id(param) not in own for param in parameters_held(optimizer))
 
 
 def holds_tensors(optimizers: Sequence[Optimizer]) -> bool:

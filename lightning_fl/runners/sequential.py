@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fl.runners.base import ClientRunner, Rows, to_cpu
+from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.runners.local_step import reported_loss
 from lightning_fl.runners.optimizer_state import OPTIMIZER_ROWS
 from lightning_fl.runners.tensors import GLOBAL_PARAMETERS
@@ -23,20 +24,21 @@ class SequentialRunner(ClientRunner):
         (kept,), (self._ratio,) = rows, self._ratios(lr)
         self.write(ServerState(state.vector[0], state.counters))
         if self.wants_fixed:
+            own = {row: kept[row] for n in self.restored_first if (row := self.row_name(n)) in kept}
+            self.restore(own)
             at_start = {n: p.detach().clone() for n, p in self.named_parameters.items()}
             vars(self.module)[GLOBAL_PARAMETERS] = at_start | self.tensors.constants
         if not kept:
             return
-        with torch.no_grad():
-            for name in self.private:
-                if (row := kept.get(f"parameter.{name}")) is not None:
-                    self.named_parameters[name].copy_(row, non_blocking=True)
-            for name, buffer in self.named_buffers.items():
-                if (row := kept.get(f"buffer.{name}")) is not None:
-                    buffer.copy_(row, non_blocking=True)
+        self.restore(kept)
         self.optimizer_state.load(
             {name: row for name, row in kept.items() if name.startswith(OPTIMIZER_ROWS)}
         )
+
+    def set_hyperparameters(self, values: Mapping[str, Tensor]) -> None:
+        """Set numbers of the module; see :meth:`ClientRunner.set_hyperparameters`."""
+        if given := {name: value[0] for name, value in self._placed(values).items()}:
+            vars(self.module)[HYPERPARAMETERS] = self.declared.values | given
 
     def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
         """Return the client's update and counters; see :meth:`ClientRunner.collect`."""
@@ -49,7 +51,7 @@ class SequentialRunner(ClientRunner):
         return {name: param.detach()[None] for name, param in self.shared.items()}
 
     def _trained_tensor(self, name: str) -> nn.Parameter:
-        return self.shared[name]
+        return self.named_parameters[name]
 
     def reported(self, outputs: Any) -> Tensor:
         """Return the client's task loss; see :meth:`ClientRunner.reported`."""
@@ -59,9 +61,8 @@ class SequentialRunner(ClientRunner):
     def rows(self) -> list[dict[str, Tensor]]:
         """Return the local tensors of the client, by name."""
         self.adopt()
-        rows = {f"parameter.{n}": self.named_parameters[n].detach() for n in self.private}
-        if self.buffers == "local":
-            rows |= {f"buffer.{name}": buffer for name, buffer in self.named_buffers.items()}
+        tensors = {**self.named_parameters, **self.named_buffers}
+        rows = {self.row_name(name): tensors[name].detach() for name in self.stored}
         if self.keep_optimizer:
             rows |= self.optimizer_state.rows()
         return [to_cpu(rows)]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fl.hooks import attributes_set
+from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.runners.local_step import Tensors
 from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors
 
@@ -34,6 +36,8 @@ class Stacks:
         #: for all clients; empty if the module does not ask for them.
         self.fixed: Tensors = {}
         self.fixed_is_shared = True
+        #: Numbers of the module that the policy has set, by name, ``[k]``.
+        self.hyperparameters: Tensors = {}
         #: Whether steps are vectorized; otherwise the clients train one after another.
         self.at_once = True
         #: Number of clients.
@@ -139,12 +143,15 @@ class Stacks:
         The tensors are views of the stacks, so that in-place writes of the module arrive there.
         Tensors that it replaces, by ``data`` or as a buffer, are copied back.
         """
-        start: dict[str, Tensors] = {}
+        start: dict[str, dict[str, Any]] = {}
         if self.tensors.wants_start:
             fixed = self.fixed
             if not self.fixed_is_shared:
                 fixed = {name: values[row] for name, values in fixed.items()}
             start[GLOBAL_PARAMETERS] = fixed | self.tensors.constants
+        if self.hyperparameters:
+            own = {name: values[row] for name, values in self.hyperparameters.items()}
+            start[HYPERPARAMETERS] = vars(self.module)[HYPERPARAMETERS] | own
         stacks: Tensors = {**self.params, **self.buffers}
         rows = {name: stack.detach()[row] for name, stack in stacks.items()}
         with attributes_set(self.module, start), self.values(rows):

@@ -61,6 +61,21 @@ class ModuleTensors:
                 buffer.copy_(now)
                 owner._buffers[name] = buffer
 
+    def check_parameters(self) -> None:
+        """Check that all parameters of the module are those of the start of the fit.
+
+        Raises:
+            FederationError: If a parameter was added or replaced.
+        """
+        known = {id(param) for param in (*self.parameters.values(), *self.constants.values())}
+        for name, param in self.module.named_parameters():
+            if id(param) not in known:
+                raise FederationError(
+                    f"{type(self.module).__name__}.{name} is a parameter that was added or replaced"
+                    " during the fit, so that clients do not exchange it. Add it before the fit,"
+                    " and write new values into it, as with param.data.copy_(values)"
+                )
+
     @property
     def wants_start(self) -> bool:
         """Whether the module asks for the parameters that its client starts from."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -163,6 +163,7 @@ def uses_batch_idx(step: VectorizedStep, samples: Samples) -> bool:
         param.requires_grad_(stacks.params[name].requires_grad)
     fixed = stacks.fixed if stacks.fixed_is_shared else select(stacks.fixed, rows)
     tensors = (params, select(stacks.buffers, rows), fixed, samples.pair(), None)
-    how = {"fixed_is_shared": stacks.fixed_is_shared, "at_once": True}
+    how: dict[str, Any] = {"fixed_is_shared": stacks.fixed_is_shared, "at_once": True}
+    how["hyperparameters"] = select(stacks.hyperparameters, rows)
     with seeded_rng(0):
         return depends_on_batch_idx(step.local, *tensors, **how)

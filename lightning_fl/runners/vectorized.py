@@ -188,6 +188,7 @@ class VectorizedStep:
             None,
             fixed_is_shared=stacks.fixed_is_shared,
             at_once=True,
+            hyperparameters=select(stacks.hyperparameters, rows),
         )
         for name, param in stacks.params.items():  # the step may write, as an EMA teacher does
             if params[name]._version:
@@ -200,6 +201,7 @@ class VectorizedStep:
         params: Tensors = dict(stacks.params)
         tensors = (params, stacks.buffers, stacks.fixed, batch, weight)
         how: dict[str, Any] = {"fixed_is_shared": stacks.fixed_is_shared, "at_once": True}
+        how["hyperparameters"] = stacks.hyperparameters
         if self.graphs is not None and self._is_worth_a_graph(batch):
             try:
                 return self._compiled(self.graphs, rate, *tensors, **how)

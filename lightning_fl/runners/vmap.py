@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_fl.runners.base import BufferPolicy, ClientRunner, Rows, is_floating, to_cpu
+from lightning_fl.runners.base import BufferPolicy, ClientRunner, Rows, to_cpu
 from lightning_fl.runners.local_step import Tensors
 from lightning_fl.runners.logs import StepLogs
 from lightning_fl.runners.matmul import allow_fast_matmul
@@ -35,6 +35,7 @@ class VmapRunner(ClientRunner):
         optimizer: The optimizer of the stacked parameters.
         keep_optimizer: Whether a client keeps its optimizer state between rounds.
         constants: Frozen parameters that are not stacked, by name.
+        local: Names of the client-local tensors. None takes those that the module names.
         params: The stacked parameters, by name.
         fast_matmul: Whether oneDNN multiplies matrices on a CPU.
         channels_last: Whether images and filters may be stored in channels-last memory format.
@@ -47,12 +48,13 @@ class VmapRunner(ClientRunner):
         optimizer: torch.optim.Optimizer,
         keep_optimizer: bool,
         constants: Mapping[str, nn.Parameter],
+        local: Iterable[str] | None = None,
         *,
         params: dict[str, nn.Parameter],
         fast_matmul: bool | Literal["auto"],
         channels_last: bool,
     ) -> None:
-        super().__init__(module, buffers, optimizer, keep_optimizer, constants)
+        super().__init__(module, buffers, optimizer, keep_optimizer, constants, local)
         self.is_linear = check_separable(self.optimizer_state, keep_optimizer)
         self.stacks = Stacks(self.tensors, params, channels_last)
         self.vectorized = VectorizedStep(self.stacks, optimizer)
@@ -74,8 +76,6 @@ class VmapRunner(ClientRunner):
         #: The samples of the Lightning batch, and the index of its next local step.
         self.batch: BatchSamples | None = None
         self.step = 0
-        #: Number of local steps that these clients made before the batch.
-        self.steps_before = 0
         #: Number of closure evaluations per local step, and those done in the current step.
         self.evaluations, self.evaluation = int(getattr(optimizer, "evaluations", 1)), 0
         #: Whether one graph may compute gradients and update, since nothing runs between them.
@@ -85,7 +85,10 @@ class VmapRunner(ClientRunner):
         self._client_ratios: Tensor | None = None
         #: Parameters before the optimizer step, if clients have different learning rates.
         self._start: list[Tensor] = []
-        self._floating = [n for n, b in self.named_buffers.items() if is_floating(b)]
+        #: Values before the step, and optimizer states, of parameters that only some clients train.
+        self._held_before: dict[str, tuple[Tensor, Tensors]] = {}
+        #: Whether the optimizer is known to support clients in different phases.
+        self._is_per_client = False
 
     # --- clients ----------------------------------------------------------------------------------
 
@@ -104,9 +107,11 @@ class VmapRunner(ClientRunner):
             )
         self.count = len(rows)
         self._set_rates(lr, state.vector)
-        is_shared = state.vector.stride(0) == 0
+        is_shared = state.vector.stride(0) == 0 and not self.restored_first
         self.stacks.load(self.count, self._starts(state), is_shared, self.optimizer)
         self._load_rows(rows)
+        for name in self.restored_first if self.stacks.fixed else ():
+            self.stacks.fixed[name] = self.stacks.params[name].detach().clone()
 
     def _set_rates(self, lr: Sequence[float], like: Tensor) -> None:
         """Set the clients' learning rates: one for all, or one per client."""
@@ -124,13 +129,14 @@ class VmapRunner(ClientRunner):
             self._client_ratios = placed(torch.tensor(ratios, dtype=torch.float64), like)
 
     def _starts(self, state: ServerState) -> Tensors:
-        """Return the initial parameters and buffers; client-local parameters are not stacked."""
-        names = [*self.shared, *self._floating]
+        """Return the initial parameters and buffers, ``[k, ...]``."""
+        names = [*self.shared, *self.shared_buffers]
         pieces = dict(zip(names, state.vector.split(self.vector.sizes, dim=1), strict=True))
         counters = state.counters.expand(self.count, -1).split(self.counters.sizes, dim=1)
         pieces |= dict(zip(self.named_counters, counters, strict=True))
         own = {**self.named_parameters, **self.named_buffers}
-        return {name: unflatten(rows, own[name]) for name, rows in pieces.items()} | self.private
+        private = {n: first.expand(self.count, *first.shape) for n, first in self.private.items()}
+        return {name: unflatten(rows, own[name]) for name, rows in pieces.items()} | private
 
     def _load_rows(self, rows: Sequence[Rows]) -> None:
         """Restore the clients' local tensors.
@@ -138,8 +144,7 @@ class VmapRunner(ClientRunner):
         The optimizer state of a new client is zero, unless the optimizer has a method ``fresh``
         that maps a parameter and the name of a state to its initial value.
         """
-        stacks = {f"buffer.{name}": buffer for name, buffer in self.stacks.buffers.items()}
-        stacks |= {f"parameter.{name}": self.stacks.params[name].detach() for name in self.private}
+        stacks = self._stored_stacks()
         for i, (param, _) in enumerate(self._optimized()):
             prefix = f"optimizer.{i}."
             for key in sorted({key for kept in rows for key in kept if key.startswith(prefix)}):
@@ -148,6 +153,10 @@ class VmapRunner(ClientRunner):
         for i, kept in enumerate(rows):
             for key, row in kept.items():
                 stacks[key][i].copy_(row, non_blocking=True)
+
+    def set_hyperparameters(self, values: Mapping[str, Tensor]) -> None:
+        """Set numbers of the module; see :meth:`ClientRunner.set_hyperparameters`."""
+        self.stacks.hyperparameters = self._placed(values)
 
     def begin_batch(self, work: Callable[[], tuple[Tensor, Tensor]]) -> None:
         """Record the sizes of local steps; see :meth:`ClientRunner.begin_batch`."""
@@ -163,7 +172,7 @@ class VmapRunner(ClientRunner):
         """Return the client updates and counters; see :meth:`ClientRunner.collect`."""
         self.is_loaded = False
         stacks: Tensors = {**self.stacks.params, **self.stacks.buffers}
-        floating = [flatten(stacks[name]) for name in (*self.shared, *self._floating)]
+        floating = [flatten(stacks[name]) for name in (*self.shared, *self.shared_buffers)]
         delta = self._moved(torch.cat(floating, dim=1).to(state.vector.dtype), state)
         if self.buffers == "server" or not self.named_counters:
             return delta, state.counters.expand(self.count, -1)
@@ -189,14 +198,16 @@ class VmapRunner(ClientRunner):
 
     def rows(self) -> list[dict[str, Tensor]]:
         """Return the local tensors of each client, by name."""
-        params = self.stacks.params
-        kept: Tensors = {f"parameter.{name}": params[name].detach() for name in self.private}
-        if self.buffers == "local":
-            kept |= {f"buffer.{name}": buffer for name, buffer in self.stacks.buffers.items()}
+        kept = self._stored_stacks()
         if self.keep_optimizer:
             kept |= self.optimizer_state.rows()
         kept = to_cpu(kept)
         return [{key: stack[i] for key, stack in kept.items()} for i in range(self.count)]
+
+    def _stored_stacks(self) -> Tensors:
+        """Return the stacks of the tensors that are stored for each client."""
+        stacks: Tensors = {**self.stacks.params, **self.stacks.buffers}
+        return {self.row_name(name): stacks[name].detach() for name in self.stored}
 
     def choices(self) -> dict[str, bool]:
         """Return the choices of :func:`tune`; see :meth:`ClientRunner.choices`."""
@@ -251,11 +262,14 @@ class VmapRunner(ClientRunner):
         return total
 
     @torch.no_grad()
-    def before_step(self, active: Tensor) -> list[Tensor]:
+    def before_step(self, active: Tensor) -> Tensors:
         """Return the tensors that :meth:`after_step` restores for clients that are done."""
         if self._client_ratios is not None:
             self._note_start()
-        return [] if active.all() else [tensor.clone() for tensor in self._stepped()]
+        self._note_held()
+        if active.all():
+            return {}
+        return {name: tensor.clone() for name, tensor in self._stepped().items()}
 
     @torch.no_grad()
     def _note_start(self) -> None:
@@ -263,7 +277,7 @@ class VmapRunner(ClientRunner):
         self._start = [p.detach().clone() for p in self.stacks.params.values() if p.requires_grad]
 
     @torch.no_grad()
-    def after_step(self, before: list[Tensor], active: Tensor) -> None:
+    def after_step(self, before: Tensors, active: Tensor) -> None:
         r"""Apply each client's learning rate, and undo the step of clients that were done.
 
         For an optimizer that is linear in its rate, a step at :math:`\eta_k` is
@@ -273,13 +287,82 @@ class VmapRunner(ClientRunner):
             trained = [p.detach() for p in self.stacks.params.values() if p.requires_grad]
             for now, start in zip(trained, self._start, strict=True):
                 now.copy_(start.lerp(now, beside(self._client_ratios, now).to(now.dtype)))
-        for now, old in zip(self._stepped(), before, strict=False):
+        self._restore_held()
+        for name, now in self._stepped().items() if before else ():
+            old = before[name] if name in before else self._fresh(name)
             now.copy_(torch.where(beside(active, now), now, old))
 
-    def _stepped(self) -> list[Tensor]:
+    # --- phases -----------------------------------------------------------------------------------
+
+    def start_phases(self, ends: Tensor) -> None:
+        """Start the phases of the clients; see :meth:`ClientRunner.start_phases`.
+
+        Raises:
+            FederationError: If clients are in different phases in the same local step, and the
+                optimizer has values that all clients share or evaluates the loss several times.
+        """
+        super().start_phases(ends)
+        if not self.phases or self.phases.is_aligned or self._is_per_client:
+            return
+        reason = "it evaluates the loss several times in a step" if self.evaluations > 1 else ""
+        try:
+            check_separable(self.optimizer_state, keep=True)
+        except FederationError:
+            reason = "clients share a part of its state, such as a step counter"
+        if reason:
+            raise FederationError(
+                "vectorized clients that change from phase to phase in different local steps are"
+                f" not supported with {type(self.optimizer).__name__}, because {reason}. Set"
+                " num_steps instead of local_epochs in the phases and in the policy, choose SGD"
+                " without dampening, or train the module without VectorizedClients"
+            )
+        self._is_per_client = True
+
+    def _held(self) -> Mapping[str, Tensor | None]:
+        if not self.phases:
+            return {}
+        return self.phases.held(self.steps_before + self.step, self.active[self.step])
+
+    def _note_held(self) -> None:
+        """Record parameters that only some clients train in this step, and their states."""
+        self._held_before = {
+            name: (
+                self.stacks.params[name].detach().clone(),
+                {
+                    key: value.clone()
+                    for key, value in self.optimizer.state.get(self.stacks.params[name], {}).items()
+                    if isinstance(value, Tensor)
+                },
+            )
+            for name, clients in self._held().items()
+            if clients is not None
+        }
+
+    def _restore_held(self) -> None:
+        """Undo the step of parameters for the clients that do not train them."""
+        held = self._held() if self._held_before else {}
+        for name, (before, states) in self._held_before.items():
+            param, clients = self.stacks.params[name], held[name]
+            assert clients is not None
+            now = param.detach()
+            now.copy_(torch.where(beside(clients, now), now, before))
+            for key, value in self.optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor):
+                    old = states[key] if key in states else fresh(self.optimizer, param, key)
+                    value.copy_(torch.where(beside(clients, value), value, old))
+
+    def _stepped(self) -> Tensors:
         """Return the tensors that a step changes: parameters, and optimizer state if it is kept."""
-        params = [param.detach() for param in self.stacks.params.values()]
-        return params + (list(self.optimizer_state.rows().values()) if self.keep_optimizer else [])
+        params = {self.row_name(name): p.detach() for name, p in self.stacks.params.items()}
+        return params | (self.optimizer_state.rows() if self.keep_optimizer else {})
+
+    def _fresh(self, row_name: str) -> Tensor:
+        """Return the initial value of an optimizer state.
+
+        A phase may begin, and create the state of its parameters, after some clients are done.
+        """
+        _, index, key = row_name.split(".", 2)
+        return fresh(self.optimizer, self._optimized()[int(index)][0], key)
 
     @torch.no_grad()
     def clip(self, value: float, algorithm: str) -> None:

@@ -305,5 +305,5 @@ def test_matching_needs_the_updates_of_all_parameters(fit, data):
 
 
 def test_exchange_frozen_is_checked():
-    with pytest.raises(FederationError, match="exchange_frozen must be true, false or None"):
+    with pytest.raises(FederationError, match="exchange_frozen must be true or false, or None"):
         FederatedLoop(exchange_frozen="some")

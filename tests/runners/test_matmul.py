@@ -19,6 +19,7 @@ def setting():
 
 def test_the_error_of_single_precision_is_small():
     assert 0 < matmul_error(SHAPES) < MOST_ERROR
+    assert matmul_error([(3, 0), (0, 2)]) == 0
 
 
 def test_the_setting_holds_until_it_is_put_back(setting):

@@ -1,0 +1,74 @@
+"""Numbers of a local step that a policy may set: ``federated_hyperparameters`` of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from lightning_fl.options import check_number
+from lightning_fl.types import FederationError
+
+#: Optional attribute of a module: the numbers that a policy may set, with their own values by name.
+HYPERPARAMETERS = "federated_hyperparameters"
+#: Optional attribute of a module: arguments of ``check_number`` for these numbers, by name.
+LIMITS = "federated_hyperparameter_limits"
+
+
+class Declared:
+    """Numbers of a module that a policy may set for each round and client.
+
+    A module declares them in the attribute ``federated_hyperparameters``, a dictionary of values by
+    name. While a client trains, the dictionary has the numbers of the policy instead, as tensors
+    without dimensions. The optional attribute ``federated_hyperparameter_limits`` has the allowed
+    range of a number, as arguments of :func:`~lightning_fl.options.check_number`.
+
+    Args:
+        module: The user's module; None outside of a fit, which declares nothing.
+
+    Raises:
+        FederationError: If the attribute is not a dictionary with names.
+
+    Example:
+        >>> module = LightningModule()
+        >>> module.federated_hyperparameters = {"mu": 0.1}
+        >>> module.federated_hyperparameter_limits = {"mu": {"min": 0}}
+        >>> Declared(module).check("policy", "mu", [0.5, -1.0])
+        Traceback (most recent call last):
+        lightning_fl.types.FederationError: mu of policy must be a finite number of at least 0, \
+got -1.0
+    """
+
+    def __init__(self, module: LightningModule | None) -> None:
+        self.module = module
+        values = getattr(module, HYPERPARAMETERS, None) or {}
+        is_fixed = isinstance(getattr(type(module), HYPERPARAMETERS, None), property)
+        if is_fixed or not isinstance(values, dict) or not all(type(n) is str for n in values):
+            raise FederationError(
+                f"{type(module).__name__}.{HYPERPARAMETERS} must be an attribute with a dictionary"
+                f" of numbers by name, got {'a property' if is_fixed else values!r:.200}"
+            )
+        #: Values of the module itself, by name.
+        self.values: dict[str, Any] = dict(values)
+        self._limits: Mapping[str, Mapping[str, Any]] = getattr(module, LIMITS, None) or {}
+
+    def check(self, source: str, name: str, values: Iterable[float]) -> None:
+        """Check values for a number of the module. Other names are ignored.
+
+        Args:
+            source: Where the values come from, for the error message.
+            name: Name of the number.
+            values: The values.
+
+        Raises:
+            FederationError: If a value is not finite or out of range.
+        """
+        if name in self.values:
+            for value in values:
+                check_number(f"{name} of {source}", value, **self._limits.get(name, {}))
+
+    def reset(self) -> None:
+        """Restore the values of the module itself."""
+        if self.values:
+            vars(self.module)[HYPERPARAMETERS] = dict(self.values)

@@ -1,0 +1,175 @@
+"""Names of the parameters and buffers that stay with each client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_fl.runners.constants import constant_parameters
+from lightning_fl.types import FederationError
+
+#: Optional attribute of a module: names of parameters and buffers that stay with each client.
+LOCAL_TENSORS = "federated_local_parameters"
+#: Prefix of patterns that match the classes of layers instead of the names of tensors.
+OF_TYPE = "type:"
+
+
+def tensor_names(module: nn.Module) -> dict[str, str]:
+    """Return all names of parameters and buffers, each with the first name of the same tensor.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+        >>> net[1].weight = net[0].weight
+        >>> tensor_names(net)
+        {'0.weight': '0.weight', '1.weight': '0.weight'}
+    """
+    first: dict[int, str] = {}
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+
+
+def matching_names(module: nn.Module, pattern: str) -> set[str]:
+    """Return the names of parameters and buffers that a pattern matches.
+
+    Args:
+        module: The user's module.
+        pattern: Pattern of names, as in ``fnmatch``: ``net.head.*``. With the prefix ``type:``, it
+            matches the names of the classes of modules and of their base classes, and stands for
+            all tensors within these modules: ``type:_BatchNorm``.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
+        >>> sorted(matching_names(net, "type:_BatchNorm"))
+        ['1.num_batches_tracked', '1.running_mean', '1.running_var']
+        >>> sorted(matching_names(net, "*.weight"))
+        ['0.weight']
+    """
+    names = tensor_names(module)
+    if not pattern.startswith(OF_TYPE):
+        return {name for name in names if fnmatchcase(name, pattern)}
+    kind = pattern.removeprefix(OF_TYPE)
+    owners = [
+        f"{path}." if path else ""
+        for path, part in module.named_modules(remove_duplicate=False)
+        if any(fnmatchcase(base.__name__, kind) for base in type(part).__mro__)
+    ]
+    return {name for name in names if name.startswith(tuple(owners))}
+
+
+def matched_tensors(module: nn.Module, patterns: Iterable[str], option: str) -> list[str]:
+    """Return the tensors that any of several patterns matches, each by its first name.
+
+    Args:
+        module: The user's module.
+        patterns: The patterns; see :func:`matching_names`.
+        option: Name of the option for error messages.
+
+    Raises:
+        FederationError: If a pattern matches nothing, or the patterns match some but not all names
+            of a tensor that has several (tied parameters).
+    """
+    names, matched = tensor_names(module), set[str]()
+    for pattern in patterns:
+        if not (found := matching_names(module, pattern)):
+            raise FederationError(
+                f"the pattern {pattern!r} in {option} matches no parameter or buffer of"
+                f" {type(module).__name__}: {_suggestion(module, pattern)}"
+            )
+        matched |= found
+    tensors = {names[name] for name in matched}
+    for name, first in names.items():
+        if first in tensors and name not in matched:
+            other = next(n for n in names if n in matched and names[n] == first)
+            raise FederationError(
+                f"{option} matches {other}, but not {name}, which is the same tensor of"
+                f" {type(module).__name__}: match both names, or none of them"
+            )
+    return [name for name, first in names.items() if name == first and first in tensors]
+
+
+def _suggestion(module: nn.Module, pattern: str) -> str:
+    """Return a text with the names that are closest to a pattern."""
+    if pattern.startswith(OF_TYPE):
+        kinds = [base.__name__ for part in module.modules() for base in type(part).__mro__]
+        close = get_close_matches(pattern.removeprefix(OF_TYPE), dict.fromkeys(kinds), cutoff=0.4)
+        known = dict.fromkeys(type(part).__name__ for part in module.modules())
+        return f"the closest classes are {', '.join(close or list(known)[:5])}"
+    names = list(tensor_names(module))
+    close = get_close_matches(pattern, names, cutoff=0.4)
+    return f"the closest names are {', '.join(close or names[:5])}"
+
+
+def named_local_tensors(module: LightningModule) -> list[str]:
+    """Return the tensors that a module itself names (``federated_local_parameters``).
+
+    Raises:
+        FederationError: If a name is neither a parameter nor a buffer.
+    """
+    known = tensor_names(module)
+    given = list(getattr(module, LOCAL_TENSORS, None) or ())
+    for name in given:
+        if name not in known:
+            raise FederationError(
+                f"{type(module).__name__}.{LOCAL_TENSORS} names {name!r}, which is not a parameter"
+                " or a buffer of the module"
+            )
+    return list(dict.fromkeys(known[name] for name in given))
+
+
+def local_tensors(module: LightningModule, patterns: Sequence[str] = ()) -> list[str]:
+    """Return the names of all client-local tensors.
+
+    Args:
+        module: The user's module, with tensors that it names itself.
+        patterns: Patterns of further tensors; see :func:`matching_names`.
+
+    Raises:
+        FederationError: If a name or a pattern matches nothing, or if no parameter is left to
+            share.
+    """
+    names = named_local_tensors(module)
+    names += matched_tensors(module, patterns, "local_parameters") if patterns else []
+    if names and not {name for name, _ in module.named_parameters()} - set(names):
+        option = f"local_parameters={list(patterns)} matches" if patterns else LOCAL_TENSORS
+        option += "" if patterns else f" of {type(module).__name__} names"
+        raise FederationError(
+            f"{option} all parameters, so that none is left to aggregate. Leave at least one"
+            " parameter out of it"
+        )
+    return list(dict.fromkeys(names))
+
+
+def split_tensors(
+    module: LightningModule, exchange_frozen: bool | None, patterns: Sequence[str]
+) -> tuple[dict[str, nn.Parameter], list[str]]:
+    """Return the constant parameters and the names of the client-local tensors.
+
+    A frozen parameter that clients do not exchange is constant, whether a pattern matches it or
+    not. It is local only if the module itself names it.
+
+    Args:
+        module: The user's module.
+        exchange_frozen: Whether frozen parameters are exchanged; see :func:`constant_parameters`.
+        patterns: Patterns of client-local tensors; see :func:`matching_names`.
+
+    Raises:
+        FederationError: If no trained parameter is left to share.
+    """
+    constants = constant_parameters(module, exchange_frozen, named_local_tensors(module))
+    local = [name for name in local_tensors(module, patterns) if name not in constants]
+    if patterns and not exchange_frozen:
+        shared = [p for n, p in module.named_parameters() if n not in local]
+        if not any(param.requires_grad for param in shared):
+            raise FederationError(
+                f"local_parameters={list(patterns)} matches all trained parameters of"
+                f" {type(module).__name__}, so that none is left to aggregate. Leave at least one"
+                " parameter out of it"
+            )
+    return constants, local

@@ -1,0 +1,222 @@
+"""Phases of local training, in which clients train some of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_fl.options import check_integer, check_number
+from lightning_fl.runners.local_tensors import matched_tensors
+from lightning_fl.types import FederationError
+
+KINDS = ("local", "shared", "all")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Train some of the parameters in a part of a client's local steps.
+
+    The others do not change in this phase: they have no gradient, so that neither momentum nor
+    weight decay moves them, and they do not count in the norm of clipped gradients. Buffers are not
+    trained: they change in every phase in which the forward pass changes them.
+
+    The policy sets the local steps of all phases together. One phase has no amount and takes the
+    steps that the other phases leave. A client with fewer steps than the other phases need runs the
+    phases in order until its steps are used up.
+
+    Args:
+        train: ``local`` trains the client-local parameters, ``shared`` the others, ``all`` both.
+            Parameters of loss terms, such as the personal model of
+            :class:`~lightning_fl.objectives.Ditto`, are client-local. A list of patterns trains the
+            parameters that match one of them, without those that match a pattern after ``!``; see
+            ``local_parameters`` of :class:`~lightning_fl.callbacks.FederatedLoop`.
+        num_steps: Number of local steps.
+        local_epochs: Number of epochs over the client's samples, instead of ``num_steps``.
+
+    Raises:
+        FederationError: If a value is out of range, or both amounts are given.
+
+    Example:
+        >>> fedrep = [Phase("local", local_epochs=5), Phase("shared")]
+        >>> phase_ends(fedrep, torch.tensor([60, 12]), torch.tensor([10, 2]))
+        tensor([[50, 60],
+                [10, 12]])
+    """
+
+    train: str | list[str] = "all"
+    num_steps: int | None = None
+    local_epochs: float | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("num_steps of a phase", self.num_steps, min=1, optional=True)
+        check_number("local_epochs of a phase", self.local_epochs, above=0, optional=True)
+        if self.num_steps is not None and self.local_epochs is not None:
+            raise FederationError(
+                f"num_steps={self.num_steps} and local_epochs={self.local_epochs} both set the"
+                " length of a phase: use only one of them"
+            )
+        is_list = isinstance(self.train, list | tuple) and len(self.train) > 0
+        if not (self.train in KINDS or (is_list and all(isinstance(p, str) for p in self.train))):
+            raise FederationError(
+                f"train of a phase must be {', '.join(KINDS)} or a list of patterns, got"
+                f" {self.train!r}"
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the phase takes the steps that the others leave."""
+        return self.num_steps is None and self.local_epochs is None
+
+    def length(self, batches_per_epoch: Tensor) -> Tensor:
+        """Return the number of steps of a phase with an amount, ``[k]``.
+
+        Args:
+            batches_per_epoch: Number of batches per local epoch of each client, ``[k]``.
+        """
+        if self.num_steps is not None:
+            return torch.full_like(batches_per_epoch, self.num_steps)
+        epochs = 0.0 if self.local_epochs is None else self.local_epochs
+        return (epochs * batches_per_epoch).round().clamp(min=1).long()
+
+    def parameters(self, module: LightningModule, local: Collection[str]) -> frozenset[str]:
+        """Return the names of the trained parameters.
+
+        Args:
+            module: The user's module.
+            local: Names of the client-local tensors.
+
+        Raises:
+            FederationError: If a pattern matches nothing, or the phase trains nothing.
+        """
+        params = [name for name, _ in module.named_parameters()]
+        names = set(params)
+        if self.train == "local":
+            names &= set(local)
+        elif self.train == "shared":
+            names -= set(local)
+        elif self.train != "all":
+            without = [p.removeprefix("!") for p in self.train if p.startswith("!")]
+            chosen = [p for p in self.train if not p.startswith("!")]
+            if chosen:
+                names &= set(matched_tensors(module, chosen, "phases"))
+            names -= set(matched_tensors(module, without, "phases"))
+        if not names:
+            hint = ": name client-local ones in local_parameters" if self.train == "local" else ""
+            raise FederationError(f"a phase with train={self.train!r} trains no parameter{hint}")
+        return frozenset(names)
+
+
+def check_phases(phases: Sequence[Phase]) -> None:
+    """Check the phases of a run.
+
+    Raises:
+        FederationError: If not exactly one phase has no amount.
+    """
+    is_list = isinstance(phases, list | tuple)
+    if not is_list or not all(isinstance(phase, Phase) for phase in phases):
+        raise FederationError(
+            f"phases must be a list of Phase, got {phases!r}: write"
+            " [Phase('local', local_epochs=5), Phase('shared')]"
+        )
+    count = sum(phase.is_open for phase in phases)
+    if phases and count != 1:
+        raise FederationError(
+            f"one phase takes the local steps that the others leave, got {count} phases without"
+            " num_steps and local_epochs: set an amount in all phases except one. The policy sets"
+            " the total"
+        )
+
+
+def steps_left(phases: Sequence[Phase], num_steps: Tensor, batches_per_epoch: Tensor) -> Tensor:
+    """Return the number of steps of the phase without an amount, ``[k]``; negative if too few.
+
+    Args:
+        phases: The phases.
+        num_steps: Number of local steps of each client, ``[k]``.
+        batches_per_epoch: Number of batches per local epoch of each client, ``[k]``.
+    """
+    fixed = [phase.length(batches_per_epoch) for phase in phases if not phase.is_open]
+    return num_steps - sum(fixed, torch.zeros_like(num_steps))
+
+
+def phase_ends(phases: Sequence[Phase], num_steps: Tensor, batches_per_epoch: Tensor) -> Tensor:
+    """Return the local step at which each phase ends, ``[k, phases]``.
+
+    Args:
+        phases: The phases.
+        num_steps: Number of local steps of each client, ``[k]``.
+        batches_per_epoch: Number of batches per local epoch of each client, ``[k]``.
+    """
+    left = steps_left(phases, num_steps, batches_per_epoch).clamp(min=0)
+    lengths = [left if phase.is_open else phase.length(batches_per_epoch) for phase in phases]
+    return torch.stack(lengths, dim=1).cumsum(1).minimum(num_steps[:, None])
+
+
+class PhasedTraining:
+    """Which parameters the clients in training train in each local step.
+
+    Args:
+        names: Names of the trained parameters of each phase. Empty if there are no phases.
+        parameters: Names of all parameters.
+    """
+
+    def __init__(
+        self, names: Sequence[frozenset[str]] = (), parameters: Collection[str] = ()
+    ) -> None:
+        self.names, self.parameters = names, parameters
+        self._trained = frozenset[str]().union(*names)
+        self._ends = torch.zeros(1, len(names), dtype=torch.int64)
+
+    def __bool__(self) -> bool:
+        """Return whether there are phases."""
+        return bool(self.names)
+
+    def start(self, ends: Tensor) -> None:
+        """Start clients.
+
+        Args:
+            ends: Local steps at which their phases end, ``[k, phases]``.
+        """
+        self._ends = ends
+
+    def is_trained(self, name: str) -> bool:
+        """Return whether a phase trains a parameter."""
+        return not self.names or name in self._trained
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether clients that train in the same step are always in the same phase."""
+        # A client that is done makes no step, so ends at its last step do not count.
+        last = self._ends[:, -1:]
+        longest = self._ends[self._ends[:, -1].argmax()]
+        return bool((self._ends == longest.minimum(last)).all())
+
+    def held(self, step: int, active: Tensor | None = None) -> Mapping[str, Tensor | None]:
+        """Return the parameters that some clients do not train in a local step.
+
+        Args:
+            step: Index of the local step.
+            active: Mask of the clients that still train, ``[k]``; None means all.
+
+        Returns:
+            By name, the mask of the clients that train the parameter, ``[k]``; None if no client
+            does.
+        """
+        if not self.names:
+            return {}
+        phases = (step >= self._ends).sum(1).clamp(max=len(self.names) - 1)
+        if active is not None and active.any():
+            phases = torch.where(active, phases, phases[active][0])
+        current = {phase: self.names[phase] for phase in phases.unique().tolist()}
+        held: dict[str, Tensor | None] = {}
+        for name in self.parameters:
+            trains = [phase for phase, names in current.items() if name in names]
+            if not trains:
+                held[name] = None
+            elif len(trains) < len(current):
+                held[name] = torch.isin(phases, torch.tensor(trains))
+        return held

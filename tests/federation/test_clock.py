@@ -1,0 +1,117 @@
+"""The event simulation against one that moves time tick by tick, and by hand."""
+
+import random
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_fl.federation.clock import VirtualClock
+from lightning_fl.types import FederationError
+
+
+def permuted(num_clients, seed=0):
+    def order(version):
+        ids = list(range(num_clients))
+        random.Random(f"{seed} {version}").shuffle(ids)
+        return ids
+
+    return order
+
+
+def tick_by_tick(num_clients, concurrency, buffer_size, order, seconds, flushes, tick):
+    """Move time by one tick after another: first those who finish arrive, then others start."""
+    now, version, training, buffer, found = Fraction(0), 0, {}, [], []
+    starts = [0] * num_clients
+    while True:
+        arriving = sorted(c for c, (finish, _) in training.items() if finish == now)
+        for client in arriving:
+            buffer.append((client, training.pop(client)[1]))
+            if len(buffer) == buffer_size:
+                in_use = sorted({v for _, v in training.values()})
+                found.append((now, *zip(*buffer, strict=True), tuple(in_use)))
+                buffer, version = [], version + 1
+                if len(found) == flushes:
+                    return found
+        waiting = {client for client, _ in buffer}
+        for client in order(version):
+            if len(training) < concurrency and client not in training and client not in waiting:
+                training[client] = now + seconds(client, version, starts[client]), version
+                starts[client] += 1
+        now += tick
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_it_is_the_plain_simulation(data):
+    n = data.draw(st.integers(1, 9))
+    concurrency, buffer_size = (data.draw(st.integers(1, n)) for _ in range(2))
+    # Few different durations: many clients finish at the same time.
+    table = data.draw(st.lists(st.integers(1, 6), min_size=4 * n, max_size=4 * n))
+    tick = Fraction(1, data.draw(st.sampled_from([1, 3, 7])))
+    seed = data.draw(st.integers(0, 99))
+
+    def seconds(client, version, start):
+        return tick * table[4 * client + (version + start) % 4]
+
+    given_ = n, concurrency, buffer_size, permuted(n, seed), seconds
+    plain = tick_by_tick(*given_, flushes=12, tick=tick)
+    clock = VirtualClock(*given_)
+    found = [clock.flush(version) for version in range(12)]
+    assert [tuple(flush) for flush in found] == plain
+    # Versions that are dropped are never asked for again; few are kept.
+    for now, flush in enumerate(found):
+        later = {v for each in found[now + 1 :] for v in each.started if v <= now}
+        assert later <= set(flush.in_use)
+        assert len(flush.in_use) <= concurrency
+    # An old flush, or one far ahead, is the same.
+    assert [clock.flush(version) for version in (2, 11, 10, 0)] == [
+        found[v] for v in (2, 11, 10, 0)
+    ]
+
+
+def test_it_is_read_slowly_or_from_the_start_and_is_the_same():
+    def made():
+        return VirtualClock(20, 7, 3, permuted(20), lambda c, v, k: 1.0 + c % 5 + 0.1 * v)
+
+    one, other = made(), made()
+    assert one.flush(40) == [other.flush(version) for version in range(41)][-1]
+    assert one.flush(39) == other.flush(39)
+
+
+def test_equal_durations_are_synchronous_rounds():
+    order = permuted(8)
+    clock = VirtualClock(8, 3, 3, order, lambda c, v, k: 2.5)
+    for version in range(6):
+        flush = clock.flush(version)
+        assert flush.clients == tuple(sorted(order(version)[:3]))
+        assert (flush.time, flush.started, flush.in_use) == (
+            2.5 * (version + 1),
+            (version,) * 3,
+            (),
+        )
+
+
+def test_with_all_clients_and_unequal_durations_rounds_are_synchronous_too():
+    """A place stays empty until the next flush if all others train or wait."""
+    clock = VirtualClock(4, 4, 4, permuted(4), lambda c, v, k: 1.0 + c)
+    for version in range(3):
+        flush = clock.flush(version)
+        assert (flush.time, flush.clients) == (4.0 * (version + 1), (0, 1, 2, 3))
+        assert flush.started == (version,) * 4
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_a_duration_that_is_none_is_refused(seconds):
+    clock = VirtualClock(2, 1, 1, permuted(2), lambda c, v, k: seconds if v else 1.0)
+    clock.flush(0)
+    with pytest.raises(FederationError, match=r"in round 2 is (nan|inf|-1.0) seconds: it must be"):
+        clock.flush(1)
+
+
+def test_a_time_that_is_not_finite_is_refused():
+    clock = VirtualClock(1, 1, 1, permuted(1), lambda c, v, k: 1e308)
+    clock.flush(0)
+    with pytest.raises(FederationError, match=r"client 0 starts at 1e\+308 s and takes 1e\+308 s"):
+        clock.flush(1)

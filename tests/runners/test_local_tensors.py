@@ -1,0 +1,209 @@
+"""Parameters and buffers that stay with each client."""
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.policies import Schedule
+from lightning_fl.runners import VectorizedClients
+from lightning_fl.runners.local_tensors import local_tensors, split_tensors
+from lightning_fl.types import FederationError
+
+NORM = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
+
+
+class Normalized(L.LightningModule):
+    """A network with BatchNorm that nothing in its name tells, and a shared step counter."""
+
+    def __init__(self, local=()):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.federated_local_parameters = list(local)
+        self.double()
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
+
+
+def local_norm():
+    return Normalized([f"net.1.{name}" for name in NORM])
+
+
+WRAPS = {"plain": lambda m: m, "vectorized": lambda m: VectorizedClients(m, 3, compile=False)}
+wraps = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+
+
+def by_hand(samples, rounds, epochs):
+    """FedBN with full batches: the layers between the BatchNorm layers are averaged by n_k."""
+    server, own = local_norm(), {}
+    total = sum(len(y) for _, y in samples)
+    for _ in range(rounds):
+        ends = []
+        for client, (x, y) in enumerate(samples):
+            module = copy.deepcopy(server)
+            module.net[1].load_state_dict(own.get(client, server.net[1].state_dict()))
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
+            for _ in range(epochs):
+                optimizer.zero_grad()
+                F.cross_entropy(module.net(x), y).backward()
+                optimizer.step()
+            own[client] = copy.deepcopy(module.net[1].state_dict())
+            ends.append(module.state_dict())
+        for name, value in server.net.named_parameters():
+            if not name.startswith("1."):
+                mean = sum(
+                    e[f"net.{name}"] * len(y) / total
+                    for e, (_, y) in zip(ends, samples, strict=True)
+                )
+                value.data.copy_(mean)
+    return server, own
+
+
+@wraps
+@pytest.mark.parametrize("buffers", ["average", "server", "local"])
+def test_local_batchnorm_is_fedbn_by_hand(fit, ragged, buffers, wrap):
+    module, datamodule = local_norm(), ragged(batch_size=100)
+    loop = FederatedLoop(policy=Schedule(local_epochs=3), buffers=buffers, seed=1)
+    fit(wrap(module), loop, datamodule, rounds=2)
+    samples = [
+        tuple(map(torch.stack, zip(*(datamodule.train[int(i)] for i in part), strict=True)))
+        for part in datamodule.parts
+    ]
+    server, own = by_hand(samples, 2, 3)
+    for name, value in server.net.state_dict().items():
+        torch.testing.assert_close(module.net.state_dict()[name], value, atol=1e-12, rtol=0)
+    for client, state in own.items():
+        rows = loop.store.get(client)
+        assert len(rows) == len(NORM) + (buffers == "local")
+        for name, value in state.items():
+            kind = "parameter" if name in ("weight", "bias") else "buffer"
+            row = rows[f"{kind}.net.1.{name}"]
+            torch.testing.assert_close(row, value, atol=1e-12, rtol=0)
+    assert module.steps == (0 if buffers == "server" else 6)
+    # 28 + 15 shared parameters in float64, and the step counter.
+    assert loop.rows[0]["bytes_up"] == loop.rows[0]["bytes_down"] == 7 * (43 + 1) * 8
+
+
+class Unsaved(Normalized):
+    """Also has a local buffer that checkpoints of Lightning leave out."""
+
+    def __init__(self, start=1.0):
+        super().__init__([*local_norm().federated_local_parameters, "offset"])
+        self.register_buffer("offset", torch.full((3,), start).double(), persistent=False)
+
+    def training_step(self, batch, batch_idx):
+        self.offset.mul_(1.5)
+        return F.cross_entropy(self.net(batch[0]) + self.offset * batch[0][:, :3], batch[1])
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@wraps
+def test_a_resumed_run_has_the_local_buffers(fit, ragged, flat, tmp_path, wrap):
+    def run(module, rounds, folder, **options):
+        loop = FederatedLoop(
+            policy=Schedule(num_steps=2), buffers="average", seed=1, clients_per_round=4
+        )
+        data = ragged(batch_size=100)
+        options |= {"rounds": rounds, "callbacks": [ModelCheckpoint(tmp_path / folder)]}
+        fit(wrap(module), loop, data, enable_checkpointing=True, **options)
+        return module, loop
+
+    whole, expected = run(Unsaved(), 3, "whole")
+    run(Unsaved(), 2, "begun")
+    changed = Unsaved(7.0)  # resuming must not take its values for the initial ones
+    with torch.no_grad():
+        changed.net[1].running_mean.fill_(9.0)
+    resumed, found = run(changed, 3, "more", ckpt_path=str(next(tmp_path.glob("begun/*"))))
+    assert torch.equal(flat(whole), flat(resumed))
+    assert torch.equal(whole.offset, resumed.offset)
+    assert list(expected.store.rows) == list(found.store.rows)
+    for client, rows in expected.store.rows.items():
+        assert all(torch.equal(row, found.store.get(client)[name]) for name, row in rows.items())
+
+
+class Tied(L.LightningModule):
+    """Two layers with one weight, a layer with two names, and a frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.two.weight = self.one.weight
+        self.norm = nn.SyncBatchNorm(2)
+        self.again = self.norm
+        self.frozen = nn.Embedding(3, 2)
+        self.frozen.weight.requires_grad_(False)
+
+
+NORM_NAMES = [f"norm.{name}" for name in NORM]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "names"),
+    [
+        ([], []),
+        (["*.weight"], ["one.weight", "norm.weight", "frozen.weight"]),
+        (["type:_BatchNorm"], NORM_NAMES),
+        (["norm.*", "again.*"], NORM_NAMES),
+        (["type:*BatchNorm", "t*.bias"], ["two.bias", *NORM_NAMES]),
+        (["type:Embed*"], ["frozen.weight"]),
+    ],
+)
+def test_patterns_match_names_and_types(patterns, names):
+    assert sorted(local_tensors(Tied(), patterns)) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (["one.wieght"], r"'one\.wieght' in local_parameters matches no .* names are one\.weight"),
+        (["two.bias", "type:BatchNrm1d"], r"'type:BatchNrm1d'.* classes are .*BatchNorm"),
+        (["one.*"], r"matches one\.weight, but not two\.weight, which is the same tensor"),
+        (["norm.*"], r"matches norm\.weight, but not again\.weight"),
+        (["type:Module"], r"local_parameters=\['type:Module'\] matches all parameters"),
+        (["type:Linear", "type:_BatchNorm"], r"matches all trained parameters of Tied"),
+    ],
+)
+def test_patterns_that_cannot_be_local_are_refused(patterns, message):
+    with pytest.raises(FederationError, match=message):
+        split_tensors(Tied(), None, patterns)
+
+
+def test_constants_are_shared_even_if_a_pattern_matches_them():
+    constants, local = split_tensors(Tied(), False, ["type:Embedding", "two.bias"])
+    assert list(constants) == ["frozen.weight"]
+    assert local == ["two.bias"]
+
+
+def test_tied_tensors_have_one_name():
+    module = L.LightningModule()
+    module.one, module.two = nn.Linear(2, 2), nn.Linear(2, 2)
+    module.two.weight = module.one.weight
+    module.federated_local_parameters = ["two.weight", "one.weight", "two.bias"]
+    assert local_tensors(module) == ["one.weight", "two.bias"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["net.9.bias"], r"names 'net\.9\.bias', which is not a parameter or a buffer"),
+        ([n for n, _ in Normalized().named_parameters()], "names all parameters"),
+    ],
+)
+def test_names_that_cannot_be_local_are_refused(names, message):
+    with pytest.raises(FederationError, match=message):
+        local_tensors(Normalized(names))

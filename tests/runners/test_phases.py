@@ -1,0 +1,297 @@
+"""Phases of local training."""
+
+import copy
+import functools
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback
+from torch import nn
+
+from lightning_fl.aggregators import FedNova, Scaffold
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.optimizers import PFedMe
+from lightning_fl.partition import Dirichlet
+from lightning_fl.policies import HyperparameterPolicy, Schedule
+from lightning_fl.runners import Phase, VectorizedClients
+from lightning_fl.runners.phases import PhasedTraining, phase_ends
+from lightning_fl.types import FederationError
+
+pytestmark = pytest.mark.filterwarnings("ignore:validation and test use the global model")
+HEAD, BODY = ["net.2.weight", "net.2.bias"], ["net.0.weight", "net.0.bias"]
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+PERSONAL = functools.partial(PFedMe, lr=0.5, personal_lr=0.1, lam=1.0, inner_steps=2)
+FEDREP = [Phase("local", local_epochs=2), Phase("shared")]
+
+
+class Net(L.LightningModule):
+    """A body and a head, trained with momentum and weight decay."""
+
+    def __init__(self, optimizer=SGD):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+        self.optimizer = optimizer
+        self.double()
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+
+
+@pytest.fixture
+def run(fit, data, blobs):
+    """Train Net, plain or vectorized in groups; returns the module, the loop and the data."""
+
+    def train(phases, size=None, optimizer=SGD, rounds=2, local=("net.2.*",), **options):
+        ragged = data(blobs(75), num_clients=5, partition=Dirichlet(0.4, min_size=4), batch_size=6)
+        trainer = {n: options.pop(n) for n in ("gradient_clip_val", "callbacks") if n in options}
+        path, compiled = options.pop("ckpt_path", None), options.pop("compile", False)
+        options = {"policy": Schedule(local_epochs=4), "seed": 1} | options
+        loop, module = (
+            FederatedLoop(**options, phases=phases, local_parameters=local),
+            Net(optimizer),
+        )
+        user = module if size is None else VectorizedClients(module, size, 3, compile=compiled)
+        fit(user, loop, ragged, path, rounds=rounds, **trainer)
+        return module, loop, ragged
+
+    return train
+
+
+def close(one, other):
+    """Compare the server's parameters and what the clients keep."""
+    for name, value in one[0].state_dict().items():
+        torch.testing.assert_close(other[0].state_dict()[name], value, atol=1e-12, rtol=0)
+    assert one[1].store.rows.keys() == other[1].store.rows.keys()
+    for client, rows in one[1].store.rows.items():
+        for name, row in rows.items():
+            found = other[1].store.get(client)[name]
+            torch.testing.assert_close(found, row, atol=1e-12, rtol=0, msg=f"{client} {name}")
+
+
+class Recorded(Callback):
+    """Notes the batches of each client and round."""
+
+    def __init__(self):
+        self.batches = {}
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        plan = trainer.callbacks[0].plan()
+        step = plan.schedule[batch_idx]
+        client = int(plan.clients[step.rows[0]])
+        self.batches.setdefault((plan.round, client), []).append(batch)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_fedrep_by_hand(run, clip):
+    """The head first with the body frozen, then the body with the head frozen."""
+    seen = Recorded()
+    module, loop, data = run(FEDREP, callbacks=[seen], gradient_clip_val=clip)
+    server, heads = Net(), {}
+    for round in range(2):
+        ends = []
+        for client in range(5):
+            own = copy.deepcopy(server.net)
+            own[2].load_state_dict(heads.get(client, Net().net[2].state_dict()))
+            batches, first = seen.batches[round, client], 2 * int(data.batches_per_epoch[client])
+            assert len(batches) == 2 * first
+            for part, work in ((own[2], batches[:first]), (own[0], batches[first:])):
+                optimizer = SGD(part.parameters())
+                for x, y in work:
+                    optimizer.zero_grad()
+                    F.cross_entropy(own(x), y).backward()
+                    if clip:
+                        nn.utils.clip_grad_norm_(part.parameters(), clip)
+                    optimizer.step()
+            heads[client] = copy.deepcopy(own[2].state_dict())
+            ends.append((own[0].state_dict(), len(data.parts[client])))
+        total = sum(n for _, n in ends)
+        server.net[0].load_state_dict(
+            {k: sum(e[k] * n for e, n in ends) / total for k in ends[0][0]}
+        )
+    for name, value in server.net[0].state_dict().items():
+        torch.testing.assert_close(module.net[0].state_dict()[name], value, atol=1e-12, rtol=0)
+    for client, head in heads.items():
+        for name, value in head.items():
+            row = loop.store.get(client)[f"parameter.net.2.{name}"]
+            torch.testing.assert_close(row, value, atol=1e-12, rtol=0)
+    assert loop.rows[0]["bytes_up"] == 5 * (6 * 4 + 4) * 8
+
+
+class Uneven(HyperparameterPolicy):
+    """Another amount of work and rate for each client."""
+
+    def sample(self, round, clients):
+        return {"num_steps": 5 + clients % 3, "lr": 0.05 * (1 + clients % 2)}
+
+
+class Brief(HyperparameterPolicy):
+    """One client is done after the first phase, another one in each round."""
+
+    def sample(self, round, clients):
+        return {"num_steps": 2 + ((clients + round) % 5 > 0).long()}
+
+
+VECTORIZED = {
+    "momentum": {},
+    "keep": {"optimizer_state": "keep"},
+    "keep, done": {
+        "optimizer_state": "keep",
+        "policy": Brief(),
+        "phases": [Phase("local", num_steps=2), Phase("shared")],
+        "clients_per_round": 5,
+    },
+    "clip": {"gradient_clip_val": 0.5},
+    "rates": {"policy": Uneven(), "phases": [Phase("shared"), Phase("local", num_steps=2)]},
+    "pfedme": {
+        "optimizer": PERSONAL,
+        "policy": Schedule(num_steps=5),
+        "phases": [Phase("local", num_steps=2), Phase("all", num_steps=1), Phase("shared")],
+    },
+    "adam": {
+        "optimizer": functools.partial(torch.optim.Adam, lr=0.01),
+        "policy": Schedule(num_steps=5),
+        "phases": [Phase("local", num_steps=2), Phase("all")],
+    },
+    "patterns": {"phases": [Phase(["net.*", "!*.bias"], num_steps=3), Phase(["!net.0.*"])]},
+    "scaled": {"phases": [Phase("shared", num_steps=1), Phase("local")], "rounds": 3},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*have too few local steps for all phases")
+@pytest.mark.parametrize("options", VECTORIZED.values(), ids=VECTORIZED)
+def test_vectorized_phases_are_those_of_each_client(run, options):
+    options = {"phases": FEDREP, "clients_per_round": 4} | options
+    expected = run(**options)
+    assert not torch.equal(expected[0].net[0].weight, Net().net[0].weight)
+    close(expected, run(size=3, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+def test_compiled_phases_are_those_of_each_client(run):
+    """A graph with the optimizer's update in it would move all parameters."""
+    options = {
+        "policy": Schedule(num_steps=4),
+        "phases": [Phase("local", num_steps=2), Phase("shared")],
+    }
+    close(run(**options), run(size=5, compile=True, **options))
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_one_phase_of_all_is_no_phase(run, size):
+    close(run([], size), run([Phase()], size))
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_fedbabu_never_moves_the_head(run, size):
+    module, loop, _ = run([Phase("shared")], size)
+    for client in loop.store.rows:
+        for name, value in Net().net[2].state_dict().items():
+            assert torch.equal(loop.store.get(client)[f"parameter.net.2.{name}"], value)
+    # Without local parameters: the head is exchanged, but never trained and so not sent.
+    other, exchanged, _ = run([Phase(["!net.2.*"])], size, local=())
+    assert torch.equal(other.net[2].weight, Net().net[2].weight)
+    torch.testing.assert_close(other.net[0].weight, module.net[0].weight, atol=1e-12, rtol=0)
+    assert exchanged.rows[0]["bytes_up"] == loop.rows[0]["bytes_up"] == 5 * 28 * 8
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_a_resumed_run_is_the_same(run, tmp_path, size):
+    """A round was interrupted between two phases of a client."""
+
+    class Killed(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if trainer.current_epoch == 1 and batch_idx == 3:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+                raise RuntimeError("killed")
+
+    options = {"rounds": 3, "optimizer_state": "keep", "clients_per_round": 3}
+    whole = run(FEDREP, size, **options)
+    with pytest.raises(RuntimeError, match="killed"):
+        run(FEDREP, size, callbacks=[Killed()], **options)
+    resumed = run(FEDREP, size, ckpt_path=str(tmp_path / "a.ckpt"), **options)
+    close(whole, resumed)
+    for name, value in whole[0].state_dict().items():
+        assert torch.equal(resumed[0].state_dict()[name], value)
+    with pytest.warns(UserWarning, match="resuming .* with other options: phases is"):
+        run([], size, ckpt_path=str(tmp_path / "a.ckpt"), **options)
+
+
+REFUSED = {
+    "an amount in all": ([Phase("local", num_steps=1)], {}, "got 0 phases without num_steps"),
+    "two without": ([Phase("local"), Phase("shared")], {}, "got 2 phases without num_steps"),
+    "no list": (Phase(), {}, "phases must be a list of Phase"),
+    "nothing local": ([Phase("local")], {"local": ()}, "train='local' trains no parameter: name"),
+    "unknown": ([Phase(["head.*"])], {}, r"'head\.\*' in phases matches no parameter"),
+    "nothing": ([Phase(["net.*", "!net.*"])], {}, "trains no parameter"),
+    "too few": (
+        [Phase("local", num_steps=2), Phase("shared")],
+        {"policy": Schedule(num_steps=2)},
+        "sets at most 2 local steps",
+    ),
+    "Scaffold": (FEDREP, {"aggregator": Scaffold()}, "Scaffold.*: remove phases"),
+    "FedNova": (FEDREP, {"aggregator": FedNova()}, "FedNova.*: remove phases"),
+    "Adam": (
+        FEDREP,
+        {"size": 3, "optimizer": functools.partial(torch.optim.Adam, lr=0.1)},
+        "different local steps are not supported with Adam, .* share .* Set num_steps instead",
+    ),
+    "LBFGS": (FEDREP, {"optimizer": torch.optim.LBFGS}, "phases do not support LBFGS, which holds"),
+    "PFedMe": (FEDREP, {"size": 3, "optimizer": PERSONAL}, "with PFedMe, because it evaluates"),
+}
+
+
+@pytest.mark.parametrize(("phases", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused(run, phases, options, message):
+    with pytest.raises(FederationError, match=message):
+        run(phases, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_steps": 1, "local_epochs": 1}, "both set the length of a phase"),
+        ({"num_steps": 0}, "num_steps of a phase must be"),
+        ({"local_epochs": 0}, "local_epochs of a phase must be"),
+        ({"train": "head"}, "train of a phase must be local, shared, all or a list .* got 'head'"),
+        ({"train": []}, "train of a phase must be"),
+    ],
+)
+def test_a_phase_has_valid_options(options, message):
+    with pytest.raises(FederationError, match=message):
+        Phase(**options)
+
+
+def test_a_client_with_too_few_steps_for_all_phases_is_named(run):
+    class Short(HyperparameterPolicy):
+        def sample(self, round, clients):
+            return {"num_steps": 2 + 3 * (clients != 4)}
+
+    with pytest.warns(UserWarning, match=r"in round 1, 1 of 5 clients \(client 4\) have too few"):
+        run([Phase("local", num_steps=2), Phase("shared")], policy=Short())
+
+
+def test_ends_and_alignment():
+    phases = [Phase("shared"), Phase("local", num_steps=2), Phase("all", local_epochs=0.5)]
+    ends = phase_ends(phases, torch.tensor([9, 5, 2]), torch.tensor([4, 4, 4]))
+    assert ends.tolist() == [[5, 7, 9], [1, 3, 5], [0, 2, 2]]
+    state = PhasedTraining([frozenset("a"), frozenset("b")], "abc")
+    state.start(torch.tensor([[2, 4], [2, 9]]))
+    assert state.is_aligned
+    state.start(torch.tensor([[1, 4], [2, 9]]))
+    assert not state.is_aligned
+    assert {n: m if m is None else m.tolist() for n, m in state.held(1).items()} == {
+        "a": [False, True],
+        "b": [True, False],
+        "c": None,
+    }
+    assert state.held(5, torch.tensor([False, True])) == {"a": None, "c": None}
