@@ -1,18 +1,26 @@
 """Aggregation rules, one per file. An aggregator is a metric over client updates."""
 
+from lightning_fl.aggregators.adapters import AdapterRule
+from lightning_fl.aggregators.afl import AFL
+from lightning_fl.aggregators.asynchronous import AsynchronousAggregator
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.aggregators.clustered import ClusteredFL
 from lightning_fl.aggregators.control import FedControl, FedCostWAvg, FedPIDAvg
 from lightning_fl.aggregators.downpour import Downpour
+from lightning_fl.aggregators.fedasync import FedAsync
 from lightning_fl.aggregators.fedavg import FedAvg
+from lightning_fl.aggregators.fedbuff import FedBuff
+from lightning_fl.aggregators.feddyn import FedDyn
 from lightning_fl.aggregators.fedma import FedMA
 from lightning_fl.aggregators.fednova import FedNova
 from lightning_fl.aggregators.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
+from lightning_fl.aggregators.flexlora import FlexLoRA
 from lightning_fl.aggregators.gossip import Gossip
 from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.aggregators.pfnm import PFNM
 from lightning_fl.aggregators.pfnm_streaming import StreamingPFNM
 from lightning_fl.aggregators.private import DPFedAvg
+from lightning_fl.aggregators.qfedavg import QFedAvg
 from lightning_fl.aggregators.robust import (
     CoordinateMedian,
     GeometricMedian,
@@ -23,33 +31,43 @@ from lightning_fl.aggregators.robust import (
 )
 from lightning_fl.aggregators.scaffold import Scaffold
 from lightning_fl.aggregators.staged import Staged
+from lightning_fl.aggregators.zero_padding import ZeroPadding
 
 __all__ = [
+    "AFL",
     "PFNM",
+    "AdapterRule",
     "Aggregator",
+    "AsynchronousAggregator",
     "ClusteredFL",
     "CoordinateMedian",
     "DPFedAvg",
     "Downpour",
     "FedAdagrad",
     "FedAdam",
+    "FedAsync",
     "FedAvg",
     "FedAvgM",
+    "FedBuff",
     "FedControl",
     "FedCostWAvg",
+    "FedDyn",
     "FedMA",
     "FedNova",
     "FedOpt",
     "FedPIDAvg",
     "FedYogi",
+    "FlexLoRA",
     "GeometricMedian",
     "Gossip",
     "Krum",
     "NeuronMatching",
     "NormClipping",
+    "QFedAvg",
     "RobustAggregator",
     "Scaffold",
     "Staged",
     "StreamingPFNM",
     "TrimmedMean",
+    "ZeroPadding",
 ]

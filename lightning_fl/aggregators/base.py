@@ -37,6 +37,8 @@ class Aggregator(Metric, ABC):
     """
 
     full_state_update = False
+    #: Whether the rule supports updates of clients that started from earlier models.
+    is_asynchronous = False
     #: Description of the run. None outside a fit.
     federation: Federation | None = None
     server: Tensor
@@ -94,6 +96,16 @@ class Aggregator(Metric, ABC):
         """
         return {}
 
+    def sampling_probabilities(self, num_samples: Tensor) -> Tensor | None:
+        """Return the probabilities with which a sampler may draw the clients of the next round.
+
+        They must depend on saved state only. None, the default, if the rule has none.
+
+        Args:
+            num_samples: Number of training samples per client, ``[num_clients]``.
+        """
+        return None
+
     @abstractmethod
     def allocate(self, server: Tensor) -> None:
         """Declare states and buffers.
@@ -109,6 +121,16 @@ class Aggregator(Metric, ABC):
         Args:
             clients: Client updates.
         """
+
+    def rejected(self, clients: Tensor) -> Mapping[int, str]:
+        """Return the clients whose updates this rule does not accept, with the causes.
+
+        Their updates are dropped. Each cause becomes a column of the table of rounds.
+
+        Args:
+            clients: Client indices, ``[k]``.
+        """
+        return {}
 
     @abstractmethod
     def compute(self) -> Tensor:
@@ -137,7 +159,11 @@ class Aggregator(Metric, ABC):
             name: Name of the state.
             shape: Shape of an addend.
         """
-        self.add_state(name, empty_sum(shape, self.device), dist_reduce_fx=merged_sums)
+        empty = empty_sum((1,) * len(shape), self.device)
+        self.add_state(name, empty, dist_reduce_fx=merged_sums)
+        # The default needs no memory, each reset copies it.
+        self._defaults[name] = default = empty.expand(-1, *shape)
+        setattr(self, name, default.clone())
 
     def _sync_dist(
         self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None
@@ -248,6 +274,16 @@ class Aggregator(Metric, ABC):
             clients: Client indices, ``[k]``.
         """
         return self.server.expand(len(clients), -1)
+
+    def unused_entries(self, clients: Tensor) -> Tensor:
+        """Return the number of trained entries that clients do not exchange, ``[k]``.
+
+        They are not counted in ``bytes_up`` and ``bytes_down``. None by default: all zeros.
+
+        Args:
+            clients: Client indices, ``[k]``.
+        """
+        return torch.zeros(len(clients), dtype=torch.int64)
 
 
 def _never() -> bool:

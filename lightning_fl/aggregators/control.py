@@ -13,7 +13,7 @@ from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import ClientPart, MeanLosses, check_losses
 from lightning_fl.functional.summation import add_rows, sum_value
 from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
-from lightning_fl.options import check_integer, check_number
+from lightning_fl.options import check_flag, check_integer, check_number
 from lightning_fl.types import ClientUpdate, FederationError
 
 
@@ -259,7 +259,8 @@ class FedPIDAvg(FedControl):
         cancellation: float = 1e-3,
     ) -> None:
         super().__init__(alpha, beta)
-        self.window, self.clamp = check_integer("window", window, min=1), clamp
+        self.window = check_integer("window", window, min=1)
+        self.clamp = check_flag("clamp", clamp)
         self.cancellation = check_number("cancellation", cancellation, min=0, below=1)
         #: The last losses, oldest first, then a flag: 1 if the client has a record.
         self.columns = self.window + 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, cast
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
@@ -13,8 +14,9 @@ from lightning_fl.aggregators.local_solver import check_sgd
 from lightning_fl.federation.context import Federation
 from lightning_fl.functional.drift import effective_steps
 from lightning_fl.functional.summation import add_rows, sum_value
-from lightning_fl.objectives import Proximal
-from lightning_fl.types import ClientUpdate, FederationError
+from lightning_fl.objectives import ClientModule, Proximal, Term
+from lightning_fl.objectives.terms import settable
+from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
 
 
 class FedNova(FedOpt):
@@ -34,7 +36,8 @@ class FedNova(FedOpt):
     :math:`a`, as in the authors' program.
 
     Local training is SGD, with or without momentum, or without momentum and with a
-    :class:`~lightning_fl.objectives.Proximal` term, whose strength is taken from the module.
+    :class:`~lightning_fl.objectives.Proximal` term, whose strength is taken from the module and
+    must not be set by the policy.
 
     Args:
         optimizer: Steps from the present model to the average above, as in :class:`FedOpt`; None is
@@ -64,6 +67,8 @@ class FedNova(FedOpt):
     ) -> None:
         super().__init__(optimizer, weighting)
         self._momentum = self._mu = 0.0
+        #: Names of the strengths of proximal terms in a plan.
+        self._strengths: set[str] = set()
 
     def setup(self, federation: Federation) -> None:
         """Look at the clients' solver; refuse one that cannot be normalized."""
@@ -73,11 +78,24 @@ class FedNova(FedOpt):
         if federation.module is not None:
             terms = [m for m in federation.module.modules() if isinstance(m, Proximal)]
             self._mu = sum(term.mu for term in terms)
+        if isinstance(federation.module, ClientModule):
+            of_module = list(federation.module.terms)
+            numbers = settable(cast("list[Term]", of_module)).items()
+            self._strengths = {n for n, (i, _) in numbers if isinstance(of_module[i], Proximal)}
         if self._mu and self._momentum:
             raise FederationError(
                 f"{name} knows SGD with momentum and SGD with a proximal term, and clients train"
                 " with both: leave one of them out"
             )
+
+    def broadcast(self, plan: RoundPlan) -> Mapping[str, Tensor]:
+        """Refuse a proximal term whose strength the policy sets."""
+        if drawn := sorted(self._strengths & plan.hyperparameters.keys()):
+            raise FederationError(
+                f"{type(self).__name__} takes the strength of proximal terms from the module, and"
+                f" the policy sets {drawn[0]}: leave it out of the policy"
+            )
+        return super().broadcast(plan)
 
     def allocate(self, server: Tensor) -> None:
         """Declare the weighted sum of steps, too; see :meth:`FedOpt.allocate`."""

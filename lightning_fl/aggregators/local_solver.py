@@ -23,6 +23,11 @@ def check_sgd(name: str, federation: Federation) -> float:
     Raises:
         FederationError: Says what of the optimizer, the schedulers or the precision does not fit.
     """
+    if federation.phases:
+        raise FederationError(
+            f"{name} divides a client's move by its local steps, and with phases a parameter is not"
+            " trained in all of them: remove phases, or use FedAvg"
+        )
     if (trainer := federation.trainer) is None:
         return 0.0
     optimizer: Any = trainer.optimizers[0]
@@ -39,7 +44,7 @@ def check_sgd(name: str, federation: Federation) -> float:
         if len({float(group[option]) for group in groups}) > 1:
             raise FederationError(
                 f"{name} needs one {option} for all parameters, and the optimizer has groups with"
-                " different ones: use one group"
+                " different ones: use one group, and lr_factor=1 in terms"
             )
     if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
         raise FederationError(

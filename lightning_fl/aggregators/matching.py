@@ -167,9 +167,13 @@ class NeuronMatching(Aggregator):
                 f"{name} replaces the module's network, which is not supported if processes share"
                 " the samples of a client: set strategy='client_parallel'"
             )
-        layout = federation.layout
-        sizes = sum(p.numel() for p in federation.module.parameters()) if layout is not None else 0
-        if layout is not None and sizes != layout.num_parameters:
+        if local := list(federation.local_parameters):
+            raise FederationError(
+                f"{name} replaces the network by one of another width, so no parameter can stay"
+                f" with a client, as {local[0]} does: remove local_parameters, or use FedAvg"
+            )
+        exchanged = federation.num_parameters  # None before the layout is known
+        if exchanged and exchanged != sum(p.numel() for p in federation.module.parameters()):
             raise FederationError(
                 f"{name} requires the updates of all parameters, but frozen ones are not exchanged:"
                 " set exchange_frozen=True in FederatedLoop"

@@ -110,6 +110,10 @@ class Staged(Aggregator):
         """Return the initial model of each client, ``[k, P]``."""
         return self.active.models_for(clients)
 
+    def unused_entries(self, clients: Tensor) -> Tensor:
+        """Return the number of trained entries that clients do not exchange, ``[k]``."""
+        return self.active.unused_entries(clients)
+
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the rule of the last round, and its stage."""
         stage = stage_of(self.rounds, max(int(self.round) - 1, 0))

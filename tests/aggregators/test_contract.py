@@ -11,27 +11,34 @@ import torch
 
 from forks import Started
 from lightning_fl.aggregators import (
+    AFL,
     ClusteredFL,
     CoordinateMedian,
     Downpour,
     DPFedAvg,
     FedAdagrad,
     FedAdam,
+    FedAsync,
     FedAvg,
     FedAvgM,
+    FedBuff,
     FedControl,
     FedCostWAvg,
+    FedDyn,
     FedNova,
     FedOpt,
     FedPIDAvg,
     FedYogi,
+    FlexLoRA,
     GeometricMedian,
     Gossip,
     Krum,
     NormClipping,
+    QFedAvg,
     Scaffold,
     Staged,
     TrimmedMean,
+    ZeroPadding,
 )
 from lightning_fl.aggregators.robust import RobustAggregator
 from lightning_fl.federation.context import Federation
@@ -45,9 +52,8 @@ def private():
     return rule
 
 
-def scaffold(**options):
-    rule = Scaffold(**options)
-    rule.setup(Federation(20, Cohort(5, 20), num_samples=torch.full((20,), 30)))
+def of_twenty(rule, sampled=5):
+    rule.setup(Federation(20, Cohort(sampled, 20), num_samples=torch.full((20,), 30)))
     return rule
 
 
@@ -70,10 +76,19 @@ RULES = {
     "TrimmedMean": TrimmedMean,
     "Krum": Krum,
     "FedNova": FedNova,
-    "Scaffold": scaffold,
-    "Scaffold(samples)": lambda: scaffold(lr=0.5, weighting="samples"),
+    "FedBuff": lambda: FedBuff(lr=0.5),
+    "FedAsync": FedAsync,
+    "Scaffold": lambda: of_twenty(Scaffold()),
+    "Scaffold(samples)": lambda: of_twenty(Scaffold(lr=0.5, weighting="samples")),
+    "FedDyn": lambda: of_twenty(FedDyn()),
+    "QFedAvg": lambda: QFedAvg(2.5),
+    "AFL": lambda: of_twenty(AFL(gamma=0.1), 20),
+    "AFL(samples)": lambda: of_twenty(AFL(initial="samples", output="average"), 20),
     "GeometricMedian": GeometricMedian,
     "NormClipping": NormClipping,
+    # Without a module there are no adapters; these have test files of their own.
+    "FlexLoRA": FlexLoRA,
+    "ZeroPadding": lambda: ZeroPadding(weighting="norm"),
     "DPFedAvg": private,
     "Staged": lambda: Staged([1], [FedAvg(), FedAdam()]),
 }
@@ -228,7 +243,7 @@ def test_every_client_starts_from_a_model_of_the_servers_size(make):
 
 @every_rule
 def test_nothing_of_a_client_stays_in_memory(make):
-    keeps = ClusteredFL | Downpour | Gossip | FedControl | Staged | RobustAggregator
+    keeps = ClusteredFL | Downpour | FlexLoRA | Gossip | FedControl | Staged | RobustAggregator
     if isinstance(make(), keeps):
         pytest.skip("it keeps updates until all are there, or figures of clients")
     server, update = problem(k=1)

@@ -1,0 +1,254 @@
+"""Worst-case mixtures of clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_fl.aggregators.base import Aggregator
+from lightning_fl.federation.context import Federation
+from lightning_fl.federation.exchange import ClientPart, MeanLosses, check_losses
+from lightning_fl.functional.fairness import ascend_mixture, draw_from_mixture
+from lightning_fl.functional.randomness import RandomStream, generator
+from lightning_fl.functional.summation import add_rows, sum_value
+from lightning_fl.options import check_choice, check_number
+from lightning_fl.samplers import AFLSampler
+from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
+
+
+class AFL(Aggregator):
+    r"""Minimize the loss of the worst mixture of clients (agnostic FL; Mohri et al., 2019).
+
+    AFL solves :math:`\min_x \max_{\lambda} \sum_k \lambda_k F_k(x)` over mixtures
+    :math:`\lambda` of the :math:`N` clients, by gradient descent in :math:`x` and projected
+    gradient ascent in :math:`\lambda`. :math:`F_k` is the loss of the received model on all
+    training samples of client :math:`k`, before it trains. Both steps use the former
+    :math:`\lambda`. There are two modes:
+
+    - ``weights``: all clients train, and :math:`x \leftarrow x + \sum_{k \in S} \lambda_k (y_k - x)
+      / \sum_{k \in S} \lambda_k`, where :math:`S` are the clients that returned. With one local
+      step this is the gradient step of AFL. All their losses are used.
+    - ``sampling``: as in DRFA (Deng et al., 2020), :math:`m` clients (``clients_per_round``) are
+      drawn with replacement with probabilities :math:`\lambda`, and :math:`x` is the mean of the
+      models of these draws; a client that was drawn twice counts twice. The losses are those of
+      :math:`m` other clients, drawn uniformly without replacement: the losses of clients drawn with
+      :math:`\lambda` would be biased. These train too, but their updates have no weight, so a round
+      has up to :math:`2 m` clients. Requires the sampler
+      :class:`~lightning_fl.samplers.AFLSampler`.
+
+    With the losses of the clients :math:`U` that returned them, the ascent step is
+
+    .. math:: \lambda_U \leftarrow \Pi\left(\lambda_U + \gamma \frac{N - 1}{\lvert U \rvert - 1}
+        F_U\right),
+
+    where :math:`\Pi` is the projection onto the non-negative vectors with the former sum of
+    :math:`\lambda_U`. Other clients, such as dropped ones, keep their :math:`\lambda_k`. If all
+    clients return, this is the step of AFL. If :math:`U` is a uniform sample, the step inside the
+    simplex has the expectation of that of all clients, :math:`\gamma (F_k - \bar F)`. DRFA also has
+    this expectation, but takes the losses of all other clients as 0, which decreases their
+    :math:`\lambda_k`.
+
+    ``gamma=0`` is :class:`FedAvg` in the mode ``weights``, bit for bit. A round that keeps the
+    model keeps :math:`\lambda`. Attacks and update transforms change :math:`y_k - x`.
+
+    Args:
+        gamma: Step size :math:`\gamma` of the ascent. Losses are not normalized, so it depends on
+            their scale; with 100 clients, 0.01 changes :math:`\lambda_k` by as much as its initial
+            value if losses differ by 1.
+        initial: Initial mixture: ``uniform``, or in proportion to the numbers of ``samples``.
+        mode: ``weights`` or ``sampling``.
+        output: Model that is validated, tested and saved. ``last`` is :math:`x`. ``average`` is the
+            mean of :math:`x` after all rounds that changed it, for which the paper proves
+            convergence; clients still start from :math:`x`.
+
+    Raises:
+        FederationError: If an option is out of range; at the start of a fit, if clients or sampler
+            are not those of the mode, or the module returns no losses.
+
+    Example:
+        >>> from lightning_fl.types import Cohort
+        >>> rule = AFL(gamma=0.1)
+        >>> rule.setup(Federation(num_clients=2, sampling=Cohort(size=2, clients=2)))
+        >>> rule.start(torch.zeros(1))
+        >>> rule.update(ClientUpdate(torch.arange(2), torch.tensor([[1.0], [3.0]]),
+        ...     torch.tensor([8, 8]), extras={"loss_before": torch.tensor([1.0, 2.0])}))
+        >>> rule.compute(), rule.mixture
+        (tensor([2.]), tensor([0.4500, 0.5500], dtype=torch.float64))
+    """
+
+    weights: Tensor
+    losses: Tensor
+    returned: Tensor
+    total: Tensor
+    weight: Tensor
+    last: Tensor
+    average: Tensor
+    count: Tensor
+
+    def __init__(
+        self,
+        gamma: float = 0.01,
+        initial: Literal["uniform", "samples"] = "uniform",
+        mode: Literal["weights", "sampling"] = "weights",
+        output: Literal["last", "average"] = "last",
+    ) -> None:
+        super().__init__()
+        self.gamma = check_number("gamma", gamma, min=0)
+        self.initial = check_choice("initial", initial, "uniform", "samples")
+        self.mode = check_choice("mode", mode, "weights", "sampling")
+        self.output = check_choice("output", output, "last", "average")
+        # Not normalized, so that initial weights are integers: their sums are exact.
+        self.register_buffer("weights", torch.zeros(0, dtype=torch.float64))
+        #: Numbers of draws, and mask of the clients whose losses are used, ``[N]``; None is of all.
+        self._draws: tuple[Tensor, Tensor] | None = None
+        self._metrics: dict[str, float] = {}
+
+    def setup(self, federation: Federation) -> None:
+        """Refuse clients and samplers that are not those of the mode."""
+        super().setup(federation)
+        name, size = type(self).__name__, federation.sampling.size
+        check_losses(self, federation.module)
+        has_sampler = isinstance(federation.sampler, AFLSampler)
+        if self.output == "average":
+            federation.refuse_stage(self, "it evaluates another model than the one that is trained")
+        if self.mode == "weights":
+            if has_sampler or size < federation.num_clients:
+                raise FederationError(
+                    f"{name}(mode='weights') trains all {federation.num_clients} clients in every"
+                    " round: leave out clients_per_round, client_fraction and AFLSampler, or set"
+                    " mode='sampling'"
+                )
+            return
+        federation.refuse_stage(self, "its sampler draws clients by its mixture")
+        if federation.trainer is not None and not has_sampler:
+            raise FederationError(
+                f"{name}(mode='sampling') draws clients: set sampler=AFLSampler()"
+            )
+        if size < 2:
+            raise FederationError(
+                f"{name}(mode='sampling') compares the losses of clients: set clients_per_round to"
+                f" at least 2, got {size}"
+            )
+
+    def client_parts(self) -> Sequence[ClientPart]:
+        """Let clients evaluate the received model."""
+        return [MeanLosses(after=False)]
+
+    @property
+    def mixture(self) -> Tensor:
+        r"""Mixture :math:`\lambda` on the CPU, ``[N]``; empty before the first round."""
+        weights = self.weights.cpu()
+        return weights / weights.sum()
+
+    def sampling_probabilities(self, num_samples: Tensor) -> Tensor | None:
+        """Return the mixture in the mode ``sampling``; see :meth:`Aggregator`."""
+        if self.mode == "weights":
+            return None
+        if len(self.weights):
+            return self.mixture
+        first = num_samples.double()
+        if self.initial == "uniform":
+            first = torch.ones_like(first)
+        return first / first.sum()
+
+    def broadcast(self, plan: RoundPlan) -> Mapping[str, Tensor]:
+        """Repeat the draws of the sampler; send nothing."""
+        if self.mode == "sampling":
+            assert self.federation is not None
+            random = generator(plan.seed, RandomStream.COHORT, plan.round)
+            count, device = self.federation.sampling.size, self.weights.device
+            draws, evaluated = draw_from_mixture(self.mixture, count, random)
+            self._draws = draws.to(device), evaluated.to(device)
+        return {}
+
+    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
+        """Begin a round."""
+        super().start(server, trained)
+        self._metrics = {}
+
+    def allocate(self, server: Tensor) -> None:
+        """Declare the sums of a round, and the mixture."""
+        if self.federation is None:
+            raise FederationError(
+                f"{type(self).__name__} requires the number of clients: use it in a FederatedLoop,"
+                " or call its setup"
+            )
+        self.add_sum("total", len(server))
+        self.add_sum("weight", 1)
+        first = torch.ones(self.federation.num_clients, dtype=torch.float64, device=server.device)
+        if self.initial == "samples" and self.federation.num_samples is not None:
+            first = self.federation.num_samples.to(first)
+        for name in ("losses", "returned"):  # each client returns to one process
+            self.add_state(name, torch.zeros_like(first), dist_reduce_fx="sum")
+        self.weights = first
+        if self.output == "average":
+            #: The model that clients start from, the mean of these models, and their number.
+            self.register_buffer("last", server.clone())
+            self.register_buffer("average", torch.zeros_like(server).double())
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=server.device))
+
+    def update(self, clients: ClientUpdate) -> None:
+        """Add weighted updates to their sum, and note the losses."""
+        if "loss_before" not in clients.extras:
+            raise FederationError(
+                f"{type(self).__name__} requires the initial losses of clients: use it in a"
+                " FederatedLoop, or add loss_before to the extras of the update"
+            )
+        ids = clients.clients.to(self.weights.device)
+        weights = (self.weights if self._draws is None else self._draws[0].double())[ids]
+        add_rows(self.total, clients.delta, weights)
+        add_rows(self.weight, weights[:, None])
+        self.losses[ids] = clients.extras["loss_before"].to(self.losses)
+        self.returned[ids] = 1.0
+
+    def compute(self) -> Tensor:
+        """Return the next model, and change the mixture."""
+        weight, found = sum_value(self.weight), self.returned > 0
+        if self._draws is not None:
+            found &= self._draws[1]
+        if found.any():
+            losses = self.losses[found]
+            agnostic = self.weights[found] @ losses / self.weights[found].sum().clamp(min=1e-300)
+            self._metrics = {"loss_max": float(losses.max()), "loss_mean": float(losses.mean())}
+            self._metrics["loss_mixture"] = float(agnostic)
+            self.weights = ascend_mixture(self.weights, self.losses, found, self.gamma)
+            self._metrics["mixture_max"] = float(self.mixture.max())
+        if not weight > 0:  # nobody with a weight returned
+            return self.server
+        model = (self.server + sum_value(self.total) / weight).to(self.server.dtype)
+        if self.output == "average":
+            self.last, self.count = model.clone(), self.count + 1
+            self.average = self.average + (model.double() - self.average) / self.count
+        return model
+
+    def load_client_network(self) -> None:
+        """Load the model that clients start from."""
+        if self.output == "average" and self._has_average:
+            self._write(self.last)
+
+    def load_global_network(self, score: Callable[[], float] | None = None) -> None:
+        """Load the average of the models with ``output="average"``."""
+        if self.output == "average" and self._has_average:
+            self._write(self.average)
+
+    @property
+    def _has_average(self) -> bool:
+        return "count" in self._buffers and bool(self.count)
+
+    @torch.no_grad()
+    def _write(self, vector: Tensor) -> None:
+        """Copy a vector into the module."""
+        federation = self.federation
+        assert federation is not None
+        assert federation.layout is not None
+        module = federation.module
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        for name, stack in federation.layout.split(vector[None]).items():
+            tensors[name].copy_(stack[0])
+
+    def metrics(self) -> dict[str, float]:
+        """Return the largest and mean loss, their mean by the mixture, and its largest entry."""
+        return self._metrics

@@ -1,0 +1,82 @@
+"""Buffered asynchronous aggregation."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_fl.aggregators.asynchronous import AsynchronousAggregator
+from lightning_fl.functional.staleness import StalenessFunction
+from lightning_fl.functional.summation import add_rows, sum_value
+from lightning_fl.options import check_number
+from lightning_fl.types import ClientUpdate
+
+
+class FedBuff(AsynchronousAggregator):
+    r"""Add the mean of the next :math:`K` updates, weighted by staleness (Nguyen et al., 2022).
+
+    Algorithm 1. Clients train all the time, each from the global model at its start. The server
+    collects the updates :math:`\Delta_k = y_k - x^{t - \tau_k}` of the next :math:`K` clients that
+    finish, and then makes a step:
+
+    .. math:: x^{t+1} = x^t + \frac{\eta_g}{K} \sum_{k} s(\tau_k) \Delta_k
+
+    The weights lie outside the mean: stale updates make the step shorter. :math:`K` is the
+    ``clients_per_round`` of the loop, of which clients with a dropped update are not counted. All
+    clients have equal weight, whatever their numbers of samples. Floating-point buffers move by
+    :math:`\frac1K \sum_k s(\tau_k) (y_k - x^t)`, which keeps variances positive.
+
+    Requires an :class:`~lightning_fl.samplers.AsynchronousSampler`. If all clients of a round start
+    together, the rule is ``FedAvg(weighting="uniform")``, bit for bit. A learning rate that changes
+    over rounds is that of the round in which the update arrives, and so are integer buffers.
+
+    Args:
+        lr: Learning rate :math:`\eta_g` of the server.
+        staleness: See :class:`AsynchronousAggregator`.
+        exponent: See :class:`AsynchronousAggregator`.
+        slope: See :class:`AsynchronousAggregator`.
+        delay: See :class:`AsynchronousAggregator`.
+        max_staleness: See :class:`AsynchronousAggregator`.
+
+    Raises:
+        FederationError: If an option is out of range; at the start of a fit, if the sampler is
+            another one.
+
+    Example:
+        >>> import torch
+        >>> rule = FedBuff(lr=0.5)
+        >>> rule.start(torch.zeros(2))
+        >>> rule.update(ClientUpdate(clients=torch.tensor([0, 1]),
+        ...     delta=torch.tensor([[0.0, 1.0], [4.0, 5.0]]), num_samples=torch.tensor([3, 1])))
+        >>> rule.compute()
+        tensor([1.0000, 1.5000])
+    """
+
+    total: Tensor
+    count: Tensor
+
+    def __init__(
+        self,
+        lr: float = 1.0,
+        staleness: StalenessFunction = "polynomial",
+        exponent: float = 0.5,
+        slope: float = 10.0,
+        delay: float = 4.0,
+        max_staleness: int | None = None,
+    ) -> None:
+        super().__init__(staleness, exponent, slope, delay, max_staleness)
+        self.lr = check_number("lr", lr, above=0)
+
+    def update(self, clients: ClientUpdate) -> None:
+        """Add weighted updates to the sum."""
+        n, weights = len(self.server[: self.num_parameters]), self.weights(clients.clients)
+        add_rows(self.total[:, :n], clients.delta[:, :n], weights)
+        if n < len(self.server):
+            add_rows(self.total[:, n:], self.moves(clients)[:, n:], weights)
+        self.count += len(weights)
+
+    def compute(self) -> Tensor:
+        """Return the next version of the global model, unchanged if no client returned."""
+        n = len(self.server[: self.num_parameters])
+        move = sum_value(self.total) / self.count.clamp(min=1)
+        move[:n] *= self.lr
+        return (self.server + move).to(self.server.dtype)

@@ -1,0 +1,259 @@
+"""What rules for adapters of different ranks share: ranks, cut models, traffic, what is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from adapted import PAIRS, Adapted
+from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl.aggregators import FedAvg, FlexLoRA, Staged, ZeroPadding
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.functional.low_rank import draw_ranks
+from lightning_fl.functional.randomness import RandomStream, generator
+from lightning_fl.partition import Dirichlet
+from lightning_fl.policies import Schedule
+from lightning_fl.transforms import TopK
+from lightning_fl.types import FederationError
+
+RANKS = [1, 2, 4, 3, 4]
+RULES = {
+    "FlexLoRA": FlexLoRA,
+    "ZeroPadding": ZeroPadding,
+    "by norm": lambda ranks=None: ZeroPadding(ranks, "norm"),
+}
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+OPTIMIZERS = {
+    "SGD": None,
+    "Adam": lambda ps: torch.optim.Adam(ps, lr=0.05, weight_decay=0.1),
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.05),
+}
+
+
+@pytest.fixture
+def run(fit, data):
+    """Fit a module of five clients with unequal numbers of samples; returns it and the loop."""
+
+    def run(rule, module=None, rounds=3, wrap=lambda m: m, ckpt_path=None, callbacks=(), **options):
+        module = Adapted() if module is None else module
+        loop = FederatedLoop(
+            rule, **{"policy": Schedule(num_steps=2), "seed": 2, "csv_name": None, **options}
+        )
+        samples = data(num_clients=5, partition=Dirichlet(2.0))
+        saving = any(isinstance(c, RoundCheckpoint) for c in callbacks)
+        fit(
+            wrap(module),
+            loop,
+            samples,
+            rounds=rounds,
+            callbacks=callbacks,
+            ckpt_path=ckpt_path,
+            enable_checkpointing=saving,
+        )
+        return module, loop
+
+    return run
+
+
+def vectorized(module):
+    return VectorizedClients(module, group_size=2, compile=False)
+
+
+def assert_same(one, other, atol):
+    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=0, atol=atol, msg=name)
+
+
+# --- ranks and cut models -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "optimizer"),
+    [(FlexLoRA, make) for make in OPTIMIZERS.values()] + [(ZeroPadding, None)],
+)
+def test_what_is_beyond_a_clients_rank_is_zero_before_and_after_training(run, rule, optimizer):
+    module, _ = run(rule(RANKS), Adapted(optimizer=optimizer), rounds=2)
+    for i, states in enumerate(module.seen):
+        rank = RANKS[i % 5]  # all clients train, in order
+        for state in states:
+            for a, b in PAIRS:
+                assert not state[a][rank:].any()
+                assert not state[b][:, rank:].any()
+        after = states[1]
+        assert all(after[b][:, :rank].any(0).all() for _, b in PAIRS), "each rank is trained"
+    assert all(module.net[i].product().any() for i in (0, 2))
+
+
+def test_ranks_are_drawn_by_the_seed(run):
+    for seed in (1, 2):
+        _, loop = run(FlexLoRA({1: 0.4, 4: 0.6}), rounds=1, seed=seed)
+        wanted = draw_ranks({1: 0.4, 4: 0.6}, 5, generator(seed, RandomStream.RANKS))
+        assert torch.equal(loop.aggregator.client_ranks, wanted)
+    assert run(FlexLoRA(3), rounds=1)[1].aggregator.client_ranks.tolist() == [3] * 5
+    assert run(FlexLoRA(), rounds=1)[1].aggregator.client_ranks.tolist() == [4] * 5
+
+
+@every_rule
+def test_vectorized_clients_get_the_same(run, rule):
+    plain, loop = run(rule(RANKS), clients_per_round=3)
+    stacked, other = run(rule(RANKS), wrap=vectorized, clients_per_round=3)
+    assert_same(plain, stacked, 1e-12)
+    assert [r["bytes_up"] for r in loop.rows] == [r["bytes_up"] for r in other.rows]
+
+
+@pytest.mark.parametrize("rule", [FlexLoRA, RULES["by norm"]])
+def test_a_killed_run_resumes_bit_for_bit(run, rule, tmp_path):
+    saving = [RoundCheckpoint(str(tmp_path))]
+    run(rule({1: 0.4, 4: 0.6}), rounds=2, callbacks=saving)
+    path = str((tmp_path / "last.ckpt").rename(tmp_path / "killed.ckpt"))
+    saving = [RoundCheckpoint(str(tmp_path))]
+    resumed, _ = run(rule({1: 0.4, 4: 0.6}), rounds=4, callbacks=saving, ckpt_path=path)
+    expected, _ = run(rule({1: 0.4, 4: 0.6}), rounds=4)
+    assert_same(expected, resumed, 0)
+
+
+# --- traffic --------------------------------------------------------------------------------------
+
+
+def bytes_of(rank):
+    """Bytes of a client of a rank in float64: both adapters, and the head."""
+    return 8 * (rank * (6 + 8) + rank * (8 + 7) + 7 * 3 + 3)
+
+
+def test_a_client_of_a_lower_rank_sends_and_receives_less(run):
+    rule = FlexLoRA
+    _, loop = run(rule(RANKS), rounds=1, exchange_frozen=False)
+    wanted = sum(bytes_of(rank) for rank in RANKS)
+    assert (loop.rows[0]["bytes_up"], loop.rows[0]["bytes_down"]) == (wanted, wanted)
+    _, loop = run(rule(RANKS), clients_per_round=2, exchange_frozen=False)
+    for row in loop.rows:
+        assert row["bytes_up"] == row["bytes_down"]
+    assert len({row["bytes_up"] for row in loop.rows}) > 1
+
+
+def test_a_transform_compresses_what_a_client_sends(run):
+    options = {"update_transforms": [TopK(0.5, error_feedback=False)], "exchange_frozen": False}
+    _, full = run(FlexLoRA(4), rounds=1, **options)
+    _, loop = run(FlexLoRA(2), rounds=1, **options)
+    assert loop.rows[0]["bytes_up"] / full.rows[0]["bytes_up"] == pytest.approx(
+        bytes_of(2) / bytes_of(4), rel=0.02
+    )
+
+
+def test_a_stage_counts_its_own_traffic(run):
+    rule = Staged([1], [FlexLoRA(RANKS), FedAvg()])
+    _, loop = run(rule, rounds=2, exchange_frozen=False)
+    wanted = [sum(bytes_of(rank) for rank in RANKS), 5 * bytes_of(4)]
+    assert [row["bytes_up"] for row in loop.rows] == wanted
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([1, 2], "ranks has 2 entries, but there are 5 clients"),
+        ([1, 2, 3, 4, 5], "ranks has rank 5, but the module's adapters have rank 4"),
+        ([1, 2, 3, 4, 0], "a rank in ranks must be an integer of at least 1, got 0"),
+        ({2: 0.0}, "a share in ranks must be a finite number greater than 0, got 0"),
+        ({}, "ranks must be a rank, one rank per client, or shares"),
+        ("8", "ranks must be a rank, one rank per client, or shares by rank, got '8'"),
+        (True, "ranks must be an integer of at least 1, or None, got True"),
+    ],
+)
+def test_ranks_are_checked(run, ranks, words):
+    with pytest.raises(FederationError, match=words):
+        run(FlexLoRA(ranks), rounds=1)
+
+
+def frozen_a():
+    module = Adapted()
+    module.net[0].lora_A.requires_grad_(False)
+    return module
+
+
+def no_adapters():
+    return ClientModule(nn.Linear(6, 3)).double()
+
+
+def local_b():
+    module = Adapted()
+    module.local = ["net.0.lora_B.default.weight"]
+    return module
+
+
+def grouped():
+    module = Adapted()
+    module.net[0].lora_B["grouped"] = nn.Linear(2, 8, bias=False).double()
+    module.net[0].lora_A["grouped"] = nn.Linear(6, 4, bias=False).double()
+    return module
+
+
+def embedding():
+    module = Adapted()
+    module.net[0].register_parameter("lora_embedding_A", nn.Parameter(torch.zeros(4, 6)))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (frozen_a, "trains both factors of an adapter, but .*lora_A.* is frozen: .*use FedAvg"),
+        (no_adapters, "the module has none that are trained: build"),
+        (local_b, "lora_B.* is not exchanged with .*lora_A"),
+        (grouped, "does not support the adapter .* it is of a convolution with groups"),
+        (embedding, "lora_embedding_A is of another kind"),
+    ],
+)
+def test_modules_that_do_not_fit_are_refused(run, make, words):
+    with pytest.raises(FederationError, match=words):
+        run(FlexLoRA(2), make(), rounds=1)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, vectorized])
+def test_training_beyond_the_rank_is_refused(run, wrap):
+    class Noisy(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            loss = super().step(closure)
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p += 0.01
+            return loss
+
+    module = Adapted(optimizer=lambda ps: Noisy(ps, lr=0.1))
+    with pytest.raises(FederationError, match="Adapted changed adapters beyond the rank"):
+        run(ZeroPadding(RANKS), module, wrap=wrap, rounds=1)
+
+
+def test_a_client_that_diverges_is_dropped(run):
+    class Breaks(Adapted):
+        def on_client_end(self):
+            super().on_client_end()
+            if len(self.seen) == 1:
+                self.net[0].lora_A["default"].weight.data.fill_(torch.nan)
+
+    with pytest.warns(UserWarning, match="non-finite"):
+        module, loop = run(FlexLoRA(RANKS), Breaks(), rounds=1, exchange_frozen=False)
+    assert loop.rows[0]["dropped_clients"] == "0"
+    assert loop.rows[0]["bytes_up"] == sum(bytes_of(rank) for rank in RANKS[1:])
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+def test_convolutions_are_products_of_flattened_filters(run):
+    class Conv(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lora_A = nn.Conv2d(1, 3, (2, 3), bias=False)
+            self.lora_B = nn.Conv2d(3, 4, 1, bias=False)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.lora_B(self.lora_A(x.reshape(-1, 1, 2, 3))).flatten(1))
+
+    torch.manual_seed(0)
+    module = ClientModule(Conv(), optimizer=lambda ps: torch.optim.SGD(ps, lr=0.0)).double()
+    before = torch.einsum("orij,rcxy->ocxy", module.net.lora_B.weight, module.net.lora_A.weight)
+    run(FlexLoRA(), module, rounds=1)
+    after = torch.einsum("orij,rcxy->ocxy", module.net.lora_B.weight, module.net.lora_A.weight)
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-12)

@@ -1,0 +1,415 @@
+"""FedBuff and FedAsync against plain programs; the synchronous limit, resuming, refusals."""
+
+import copy
+import shutil
+import warnings
+from collections import deque
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl.aggregators import FedAsync, FedAvg, FedBuff, Scaffold, Staged
+from lightning_fl.callbacks import ClientFaults, FederatedLoop, RoundCheckpoint
+from lightning_fl.federation.context import Federation
+from lightning_fl.federation.layout import VectorLayout
+from lightning_fl.functional.randomness import RandomStream, generator
+from lightning_fl.objectives import Proximal
+from lightning_fl.policies import Schedule, Stragglers
+from lightning_fl.samplers import AsynchronousSampler, UniformSampler
+from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from two_classes import samples
+
+CLIENTS, LR = 9, 0.2
+UNEVEN = {"speed_sigma": 1.0, "straggler": 0.2, "step_seconds": 0.1}
+
+
+def module(rho=0.0, dtype=torch.float64):
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 2)
+    terms = [Proximal(rho)] if rho else []
+    return ClientModule(net, terms, lambda p: torch.optim.SGD(p, lr=LR)).to(dtype)
+
+
+def vector(made):
+    return torch.cat([p.detach().flatten() for p in made.parameters()])
+
+
+class Noted(FederatedLoop):
+    """Notes the batches of each client, the number of earlier models, and the model of each round.
+
+    Vectorized clients have batches of lists, which are not noted.
+    """
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.batches, self.models, self.kept = [], [], []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        super().on_train_epoch_start(trainer, pl_module)
+        self.batches.append({int(client): [] for client in self.plan().clients})
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        plan = self.plan()
+        row = plan.schedule[batch_idx].rows[0]
+        self.batches[-1][int(plan.clients[row])].append(batch)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        super().on_train_epoch_end(trainer, pl_module)
+        self.models.append(vector(self.runner.module))
+        self.kept.append(len(getattr(self.aggregator, "models", ())))
+
+
+@pytest.fixture
+def run(trainer):
+    """Train a linear model with an asynchronous rule; return it and the loop."""
+
+    def run(
+        aggregator, size, faults=None, rounds=8, wrap=lambda m: m, made=None, ckpt=None, **options
+    ):
+        concurrency = options.pop("concurrency", 5)
+        callbacks = options.pop("callbacks", [])
+        options = {
+            "sampler": AsynchronousSampler(concurrency),
+            "policy": Schedule(num_steps=3),
+            "seed": 4,
+            "buffers": "average",
+            "clients_per_round": size,
+            **options,
+        }
+        data = options.pop("data", None) or samples(CLIENTS)
+        faults = ClientFaults(**UNEVEN) if faults is None else faults
+        loop = Noted(aggregator, **options)
+        made = module() if made is None else made
+        with warnings.catch_warnings():  # of clients that are dropped
+            warnings.simplefilter("ignore")
+            trainer(loop, rounds, [faults, *callbacks], enable_checkpointing=bool(callbacks)).fit(
+                wrap(made), datamodule=data, ckpt_path=ckpt
+            )
+        return made, loop
+
+    return run
+
+
+def plainly(loop, faults, concurrency, size, apply, rounds=8, rho=0.0, dtype=torch.float64):
+    """Let clients train one event after another, with a copy of the model for each version.
+
+    Args:
+        apply: Maps the model and the arrived of a flush, as triples of the model at the start, the
+            local model and the staleness, to the next model.
+    """
+    net = copy.deepcopy(module(dtype=dtype).net)
+
+    def trained(x, batches):
+        y = x.clone()
+        for features, labels in batches:
+            torch.nn.utils.vector_to_parameters(y, net.parameters())
+            loss = cross_entropy(net(features), labels)
+            grads = torch.autograd.grad(loss, list(net.parameters()))
+            y = y - LR * (torch.cat([g.flatten() for g in grads]) + rho * (y - x))
+        return y
+
+    def begin(now, version):
+        order = generator(4, RandomStream.COHORT, version)
+        for client in torch.randperm(CLIENTS, generator=order).tolist():
+            if len(running) < concurrency and client not in [*running, *waiting]:
+                num_bytes = 2 * 10 * 8
+                d = faults.durations.seconds_of(4, version, client, 3, num_bytes)
+                running[client] = now + d, version
+
+    models, running, waiting, found = [vector(module(dtype=dtype))], {}, {}, []
+    begin(0.0, 0)
+    while len(found) < rounds:
+        client = min(running, key=lambda c: running[c][0])
+        now, version = running.pop(client)
+        waiting[client] = version
+        if len(waiting) == size:
+            at, arrived = len(found), []
+            for each, start in waiting.items():
+                fault = faults.fault_of(4, at, each)
+                y = trained(models[start], loop.batches[at][each])
+                if fault is None:
+                    arrived.append((models[start], y, at - start))
+            models.append(apply(models[-1], arrived))
+            found.append((now, [at - start for start in waiting.values()]))
+            waiting.clear()
+        begin(now, len(found))
+    return models[1:], found
+
+
+def buffered(eta, s, limit=99):
+    def apply(x, arrived):
+        arrived = [each for each in arrived if each[2] <= limit]
+        step = sum(s(tau) * (start - y) for start, y, tau in arrived)
+        return x - eta / len(arrived) * step if arrived else x
+
+    return apply
+
+
+def mixed(alpha, s):
+    def apply(x, arrived):
+        for _, y, tau in arrived:
+            x = (1 - alpha * s(tau)) * x + alpha * s(tau) * y
+        return x
+
+    return apply
+
+
+PLAIN = {
+    "FedBuff": (FedBuff, 3, {}, 0.0, buffered(1.0, lambda t: (1 + t) ** -0.5)),
+    "FedBuff, clients are lost": (
+        lambda: FedBuff(0.7, "hinge", slope=2.0, delay=1.0, max_staleness=2),
+        3,
+        {"dropout": 0.2, "nan": 0.15},
+        0.0,
+        buffered(0.7, lambda t: 1 if t <= 1 else 1 / (2 * (t - 1) + 1), limit=2),
+    ),
+    "FedAsync": (FedAsync, 1, {}, 0.1, mixed(0.6, lambda t: (1 + t) ** -0.5)),
+    "FedAsync, clients are lost": (
+        lambda: FedAsync(1.0, "constant"),
+        1,
+        {"crash": 0.3},
+        0.0,
+        mixed(1.0, lambda t: 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_every_round_is_that_of_the_plain_program(run, case):
+    make, size, lost, rho, apply = PLAIN[case]
+    faults = ClientFaults(**lost, **UNEVEN)
+    _, loop = run(make(), size, faults, rounds=10, made=module(rho))
+    models, flushes = plainly(loop, faults, 5, size, apply, 10, rho)
+    for one, other in zip(loop.models, models, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    for row, (now, staleness) in zip(loop.rows, flushes, strict=True):
+        assert row["virtual_time"] == pytest.approx(now, rel=1e-12)
+        assert row["staleness_mean"] == pytest.approx(sum(staleness) / size)
+        assert row["staleness_max"] == max(staleness)
+    assert max(row["staleness_max"] for row in loop.rows) > 2
+    assert faults.virtual_time == loop.rows[-1]["virtual_time"]
+    assert 0 < max(loop.kept) <= 5
+    if case == "FedBuff, clients are lost":
+        too_stale = [row.get("too_stale", 0) for row in loop.rows]
+        assert sum(too_stale) > 0
+        assert all(row["dropped"] >= stale for row, stale in zip(loop.rows, too_stale, strict=True))
+
+
+@pytest.mark.parametrize("rule", [FedBuff, FedAsync])
+def test_vectorized_and_plain_clients_agree(run, rule):
+    size = 3 if rule is FedBuff else 1
+
+    def wrap(made):
+        return VectorizedClients(made, group_size=2, compile=False)
+
+    # The proximal term pulls each client to the model from which it started.
+    _, one = run(rule(), size, made=module(rho=0.3))
+    _, other = run(rule(), size, made=module(rho=0.3), wrap=wrap)
+    for a, b in zip(one.models, other.models, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert [row["virtual_time"] for row in one.rows] == [row["virtual_time"] for row in other.rows]
+
+
+class Normalized(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize(
+    ("seed", "size", "is_vectorized"),
+    [(0, 1, False), (1, 4, False), (2, 4, True), (3, CLIENTS, False)],
+)
+def test_with_equal_durations_it_is_synchronous_averaging_bit_for_bit(
+    run, seed, size, is_vectorized
+):
+    """Also with BatchNorm's buffers, in single precision, and with updates that are dropped."""
+
+    def made():
+        torch.manual_seed(seed)
+        return ClientModule(Normalized(), optimizer=lambda p: torch.optim.SGD(p, lr=LR)).float()
+
+    def wrap(module):
+        return VectorizedClients(module, compile=False) if is_vectorized else module
+
+    found = []
+    rules = [FedAvg("uniform"), FedBuff(), *[FedAsync(1.0)] * (size == 1)]
+    for rule in rules:
+        sampler = UniformSampler() if isinstance(rule, FedAvg) else AsynchronousSampler(size)
+        data = samples(CLIENTS)
+        data.train = torch.utils.data.TensorDataset(data.train.tensors[0].float(), data.train[:][1])
+        data.val = data.train
+        found.append(
+            run(
+                rule,
+                size,
+                ClientFaults(nan=0.2),
+                rounds=3,
+                wrap=wrap,
+                made=made(),
+                sampler=sampler,
+                seed=seed,
+                data=data,
+            )
+        )
+    for module, loop in found[1:]:
+        for name, tensor in found[0][0].state_dict().items():
+            assert torch.equal(module.state_dict()[name], tensor), name
+        assert loop.kept == [0] * 3
+        for row, expected in zip(loop.rows, found[0][1].rows, strict=True):
+            assert row.pop("staleness_max") == row.pop("staleness_mean") == 0
+            assert row == {**expected, "virtual_time": row["virtual_time"]}
+            assert row["virtual_time"] == pytest.approx(expected["virtual_time"], rel=1e-6)
+
+
+class KilledError(Exception):
+    pass
+
+
+class Kill(ClientFaults):
+    """Ends a fit in the middle of a round."""
+
+    at = None
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) == self.at:
+            raise KilledError
+
+    @property
+    def state_key(self):
+        return "ClientFaults"
+
+
+@pytest.mark.parametrize("rule", [FedBuff, FedAsync])
+def test_a_killed_run_resumes_bit_for_bit(run, tmp_path, rule):
+    size = 2 if rule is FedBuff else 1
+    folder, other = str(tmp_path / "parts"), str(tmp_path / "whole")
+    whole, loop = run(rule(), size, Kill(**UNEVEN), callbacks=[RoundCheckpoint(other)])
+    dying = Kill(**UNEVEN)
+    dying.at = 4, 1
+    with pytest.raises(KilledError):
+        run(rule(), size, dying, callbacks=[RoundCheckpoint(folder)])
+    last = f"{folder}/last.ckpt"
+    shutil.copy(last, tmp_path / "killed.ckpt")
+    state = torch.load(last, weights_only=True)["callbacks"]["FederatedLoop"]["aggregator"]
+    assert len(state["models"]) == len(state["versions"]) == loop.kept[3] > 0
+    resumed, again = run(
+        rule(), size, Kill(**UNEVEN), callbacks=[RoundCheckpoint(folder)], ckpt=last
+    )
+    assert torch.equal(vector(whole), vector(resumed))
+    assert [{**row, "val_loss": 0} for row in again.rows] == [
+        {**row, "val_loss": 0} for row in loop.rows
+    ]
+    for name, tensor in loop.aggregator.state_dict().items():
+        assert torch.equal(again.aggregator.state_dict()[name], tensor)
+    # Another clock needs models that were not kept.
+    shutil.copy(tmp_path / "killed.ckpt", last)
+    with pytest.raises(
+        FederationError, match=r"ended after .* s there, and after .* s here. To resume"
+    ):
+        run(rule(), size, Kill(), callbacks=[RoundCheckpoint(folder)], ckpt=last)
+
+
+def test_earlier_models_are_dropped_when_their_last_client_has_arrived(run):
+    """One slow client holds a model; all others are as fast as each other."""
+    rule, slow = FedBuff(), deque()
+    _, loop = run(rule, 2, ClientFaults(speed_sigma=2.0, step_seconds=1.0), rounds=20)
+    for round, count in enumerate(loop.kept):
+        slow.append(loop.options.sampler.flush(round).in_use)
+        assert count == len(slow[-1]) <= 5
+    assert len({v for each in slow for v in each}) > 5  # versions come and go
+    assert rule.versions.tolist() == list(slow[-1])
+
+
+def test_outside_of_a_round_clients_start_from_the_current_model(run):
+    """As evaluations of clients assume."""
+    _, loop = run(FedBuff(), 3)
+    server = loop.runner.read().vector
+    loop.aggregator.start(server)
+    assert torch.equal(loop.aggregator.models_for(torch.arange(9)), server.expand(9, -1))
+    assert not loop.aggregator.rejected(torch.arange(9))
+
+
+def test_buffers_stay_between_those_of_the_server_and_of_the_clients():
+    """A variance that fell since a client started does not become negative."""
+    rule = FedBuff(lr=2.0)
+    layout = VectorLayout({"w": torch.Size([1]), "variance": torch.Size([1])}, num_parameters=1)
+    rule.setup(Federation(4, Cohort(1, 4), layout))
+    rule.start(torch.tensor([1.0, 0.1]))
+    rule.models, rule._started, rule._rows, rule._round = (
+        torch.tensor([[3.0, 9.0]]),
+        {2: 0},
+        {0: 0},
+        3,
+    )
+    delta = torch.tensor([[1.0, -4.0]])
+    rule.update(ClientUpdate(torch.tensor([2]), delta, torch.tensor([1])))
+    # s = 1/2: the parameter moves by 2 * 1/2 * 1, the buffer halfway from 0.1 to 9 - 4.
+    torch.testing.assert_close(rule.compute(), torch.tensor([2.0, 0.1 + 0.5 * (5.0 - 0.1)]))
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "message"),
+    [
+        (FedAvg, {}, "FedAvg ignores the staleness of updates"),
+        (Scaffold, {}, "Scaffold ignores the staleness of updates"),
+        (lambda: Staged([1], [FedBuff(), FedBuff()]), {}, "Staged ignores the staleness"),
+        (
+            lambda: Staged([1], [FedBuff(), FedAvg()]),
+            {"sampler": UniformSampler()},
+            "FedBuff cannot be a stage of Staged",
+        ),
+        (FedBuff, {"sampler": UniformSampler()}, "FedBuff aggregates asynchronous rounds, and"),
+        (FedAsync, {}, "a round has 3 clients: set clients_per_round=1, or use FedBuff"),
+        (FedBuff, {"concurrency": 10}, "concurrency=10, but there are only 9 clients"),
+        (
+            FedBuff,
+            {"faults": ClientFaults(deadline=3.0)},
+            "deadline has no meaning in asynchronous",
+        ),
+        (
+            FedBuff,
+            {"policy": Stragglers(0.5, Schedule(num_steps=4))},
+            "Stragglers changes the number of local steps",
+        ),
+        (
+            FedBuff,
+            {"policy": Stragglers(0.5, Schedule(num_steps=4), drop=True)},
+            "Stragglers excludes clients from rounds",
+        ),
+        (
+            FedBuff,
+            {"policy": Schedule(num_steps=9, steps_decay=0.7)},
+            r"Schedule changes the number of local steps \(client 0, round 2\): use a policy with",
+        ),
+    ],
+)
+def test_what_cannot_be_right_is_refused_by_name(run, rule, options, message):
+    with pytest.raises(FederationError, match=message):
+        run(rule(), 3, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FedBuff(lr=0), "lr must be a finite number greater than 0, got 0"),
+        (lambda: FedBuff(staleness="linear"), "staleness must be constant, polynomial or hinge"),
+        (lambda: FedBuff(exponent=-1), "exponent must be"),
+        (lambda: FedBuff(max_staleness=1.5), "max_staleness must be an integer of at least 0"),
+        (lambda: FedAsync(alpha=1.5), r"alpha must be a number in \(0, 1\], got 1.5"),
+        (lambda: FedAsync(alpha=0), "alpha must be"),
+        (lambda: AsynchronousSampler(0), "concurrency must be an integer of at least 1, got 0"),
+    ],
+)
+def test_bad_options(make, message):
+    with pytest.raises(FederationError, match=message):
+        make()

@@ -1,0 +1,216 @@
+"""q-FedAvg: the algorithm written plainly, limit cases, every way of training, and refusals."""
+
+import pytest
+import torch
+
+from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl.aggregators import FedAvg, QFedAvg
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.federation.context import Federation
+from lightning_fl.federation.layout import VectorLayout
+from lightning_fl.federation.measures import Measures
+from lightning_fl.partition import QuantitySkew
+from lightning_fl.policies import Schedule
+from lightning_fl.types import ClientUpdate, Cohort, FederationError
+from two_classes import samples
+from written_plainly import (
+    Lost,
+    Noted,
+    Uneven,
+    check_resumed,
+    loss_and_gradient,
+    module,
+    samples_of,
+    vector,
+)
+
+
+def plainly(loop, data, q, rate):
+    """Algorithm 2 of the paper, on the batches of a run; the initial losses of each round."""
+    x, models, found = vector(module()), [], []
+    for t, batches in enumerate(loop.batches):
+        total, curvature, losses = 0, 0, []
+        for k, steps in batches.items():
+            eta, y = rate(k, t), x.clone()
+            for batch in steps:
+                y = y - eta * loss_and_gradient(y, *batch)[1]
+            loss = loss_and_gradient(x, *samples_of(data, k))[0]
+            dw = (x - y) / eta
+            total = total + loss**q * dw
+            curvature += q * loss ** (q - 1) * dw.square().sum() + loss**q / eta
+            losses.append(float(loss))
+        x = x - total / curvature
+        models.append(x)
+        found.append(losses)
+    return models, found
+
+
+@pytest.mark.parametrize(
+    ("q", "policy", "rate"),
+    [
+        (2.0, Schedule(num_steps=4), lambda k, t: 0.2),
+        (0.3, Schedule(lr=0.3, num_steps=4, decay=0.5), lambda k, t: 0.3 * 0.5**t),
+        (5.0, Uneven(), lambda k, t: 0.1 + 0.02 * k),
+    ],
+)
+def test_rounds_are_the_algorithm_with_partial_participation(fit, q, policy, rate):
+    data, rule = samples(partition=QuantitySkew(2.0, min_size=4)), QFedAvg(q)
+    loop = Noted(rule, policy, seed=1, clients_per_round=3)
+    fit(module(), loop, data, rounds=4)
+    models, losses = plainly(loop, data, q, rate)
+    for found, expected in zip(loop.models, models, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    for row, each in zip(loop.rows, losses, strict=True):
+        mean = sum(each) / len(each)
+        variance = sum((f - mean) ** 2 for f in each) / len(each)
+        found = [row["loss_mean"], row["loss_variance"], row["loss_max"]]
+        assert found == pytest.approx([mean, variance, max(each)], abs=1e-12)
+
+
+class Decaying(ClientModule):
+    """A rate that decreases from round to round."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
+
+
+@pytest.mark.parametrize("policy", [None, Schedule(lr=0.13, num_steps=3, decay=0.9)])
+def test_without_q_it_is_uniform_fedavg_bit_for_bit(fit, policy):
+    found = []
+    for rule in (QFedAvg(0.0), FedAvg("uniform")):
+        made = module()
+        user = Decaying(made.net, optimizer=made.make_optimizer) if policy is None else made
+        loop = FederatedLoop(rule, policy, seed=1, clients_per_round=3)
+        fit(user, loop, samples(partition=QuantitySkew(2.0, min_size=4)), rounds=4)
+        found.append(vector(user))
+    if policy is None:  # rates of schedulers are those of the run, up to rounding
+        torch.testing.assert_close(*found, rtol=0, atol=1e-15)
+    else:
+        assert torch.equal(*found)
+
+
+def test_vectorized_clients_give_the_same_and_evaluate_once(fit, monkeypatch):
+    calls, measured = [], Measures.client_losses
+
+    def counted(self, host, clients, round):
+        calls.extend(clients)
+        return measured(self, host, clients, round)
+
+    monkeypatch.setattr(Measures, "client_losses", counted)
+
+    def run(wrap):
+        made = module()
+        loop = FederatedLoop(QFedAvg(1.5), Uneven(), seed=1, clients_per_round=4)
+        fit(wrap(made), loop, samples(), rounds=3)
+        return vector(made)
+
+    one, other = run(lambda m: m), run(lambda m: VectorizedClients(m, 3, compile=False))
+    torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+    assert len(calls) == 2 * 3 * 4
+
+
+@pytest.mark.parametrize("group_size", [None, 3])
+def test_a_run_resumes_bit_for_bit(fit, tmp_path, group_size):
+    def run():
+        return module(), FederatedLoop(QFedAvg(3.0), Uneven(), clients_per_round=3, seed=1)
+
+    wrap = (lambda m: m) if group_size is None else lambda m: VectorizedClients(m, 3, compile=False)
+    check_resumed(fit, tmp_path, run, wrap)
+
+
+@pytest.mark.filterwarnings("ignore:.*dropped", "ignore:.*too few")
+def test_dropped_clients_have_no_part(fit):
+    found = []
+    for lost, min_clients in (((0, 1, 3, 4), 1), ((0, 1, 3, 4), 2)):
+        made = module()
+        loop = FederatedLoop(QFedAvg(2.0), seed=1, min_clients=min_clients)
+        fit(made, loop, samples(), rounds=1, callbacks=[Lost(*lost)])
+        found.append((vector(made), loop.rows[0].get("loss_max")))
+    start, data = vector(module()), samples()
+    data.setup("fit")
+    loss = float(loss_and_gradient(start, *samples_of(data, 2))[0])
+    assert found[0][1] == pytest.approx(loss, abs=1e-12)
+    assert not torch.equal(found[0][0], start)
+    assert torch.equal(found[1][0], start)
+
+
+def aggregated(rule, losses, delta=((1.0, 2.0), (3.0, -1.0)), lr=(0.5, 0.25)):
+    delta = torch.tensor(delta, dtype=torch.float64)
+    rule.start(torch.zeros_like(delta[0]))
+    rule.update(
+        ClientUpdate(
+            torch.arange(2), delta, torch.ones(2), lr=torch.tensor(lr),
+            extras={"loss_before": torch.tensor(losses, dtype=torch.float64)},
+        )
+    )  # fmt: skip
+    return rule.compute()
+
+
+def test_a_common_scale_of_the_losses_cancels():
+    """The sums of the first round have the scale 1, those of the second the largest loss."""
+    rule = QFedAvg(7.0)
+    first = aggregated(rule, [3.0, 5.0])
+    assert float(rule.scale) == 5.0
+    torch.testing.assert_close(aggregated(rule, [3.0, 5.0]), first, rtol=1e-13, atol=0)
+
+
+def test_large_powers_are_finite_or_refused():
+    rule = QFedAvg(300.0)
+    with pytest.raises(FederationError, match=r"QFedAvg\(q=300.0\) exceeds .* to 1000: decrease q"):
+        aggregated(rule, [10.0, 1000.0])
+    with pytest.raises(FederationError, match=r"losses from 0.01 to 0.02: decrease q"):
+        aggregated(rule, [0.01, 0.02])
+    rule.scale.fill_(1000.0)  # after a round with such losses
+    far = aggregated(rule, [10.0, 1000.0])  # only the larger loss has a weight
+    dw = torch.tensor([-12.0, 4.0], dtype=torch.float64)
+    torch.testing.assert_close(far, -dw / (0.3 * dw.square().sum() + 4))
+
+
+def test_losses_near_0_and_below():
+    for q in (0.1, 0.5, 1.0, 4.0):
+        found = aggregated(QFedAvg(q), [0.0, 2.0])
+        assert found.isfinite().all()
+    assert aggregated(QFedAvg(0.5), [0.0, 0.0]).abs().max() < 1e-4  # the slope is very large
+    with pytest.raises(FederationError, match=r"a client has the loss -0.25: use a loss"):
+        aggregated(QFedAvg(1.0), [-0.25, 2.0])
+
+
+def test_buffers_are_averaged_uniformly_and_have_no_norm():
+    def run(buffer):
+        rule = QFedAvg(2.0)
+        layout = VectorLayout({"w": torch.Size([1]), "mean": torch.Size([1])}, num_parameters=1)
+        rule.setup(Federation(4, Cohort(2, 4), layout))
+        return aggregated(rule, [1.0, 3.0], [[1.0, buffer], [2.0, 0.0]])
+
+    assert run(1e6)[0] == run(0.0)[0]
+    assert float(run(1e6)[1]) == 5e5
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "match"),
+    [
+        (lambda p: torch.optim.Adam(p), {}, "the optimizer is Adam: choose SGD"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {}, r"SGD\(momentum=...\)"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), {}, r"SGD\(weight_decay=...\)"),
+        (lambda p: torch.optim.SGD(p, lr=0.1), {"gradient_clip_val": 1.0}, "gradient clipping"),
+    ],
+)
+def test_local_training_that_is_not_plain_sgd_is_refused(fit, make, options, match):
+    made = ClientModule(torch.nn.Linear(4, 2), optimizer=make).double()
+    with pytest.raises(FederationError, match=match):
+        fit(made, FederatedLoop(QFedAvg(), seed=1), samples(), **options)
+
+
+def test_other_mistakes_are_named(fit, foreign):
+    with pytest.raises(FederationError, match="q must be"):
+        QFedAvg(-1.0)
+    made = foreign(features=4, classes=2, batchnorm=False, optimizer="sgd")
+    with pytest.raises(FederationError, match=r"requires a method federated_losses\(batch\)"):
+        fit(made, FederatedLoop(QFedAvg(), seed=1), samples())
+    rule = QFedAvg()
+    rule.start(torch.zeros(2))
+    with pytest.raises(FederationError, match="set lr and loss_before"):
+        rule.update(ClientUpdate(torch.tensor([0]), torch.ones(1, 2), torch.ones(1)))
+    with pytest.raises(FederationError, match=r"must be positive, got .* for clients"):
+        aggregated(rule, [1.0, 1.0], lr=(0.0, 0.1))
