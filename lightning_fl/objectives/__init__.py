@@ -1,8 +1,14 @@
 """Local objectives of clients."""
 
+from lightning_fl.objectives.apfl import APFL
 from lightning_fl.objectives.client_module import ClientModule
+from lightning_fl.objectives.ditto import Ditto
 from lightning_fl.objectives.entropy import EntropyRegularizer
 from lightning_fl.objectives.fedem import FedEM
+from lightning_fl.objectives.local_network import LocalNetwork
+from lightning_fl.objectives.moon import MOON
+from lightning_fl.objectives.parameter_groups import ParameterGroup
+from lightning_fl.objectives.per_fedavg import PerFedAvg
 from lightning_fl.objectives.proximal import Proximal
 from lightning_fl.objectives.recorder import Recorder, Trace
 from lightning_fl.objectives.representation_matching import RepresentationMatching
@@ -10,10 +16,16 @@ from lightning_fl.objectives.terms import ModelView, Term
 from lightning_fl.objectives.weight_divergence import WeightDivergence
 
 __all__ = [
+    "APFL",
+    "MOON",
     "ClientModule",
+    "Ditto",
     "EntropyRegularizer",
     "FedEM",
+    "LocalNetwork",
     "ModelView",
+    "ParameterGroup",
+    "PerFedAvg",
     "Proximal",
     "Recorder",
     "RepresentationMatching",

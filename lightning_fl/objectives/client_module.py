@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.func import functional_call
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_fl.federation.frozen import complete
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.functional.summation import add_rows, empty_sum, merged_sums, sum_value
+from lightning_fl.hooks import attributes_set
+from lightning_fl.objectives.local_network import load_tensors
+from lightning_fl.objectives.parameter_groups import split_groups
 from lightning_fl.objectives.recorder import Recorder
-from lightning_fl.objectives.terms import ModelView, Term
-from lightning_fl.types import FederationError
+from lightning_fl.objectives.terms import ModelView, Term, settable
+from lightning_fl.types import FederationError, PersonalModel
 
 
 class WeightedMean(Metric):
@@ -67,7 +73,8 @@ class ClientModule(LightningModule):
     Logs ``train_loss``, ``val_loss`` and ``val_acc`` once per round, and ``test_loss`` and
     ``test_acc`` in a test. ``train_loss`` is the mean loss over the local training samples,
     including terms, without clients with a non-finite loss. A batch is ``(x, y)`` with class
-    indices ``y``. For other tasks override :meth:`federated_losses`. Parameters that a subclass
+    indices ``y``. For other tasks override :meth:`federated_losses`; a :meth:`training_step` of a
+    subclass must call ``super().training_step`` to add the terms. Parameters that a subclass
     lists in :attr:`federated_local_parameters` stay with each client.
 
     Args:
@@ -99,6 +106,13 @@ class ClientModule(LightningModule):
         #: Initial parameters of the client by name, for the terms. A ``FederatedLoop`` sets them
         #: unless the attribute is None. Constant, so neither a buffer nor saved.
         self.federated_global_parameters: dict[str, Tensor] | None = {} if len(self.terms) else None
+        self._settable = settable(terms)
+        #: Numbers of terms that a policy may set, by name. None is the value of the term itself.
+        self.federated_hyperparameters: dict[str, Any] = dict.fromkeys(self._settable)
+        #: Allowed ranges of these numbers, by name.
+        self.federated_hyperparameter_limits = {
+            name: terms[i].hyperparameters[each] for name, (i, each) in self._settable.items()
+        }
         #: Weight of each sample in the mean, ``[batch]``, summing to 1. None means equal weights.
         #: ``VectorizedClients`` pads smaller batches with samples of weight 0.
         self.federated_sample_weight: Tensor | None = None
@@ -106,28 +120,67 @@ class ClientModule(LightningModule):
         #: terms that use the batch do not.
         has_own_step = type(self).training_step is not ClientModule.training_step
         self.federated_knows_weights = not has_own_step and not any(t.uses_batch for t in terms)
+        #: Whether a training step of a subclass may still turn out not to use the terms.
+        self._may_ignore_terms = has_own_step and len(self.terms) > 0
         #: Recorder of activations, if a term requires one.
         self.recorder: Recorder | None = None
+        # In a tuple, so that it is not a submodule.
+        self._losses = (_Losses(self),)
         self._built_for = torch.Size()
         self._client_loss: list[Tensor] = []
         self._client_samples: list[Tensor] = []
 
     @property
     def federated_local_parameters(self) -> list[str]:
-        """Names of the parameters of terms that stay local to each client."""
+        """Names of the parameters and buffers of terms that stay local to each client."""
         return [
             f"terms.{i}.{name}"
-            for i, term in enumerate(self.terms)
+            for i, term in enumerate(self._own_terms())
             if term.stays_local
-            for name, _ in term.named_parameters()
+            for name, _ in (*term.named_parameters(), *term.named_buffers())
         ]
 
+    def _own_terms(self) -> list[Term]:
+        return cast("list[Term]", list(self.terms))
+
     def setup(self, stage: str) -> None:
-        """Build the terms that depend on the shape of a sample."""
-        if stage == "fit" and any(t.wants_trace for t in self.terms):
+        """Check the terms, and build those that depend on the network or on a sample's shape."""
+        if stage != "fit":
+            return
+        for term in self._own_terms():
+            term.prepare(self)
+        self._check_terms()
+        if any(t.wants_trace for t in self.terms):
             example = self._example()
             if self.recorder is None or self._built_for != example.shape[1:]:
                 self.build_terms(example)
+
+    def _check_terms(self) -> None:
+        """Refuse options that would silently change what a term means."""
+        clip = self.trainer.gradient_clip_val
+        by_norm = self.trainer.gradient_clip_algorithm != "value"
+        for term in self._own_terms():
+            name = type(term).__name__
+            if term.is_independent and clip and by_norm:
+                raise FederationError(
+                    f"gradient_clip_val={clip} clips the joint norm of the client model and of the"
+                    f" second model of {name}, so that each would change the other: remove it, or"
+                    " set gradient_clip_algorithm=value"
+                )
+            if term.parameter_groups() and (
+                type(self).configure_optimizers is not ClientModule.configure_optimizers
+            ):
+                raise FederationError(
+                    f"{name} has parameters with optimizer options of their own, and"
+                    f" {type(self).__name__}.configure_optimizers does not set them: pass the"
+                    " optimizer to ClientModule instead of overriding configure_optimizers"
+                )
+        second = [type(term).__name__ for term in self._own_terms() if term.is_independent]
+        if len(second) > 1:
+            raise FederationError(
+                f"terms has two personal models ({', '.join(second)}), and a client has one: remove"
+                " one of them"
+            )
 
     def _example(self) -> Tensor:
         """Return example inputs of the network."""
@@ -158,7 +211,12 @@ class ClientModule(LightningModule):
         wanted = [term for term in self.terms if term.wants_trace]
         points = cast("Term", wanted[0]).points
         if any(term.points != points for term in wanted):
-            raise FederationError("all terms that record activations must use the same points")
+            kinds = ", ".join(type(term).__name__ for term in wanted)
+            raise FederationError(
+                f"all terms that record activations ({kinds}) must use the same points: name the"
+                " same modules in each, such as RepresentationMatching(points=['layer']) and"
+                " MOON(point='layer')"
+            )
         recorder = Recorder(self.net, points)
         params = dict(self.net.named_parameters(prefix="net"))
         if x.is_floating_point() and params:  # not converted by a precision plugin yet
@@ -168,6 +226,13 @@ class ClientModule(LightningModule):
         for term in wanted:
             cast("Term", term).build(recorder, trace)
         self.recorder, self._built_for = recorder, x.shape[1:]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add frozen parameters that the checkpoint was saved without, from this module.
+
+        A ``FederatedLoop`` has added them already. This is for ``load_from_checkpoint``.
+        """
+        complete(checkpoint, None, self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits, ``[batch, classes]``."""
@@ -183,6 +248,42 @@ class ClientModule(LightningModule):
         x, y = batch
         return F.cross_entropy(self(x) if outputs is None else outputs, y, reduction="none")
 
+    def federated_mean(self, values: Tensor) -> Tensor:
+        """Return the mean over the samples of a batch, without padding.
+
+        Args:
+            values: One value per sample, ``[batch]``.
+        """
+        weight = self.federated_sample_weight
+        return values.mean() if weight is None else values @ weight
+
+    def federated_loss(self, batch: Any, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the mean loss of a batch, without terms, for other tensors of the network.
+
+        Args:
+            batch: Batch ``(x, y)``.
+            tensors: Parameters and buffers that replace those of the module, by name. Buffers are
+                updated in place, as by a training step.
+
+        Example:
+            >>> module = ClientModule(nn.Linear(2, 3))
+            >>> zeros = {"net.weight": torch.zeros(3, 2), "net.bias": torch.zeros(3)}
+            >>> module.federated_loss((torch.ones(4, 2), torch.tensor([0, 1, 2, 0])), zeros).exp()
+            tensor(3.)
+        """
+        given = {f"module.{name}": tensor for name, tensor in tensors.items()}
+        losses: Tensor = functional_call(self._losses[0], given, (batch,))
+        return self.federated_mean(losses)
+
+    def on_client_start(self) -> None:
+        """Set the tensors of terms for the first local step of a client.
+
+        Called once per client and round, with the tensors of the client in the module. A subclass
+        that overrides it must call ``super().on_client_start()``.
+        """
+        for term in self._own_terms():
+            term.on_client_start(self)
+
     def on_train_epoch_start(self) -> None:
         """Clear the records of an interrupted round."""
         self.train_loss.reset()
@@ -196,21 +297,37 @@ class ClientModule(LightningModule):
         else:
             outputs, trace = self.recorder(batch[0])
         losses = self.federated_losses(batch, outputs)
-        weight = self.federated_sample_weight
-        loss = task_loss = losses.mean() if weight is None else losses @ weight
+        loss = task_loss = self.federated_mean(losses)
         start = self.federated_global_parameters
         if start is not None:
             params: dict[str, Tensor] = dict(self.net.named_parameters(prefix="net"))
             if not start:  # Outside a federation, use the initial model.
                 start = {n: p.detach().clone() for n, p in params.items()}
                 self.federated_global_parameters = start
+                for term in self._own_terms():
+                    term.on_client_start(self)
             fixed = {n: start[n] for n in params}
-            own, anchor = ModelView(params, outputs, trace), ModelView(fixed)
-            if self.recorder is not None:
+            own, anchor = ModelView(params, outputs, trace, self), ModelView(fixed)
+            if self.recorder is not None and any(
+                t.wants_trace and t.wants_global_trace for t in self.terms
+            ):
                 anchor = ModelView(fixed, trace=self.recorder.fixed(fixed, batch[0]))
-            loss = loss + sum(term(own, anchor, batch) for term in self.terms)
+            loss = loss + sum(self._term(i, own, anchor, batch) for i in range(len(self.terms)))
         self.federated_record(loss, len(losses))
         return loss if start is None else {"loss": loss, "task_loss": task_loss.detach()}
+
+    def _term(self, i: int, own: ModelView, anchor: ModelView, batch: Any) -> Tensor:
+        """Return the value of a term, with the numbers of the policy in the place of its own."""
+        if self._may_ignore_terms:
+            self._may_ignore_terms = False
+        term, values = self.terms[i], self.federated_hyperparameters
+        given = {
+            each: values[name]
+            for name, (j, each) in self._settable.items()
+            if j == i and values[name] is not None
+        }
+        with attributes_set(term, given):
+            return cast("Tensor", term(own, anchor, batch))
 
     def federated_record(self, loss: Tensor, count: int | Tensor) -> None:
         """Record the loss of a local step, for one client or for clients that train at once.
@@ -227,11 +344,22 @@ class ClientModule(LightningModule):
         self._client_samples.append(count)
 
     def on_client_end(self) -> None:
-        """Add the recorded client losses to ``train_loss``.
+        """Set the tensors of terms, and add the recorded client losses to ``train_loss``.
 
         Called once per client, after its local training, with the tensors of the client in the
-        module. Changes to local parameters are kept.
+        module. Changes to local parameters are kept. A subclass that overrides it must call
+        ``super().on_client_end()``.
         """
+        for term in self._own_terms():
+            term.on_client_end(self)
+        if self._may_ignore_terms:
+            self._may_ignore_terms = False
+            rank_zero_warn(
+                f"{type(self).__name__}.training_step did not use the terms of the module"
+                f" ({', '.join(type(t).__name__ for t in self.terms)}): call"
+                " super().training_step(batch, batch_idx), which adds them, or override"
+                " federated_losses instead"
+            )
         self._add_client_losses()
 
     def _add_client_losses(self) -> None:
@@ -267,6 +395,48 @@ class ClientModule(LightningModule):
         """Return the logits of a batch."""
         return cast("Tensor", self(batch[0]))
 
+    def federated_personalize(self, batches: Iterable[Any]) -> bool:
+        """Load the personal model of the client, if a term has one.
+
+        See :class:`~lightning_fl.callbacks.PersonalizedEvaluation`.
+
+        Args:
+            batches: Training samples of the client.
+
+        Returns:
+            Whether there is a personal model.
+        """
+        for term in self._own_terms():
+            if (tensors := term.personal_model(self)) is not None:
+                load_tensors(self.net, tensors)
+                return True
+        return False
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer of all parameters, including those of terms."""
-        return self.make_optimizer(self.parameters())
+        optimizer = self.make_optimizer(self.parameters())
+        for term in self._own_terms():
+            if term.is_independent and isinstance(optimizer, PersonalModel):
+                raise FederationError(
+                    f"{type(optimizer).__name__} and {type(term).__name__} each have a personal"
+                    " model, and a client has one: use SGD, or remove the term"
+                )
+            if term.is_independent and isinstance(optimizer, torch.optim.LBFGS):
+                raise FederationError(
+                    "LBFGS makes one step for all parameters together, so that the second model of"
+                    f" {type(term).__name__} would change the training of the client model: use SGD"
+                    " or Adam"
+                )
+            split_groups(optimizer, term.parameter_groups())
+        return optimizer
+
+
+class _Losses(nn.Module):
+    """Compute the losses of a module as a forward pass, for ``functional_call``."""
+
+    def __init__(self, module: ClientModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.module.federated_losses(batch)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from lightning_fl.functional.entropy import entropy_hinge
 from lightning_fl.objectives.terms import ModelView, Term
-from lightning_fl.options import check_number
+from lightning_fl.options import check_flag, check_number
 from lightning_fl.types import FederationError
 
 
@@ -23,7 +24,7 @@ class EntropyRegularizer(Term):
 
     Args:
         min_entropy: Bound :math:`H_{min}` in nats, at least 0. 0 disables the penalty.
-        coefficient: Factor :math:`c`, at least 0.
+        coefficient: Factor :math:`c`, at least 0. A policy may set it for each round and client.
         of_mean: Compare the bound with the mean entropy of the batch instead of the entropy of each
             sample.
 
@@ -38,13 +39,15 @@ class EntropyRegularizer(Term):
         tensor(0.)
     """
 
+    hyperparameters: ClassVar[Mapping[str, Mapping[str, Any]]] = {"coefficient": {"min": 0}}
+
     def __init__(
         self, min_entropy: float = 2.0, coefficient: float = 1.0, of_mean: bool = False
     ) -> None:
         super().__init__()
         self.min_entropy = check_number("min_entropy", min_entropy, min=0)
         self.coefficient = check_number("coefficient", coefficient, min=0)
-        self.of_mean = of_mean
+        self.of_mean = check_flag("of_mean", of_mean)
 
     def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
         """Return the penalty for the predictions of the client."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -169,6 +169,14 @@ class FedEM(ClientModule):
             own = {n.removeprefix(prefix): p for n, p in params.items() if n.startswith(prefix)}
             each.append(F.cross_entropy(functional_call(template, own, (x,)), y, reduction="none"))
         return torch.stack(each, 1)
+
+    def federated_adapt(self, batches: Iterable[Any]) -> None:
+        """Adapt to a client that has not trained yet; see :meth:`adapt`.
+
+        Args:
+            batches: All training samples of the client.
+        """
+        self.adapt(tuple(torch.cat(parts) for parts in zip(*batches, strict=True)))
 
     @torch.no_grad()
     def adapt(self, batch: Any) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -18,7 +19,8 @@ class Proximal(Term):
     is added before momentum and weight decay. ``mu=0`` is FedAvg.
 
     Args:
-        mu: Strength :math:`\mu`, at least 0.
+        mu: Strength :math:`\mu`, at least 0. A policy may set it for each round and client, under
+            the name ``mu``.
 
     Raises:
         FederationError: If ``mu`` is negative or not finite.
@@ -31,6 +33,7 @@ class Proximal(Term):
     """
 
     uses_batch = False
+    hyperparameters: ClassVar[Mapping[str, Mapping[str, Any]]] = {"mu": {"min": 0}}
 
     def __init__(self, mu: float) -> None:
         super().__init__()

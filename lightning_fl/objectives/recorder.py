@@ -52,6 +52,8 @@ IN_PLACE_OPERATORS = {
     for name, function in vars(operator).items()
     if name.startswith("__i") and not name.startswith("__in")
 }
+#: Value of ``points`` that records the input of the last layer only.
+LAST_INPUT: tuple[str, ...] = ()
 VIEW_MODULES = (nn.Flatten, nn.Unflatten, nn.Identity, nn.modules.dropout._DropoutNd)
 
 
@@ -107,18 +109,21 @@ class Recorder:
     """Run a network and record activations at its points and the switches of max pooling.
 
     Points are the input, the output of every point-wise non-linearity, and the network output; or
-    the input, the outputs of named modules, and the network output. ``torch.fx`` traces the network
-    once. The traced code uses the modules and parameters of the network without hooks, so it
-    supports ``vmap`` and ``torch.func.functional_call``. For the reasons not to use
+    the input, the outputs of named modules, and the network output; or the input, the input of the
+    last layer, and the network output. ``torch.fx`` traces the network once. The traced code uses
+    the modules and parameters of the network without hooks, so it supports ``vmap`` and
+    ``torch.func.functional_call``. For the reasons not to use
     ``torchvision.models.feature_extraction`` see ``docs/decisions`` (0030).
 
     Args:
         net: Network from one tensor to one tensor.
         points: Names of the modules with outputs that are points. These modules are not traced.
-            None selects all non-linearities.
+            None selects all non-linearities, and no name (``LAST_INPUT``) the input of the last
+            layer.
 
     Raises:
-        FederationError: If the network cannot be traced, or has no module of a given name.
+        FederationError: If the network cannot be traced, has no module of a given name, or its last
+            layer is not a linear layer.
     """
 
     def __init__(self, net: nn.Module, points: Sequence[str] | None = None) -> None:
@@ -126,13 +131,14 @@ class Recorder:
         for name in points or ():
             if name not in modules:
                 raise FederationError(
-                    f"points contains {name!r}, the network has {list(modules)[1:]}"
+                    f"points contains {name!r}, which is not a module of the network: choose from"
+                    f" {list(modules)[1:]}"
                 )
         try:
             graph = _Tracer(points or ()).trace(net)
         except Exception as error:  # whatever the user's forward raises on a proxy
             raise FederationError(
-                f"{type(net).__name__} cannot be traced for representation matching"
+                f"{type(net).__name__} cannot be traced to record activations"
                 f" ({type(error).__name__}: {error}): its forward must not depend on values. Set"
                 " points=[...] to the names of modules to leave untraced"
             ) from error
@@ -148,11 +154,12 @@ class Recorder:
         """Return the trace for other parameters, without changing the buffers of the network.
 
         Args:
-            params: Parameters by name, with the prefix ``net.``.
+            params: Parameters by name, with the prefix ``net.``, and buffers if they differ from
+                those of the network.
             x: Samples, ``[batch, ...]``.
         """
         buffers = {name: b.detach().clone() for name, b in self._run.named_buffers()}
-        return self._traced(functional_call(self._run, {**params, **buffers}, (x,)))[1]
+        return self._traced(functional_call(self._run, {**buffers, **params}, (x,)))[1]
 
     def _traced(self, out: Any) -> tuple[Tensor, Trace]:
         outputs, activations, crossed = out
@@ -190,10 +197,18 @@ def _points(
     """Return the nodes of the points, from the input to ``top``, with their non-linearities."""
     if not isinstance(top, fx.Node):
         raise FederationError(
-            "representation matching requires a network that returns a single tensor, got"
+            "terms that record activations require a network that returns a single tensor, got"
             f" {type(top).__name__}"
         )
     points: list[tuple[fx.Node, Callable[[Tensor], Tensor] | None]] = []
+    if named is not None and not named:
+        if not isinstance(_module(top, modules), nn.Linear):
+            raise FederationError(
+                "the network does not end with a linear layer (nn.Linear) inside it, whose input"
+                " would be the representation: set point to the name of a module"
+            )
+        placeholder = next(node for node in graph.nodes if node.op == "placeholder")
+        return [(placeholder, None), (top.all_input_nodes[0], None), (top, None)]
     for node in graph.nodes:
         nonlinearity = _nonlinearity(node, _module(node, modules))
         if node.op == "placeholder":

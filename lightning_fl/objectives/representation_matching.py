@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class RepresentationMatching(Term):
     input, on ``coefficient`` and on ``reduction``.
 
     Args:
-        coefficient: Factor :math:`c`, at least 0.
+        coefficient: Factor :math:`c`, at least 0. A policy may set it for each round and client.
         reduction: ``sum`` adds the squared errors of a layer's features (the paper). ``mean``
             averages them.
         points: Names of the modules with outputs that are the points. None selects all
@@ -67,6 +67,7 @@ class RepresentationMatching(Term):
 
     wants_trace = True
     stays_local = True
+    hyperparameters: ClassVar[Mapping[str, Mapping[str, Any]]] = {"coefficient": {"min": 0}}
 
     def __init__(
         self,
@@ -83,9 +84,6 @@ class RepresentationMatching(Term):
         self.recorder: Recorder | None = None
         #: Matching layers, from the input up, available from the start of a fit.
         self.layers = nn.ModuleList()
-        hooks: Any = self  # untyped in torch
-        hooks.register_state_dict_post_hook(_forget_layers)
-        hooks.register_load_state_dict_pre_hook(_miss_no_layers)
 
     def build(self, recorder: Recorder, trace: Trace) -> None:
         """Create the matching layers for the shapes of the activations."""
@@ -169,15 +167,3 @@ class RepresentationMatching(Term):
         for index, inside in later:
             guess = unpool(pad_to(guess, index.shape[2:]), index, inside)
         return pad_to(guess, size)
-
-
-def _forget_layers(term: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Remove the local matching layers from the state of the module."""
-    for name in [name for name in state if name.startswith(f"{prefix}layers.")]:
-        del state[name]
-
-
-def _miss_no_layers(term: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Accept a state without the matching layers."""
-    for name, parameter in term.named_parameters():
-        state.setdefault(prefix + name, parameter.detach())

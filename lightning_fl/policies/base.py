@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_fl.federation.context import Federation
 from lightning_fl.functional.randomness import RandomStream, generator, run_seed
 from lightning_fl.options import check_integer, check_number
+from lightning_fl.runners import Declared
 from lightning_fl.types import FederationError, Feedback, full
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def local_steps(values: Mapping[str, Tensor], batches_per_epoch: Tensor) -> Tens
     return (epochs * batches_per_epoch).round().clamp(min=1).long()
 
 
+#: Hyperparameters of the loop, which must be positive.
+POSITIVE = {"lr", "lr_factor", "num_steps", "local_epochs"}
 #: Feedback signals that a policy may learn from.
 Signal = Literal["val_loss", "client_losses", "contributions"]
 
@@ -67,9 +70,10 @@ class HyperparameterPolicy(nn.Module, ABC):
 
         ``lr`` is the learning rate (default: that of the module), and ``lr_factor`` multiplies it.
         The amount of local work is ``num_steps`` local steps or ``local_epochs`` epochs.
-        ``participates`` is False for clients to exclude from the round. Other names are passed on
-        in the plan. The result must depend only on the arguments and on saved state, because the
-        method may be called twice per round.
+        ``participates`` is False for clients to exclude from the round. A number that the module
+        declares, such as ``mu`` of a :class:`~lightning_fl.objectives.Proximal` term, is used in
+        the local steps of the client. Other names are passed on in the plan. The result must depend
+        only on the arguments and on saved state, because the method may be called twice per round.
 
         Args:
             round: Round index, from 0.
@@ -173,8 +177,9 @@ def check_values(option: str, values: Mapping[str, Sequence[float]]) -> None:
         values: Values of each hyperparameter.
 
     Raises:
-        FederationError: If a value is not positive, ``num_steps`` has a fraction, or ``num_steps``
-            and ``local_epochs`` are both given.
+        FederationError: If a value is not finite, a value of ``lr``, ``lr_factor``, ``num_steps``
+            or ``local_epochs`` is not positive, ``num_steps`` has a fraction, or ``num_steps`` and
+            ``local_epochs`` are both given.
     """
     if {"num_steps", "local_epochs"} <= values.keys():
         raise FederationError(
@@ -183,6 +188,49 @@ def check_values(option: str, values: Mapping[str, Sequence[float]]) -> None:
         )
     for name, given in values.items():
         for value in given:
-            check_number(f"{name} in {option}", value, above=0)
+            above = 0 if name in POSITIVE else None
+            check_number(f"{name} in {option}", value, above=above)
             if name == "num_steps" and value % 1:  # a config turns 5 into 5.0
                 raise FederationError(f"num_steps in {option} must be integers, got {value}")
+
+
+def check_declared(
+    source: str, values: Mapping[str, Sequence[float]], federation: Federation
+) -> None:
+    """Check the values from which a policy chooses against the ranges that the module declares.
+
+    Args:
+        source: Policy and option for error messages.
+        values: Values of each hyperparameter.
+        federation: Description of the run.
+
+    Raises:
+        FederationError: If a value is out of the range of a number of the module.
+    """
+    declared = Declared(federation.module)
+    for name, given in values.items():
+        declared.check(source, name, given)
+
+
+def require_declared(
+    source: str, name: str, values: Sequence[float], federation: Federation
+) -> None:
+    """Check that the module declares a number, and values for it.
+
+    Args:
+        source: Policy and option for error messages.
+        name: Name of the number.
+        values: The values.
+        federation: Description of the run. Outside of a fit nothing is checked.
+
+    Raises:
+        FederationError: If the module does not declare the number, or a value is out of range.
+    """
+    declared = Declared(federation.module)
+    if federation.module is not None and name not in declared.values:
+        raise FederationError(
+            f"{source} sets {name}, and {type(federation.module).__name__} declares"
+            f" {sorted(declared.values)}: add a term with this number to model.init_args.terms, or"
+            " a module with federated_hyperparameters"
+        )
+    declared.check(source, name, values)

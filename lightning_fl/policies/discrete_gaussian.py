@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
+from lightning_fl.federation.context import Federation
 from lightning_fl.functional.discrete_gaussian import (
     causal_weights,
     centered_weights,
@@ -19,8 +20,13 @@ from lightning_fl.functional.discrete_gaussian import (
 )
 from lightning_fl.functional.randomness import RandomStream
 from lightning_fl.functional.tables import with_rows_of
-from lightning_fl.options import check_choice, check_integer, check_number
-from lightning_fl.policies.base import RandomPolicy, check_values, local_steps
+from lightning_fl.options import check_choice, check_flag, check_integer, check_number
+from lightning_fl.policies.base import (
+    RandomPolicy,
+    check_declared,
+    check_values,
+    local_steps,
+)
 from lightning_fl.types import FederationError, Feedback
 
 #: Range of learning rates and local steps in the paper's tasks; the paper does not give its grid.
@@ -56,9 +62,9 @@ class DiscreteGaussianReinforce(RandomPolicy):
     is :class:`Schedule`.
 
     Args:
-        grid: Allowed values by name: ``lr``, ``num_steps``, ``local_epochs``, or any name that a
-            module reads from the plan. None means ten learning rates from 0.02 to 0.2 and nine
-            numbers of steps from 4 to 12.
+        grid: Allowed values by name: ``lr``, ``num_steps``, ``local_epochs``, or a number that the
+            module declares, such as ``mu`` of a ``Proximal`` term. None means ten learning rates
+            from 0.02 to 0.2 and nine numbers of steps from 4 to 12.
         policy_lr: Learning rate :math:`\eta_H` of the policy.
         window: Number :math:`Z` of previous rounds in an update.
         mean: Initial :math:`\mu` by name, as values in the range of the grid. Other axes start at
@@ -111,11 +117,12 @@ class DiscreteGaussianReinforce(RandomPolicy):
         self.grid = {k: list(v) for k, v in (GRID if grid is None else grid).items()}
         _check_grid(self.grid)
         self.policy_lr = check_number("policy_lr", policy_lr, min=0)
-        self.window = check_integer("window", window, min=int(centered))
+        self.learn_precision = check_flag("learn_precision", learn_precision)
+        self.centered = check_flag("centered", centered)
+        self.window = check_integer("window", window, min=int(self.centered))
         self.optimizer = check_choice("optimizer", optimizer, "sgd", "adam")
         self.loss = check_choice("loss", loss, "validation", "clients")
         self.learns_from = frozenset(["val_loss" if loss == "validation" else "client_losses"])
-        self.learn_precision, self.centered = learn_precision, centered
         axes = [normalized_axis(values) for values in self.grid.values()]
         #: Grid points, ``[n, D]``, with every axis scaled to [-0.5, 0.5].
         self.points = torch.cartesian_prod(*axes).view(-1, len(axes))
@@ -145,6 +152,11 @@ class DiscreteGaussianReinforce(RandomPolicy):
             low, high = min(values), max(values)
             start[at] = (value - (low + high) / 2) / (high - low if high > low else 1)
         return start
+
+    def setup(self, federation: Federation) -> None:
+        """Raise an error if a value of the grid is out of the range that the module declares."""
+        super().setup(federation)
+        check_declared(f"{type(self).__name__}(grid=...)", self.grid, federation)
 
     @property
     def precision(self) -> Tensor:

@@ -13,8 +13,13 @@ from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import check_losses
 from lightning_fl.functional.randomness import RandomStream, derive_seed
 from lightning_fl.functional.tables import PLACES, with_place, with_rows_of
-from lightning_fl.options import check_choice, check_number
-from lightning_fl.policies.base import RandomPolicy, check_values, local_steps
+from lightning_fl.options import check_choice, check_flag, check_number
+from lightning_fl.policies.base import (
+    RandomPolicy,
+    check_declared,
+    check_values,
+    local_steps,
+)
 from lightning_fl.types import FederationError, Feedback
 
 if TYPE_CHECKING:
@@ -64,8 +69,8 @@ class PersonalizedPolicyGradient(RandomPolicy):
       update.
 
     Args:
-        candidates: Settings to choose from, as mappings with the same names, such as ``lr`` and
-            ``num_steps``.
+        candidates: Settings to choose from, as mappings with the same names, such as ``lr``,
+            ``num_steps``, and numbers that the module declares, such as ``mu``.
         method: ``contribution``, or ``reward``, which is plain REINFORCE.
         step: Step size :math:`\eta`.
         floor: Exploration rate :math:`\varepsilon`, in [0, 1). Each candidate has a probability of
@@ -107,7 +112,9 @@ class PersonalizedPolicyGradient(RandomPolicy):
         self.method = check_choice("method", method, "contribution", "reward")
         self.step = check_number("step", step, min=0)
         self.floor = check_number("floor", floor, min=0, below=1)
-        self.baseline, self.normalize, self.monitor = baseline, normalize, monitor
+        self.baseline = check_flag("baseline", baseline)
+        self.normalize = check_flag("normalize", normalize)
+        self.monitor = monitor
         self.learns_from = frozenset(["contributions"] if method == "contribution" else [])
         size = (PLACES, len(self.candidates))
         #: Logits of each client, ``[places, H]``.
@@ -121,6 +128,8 @@ class PersonalizedPolicyGradient(RandomPolicy):
     def setup(self, federation: Federation) -> None:
         """Raise an error if client contributions cannot be measured in the run."""
         super().setup(federation)
+        values = {name: [c[name] for c in self.candidates] for name in self.candidates[0]}
+        check_declared(f"{type(self).__name__}(candidates=...)", values, federation)
         if "contributions" not in self.learns_from:
             return
         if federation.data is not None and federation.data.val is None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from lightning_fl.federation.context import Federation
 from lightning_fl.options import check_integer, check_number
-from lightning_fl.policies.base import HyperparameterPolicy
+from lightning_fl.policies.base import POSITIVE, HyperparameterPolicy, require_declared
 from lightning_fl.types import FederationError
 
 
@@ -23,10 +26,13 @@ class Schedule(HyperparameterPolicy):
             is 1 epoch.
         decay: Factor of the learning rate per round.
         steps_decay: Factor of ``num_steps`` per round. The result is rounded, and is at least 1.
+        values: Numbers that the module declares, by name, such as ``mu`` of a ``Proximal`` term.
+            They replace those of the module.
 
     Raises:
-        FederationError: If a value is out of range, or both ``num_steps`` and ``local_epochs`` are
-            given.
+        FederationError: If a value is out of range, both ``num_steps`` and ``local_epochs`` are
+            given, or ``values`` has a name of another argument. At the start of a fit, if the
+            module does not declare a name of ``values``.
 
     Example:
         >>> Schedule(lr=0.1, num_steps=5, decay=0.5).sample(2, torch.tensor([3, 8]))
@@ -40,6 +46,7 @@ class Schedule(HyperparameterPolicy):
         local_epochs: float | None = None,
         decay: float = 1.0,
         steps_decay: float = 1.0,
+        values: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__()
         if num_steps is not None and local_epochs is not None:
@@ -55,6 +62,17 @@ class Schedule(HyperparameterPolicy):
             raise FederationError(f"steps_decay={steps_decay} requires num_steps: set num_steps")
         epochs = 1.0 if num_steps is None and local_epochs is None else local_epochs
         self.local_epochs = check_number("local_epochs", epochs, above=0, optional=True)
+        self.values = None if values is None else dict(values)
+        for name, value in (self.values or {}).items():
+            check_number(f"{name} in values", value)
+            if name in POSITIVE:
+                raise FederationError(f"values must not contain {name}: set the argument {name}")
+
+    def setup(self, federation: Federation) -> None:
+        """Raise an error if the module does not declare the numbers to set."""
+        super().setup(federation)
+        for name, value in (self.values or {}).items():
+            require_declared(f"{type(self).__name__}(values=...)", name, [value], federation)
 
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
         """Return the values of the round, one per client."""
@@ -66,6 +84,7 @@ class Schedule(HyperparameterPolicy):
             values["lr_factor"] = factor
         if self.local_epochs is not None:
             values["local_epochs"] = self.local_epochs
+        values |= self.values or {}
         rows = {
             name: torch.full((len(clients),), value, dtype=torch.float64)
             for name, value in values.items()

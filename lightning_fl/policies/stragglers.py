@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fl.federation.context import Federation
 from lightning_fl.functional.randomness import RandomStream
-from lightning_fl.options import check_number
+from lightning_fl.options import check_flag, check_number
 from lightning_fl.policies.base import HyperparameterPolicy, RandomPolicy
 from lightning_fl.policies.schedule import Schedule
 from lightning_fl.types import Feedback
@@ -53,7 +53,8 @@ class Stragglers(RandomPolicy):
         seed: int | None = None,
     ) -> None:
         super().__init__(seed)
-        self.fraction, self.drop = check_number("fraction", fraction, min=0, max=1), drop
+        self.fraction = check_number("fraction", fraction, min=0, max=1)
+        self.drop = check_flag("drop", drop)
         self.policy = Schedule() if policy is None else policy
         self.learns_from = self.policy.learns_from
 

@@ -1,6 +1,7 @@
 """A client's local objective: its loss and every figure that it logs, by hand."""
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -383,3 +384,23 @@ def test_another_loss_is_used_in_training_and_in_validation(fit, module, blobs):
     expected = (x @ start[0].T + start[1] - y[:, None]).square().mean()
     for name in ("train_loss", "val_loss"):
         assert loop.rows[0][name] == pytest.approx(float(expected), rel=1e-5)
+
+
+class Above(ClientModule):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)
+
+
+class Instead(ClientModule):
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("kind", [Above, Instead])
+def test_a_step_that_leaves_out_the_terms_is_said(fit, kind):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit(kind(nn.Linear(6, 3), [Proximal(0.1)]).double(), rounds=1)
+    said = [str(each.message) for each in found if "did not use the terms" in str(each.message)]
+    assert len(said) == (kind is Instead)
+    assert all("Instead.training_step" in text and "Proximal" in text for text in said)

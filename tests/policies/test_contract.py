@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_fl.policies import (
+    AdaptiveMu,
     DiscreteGaussianReinforce,
     Schedule,
     StagedPolicy,
@@ -23,6 +24,7 @@ POLICIES = {
         optimizer="adam", learn_precision=True
     ),
     "StagedPolicy": lambda: StagedPolicy([1], [Schedule(lr=0.1), DiscreteGaussianReinforce()]),
+    "AdaptiveMu": lambda: AdaptiveMu(0.5, patience=1),
     "Stragglers": lambda: Stragglers(0.5),
     "Stragglers(learns)": lambda: Stragglers(0.9, DiscreteGaussianReinforce(), seed=4),
 }

@@ -1,0 +1,158 @@
+"""Per-FedAvg: a global model that adapts to a client in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_fl.federation.processes import processes_of
+from lightning_fl.objectives.client_module import ClientModule
+from lightning_fl.options import check_flag, check_number
+from lightning_fl.types import FederationError
+
+
+class PerFedAvg(ClientModule):
+    r"""Train a model whose adaptation to a client, one gradient step, has a small loss.
+
+    Per-FedAvg (Fallah et al., 2020). A local step with the independent batches :math:`D, D', D''`
+    is
+
+    .. math:: \tilde w = w - a \nabla f(w; D), \qquad
+        w \leftarrow w - b \bigl(I - a \nabla^2 f(w; D'')\bigr) \nabla f(\tilde w; D'),
+
+    where :math:`b` is the learning rate of the optimizer. The first-order variant (FO) drops the
+    Hessian. The samples of a training batch are split into two parts of equal size for :math:`D`
+    and :math:`D'`, with the Hessian into three; batches are drawn at random, so the parts are
+    independent, and the last part has the remaining samples. ``inner_lr=0`` is FedAvg on
+    :math:`D'`. The logged ``train_loss`` is :math:`f(\tilde w; D')`.
+
+    The gradient and the Hessian at :math:`w` use the batch statistics of their samples (BatchNorm);
+    only the pass at :math:`\tilde w` updates the running statistics. The paper aggregates with
+    equal weights: ``FedAvg(weighting="uniform")``.
+    :class:`~lightning_fl.callbacks.PersonalizedEvaluation` evaluates the model after one step of
+    size :math:`a` on all training samples of the client in the column ``kept``.
+
+    Args:
+        net: Network from inputs to logits, ``[batch, classes]``.
+        inner_lr: Step size :math:`a` of the adaptation, at least 0.
+        hessian: Whether to include the Hessian. It takes about twice the time.
+        optimizer: Function that creates the optimizer from the parameters.
+
+    Raises:
+        FederationError: If ``inner_lr`` is out of range; at the start of a fit, if a batch is
+            smaller than the number of its parts, or processes share the samples of a client.
+
+    Example:
+        >>> module = PerFedAvg(nn.Linear(4, 3), inner_lr=0.1)
+        >>> module.training_step((torch.ones(4, 4), torch.tensor([0, 1, 2, 0])), 0).shape
+        torch.Size([])
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        inner_lr: float = 0.01,
+        hessian: bool = False,
+        optimizer: OptimizerCallable = torch.optim.SGD,
+    ) -> None:
+        super().__init__(net, (), optimizer)
+        self.inner_lr = check_number("inner_lr", inner_lr, min=0)
+        self.hessian = check_flag("hessian", hessian)
+        #: Names of the parameters that adapt. Under ``vmap`` tensors do not tell requires_grad.
+        self._adapted = list(self._trained())
+
+    def _trained(self) -> dict[str, Tensor]:
+        params = self.net.named_parameters(prefix="net")
+        return {name: p for name, p in params if p.requires_grad}
+
+    def on_client_start(self) -> None:
+        """Note the trained parameters, which callbacks may have changed."""
+        super().on_client_start()
+        self._adapted = list(self._trained())
+
+    def setup(self, stage: str) -> None:
+        """Check the sizes of batches and the strategy."""
+        super().setup(stage)
+        if stage != "fit":
+            return
+        if processes_of(self.trainer).share_samples:
+            raise FederationError(
+                "PerFedAvg splits the batch of a client, and"
+                f" {type(self.trainer.strategy).__name__} splits it over processes: use"
+                " strategy='client_parallel'"
+            )
+        data: Any = getattr(self.trainer, "datamodule", None)
+        smallest = getattr(data, "smallest_batch", None)
+        if smallest is not None and (small := smallest < self._num_parts).any():
+            client = int(small.nonzero()[0])
+            raise FederationError(
+                f"PerFedAvg splits each batch into {self._num_parts} parts, but client {client} has"
+                f" a batch of {int(smallest[client])}: increase batch_size or min_size of the"
+                " partition, or set drop_last=True"
+            )
+
+    @property
+    def _num_parts(self) -> int:
+        return 2 + self.hessian
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the loss after the adaptation; its gradient is that of the local step."""
+        size, parts = len(tree_leaves(batch)[0]), self._num_parts
+        if size < parts:
+            raise FederationError(f"a batch of {size} cannot be split into {parts} parts")
+        at = [size * i // parts for i in range(parts + 1)]
+        first, *others = (
+            tree_map(lambda t, i=i: t[at[i] : at[i + 1]], batch) for i in range(parts)
+        )
+        params = dict(self.net.named_parameters(prefix="net"))
+        w = {name: params[name] for name in self._adapted}
+        gradient = self._gradient({n: p.detach() for n, p in w.items()}, first)
+        adapted = {n: p - self.inner_lr * gradient[n] for n, p in w.items()}
+        if self.hessian:
+            second = self._gradient(w, others[0])
+            # Of value 0 and derivative -a Hess f(w; D'').
+            adapted = {
+                n: p - self.inner_lr * (second[n] - second[n].detach()) for n, p in adapted.items()
+            }
+        loss = self.federated_loss(others[-1], adapted)
+        self.federated_record(loss, size)
+        return loss
+
+    def _gradient(self, params: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
+        """Return the gradient of the loss; the buffers of the network do not change."""
+
+        def loss(params: Mapping[str, Tensor]) -> Tensor:
+            buffers = {n: b.clone() for n, b in self.net.named_buffers(prefix="net")}
+            return self.federated_loss(batch, {**params, **buffers})
+
+        gradient: dict[str, Tensor] = torch.func.grad(loss)(dict(params))
+        return gradient
+
+    def federated_personalize(self, batches: Iterable[Any]) -> bool:
+        """Make one gradient step of size ``inner_lr`` on the samples of a client.
+
+        Args:
+            batches: All training samples of the client.
+
+        Returns:
+            True.
+        """
+        w = self._trained()
+        total, count = {n: torch.zeros_like(p) for n, p in w.items()}, 0
+        self.train()
+        for batch in batches:
+            with torch.enable_grad():
+                losses = self.federated_losses(batch)
+                found = torch.autograd.grad(losses.sum(), list(w.values()), allow_unused=True)
+            for n, gradient in zip(w, found, strict=True):
+                total[n] += 0 if gradient is None else gradient
+            count += len(losses)
+        with torch.no_grad():
+            for n, p in w.items():
+                p.sub_(total[n] / count, alpha=self.inner_lr)
+        return True

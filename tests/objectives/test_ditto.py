@@ -1,0 +1,180 @@
+"""Ditto: by hand, its limits, and what it refuses."""
+
+import functools
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from by_hand import (
+    LR,
+    assert_equal,
+    forward,
+    local,
+    moved,
+    network,
+    sgd,
+    simulate,
+    start,
+    task_gradient,
+)
+from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl.callbacks import (
+    ClientFaults,
+    FederatedLoop,
+    PersonalizedEvaluation,
+    RoundCheckpoint,
+)
+from lightning_fl.objectives import APFL, Ditto
+from lightning_fl.optimizers import PFedMe
+from lightning_fl.runners import Phase
+from lightning_fl.types import FederationError
+
+
+def module(*terms, batchnorm=True, optimizer=None):
+    return ClientModule(network(batchnorm), terms, optimizer or sgd()).double()
+
+
+@pytest.mark.parametrize("batchnorm", [False, True])
+def test_by_hand(run, batchnorm):
+    """Clients are absent in some rounds; the anchor is the received model, not the local one."""
+    strength, factor = 0.7, 0.5
+    first = network(batchnorm).double()
+    user = module(Ditto(strength, factor), batchnorm=batchnorm)
+    scores = PersonalizedEvaluation(steps=0)
+    loop, rounds, datamodule = run(user, callbacks=[scores])
+    assert {len(clients) for clients in rounds} == {3}
+    personal = {}
+
+    def train(client, x, buffers, batches):
+        if client not in personal:
+            personal[client] = dict(x), {n: b.clone() for n, b in buffers.items()}
+        y, (v, statistics) = x, personal[client]
+        for batch in batches:
+            grads = task_gradient(v, statistics, batch)
+            grads = {n: g + strength * (v[n] - x[n]) for n, g in grads.items()}
+            v = moved(v, grads, factor * LR)
+            y = moved(y, task_gradient(y, buffers, batch))
+        personal[client] = v, statistics
+        return y, buffers
+
+    params, buffers = simulate(first, rounds, datamodule.num_samples, train)
+    assert_equal(user.net, params, buffers)
+    others = module(Ditto(strength, factor), batchnorm=batchnorm)
+    vectorized, _, _ = run(others, 2)
+    assert_equal(others.net, params, buffers)
+    for client, (v, statistics) in personal.items():
+        for found in (local(loop, client), local(vectorized, client)):
+            for name, value in {**v, **statistics}.items():
+                torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+        x, y = datamodule.train.fetch(datamodule.local_tests[client])
+        right = forward(v, statistics, x, train=False)[1].argmax(1) == y
+        assert scores.rows[client]["kept"] == right.double().mean()
+        right = forward(params, buffers, x, train=False)[1].argmax(1) == y
+        assert scores.rows[client]["server"] == right.double().mean()
+
+
+def test_limits(run):
+    """The global model is FedAvg's bit for bit; without a penalty the personal model is local."""
+    plain, free, tied = module(), module(Ditto(0.0)), module(Ditto(1.9 / LR))
+    run(plain)
+    loop, rounds, _ = run(free)
+    run(tied)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, free.state_dict()[name])
+        assert torch.equal(value, tied.state_dict()[name])
+    client = next(c for c in rounds[0] if c in rounds[1])  # two rounds of local training
+    v, statistics = start(network(True).double())
+    for clients in rounds:
+        for batch in clients.get(client, ()):
+            v = moved(v, task_gradient(v, statistics, batch))
+    for name, value in v.items():
+        torch.testing.assert_close(local(loop, client)[name], value, rtol=0, atol=1e-12)
+    assert set(plain.state_dict()) == set(free.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:.*dropped")
+def test_absent_and_dropped_clients_keep_their_model(run):
+    """A faulty client's personal model is that of its last used update."""
+
+    class Kept(L.Callback):
+        def __init__(self):
+            self.stores = []
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            loop = next(c for c in trainer.callbacks if isinstance(c, FederatedLoop))
+            self.stores.append({c: local(loop, c) for c in range(4)})
+
+    kept = Kept()
+    faults = ClientFaults(crash=0.4)
+    loop, rounds, _ = run(module(Ditto()), rounds=5, callbacks=[kept, faults])
+    dropped = [set(map(int, row["dropped_clients"].split())) for row in loop.rows]
+    assert any(dropped)
+    for before, after, clients, lost in zip(
+        kept.stores, kept.stores[1:], rounds[1:], dropped[1:], strict=False
+    ):
+        for client in range(4):
+            same = all(torch.equal(before[client][n], after[client][n]) for n in before[client])
+            assert (same and before[client].keys() == after[client].keys()) == (
+                client not in clients or client in lost
+            )
+
+
+def test_a_resumed_run_is_the_same(run, tmp_path):
+    def go(rounds, folder, **options):
+        torch.manual_seed(rounds)
+        user = module(Ditto(0.5), optimizer=sgd(momentum=0.5))
+        options |= {"enable_checkpointing": True}
+        callbacks = [RoundCheckpoint(tmp_path / folder)]
+        return user, run(user, rounds=rounds, callbacks=callbacks, trainer=options)[0]
+
+    whole, one = go(4, "whole")
+    go(2, "half")
+    again, other = go(4, "half", ckpt_path=tmp_path / "half" / "last.ckpt")
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name])
+    for client in range(4):
+        rows = other.store.get(client)
+        assert all(torch.equal(row, rows[name]) for name, row in one.store.get(client).items())
+
+
+def test_refusals(run, fit, data):
+    for options in ({"strength": -1.0}, {"lr_factor": 0.0}):
+        with pytest.raises(FederationError, match=next(iter(options))):
+            Ditto(**options)
+    clipped = functools.partial(fit, gradient_clip_val=1.0)
+    with pytest.raises(FederationError, match="joint norm"):
+        clipped(module(Ditto()), datamodule=data())
+    fit(
+        module(Ditto()),
+        datamodule=data(),
+        rounds=1,
+        gradient_clip_val=1.0,
+        gradient_clip_algorithm="value",
+    )
+    with pytest.raises(FederationError, match="two personal models"):
+        fit(module(Ditto(), APFL()), datamodule=data())
+    with pytest.raises(FederationError, match="PFedMe and Ditto each have a personal model"):
+        fit(module(Ditto(), optimizer=PFedMe), datamodule=data())
+    with pytest.raises(FederationError, match=r"LBFGS .* Ditto .* use SGD or Adam"):
+        fit(module(Ditto(), optimizer=torch.optim.LBFGS), datamodule=data())
+    loop = FederatedLoop(local_parameters=["net.3.*"], phases=[Phase("shared")])
+    with pytest.raises(FederationError, match=r"phases train no .* Ditto.*'terms\.0\.\*'"):
+        fit(module(Ditto()), loop, datamodule=data())
+
+    class Own(ClientModule):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.raises(FederationError, match=r"Own\.configure_optimizers does not set them"):
+        fit(Own(nn.Linear(6, 3), [Ditto(lr_factor=0.5)]).double(), datamodule=data())
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, VectorizedClients])
+def test_an_optimizer_without_the_personal_model_is_refused(wrap, fit, data):
+    net = nn.Linear(6, 3)
+    user = module(Ditto(), optimizer=lambda _: torch.optim.SGD(net.parameters(), lr=0.1))
+    user.net = net.double()
+    with pytest.raises(FederationError, match=r"leaves out .* Ditto.* self\.parameters\(\)"):
+        fit(wrap(user), datamodule=data(), rounds=1)

@@ -1,0 +1,122 @@
+"""MOON: by hand, its limits, and networks without a representation."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from by_hand import (
+    assert_equal,
+    cross_entropy,
+    forward,
+    gradient,
+    local,
+    moved,
+    network,
+    sgd,
+    simulate,
+    start,
+)
+from lightning_fl import ClientModule
+from lightning_fl.functional.contrastive import model_contrastive_loss
+from lightning_fl.objectives import MOON
+from lightning_fl.types import FederationError
+
+
+def module(*terms, batchnorm=True):
+    return ClientModule(network(batchnorm), terms, sgd()).double()
+
+
+@pytest.mark.parametrize(("batchnorm", "point"), [(False, None), (True, "2")])
+def test_by_hand(run, batchnorm, point):
+    """Partners in evaluation mode, each with its own statistics; the last round of a client."""
+    mu, temperature = 2.0, 0.3
+    first = network(batchnorm).double()
+    user, other = (module(MOON(mu, temperature, point), batchnorm=batchnorm) for _ in range(2))
+    loop, rounds, datamodule = run(user, rounds=4)
+    previous = {}
+
+    def copied(params, buffers):
+        return {n: p.clone() for n, p in params.items()}, {n: b.clone() for n, b in buffers.items()}
+
+    def train(client, params, buffers, batches):
+        received = copied(params, buffers)
+        last = previous.get(client, received)
+        for x, y in batches:
+            z_global, z_last = (forward(*model, x, train=False)[0] for model in (received, last))
+
+            def loss(p, x=x, y=y, z_global=z_global, z_last=z_last):
+                z, logits = forward(p, buffers, x)
+                near, far = (
+                    (z * other).sum(1) / z.norm(dim=1) / other.norm(dim=1)
+                    for other in (z_global, z_last)
+                )
+                near, far = ((each / temperature).exp() for each in (near, far))
+                return cross_entropy(logits, y) - mu * (near / (near + far)).log().mean()
+
+            params = moved(params, gradient(loss, params))
+        previous[client] = copied(params, buffers)
+        return params, buffers
+
+    params, buffers = simulate(first, rounds, datamodule.num_samples, train)
+    vectorized, _, _ = run(other, 2, rounds=4)
+    for net in (user.net, other.net):
+        assert_equal(net, params, buffers)
+    for client, (params, buffers) in previous.items():
+        for each in (loop, vectorized):
+            for name, value in {**params, **buffers}.items():
+                found = local(each, client, "previous")[name]
+                torch.testing.assert_close(found, value, rtol=0, atol=1e-12)
+
+
+def test_limits(run):
+    """Without strength, and in the first round of all clients, it is FedAvg bit for bit."""
+    plain, none, strong = module(), module(MOON(0.0)), module(MOON(5.0))
+    run(plain)
+    run(none)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, none.state_dict()[name])
+    plain = module()
+    run(plain, rounds=1)
+    run(strong, rounds=1)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, strong.state_dict()[name])
+    z = torch.randn(4, 3, dtype=torch.float64)
+    other = torch.randn(4, 3, dtype=torch.float64)
+    loss = model_contrastive_loss(z, other, other, 0.5)
+    torch.testing.assert_close(loss, torch.full_like(loss, math.log(2)))
+    far = model_contrastive_loss(z, -z, z, 0.01)  # 200 in the exponent
+    torch.testing.assert_close(far, torch.full_like(far, 200.0))
+
+
+class Batch(nn.Module):
+    """A functional layer before the classifier."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.one, self.two, self.last = nn.Linear(6, 4), nn.Linear(4, 3), last
+
+    def forward(self, x):
+        return self.last(self.two(self.one(x).relu_()))
+
+
+def test_representation_is_found_or_refused(run):
+    for last in (nn.Identity(), nn.LogSoftmax(1)):
+        with pytest.raises(FederationError, match="set point to the name of a module"):
+            run(ClientModule(Batch(last), [MOON()], sgd()).double(), rounds=1)
+    for point in ("last", "three"):
+        with pytest.raises(FederationError, match="point"):
+            run(ClientModule(Batch(nn.LogSoftmax(1)), [MOON(point=point)], sgd()).double())
+    functional = ClientModule(Batch(nn.Linear(3, 3)), [MOON()], sgd()).double()
+    run(functional, rounds=2)
+    with pytest.raises(FederationError, match="temperature"):
+        MOON(temperature=0.0)
+    with pytest.raises(FederationError, match="mu"):
+        MOON(-1.0)
+
+
+def test_batches_of_one(fit, data):
+    user = ClientModule(network(False), [MOON()], sgd()).double()
+    fit(user, datamodule=data(batch_size=1), rounds=2)
+    assert start(user.net)[0]["0.weight"].isfinite().all()

@@ -1,0 +1,119 @@
+"""AdaptiveMu: the heuristic on given losses, in a fit, and resumed."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.objectives import Proximal
+from lightning_fl.policies import AdaptiveMu, DiscreteGaussianReinforce, Schedule
+from lightning_fl.types import FederationError, Feedback, RoundPlan
+from two_classes import samples
+
+
+def feedback(round=0, before=None, after=None, losses=None, weights=None):
+    plan = RoundPlan(0, round, torch.arange(2), torch.ones(2, dtype=torch.int64))
+    return Feedback(plan, before, after, losses, weights)
+
+
+@pytest.mark.parametrize(
+    ("mu", "losses", "expected"),
+    [
+        (0.0, [1.0, 2.0, 3.0, 3.0, 4.0], [0.0, 0.1, 0.2, 0.2, 0.3]),
+        (1.0, [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, -1], [1.0] * 5 + [0.9] * 5 + [0.8]),
+        # An increase, or a loss that stays, ends the rounds in a row.
+        (0.5, [9, 8, 7, 6, 5, 6, 5, 4, 3, 2], [0.5] * 5 + [0.6] * 5),
+        (0.5, [9, 8, 7, 6, 5, 5, 4, 3, 2, 1], [0.5] * 10),
+        (0.05, [9, 8, 7, 6, 5, 4, 5], [0.05] * 5 + [0.0, 0.1]),
+        (0.3, [*range(20, 0, -1)], [0.3] * 5 + [0.2] * 5 + [0.1] * 5 + [0.0] * 5),
+        # The last finite loss is what the next one is compared with.
+        (0.0, [1.0, math.nan, math.inf, 0.9, 1.0], [0.0, 0.1, 0.2, 0.2, 0.3]),
+    ],
+)
+def test_the_value_follows_the_losses(mu, losses, expected):
+    policy, found = AdaptiveMu(mu), []
+    for loss in losses:
+        policy.learn(loss)
+        found.append(float(policy.mu))
+    assert found == expected
+
+
+def test_the_first_round_is_compared_with_the_initial_model():
+    policy = AdaptiveMu(patience=1, mu=1.0)
+    policy.update(feedback(before=2.0, after=1.5))
+    assert float(policy.mu) == 0.9
+    policy.update(feedback(1, before=99.0, after=1.6))  # the loss after a round is known already
+    assert float(policy.mu) == 1.0
+    with pytest.raises(FederationError, match="round 3 was not validated"):
+        policy.update(feedback(2, before=1.6))
+
+
+def test_client_losses_are_weighted_and_dropped_clients_left_out():
+    policy = AdaptiveMu(loss="clients")
+    half = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    policy.update(feedback(losses=torch.tensor([1.0, 3.0]).double(), weights=half))
+    assert float(policy.last_loss) == 2.0
+    one = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    policy.update(feedback(losses=torch.tensor([2.5, math.nan]).double(), weights=one))
+    assert (float(policy.last_loss), float(policy.mu)) == (2.5, 0.1)
+    policy.update(feedback(losses=torch.tensor([math.nan] * 2).double(), weights=0 * one))
+    assert (float(policy.last_loss), float(policy.mu)) == (2.5, 0.1)
+
+
+def module(mu=0.0):
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 2)
+    optimizer = lambda p: torch.optim.SGD(p, lr=0.2)  # noqa: E731
+    return ClientModule(net, [Proximal(mu)], optimizer).double()
+
+
+@pytest.mark.parametrize(("loss", "group_size"), [("validation", None), ("clients", 3)])
+def test_a_run_adapts_and_resumes_bit_for_bit(fit, tmp_path, loss, group_size):
+    def run(rounds, **options):
+        made = module()
+        policy = AdaptiveMu(0.5, patience=1, policy=Schedule(lr=3.0, num_steps=4), loss=loss)
+        loop = FederatedLoop(policy=policy, seed=1, clients_per_round=3)
+        user = made if group_size is None else VectorizedClients(made, group_size, compile=False)
+        fit(
+            user, loop, samples(), rounds=rounds, callbacks=[RoundCheckpoint(str(tmp_path))],
+            enable_checkpointing=True, num_sanity_val_steps=None, **options,
+        )  # fmt: skip
+        return loop.rows, torch.cat([p.detach().flatten() for p in made.parameters()])
+
+    rows, model = run(6)
+    (tmp_path / "last.ckpt").unlink()
+    run(3)
+    again, resumed = run(6, ckpt_path=str(tmp_path / "last.ckpt"))
+    assert rows == again
+    assert torch.equal(model, resumed)
+    if loss == "validation":
+        losses, mu = [row["val_loss"] for row in rows], [row["mu"] for row in rows]
+        changes = [0.1 if b > a else -0.1 for a, b in pairwise(losses[:-1])]
+        found = [b - a for a, b in pairwise(mu[1:])]
+        assert found == pytest.approx(changes)
+        assert len({*map(round, (10 * c for c in changes))}) == 2
+
+
+def test_the_other_policy_learns_too():
+    inner = DiscreteGaussianReinforce({"lr": [0.1, 0.2], "num_steps": [2, 3]}, seed=1)
+    policy = AdaptiveMu(0.1, policy=inner)
+    assert policy.sample(0, torch.arange(2)).keys() == {"lr", "num_steps", "mu"}
+    assert policy.max_local_steps(0, torch.ones(2)) == 3
+    policy.update(feedback(before=2.0, after=1.0))
+    assert inner.rewards.tolist() == [0.5]
+    assert policy.metrics() == inner.metrics()
+
+
+def test_what_does_not_fit_is_refused(fit):
+    for options in ({"mu": -0.1}, {"step": 0.0}, {"patience": 0}, {"loss": "train"}):
+        with pytest.raises(FederationError, match=next(iter(options))):
+            AdaptiveMu(**options)
+    plain = ClientModule(torch.nn.Linear(4, 2)).double()
+    with pytest.raises(FederationError, match="AdaptiveMu sets mu, and ClientModule declares"):
+        fit(plain, FederatedLoop(policy=AdaptiveMu(), seed=1), samples())
+    twice = AdaptiveMu(policy=Schedule(values={"mu": 1.0}))
+    with pytest.raises(FederationError, match="both AdaptiveMu and Schedule set mu"):
+        fit(module(), FederatedLoop(policy=twice, seed=1), samples())
