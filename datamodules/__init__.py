@@ -10,6 +10,7 @@ from lightning_fl.datamodules.mnist import MNIST
 from lightning_fl.datamodules.speech_commands import SpeechCommands
 from lightning_fl.datamodules.spoken_digits import SpokenDigits
 from lightning_fl.datamodules.storage import InMemory
+from lightning_fl.datamodules.topic_text import TopicText
 
 __all__ = [
     "CIFAR10",
@@ -26,5 +27,6 @@ __all__ = [
     "LogMel",
     "SpeechCommands",
     "SpokenDigits",
+    "TopicText",
     "TorchvisionDataModule",
 ]

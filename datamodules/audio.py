@@ -19,7 +19,7 @@ from torchaudio.transforms import FrequencyMasking, MelSpectrogram, TimeMasking
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.storage import InMemory
 from lightning_fl.files import data_root
-from lightning_fl.options import check_choice, check_integer, check_number
+from lightning_fl.options import check_choice, check_flag, check_integer, check_number
 from lightning_fl.partition import Partition
 from lightning_fl.types import FederationError
 
@@ -231,13 +231,15 @@ class AudioDataModule(FederatedDataModule, ABC):
         )
         check_number("seconds", seconds, above=0, below=3600)
         check_integer("image_size", image_size, min=1)
-        if cache_features and augment is not None and (augment.time_shift or augment.noise):
+        self.cache_features = check_flag("cache_features", cache_features)
+        if self.cache_features and augment is not None and (augment.time_shift or augment.noise):
             raise FederationError(
                 "cache_features=true stores spectrograms, so augment cannot change the clips:"
                 " set time_shift and noise of augment to 0, or cache_features to false"
             )
-        self.root, self.skip_damaged = data_root(root), skip_damaged
-        self.cache_features, self.augment = cache_features, augment
+        self.root = data_root(root)
+        self.skip_damaged = check_flag("skip_damaged", skip_damaged)
+        self.augment = augment
         self.samples = max(1, round(seconds * self.rate))
         self.features = LogMel(self.rate, self.samples, image_size, normalize)
 

@@ -28,7 +28,7 @@ from lightning_fl.datamodules.loader import Batches, Collate, has_samples_in_fro
 from lightning_fl.datamodules.splits import Split, split_samples
 from lightning_fl.datamodules.storage import in_memory, subset
 from lightning_fl.functional.randomness import run_seed, seeded_rng
-from lightning_fl.options import check_integer, check_number
+from lightning_fl.options import check_flag, check_integer, check_number
 from lightning_fl.partition import IID, Manifest, Partition
 from lightning_fl.types import FederationError, RoundPlan, check_package
 
@@ -128,7 +128,8 @@ class FederatedDataModule(LightningDataModule):
         self.local_test_size = check_number("local_test_size", local_test_size, min=0, below=1)
         self.stream_steps = check_integer("stream_steps", stream_steps, min=1)
         self.labels, self.keys = labels, keys
-        self.replacement, self.drop_last = replacement, drop_last
+        self.replacement = check_flag("replacement", replacement)
+        self.drop_last = check_flag("drop_last", drop_last)
         self.eval_batch_size = check_integer("eval_batch_size", eval_batch_size, min=1)
         self.num_workers = check_integer("num_workers", num_workers, min=0)
         self.collate_fn = collate_fn or default_collate

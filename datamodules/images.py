@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.storage import InMemory
 from lightning_fl.files import data_root
-from lightning_fl.options import check_integer
+from lightning_fl.options import check_flag, check_integer
 from lightning_fl.partition import Partition
 from lightning_fl.types import FederationError
 
@@ -154,7 +154,7 @@ class TorchvisionDataModule(ImageDataModule, ABC):
 
     def __init__(self, root: str | None = None, download: bool = False, **options: Any) -> None:
         super().__init__(**options)
-        self.root, self.download = data_root(root), download
+        self.root, self.download = data_root(root), check_flag("download", download)
 
     @abstractmethod
     def open(self, train: bool, download: bool) -> Any:

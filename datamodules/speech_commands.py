@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torchaudio.datasets import SPEECHCOMMANDS
 
 from lightning_fl.datamodules.audio import AudioDataModule, Clip
+from lightning_fl.options import check_flag
 from lightning_fl.types import FederationError
 
 #: Words of the ten-keyword task.
@@ -44,7 +45,7 @@ class SpeechCommands(AudioDataModule):
         super().__init__(root, **options)
         if not keywords or len(set(keywords)) != len(keywords):
             raise FederationError(f"keywords must be distinct words, got {list(keywords)}")
-        self.download, self.keywords = download, list(keywords)
+        self.download, self.keywords = check_flag("download", download), list(keywords)
 
     @property
     def folder(self) -> Path:

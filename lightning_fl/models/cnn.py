@@ -5,25 +5,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_fl.options import check_integer
+from lightning_fl.options import check_flag, check_integer
 
 
 class _ConvNet(nn.Sequential):
     """Blocks of convolutions, 2x2 pooling and ReLU, then fully connected layers."""
 
     def __init__(
-        self, blocks: list[list[nn.Module]], shape: tuple[int, ...], head: list[int]
+        self,
+        blocks: list[list[nn.Module]],
+        shape: tuple[int, ...],
+        head: list[int],
+        batch_norm: bool = False,
     ) -> None:
+        check_flag("batch_norm", batch_norm)
         layers: list[nn.Module] = []
-        for convs in blocks:
-            layers += [*convs, nn.MaxPool2d(2), nn.ReLU()]
+        for block in blocks:
+            for layer in block:
+                layers.append(layer)
+                if batch_norm and isinstance(layer, nn.Conv2d):
+                    layers.append(nn.BatchNorm2d(layer.out_channels))
+            layers += [nn.MaxPool2d(2), nn.ReLU()]
         layers.append(nn.Flatten())
-        with torch.no_grad():
-            features = nn.Sequential(*layers)(torch.zeros(1, *shape)).shape[1]
+        with torch.no_grad():  # in evaluation mode, which does not change BatchNorm statistics
+            features = nn.Sequential(*layers).eval()(torch.zeros(1, *shape)).shape[1]
         for width in head[:-1]:
             layers += [nn.Linear(features, width), nn.ReLU()]
             features = width
         super().__init__(*layers, nn.Linear(features, head[-1]))
+        self.train()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits, ``[batch, classes]``."""
@@ -43,6 +53,7 @@ class CifarCNN(_ConvNet):
         hidden: Units of the fully connected layer.
         num_classes: Number of classes.
         in_channels: Channels of the 32x32 inputs.
+        batch_norm: Whether each convolution is followed by a BatchNorm layer.
 
     Raises:
         FederationError: If a size is not positive.
@@ -53,14 +64,19 @@ class CifarCNN(_ConvNet):
     """
 
     def __init__(
-        self, width: int = 32, hidden: int = 1024, num_classes: int = 10, in_channels: int = 3
+        self,
+        width: int = 32,
+        hidden: int = 1024,
+        num_classes: int = 10,
+        in_channels: int = 3,
+        batch_norm: bool = False,
     ) -> None:
         _check(width=width, hidden=hidden, num_classes=num_classes, in_channels=in_channels)
         blocks: list[list[nn.Module]] = [
             [nn.Conv2d(in_channels, width, 5, padding=2)],
             [nn.Conv2d(width, 2 * width, 5, padding=2)],
         ]
-        super().__init__(blocks, (in_channels, 32, 32), [hidden, num_classes])
+        super().__init__(blocks, (in_channels, 32, 32), [hidden, num_classes], batch_norm)
 
 
 class KeywordCNN(_ConvNet):
@@ -106,6 +122,7 @@ class FashionCNN(_ConvNet):
         width: Channels of the first convolution; the second convolution has twice as many.
         hidden: Units of an additional fully connected layer; None for no such layer.
         num_classes: Number of classes.
+        batch_norm: Whether each convolution is followed by a BatchNorm layer.
 
     Raises:
         FederationError: If a size is not positive.
@@ -115,7 +132,13 @@ class FashionCNN(_ConvNet):
         Linear(in_features=1600, out_features=10, bias=True)
     """
 
-    def __init__(self, width: int = 32, hidden: int | None = None, num_classes: int = 10) -> None:
+    def __init__(
+        self,
+        width: int = 32,
+        hidden: int | None = None,
+        num_classes: int = 10,
+        batch_norm: bool = False,
+    ) -> None:
         _check(width=width, num_classes=num_classes)
         check_integer("hidden", hidden, min=1, optional=True)
         blocks: list[list[nn.Module]] = [
@@ -123,7 +146,7 @@ class FashionCNN(_ConvNet):
             [nn.Conv2d(width, 2 * width, 3)],
         ]
         head = [num_classes] if hidden is None else [hidden, num_classes]
-        super().__init__(blocks, (1, 28, 28), head)
+        super().__init__(blocks, (1, 28, 28), head, batch_norm)
 
 
 class LeNet(_ConvNet):

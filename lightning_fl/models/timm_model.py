@@ -1,0 +1,72 @@
+"""Image models of timm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from lightning_fl.models.weights import load_weights
+from lightning_fl.options import check_integer
+from lightning_fl.types import FederationError
+
+
+class TimmModel(nn.Module):
+    """Any image model of timm, by its name. Nothing is downloaded.
+
+    Attention is not fused, so that it can be vectorized over clients.
+
+    Requires the package timm: ``pip install "lightning-fl[peft]"``.
+
+    Args:
+        name: Name of the model, such as ``vit_tiny_patch16_224`` (``timm.list_models()``).
+        num_classes: Number of classes.
+        options: Further options of the model, such as ``{img_size: 32, patch_size: 4}``.
+        weights: File with a ``state_dict`` of the model to start from (``.pt`` or
+            ``.safetensors``); None is a random start. A head for other classes is not loaded.
+
+    Raises:
+        FederationError: If timm is missing, does not know the model or its options, or the file
+            does not fit.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_classes: int = 10,
+        options: Mapping[str, Any] | None = None,
+        weights: str | None = None,
+    ) -> None:
+        super().__init__()
+        check_integer("num_classes", num_classes, min=1)
+        try:
+            import timm
+        except ImportError as error:
+            raise FederationError(
+                'TimmModel requires the package timm: pip install "lightning-fl[peft]"'
+            ) from error
+        if "pretrained" in (options or {}):
+            raise FederationError(
+                "TimmModel does not download weights: leave pretrained out of options, and set"
+                " weights to a local file"
+            )
+        if name not in timm.list_models():
+            like = ", ".join(timm.list_models(f"*{name.partition('_')[0]}*")[:8])
+            raise FederationError(f"name must be a model of timm, got {name!r}. Similar: {like}")
+        try:
+            made: Any = timm.create_model(
+                name, pretrained=False, num_classes=num_classes, **options or {}
+            )
+        except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+            raise FederationError(f"timm cannot make {name} with {options}: {error}") from error
+        self.net: nn.Module = made
+        for part in self.net.modules():
+            if "fused_attn" in vars(part):  # torch.vmap runs it one client after another
+                vars(part)["fused_attn"] = False
+        if weights is not None:
+            load_weights(self.net, weights, head=str(made.pretrained_cfg["classifier"]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits, ``[batch, classes]``, for images ``[batch, channels, height, width]``."""
+        return cast("Tensor", self.net(x))
