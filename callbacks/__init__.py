@@ -2,7 +2,11 @@
 
 from lightning_fl.callbacks.attacks import Attack, Backdoor, ClientAttack, DataAttack, LabelFlip
 from lightning_fl.callbacks.baselines import MatchingBaselines
-from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO, RoundCheckpoint
+from lightning_fl.callbacks.checkpoint import (
+    AtomicCheckpointIO,
+    RoundCheckpoint,
+    complete_checkpoint,
+)
 from lightning_fl.callbacks.faults import ClientFaults, OnUpdates
 from lightning_fl.callbacks.federated_loop import FederatedLoop
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
@@ -24,4 +28,5 @@ __all__ = [
     "RoundCheckpoint",
     "RoundProgress",
     "RunReport",
+    "complete_checkpoint",
 ]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from lightning_fl.federation.compare import COUNT, compare
+from lightning_fl.federation.frozen import FrozenTensors, complete
 from lightning_fl.files import (
     FolderLock,
     archive_size,
@@ -53,7 +54,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     :class:`FederatedLoop` installs it on the Trainer. Checkpoints are always loaded with
     ``weights_only=True``, unless ``Trainer.fit(weights_only=False)`` is set.
+
+    Local checkpoints do not hold the constant tensors of a fit, unless ``checkpoint_frozen`` is
+    set: see :mod:`lightning_fl.federation.frozen`.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Tensors that checkpoints refer to; None saves everything.
+        self.frozen: FrozenTensors | None = None
+        #: Module of the Trainer, which may have these tensors when a checkpoint is loaded.
+        self.module: nn.Module | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
@@ -65,6 +76,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         computes = get_crc32_options()
         set_crc32_options(True)  # verified by load_checkpoint
         try:
+            if self.frozen is not None:
+                checkpoint = self.frozen.leave_out(checkpoint, Path(path).parent)
             write_atomically(path, lambda file: torch.save(checkpoint, file))
         finally:
             set_crc32_options(computes)
@@ -83,8 +96,44 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if weights_only is False:
             if "://" not in os.fspath(path) and is_zipfile(path):
                 check_sums(path)
-            return super().load_checkpoint(path, map_location, weights_only)
-        return read_checkpoint(path, partial(super().load_checkpoint, path, map_location, True))
+            checkpoint = super().load_checkpoint(path, map_location, weights_only)
+        else:
+            load = partial(super().load_checkpoint, path, map_location, True)
+            checkpoint = read_checkpoint(path, load)
+        if isinstance(checkpoint, dict):
+            complete(checkpoint, path, self.module)
+        return checkpoint
+
+
+def complete_checkpoint(path: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
+    """Write a copy of a checkpoint that includes the frozen tensors of the file beside it.
+
+    The copy can be loaded without this package, and by ``MyModule.load_from_checkpoint(output)``.
+
+    Args:
+        path: The checkpoint, with ``frozen-*.pt`` in its folder.
+        output: Path of the copy.
+
+    Raises:
+        FederationError: If a file is missing or damaged.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "last.ckpt")
+        ...     net = nn.Linear(2, 2)
+        ...     writer = AtomicCheckpointIO()
+        ...     writer.frozen = FrozenTensors({"weight": net.weight})
+        ...     checkpoint = {"pytorch-lightning_version": "2.6", "state_dict": net.state_dict()}
+        ...     writer.save_checkpoint(checkpoint, path)
+        ...     list(torch.load(path)["state_dict"])
+        ...     complete_checkpoint(path, path.with_name("whole.ckpt"))
+        ...     list(torch.load(path.with_name("whole.ckpt"))["state_dict"])
+        ['bias']
+        ['bias', 'weight']
+    """
+    reader = AtomicCheckpointIO()
+    reader.save_checkpoint(reader.load_checkpoint(Path(path)), Path(output))
 
 
 def read_checkpoint(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,8 @@ from torch import Tensor
 
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.federation.compare import COUNT, compare
-from lightning_fl.files import read_text, short_repr, write_atomically
+from lightning_fl.federation.durations import HasDurations, SimulatedDurations
+from lightning_fl.files import read_csv, short_repr, write_atomically
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_number
 from lightning_fl.types import FederationError, RoundPlan
@@ -59,7 +58,7 @@ class OnUpdates(Callback, ABC):
         """
 
 
-class ClientFaults(OnUpdates):
+class ClientFaults(OnUpdates, HasDurations):
     r"""Simulate client faults, at random or from a trace, and the duration of rounds.
 
     A client has at most one fault per round:
@@ -84,6 +83,11 @@ class ClientFaults(OnUpdates):
     ``straggler_factor`` times as long. The server waits for the last update or until the deadline.
     The column ``virtual_time`` of the table of rounds contains the cumulative time.
 
+    With an :class:`~lightning_fl.samplers.AsynchronousSampler` the durations determine which
+    clients a round has, and a client's stragglers are drawn for the round in which it starts. A
+    client that drops out or crashes frees its place when it would have finished. There is no
+    deadline.
+
     Args:
         dropout: Probability that a sampled client drops out of the round.
         crash: Probability that a sampled client crashes during training.
@@ -95,12 +99,14 @@ class ClientFaults(OnUpdates):
             given, these faults are replayed instead of random faults.
         step_seconds: Duration :math:`s` of a local step in seconds.
         bandwidth: Bandwidth :math:`b` of a client in bytes per second.
-        speed_sigma: Standard deviation :math:`\sigma` of the logarithm of the speed factor.
+        speed_sigma: Standard deviation :math:`\sigma` of the logarithm of the speed factor, at
+            most 50.
         deadline: Maximum duration of a round in seconds; None waits for all clients.
         name: Name of the file of faults; None writes no file.
 
     Raises:
-        FederationError: If an option is out of range, or the trace cannot be read.
+        FederationError: If an option is out of range, or the trace cannot be read; at the start of
+            a fit, if rounds are asynchronous and there is a deadline.
 
     Example:
         >>> faults = ClientFaults(dropout=0.2, straggler=0.1, deadline=60.0)
@@ -124,24 +130,39 @@ class ClientFaults(OnUpdates):
         name: str | None = "faults.csv",
     ) -> None:
         self.rates = {"dropout": dropout, "crash": crash, "nan": nan, "blowup": blowup}
-        for option, value in {**self.rates, "straggler": straggler}.items():
+        for option, value in self.rates.items():
             check_number(option, value, min=0, max=1)
         if (total := sum(self.rates.values())) > 1 + 1e-9:
             raise FederationError(
                 "the sum of dropout, crash, nan and blowup must be at most 1, because a client has"
                 f" at most one fault per round, got {total:g}"
             )
-        self.straggler, self.name = straggler, name
-        self.straggler_factor = check_number("straggler_factor", straggler_factor, min=1)
-        self.step_seconds = check_number("step_seconds", step_seconds, min=0)
-        self.bandwidth = check_number("bandwidth", bandwidth, above=0, max=math.inf)
-        self.speed_sigma = check_number("speed_sigma", speed_sigma, min=0)
+        self.name = name
+        self.durations = clock = SimulatedDurations(
+            straggler, straggler_factor, step_seconds, bandwidth, speed_sigma
+        )
+        self.straggler, self.straggler_factor = clock.straggler, clock.straggler_factor
+        self.step_seconds, self.bandwidth = clock.step_seconds, clock.bandwidth
+        self.speed_sigma = clock.speed_sigma
         self.deadline = check_number("deadline", deadline, above=0, max=math.inf, optional=True)
         self.trace = None if trace is None else read_trace(trace)
         #: Faults so far: round (from 1), client, fault.
         self.happened: list[tuple[int, int, str]] = []
         #: Virtual duration of all rounds so far, in seconds.
         self.virtual_time = 0.0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check that asynchronous rounds have no deadline."""
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit" or not self._loop.options.sampler.is_asynchronous:
+            return
+        if self.deadline is not None or "late" in (self.trace or {}).values():
+            option = "the fault late in trace" if self.deadline is None else "deadline"
+            raise FederationError(
+                f"{option} has no meaning in asynchronous rounds, in which the server waits for no"
+                " client: remove it, or use another sampler than"
+                f" {type(self._loop.options.sampler).__name__}"
+            )
 
     def fault_of(self, seed: int, round: int, client: int) -> str | None:
         """Return the fault of a client in a round, except ``late``; None without a fault.
@@ -169,13 +190,8 @@ class ClientFaults(OnUpdates):
             client: Id of the client.
             steps: Number of local steps.
         """
-        client_rng = generator(seed, RandomStream.SPEEDS, 0, client)
-        factor = math.exp(self.speed_sigma * float(torch.randn((), generator=client_rng)))
-        round_rng = generator(seed, RandomStream.SPEEDS, round + 1, client)
-        if float(torch.rand((), generator=round_rng)) < self.straggler:
-            factor *= self.straggler_factor
-        up, down = self._loop.fit.traffic.of_a_client()
-        return factor * (steps * self.step_seconds + (up + down) / self.bandwidth)
+        num_bytes = sum(self._loop.fit.traffic.of_a_client())
+        return self.durations.seconds_of(seed, round, client, steps, num_bytes)
 
     def on_client_updates(
         self, plan: RoundPlan, clients: Tensor, delta: Tensor, dropped: dict[int, str]
@@ -207,22 +223,27 @@ class ClientFaults(OnUpdates):
         plan = self._loop.plan_of_the_round
         if plan is None:  # the round was interrupted
             return
-        times, waits = [0.0], False
-        for client in plan.cohort.tolist():
-            fault = self._what(plan, client)
-            if fault is not None:
-                self.happened.append((plan.round + 1, client, fault))
-            # The server cannot tell a lost client from a slow one, so it waits until the deadline.
-            waits |= fault in ("dropout", "crash", "late")
-            if fault not in ("dropout", "crash", "late"):
-                times.append(self._seconds(plan, client))
-        is_late = waits and self.deadline is not None
-        self.virtual_time += float(self.deadline or 0.0) if is_late else max(times)
-        pl_module.log("virtual_time", self.virtual_time)
+        faults = {client: self._what(plan, client) for client in plan.cohort.tolist()}
+        self.happened += [(plan.round + 1, c, fault) for c, fault in faults.items() if fault]
+        sampler = self._loop.options.sampler
+        if sampler.is_asynchronous:
+            self.virtual_time = sampler.metrics(plan.round)["virtual_time"]
+        else:
+            self.virtual_time += self._duration(plan, faults)
+            pl_module.log("virtual_time", self.virtual_time)
         path = self._loop.table_path(trainer)
         if self.name and path is not None and trainer.is_global_zero:
             lines = ["round,client,fault", *(f"{r},{c},{f}" for r, c, f in self.happened)]
             write_atomically(path.with_name(self.name), "\n".join(lines) + "\n")
+
+    def _duration(self, plan: RoundPlan, faults: Mapping[int, str | None]) -> float:
+        """Return the duration of a synchronous round, from the faults of its clients."""
+        lost = ("dropout", "crash", "late")
+        # The server cannot tell a lost client from a slow one, so it waits until the deadline.
+        if self.deadline is not None and any(fault in lost for fault in faults.values()):
+            return float(self.deadline)
+        times = [self._seconds(plan, c) for c, fault in faults.items() if fault not in lost]
+        return max([0.0, *times])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the faults and the virtual time so far."""
@@ -254,19 +275,11 @@ def read_trace(path: str | Path) -> dict[tuple[int, int], str]:
     Raises:
         FederationError: If the file does not exist or a line is invalid.
     """
-    try:
-        text = read_text(path).removeprefix("\ufeff")  # Excel writes a byte-order mark
-        lines = csv.reader(io.StringIO(text, newline=""), strict=True)
-        return _read_lines(lines, path)
-    except (OSError, UnicodeError, csv.Error) as error:
-        raise FederationError(f"the trace {path} cannot be read: {error}") from error
-
-
-def _read_lines(lines: Iterator[list[str]], path: str | Path) -> dict[tuple[int, int], str]:
-    if [name.strip() for name in next(lines, [])] != ["round", "client", "fault"]:
+    lines = read_csv(path, "trace")
+    if not lines or [name.strip() for name in lines[0]] != ["round", "client", "fault"]:
         raise FederationError(f"the first line of the trace {path} must be 'round,client,fault'")
     found: dict[tuple[int, int], str] = {}
-    for number, line in enumerate(lines, 2):
+    for number, line in enumerate(lines[1:], 2):
         if not line:
             continue
         whole = [part.strip() for part in line[:2]]

@@ -10,13 +10,15 @@ from typing import Any, Literal
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fl.aggregators import Aggregator, FedAvg
 from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO, lock_folders
 from lightning_fl.callbacks.hyperparameters import RoundLog, log_hyperparameters
 from lightning_fl.callbacks.step_hooks import follow_steps
-from lightning_fl.federation.fit import Fit, PreparedFit, user_module
+from lightning_fl.federation.fit import Fit, PreparedFit
+from lightning_fl.federation.frozen import FrozenTensors
 from lightning_fl.federation.progress import Progress
 from lightning_fl.federation.resume import NOT_BEGUN, Resume, name_checkpoint
 from lightning_fl.federation.round import Round
@@ -24,7 +26,7 @@ from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.functional.randomness import rng_state, run_seed, set_rng_state
 from lightning_fl.options import check_integer
 from lightning_fl.policies import HyperparameterPolicy, Schedule
-from lightning_fl.runners import BufferPolicy, ClientRunner
+from lightning_fl.runners import BufferPolicy, ClientRunner, Phase, user_module
 from lightning_fl.samplers import ClientSampler, UniformSampler
 from lightning_fl.store import ClientStore
 from lightning_fl.transforms import UpdateTransform
@@ -75,6 +77,15 @@ class FederatedLoop(Callback):
         client_state_memory_gb: Maximum size in GiB of the client state held in memory between
             rounds. Larger state is stored in a file in the Trainer's ``default_root_dir`` for the
             duration of the run.
+        local_parameters: Patterns of parameters and buffers that stay with each client: they are
+            neither sent nor averaged, and each client continues from its own values in its next
+            round. A pattern matches names as in ``fnmatch`` (``net.head.*``), or, with the prefix
+            ``type:``, the class of a layer or one of its base classes (``type:_BatchNorm``: weight,
+            bias, statistics and counter of every BatchNorm layer). The global model keeps their
+            initial values; :class:`PersonalizedEvaluation` evaluates the clients' models. They add
+            to the tensors that the module names in ``federated_local_parameters``.
+        phases: Phases of the local training of each client, in order, which train some of the
+            parameters (:class:`~lightning_fl.runners.Phase`). By default, all are trained together.
 
     Raises:
         FederationError: If an option is out of range. At the start of a fit, if the Trainer, the
@@ -99,11 +110,14 @@ class FederatedLoop(Callback):
         optimizer_state: Literal["reset", "keep"] = "reset",
         buffers: BufferPolicy | None = None,
         exchange_frozen: bool | None = None,
+        checkpoint_frozen: bool = False,
         monitor: str = "val_loss",
         csv_name: str | None = "rounds.csv",
         seed: int | None = None,
         update_transforms: Sequence[UpdateTransform] = (),
         client_state_memory_gb: float = 1.0,
+        local_parameters: Sequence[str] = (),
+        phases: Sequence[Phase] = (),
     ) -> None:
         self.options = RunOptions(
             FedAvg() if aggregator is None else aggregator,
@@ -116,14 +130,19 @@ class FederatedLoop(Callback):
             optimizer_state,
             buffers,
             exchange_frozen,
+            checkpoint_frozen,
             monitor,
             list(update_transforms),
             client_state_memory_gb,
+            local_parameters,
+            phases,
         )
         self.csv_name = csv_name
         self.seed = check_integer("seed", seed, min=0, optional=True)
         self.progress = Progress()
         self.store = ClientStore(most=client_state_memory_gb * 2**30)
+        #: Whether a callback evaluates the model of each client; set in its ``setup``.
+        self.evaluates_clients = False
         #: Plan of the last finished round, for other callbacks; None if the round was interrupted.
         self.plan_of_the_round: RoundPlan | None = None
         #: Clean-up functions, called in reverse order when a fit ends or fails.
@@ -147,6 +166,8 @@ class FederatedLoop(Callback):
         check_package(trainer, Trainer)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # not a user's own
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        if isinstance(io := trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+            io.module, io.frozen = user_module(pl_module), None
         self.undo.enter_context(name_checkpoint(trainer))
         if stage != "fit":
             self.aggregator.prepare(user_module(pl_module))
@@ -168,6 +189,16 @@ class FederatedLoop(Callback):
         lock_folders(trainer, self.table_path(trainer), self.undo)
         self._fit = Fit(self._prepared, self.store, self.undo)
         self._resume.begin(self._fit)
+        io = trainer.strategy.checkpoint_io
+        if isinstance(io, AtomicCheckpointIO) and not self.options.checkpoint_frozen:
+            io.frozen = FrozenTensors(self._fit.runner.constants.parameters)
+        if self.options.local_parameters and not self.evaluates_clients:
+            rank_zero_warn(
+                f"validation and test use the global model, in which"
+                f" local_parameters={list(self.options.local_parameters)} keep their initial"
+                " values. To evaluate each client's own model, add PersonalizedEvaluation to the"
+                " callbacks and set local_test_size of the data module"
+            )
         self._fit.boundary.call_before_checkpoints(self._close_round)
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -210,6 +241,11 @@ class FederatedLoop(Callback):
         """Scale the loss by this process's share of the samples if processes share a batch."""
         if self._round is not None:
             self._round.scale(loss)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the gradients of parameters that clients do not train in this phase."""
+        if self._round is not None:
+            self._round.hold_gradients()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

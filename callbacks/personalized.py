@@ -1,64 +1,74 @@
-"""Evaluation on the test samples of each client, before and after local fine-tuning."""
+"""Evaluation of global and personal models on the test samples of each client."""
 
 from __future__ import annotations
 
 import copy
-import csv
-import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from lightning_fl.aggregators.matching import NeuronMatching
+from lightning_fl.callbacks.client_table import KINDS, summary, write_table
 from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.federation.compare import compare
 from lightning_fl.federation.measures import accuracy, evaluating, on_device
 from lightning_fl.federation.memory import runner_rows
 from lightning_fl.federation.round import call_hook
-from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
 from lightning_fl.options import check_integer, check_number
 from lightning_fl.runners import SequentialRunner, optimizers_in
 from lightning_fl.strategies import gathered
-from lightning_fl.types import FederationError, ServerState
+from lightning_fl.types import AdaptiveModel, FederationError, PersonalModel, ServerState, full
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-#: Evaluated models of a client, in the order of the table.
-KINDS = ("server", "personal", "kept", "local")
 #: Types of attributes that a copy of a module shares with the original.
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 
 
 class PersonalizedEvaluation(Callback):
-    r"""Evaluate each client on its test samples, before and after local fine-tuning.
+    r"""Evaluate the global model and personal models of each client on its test samples.
 
-    For each client, up to four models are evaluated:
+    For each client, up to five models are evaluated:
 
-    - ``server``: the model from which the client would start the next round;
+    - ``global``: the model of the server, with client-local tensors at their initial values;
+      omitted for clients without tensors or a start model of their own;
+    - ``server``: the model from which the client would start the next round, including its local
+      tensors;
     - ``personal``: the same model after local fine-tuning on the client's training samples, with
-      the loss and optimizer of the module and the gradient clipping of the Trainer;
-    - ``kept``: the personal model stored in the optimizer state
-      (:class:`~lightning_fl.optimizers.PFedMe` with ``optimizer_state: keep``);
+      the loss and optimizer of the module, the learning rate and other numbers of the policy, and
+      the gradient clipping of the Trainer;
+    - ``kept``: the personal model of the method, if it has one besides the trained model;
     - ``local``: a model trained on this client only, from the initial global model, with one local
       epoch per round.
 
-    If the optimizer has a personal model, ``personal`` and ``local`` evaluate that model.
+    If the method has a personal model of its own, ``personal`` and ``local`` evaluate it after the
+    training of all models. So the global and the personal model of a method are in the columns
+
+    ==================================================  ==========  ============
+    method                                              global      personal
+    ==================================================  ==========  ============
+    FedAvg and fine-tuning                              server      personal
+    local layers or statistics (FedPer, FedBN), FedEM   global      server
+    Clustered, Gossip                                   global      server
+    pFedMe (``optimizer_state: keep``)                  server      kept
+    Ditto, APFL, Per-FedAvg                             server      kept
+    ==================================================  ==========  ============
 
     For each kind, the callback logs the mean over clients, the mean weighted by test samples, the
-    standard deviation, and the mean over the worst decile of clients, as ``personal/mean``,
-    ``personal/weighted``, ``personal/std`` and ``personal/worst``. A table of clients and a figure
-    are written beside the table of rounds.
+    standard deviation and variance over clients (fairness), and the mean over the worst decile of
+    clients, as ``personal/mean``, ``personal/weighted``, ``personal/std``, ``personal/variance``
+    and ``personal/worst``. A table of clients and a figure are written beside the table of rounds.
+
+    Any module or optimizer can have a personal model: it has a method
+    ``federated_personalize(batches)`` that writes this model into the parameters and returns
+    whether there is one. A module with local tensors can have a method ``federated_adapt(batches)``
+    that sets them for a client that has not trained yet.
 
     Requires ``FederatedDataModule(local_test_size=...)``.
 
@@ -102,6 +112,7 @@ class PersonalizedEvaluation(Callback):
         if stage != "fit":
             return
         self._loop = loop_of(trainer, "PersonalizedEvaluation")
+        self._loop.evaluates_clients = True
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if not getattr(data, "local_tests", None):
             raise FederationError(
@@ -149,7 +160,7 @@ class PersonalizedEvaluation(Callback):
         self.rows = self._measured(trainer, round)
         # Called on all processes: Lightning broadcasts the log folder from the first one.
         if (path := self._loop.table_path(trainer)) is not None:
-            self._write(path.parent)
+            write_table(path.parent / self.name, self.rows)
         return {
             f"{kind}/{figure}": value
             for kind in KINDS
@@ -183,7 +194,12 @@ class PersonalizedEvaluation(Callback):
                 " has parameters of another module: use self.parameters() in configure_optimizers"
             )
         host = SequentialRunner(
-            module, loop.options.buffer_policy, made, loop.runner.keep_optimizer, constants
+            module,
+            loop.options.buffer_policy,
+            made,
+            loop.runner.keep_optimizer,
+            constants,
+            loop.runner.private,
         )
         host.base_lr = float(made.param_groups[0].get("lr", 0.0))
         state = loop.runner.read()
@@ -200,19 +216,23 @@ class PersonalizedEvaluation(Callback):
         rows = runner_rows(loop.store, client)
         start = loop.aggregator.models_for(torch.tensor([client]))
         state = ServerState(start, server.counters)
-        lr = self._rate(host, client)
+        plan = self._planned(client)
         row: dict[str, float] = {
             "client": client,
             "train_samples": len(data.parts[client]),
             "test_samples": len(data.local_tests[client]),
         }
-        self._load(host, state, rows, lr)
-        if not rows and callable(adapt := getattr(host.module, "adapt", None)):
-            adapt(self._all_of(trainer, client))  # the client has not trained yet
+        has_own = any(name.startswith(("parameter.", "buffer.")) for name in rows)
+        if has_own or not torch.equal(start[0], server.vector):
+            self._load(host, ServerState(server.vector[None], server.counters), {}, plan)
+            row["global"] = self._score(trainer, host, client)
+        self._load(host, state, rows, plan)
+        if not rows and isinstance(host.module, AdaptiveModel):
+            host.module.federated_adapt(self._samples(trainer, client))
         row["server"] = self._score(trainer, host, client)
-        if _to_personal(host):
+        if self._personalize(trainer, host, client):
             row["kept"] = self._score(trainer, host, client)
-            self._load(host, state, rows, lr)
+            self._load(host, state, rows, plan)
         batches = self._batches(client, round)
         if self.steps:
             self._train(trainer, host, islice(batches, self.steps))
@@ -222,7 +242,7 @@ class PersonalizedEvaluation(Callback):
             batches, left = self._batches(client, round), self.local_steps
             each = int(data.batches_per_epoch[client])
             while left > 0:
-                self._load(host, alone, rows, lr)
+                self._load(host, alone, rows, plan)
                 self._train(trainer, host, islice(batches, min(each, left)))
                 left -= each
                 alone = ServerState(host.vector.read()[None], host.counters.read())
@@ -232,33 +252,51 @@ class PersonalizedEvaluation(Callback):
 
     def _trained_score(self, trainer: Trainer, host: SequentialRunner, client: int) -> float:
         """Return the score of a client's model after training, including its personal state."""
-        _to_personal(host)
-        call_hook(
-            host.module, "on_client_start"
-        )  # mixtures load the weights that they learned from the samples
+        # Mixtures load the weights that they learned from the samples.
+        call_hook(host.module, "on_client_start")
+        self._personalize(trainer, host, client)
         return self._score(trainer, host, client)
 
-    def _all_of(self, trainer: Trainer, client: int) -> Any:
-        """Return all training samples of a client as one batch ``(x, y)``."""
+    def _personalize(self, trainer: Trainer, host: SequentialRunner, client: int) -> bool:
+        """Load the personal model of the method; return whether there is one."""
+        seed = derive_seed(0, RandomStream.PERSONAL, client)
+        for owner in (host.module, host.optimizer):
+            if isinstance(owner, PersonalModel):
+                with seeded_rng(seed, host.module.device):
+                    if owner.federated_personalize(self._samples(trainer, client)):
+                        return True
+        return False
+
+    def _samples(self, trainer: Trainer, client: int) -> Iterator[Any]:
+        """Yield all training samples of a client in batches."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        batches = [on_device(trainer, batch) for batch in data.samples_of(client)]
-        return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+        for batch in data.samples_of(client):
+            yield on_device(trainer, batch)
 
     def _load(
-        self, host: SequentialRunner, state: ServerState, rows: Mapping[str, Tensor], lr: float
+        self,
+        host: SequentialRunner,
+        state: ServerState,
+        rows: Mapping[str, Tensor],
+        plan: Mapping[str, Tensor],
     ) -> None:
         """Load the state of a client at the start of a round."""
-        host.load(state, [rows], [lr])
+        host.load(state, [rows], [self._rate(host, plan)])
+        host.set_hyperparameters(plan)
         call_hook(host.module, "on_client_start")
 
-    def _rate(self, host: SequentialRunner, client: int) -> float:
-        """Return the learning rate that a client would have in the next round."""
+    def _planned(self, client: int) -> dict[str, Tensor]:
+        """Return the hyperparameters that a client would have in the next round, ``[1]``."""
+        clients = torch.tensor([client])
+        values = self._loop.policy.sample(self._loop.round, clients)
+        return {name: full(torch.as_tensor(v).cpu(), clients) for name, v in values.items()}
+
+    def _rate(self, host: SequentialRunner, plan: Mapping[str, Tensor]) -> float:
+        """Return the learning rate of a client."""
         if self.lr is not None:
             return self.lr
-        loop = self._loop
-        values = loop.policy.sample(loop.round, torch.tensor([client]))
-        lr = float(values["lr"]) if "lr" in values else host.base_lr
-        return lr * float(values.get("lr_factor", 1.0))
+        lr = float(plan["lr"]) if "lr" in plan else host.base_lr
+        return lr * float(plan.get("lr_factor", 1.0))
 
     def _score(self, trainer: Trainer, host: SequentialRunner, client: int) -> float:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
@@ -280,7 +318,7 @@ class PersonalizedEvaluation(Callback):
     def _train(
         self, trainer: Trainer, host: SequentialRunner, batches: Iterable[tuple[int, Any]]
     ) -> None:
-        """Run local steps, as in a round."""
+        """Run local steps and the hook at their end, as in a round."""
         module: Any = host.module
         module.train()
         with torch.enable_grad():
@@ -288,6 +326,7 @@ class PersonalizedEvaluation(Callback):
                 with seeded_rng(seed, module.device):
                     moved = on_device(trainer, batch)
                     host.optimizer.step(partial(self._loss, trainer, host, moved, step))
+        call_hook(module, "on_client_end")
 
     def _loss(self, trainer: Trainer, host: SequentialRunner, batch: Any, step: int) -> float:
         """Compute the loss and its clipped gradients."""
@@ -297,22 +336,10 @@ class PersonalizedEvaluation(Callback):
         loss: Tensor = out["loss"] if isinstance(out, Mapping) else out
         loss.backward()
         if value := trainer.gradient_clip_val:
-            by_value = str(trainer.gradient_clip_algorithm or "norm").endswith("value")
+            by_value = trainer.gradient_clip_algorithm == "value"
             clip = nn.utils.clip_grad_value_ if by_value else nn.utils.clip_grad_norm_
             clip(host.module.parameters(), value)
         return float(loss.detach())
-
-    @rank_zero_only
-    def _write(self, folder: Path) -> None:
-        """Write the table of clients and a figure beside the table of rounds."""
-        columns = list(dict.fromkeys(name for row in self.rows for name in row))
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        write_atomically(folder / f"{self.name}.csv", text.getvalue())
-        picture = partial(client_figure(self.rows).savefig, format="png", dpi=120)
-        write_atomically(folder / f"{self.name}.png", picture)
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -326,16 +353,12 @@ class PersonalizedEvaluation(Callback):
         self._first = state_dict.get("first")
 
 
-def _to_personal(host: SequentialRunner) -> bool:
-    """Load the personal model of the optimizer; return whether the optimizer has one."""
-    found = {p: s["theta"] for p, s in host.optimizer.state.items() if "theta" in s}
-    for param, theta in found.items():
-        param.data = theta.clone()
-    return bool(found)
-
-
 def _copied(module: LightningModule, constants: Iterable[Tensor]) -> LightningModule:
-    """Copy a module without its Trainer. Functions set on it and constant tensors are shared."""
+    """Copy a module without its Trainer.
+
+    Functions set on it and constant tensors are shared, but functions that hold the module or a
+    part of it hold the copy instead: Lightning's DDP, for example, sets ``forward`` on the module.
+    """
     own = vars(module)
     functions = {k: v for k, v in own.items() if isinstance(v, FUNCTIONS)}
     attached, module._trainer = module._trainer, None
@@ -346,50 +369,34 @@ def _copied(module: LightningModule, constants: Iterable[Tensor]) -> LightningMo
     finally:
         own.update(functions)
         module._trainer = attached
+    copies = {
+        id(part): copied for part, copied in zip(module.modules(), made.modules(), strict=True)
+    }
     # The loop replaced configure_optimizers by a method bound to the original module.
-    vars(made).update({k: v for k, v in functions.items() if k != "configure_optimizers"})
+    vars(made).update(
+        {k: _rebound(v, copies) for k, v in functions.items() if k != "configure_optimizers"}
+    )
     return made
 
 
-def summary(rows: Sequence[Mapping[str, float]], kind: str) -> dict[str, float]:
-    """Return the mean, weighted mean, standard deviation and worst-decile mean over clients.
-
-    Example:
-        >>> rows = [{"test_samples": 1, "server": 0.5}, {"test_samples": 3, "server": 1.0}]
-        >>> summary(rows, "server")
-        {'mean': 0.75, 'weighted': 0.875, 'std': 0.25, 'worst': 0.5}
-    """
-    found = [(row[kind], row["test_samples"]) for row in rows if kind in row]
-    if not found:
-        return {}
-    values, sizes = torch.tensor(found, dtype=torch.float64).unbind(1)
-    worst = values.sort().values[: max(1, len(values) // 10)]
-    return {
-        "mean": float(values.mean()),
-        "weighted": float((values * sizes).sum() / sizes.sum()),
-        "std": float(values.std(correction=0)),
-        "worst": float(worst.mean()),
-    }
-
-
-def client_figure(rows: Sequence[Mapping[str, float]]) -> Figure:
-    """Plot the sorted scores of clients, one line per kind.
-
-    Example:
-        >>> figure = client_figure([{"server": 0.5, "personal": 0.9}, {"server": 0.6}])
-        >>> len(figure.axes[0].lines)
-        2
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
-    axes = figure.subplots()
-    for kind in KINDS:
-        values = sorted(row[kind] for row in rows if kind in row)
-        if values:
-            axes.plot(range(1, len(values) + 1), values, marker=".", label=kind)
-    axes.set(xlabel="clients, worst first", ylabel="score on local test samples")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
+def _rebound(value: Any, copies: Mapping[int, nn.Module]) -> Any:
+    """Return a function that holds the copies of modules, given by the ``id`` of the originals."""
+    if isinstance(value, nn.Module):
+        return copies.get(id(value), value)
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, _rebound(value.__self__, copies))
+    if isinstance(value, partial):
+        args = [_rebound(each, copies) for each in value.args]
+        named = {name: _rebound(each, copies) for name, each in value.keywords.items()}
+        return partial(_rebound(value.func, copies), *args, **named)
+    if not isinstance(value, FunctionType) or value.__closure__ is None:
+        return value
+    held = [cell.cell_contents for cell in value.__closure__]
+    if not any(id(getattr(each, "__self__", each)) in copies for each in held):
+        return value
+    cells = tuple(CellType(_rebound(each, copies)) for each in held)
+    made = FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
+    )
+    made.__kwdefaults__ = value.__kwdefaults__
+    return made

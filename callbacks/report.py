@@ -24,14 +24,13 @@ from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.callbacks.hyperparameters import network_name
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
 from lightning_fl.federation.compare import COUNT, compare
-from lightning_fl.federation.fit import user_module
 from lightning_fl.federation.measures import evaluating, on_device
 from lightning_fl.federation.memory import runner_rows
 from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.options import check_integer
 from lightning_fl.partition import plot
-from lightning_fl.runners import ClientRunner
+from lightning_fl.runners import ClientRunner, user_module
 from lightning_fl.strategies import gathered
 from lightning_fl.types import ServerState, describe
 
@@ -247,8 +246,8 @@ def versions() -> dict[str, str]:
 def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
     """Return the accuracy of the global model on training samples of each client.
 
-    If the aggregator has several models, or the module has parameters that stay with the clients,
-    the model from which the client would start is evaluated. The random state of the run does not
+    If the aggregator has several models, or the module has tensors that stay with the clients, the
+    model from which the client would start is evaluated. The random state of the run does not
     change.
 
     Args:
@@ -278,9 +277,7 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
                 if has_several:
                     vector = rule.models_for(torch.tensor([client]))[0]
                     runner.write(ServerState(vector, server.counters))
-                    for name, row in runner_rows(loop.store, client).items():
-                        if name.startswith("parameter."):
-                            runner.named_parameters[name.removeprefix("parameter.")].copy_(row)
+                    runner.restore(runner_rows(loop.store, client))
                 own[client] = _accuracy(trainer, runner.module, data.samples_of(client), most)
         except Exception as error:  # in a user's module: must not fail a finished run
             reason = f"{type(error).__name__}: {error}"
@@ -295,14 +292,14 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
 def _kept(runner: ClientRunner) -> Iterator[ServerState]:
     """Restore the module and the optimizer state on exit."""
     state = runner.read()
-    private = {name: runner.named_parameters[name].detach().clone() for name in runner.private}
+    tensors = {**runner.named_parameters, **runner.named_buffers}
+    private = {runner.row_name(n): tensors[n].detach().clone() for n in runner.private}
     with runner.optimizer_state.held():
         try:
             yield state
         finally:
             runner.write(state)
-            for name, row in private.items():
-                runner.named_parameters[name].detach().copy_(row)
+            runner.restore(private)
 
 
 def _accuracy(

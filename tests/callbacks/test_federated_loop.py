@@ -878,7 +878,7 @@ def test_resuming_with_other_options_says_which(fit, foreign, data, tmp_path):
     for part in (
         "clients in a round is 2, was 4",
         "aggregator is FedAvg(weighting='uniform'), was FedAvg(weighting='samples')",
-        "local_epochs=2, decay=1.0, steps_decay=1.0), was Schedule(",
+        "local_epochs=2, decay=1.0, steps_decay=1.0, values=None), was Schedule(",
         "batches in a local epoch is 32, was 16",
     ):
         assert part in text

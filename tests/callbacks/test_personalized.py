@@ -13,7 +13,7 @@ from torch import nn
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import Gossip
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
-from lightning_fl.callbacks.personalized import summary
+from lightning_fl.callbacks.client_table import summary
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import Proximal, RepresentationMatching
 from lightning_fl.optimizers import PFedMe
@@ -135,6 +135,35 @@ def test_the_run_is_as_if_nobody_had_looked(train, flat, group_size):
         assert "personal/mean" in row
 
 
+class Bound(ClientModule):
+    """Runs its network through a function that is set on the module, as Lightning's DDP does."""
+
+    def __init__(self, how):
+        net = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+        super().__init__(net)
+        if how == "method":
+            self.forward = self.forward
+        elif how == "method of a part":
+            self.forward = net.forward
+        elif how == "partial":
+            self.forward = functools.partial(ClientModule.forward, self)
+        elif how == "closure":
+            self.forward = lambda x: self.net(x)
+
+
+def test_functions_on_a_module_run_its_copy(train, flat):
+    found = []
+    for how in ("none", "method", "method of a part", "partial", "closure"):
+        callback = PersonalizedEvaluation(steps=2)
+        loop = FederatedLoop(buffers="average", policy=Schedule(lr=0.5, num_steps=1), seed=0)
+        torch.manual_seed(0)
+        module, _, _ = train(callback, rounds=1, loop=loop, module=Bound(how).double())
+        found.append((flat(module), callback.rows))
+    for vector, rows in found[1:]:
+        assert torch.equal(vector, found[0][0])
+        assert rows == found[0][1]
+
+
 def test_clients_start_from_their_own_models(train):
     callback = PersonalizedEvaluation(steps=0)
     rule = Gossip("ring")
@@ -230,6 +259,21 @@ def test_clipping_is_the_trainers(train, algorithm):
         assert other["personal"] > other["server"] + 0.01
 
 
+def test_numbers_of_terms_are_those_of_the_policy(train):
+    def metric(module, batch):
+        return -module.federated_losses(batch)
+
+    rows = []
+    for mu, values in ((5.0, None), (0.0, {"mu": 5.0})):
+        callback = PersonalizedEvaluation(steps=5, metric=metric)
+        torch.manual_seed(0)
+        module = ClientModule(nn.Linear(6, 3), [Proximal(mu)]).double()
+        policy = Schedule(lr=0.1, num_steps=2, values=values)
+        train(callback, loop=FederatedLoop(policy=policy, seed=0), module=module)
+        rows.append(callback.rows)
+    assert rows[0] == rows[1]
+
+
 def test_a_local_baseline_is_a_federation_of_one(train, data):
     """An epoch a round: what begins anew in a round, as momentum does, begins anew there, too."""
     make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -267,3 +311,40 @@ def test_a_baseline_needs_the_first_model(train, tmp_path):
             ckpt_path=str(tmp_path / "last.ckpt"),
             **saved,
         )
+
+
+class Shifted(ClientModule):
+    """A local bias, and a personal model that prefers the client's most frequent class."""
+
+    federated_local_parameters = ("net.bias",)
+
+    def federated_personalize(self, batches):
+        labels = torch.cat([y for _, y in batches])
+        with torch.no_grad():
+            self.net.weight.zero_()
+            self.net.bias.copy_(torch.bincount(labels, minlength=3))
+        return True
+
+
+@pytest.mark.parametrize("group_size", [None, 3])
+def test_global_and_personal_models_by_hand(train, group_size):
+    """The client that never trained has no model besides the global one and the method's."""
+    callback = PersonalizedEvaluation(steps=0)
+    torch.manual_seed(0)
+    module = Shifted(nn.Linear(6, 3)).double()
+    bias = module.net.bias.detach().clone()
+    loop = FederatedLoop(policy=Schedule(lr=0.5, num_steps=2), seed=0, clients_per_round=3)
+    _, _, data = train(callback, group_size, 1, loop, module)
+    (absent,) = (c for c in range(4) if not loop.store.get(c))
+    weight = module.net.weight.detach()
+    for client, row in enumerate(callback.rows):
+        assert ("global" in row) == (client != absent)
+        own = bias if client == absent else loop.store.get(client)["parameter.net.bias"]
+        assert row["server"] == accuracy(weight, own, data, client)
+        assert row.get("global", row["server"]) == accuracy(weight, bias, data, client)
+        _, labels = data.train.fetch(data.parts[client])
+        _, y = data.train.fetch(data.local_tests[client])
+        assert row["kept"] == (y == labels.mode().values).double().mean()
+    values = torch.tensor([row["kept"] for row in callback.rows], dtype=torch.float64)
+    variance = loop.rows[-1]["kept/variance"]
+    assert variance == pytest.approx(float((values - values.mean()).square().mean()))

@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-from contextlib import nullcontext
 
 import lightning as L
 import pytest
@@ -12,7 +11,6 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import quick_cli
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import PFNM, ClusteredFL, Gossip
 from lightning_fl.callbacks import (
@@ -28,18 +26,7 @@ from lightning_fl.policies import Schedule, Stragglers
 from lightning_fl.types import FederationError
 
 PNG = b"\x89PNG\r\n"
-
-
-@pytest.fixture(autouse=True)
-def _quick_pictures(request):
-    """Draw no pictures but for tests that look at them."""
-    with nullcontext() if "pictures" in request.fixturenames else quick_cli.no_pictures():
-        yield
-
-
-@pytest.fixture
-def pictures():
-    """For tests that look at pictures."""
+pytestmark = pytest.mark.usefixtures("quick_pictures")
 
 
 @pytest.fixture

@@ -1,0 +1,84 @@
+"""Table and figure of the scores of clients."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_fl.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Evaluated models of a client, in the order of logged metrics.
+KINDS = ("global", "server", "personal", "kept", "local")
+
+
+@rank_zero_only
+def write_table(path: Path, rows: Sequence[Mapping[str, float]]) -> None:
+    """Write the rows of clients as a table and as a figure.
+
+    Args:
+        path: Path of the files, without ``.csv`` and ``.png``.
+        rows: One row per client.
+    """
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path.with_name(f"{path.name}.csv"), text.getvalue())
+    picture = partial(client_figure(rows).savefig, format="png", dpi=120)
+    write_atomically(path.with_name(f"{path.name}.png"), picture)
+
+
+def summary(rows: Sequence[Mapping[str, float]], kind: str) -> dict[str, float]:
+    """Return the mean, weighted mean, standard deviation, variance and worst-decile mean.
+
+    Example:
+        >>> rows = [{"test_samples": 1, "server": 0.5}, {"test_samples": 3, "server": 1.0}]
+        >>> summary(rows, "server")
+        {'mean': 0.75, 'weighted': 0.875, 'std': 0.25, 'variance': 0.0625, 'worst': 0.5}
+    """
+    found = [(row[kind], row["test_samples"]) for row in rows if kind in row]
+    if not found:
+        return {}
+    values, sizes = torch.tensor(found, dtype=torch.float64).unbind(1)
+    worst = values.sort().values[: max(1, len(values) // 10)]
+    return {
+        "mean": float(values.mean()),
+        "weighted": float((values * sizes).sum() / sizes.sum()),
+        "std": float(values.std(correction=0)),
+        "variance": float(values.var(correction=0)),
+        "worst": float(worst.mean()),
+    }
+
+
+def client_figure(rows: Sequence[Mapping[str, float]]) -> Figure:
+    """Plot the sorted scores of clients, one line per kind.
+
+    Example:
+        >>> figure = client_figure([{"server": 0.5, "personal": 0.9}, {"server": 0.6}])
+        >>> len(figure.axes[0].lines)
+        2
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for kind in KINDS:
+        values = sorted(row[kind] for row in rows if kind in row)
+        if values:
+            axes.plot(range(1, len(values) + 1), values, marker=".", label=kind)
+    axes.set(xlabel="clients, worst first", ylabel="score on local test samples")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure

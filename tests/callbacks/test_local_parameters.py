@@ -1,0 +1,263 @@
+"""``FederatedLoop(local_parameters=...)``: partial exchange of any module."""
+
+import functools
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_fl import ClientModule
+from lightning_fl.aggregators import PFNM, ClusteredFL, Scaffold
+from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation
+from lightning_fl.objectives import Proximal
+from lightning_fl.partition import Dirichlet
+from lightning_fl.policies import PersonalizedPolicyGradient, Schedule
+from lightning_fl.runners import VectorizedClients
+from lightning_fl.types import FederationError
+
+pytestmark = pytest.mark.filterwarnings("ignore:validation and test use the global model")
+WRAPS = {"plain": lambda m: m, "vectorized": lambda m: VectorizedClients(m, 3, compile=False)}
+wraps = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+HEAD = ["net.3.*"]
+
+
+class Net(L.LightningModule):
+    """Knows nothing of this library: two layers with BatchNorm between, and one weight of all."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.double()
+
+    def forward(self, x):
+        return self.net(x) * self.scale
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def samples_of(data):
+    """The samples of each client, ``(x, y)``."""
+    return [
+        tuple(map(torch.stack, zip(*(data.train[int(i)] for i in part), strict=True)))
+        for part in data.parts
+    ]
+
+
+@pytest.fixture
+def ragged(data, blobs):
+    """Seven clients with different numbers of samples."""
+
+    def make(**options):
+        return data(blobs(180), num_clients=7, partition=Dirichlet(0.4, min_size=6), **options)
+
+    return make
+
+
+@pytest.fixture
+def run(fit, ragged):
+    """Train Net with full batches; returns the module, the loop and the data."""
+
+    def train(patterns, wrap=lambda m: m, rounds=2, aggregator=None, **options):
+        module, data = Net(), ragged(batch_size=100, local_test_size=0.3)
+        options = {"policy": Schedule(num_steps=2), "buffers": "average", "seed": 1} | options
+        callbacks, path = options.pop("callbacks", ()), options.pop("ckpt_path", None)
+        loop = FederatedLoop(aggregator, **options, local_parameters=patterns)
+        fit(wrap(module), loop, data, path, rounds=rounds, callbacks=callbacks)
+        return module, loop, data
+
+    return train
+
+
+@wraps
+def test_without_patterns_it_is_fedavg(run, flat, wrap):
+    (one, of_one, _), (other, of_other, _) = run([], wrap), run(["type:_Batch*"], wrap)
+    torch.manual_seed(0)
+    assert of_one.store.rows == {}
+    assert sorted(of_other.store.get(0)) == sorted(
+        [f"buffer.net.1.{n}" for n in ("running_mean", "running_var", "num_batches_tracked")]
+        + ["parameter.net.1.bias", "parameter.net.1.weight"]
+    )
+    assert not torch.equal(flat(one), flat(other))
+    # The BatchNorm layer of the server is as it was: 8 parameters, 8 statistics and a counter.
+    for name, value in Net().net[1].state_dict().items():
+        assert torch.equal(other.net[1].state_dict()[name], value)
+    assert of_one.rows[0]["bytes_up"] - of_other.rows[0]["bytes_up"] == 7 * 17 * 8
+
+
+@wraps
+def test_with_all_but_one_local_clients_train_by_themselves(run, wrap):
+    module, loop, data = run(["net.*"], wrap, policy=Schedule(lr=0.1, num_steps=3))
+    shared, alone = torch.ones((), dtype=torch.float64), {}
+    parts = samples_of(data)
+    for _ in range(2):
+        ends = []
+        for client, (x, y) in enumerate(parts):
+            own = alone.setdefault(client, Net())
+            own.scale.data.copy_(shared)
+            optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                own.training_step((x, y), 0).backward()
+                optimizer.step()
+            ends.append(own.scale.detach() * len(y))
+        shared = sum(ends) / sum(len(y) for _, y in parts)
+    torch.testing.assert_close(module.scale.detach(), shared, atol=1e-12, rtol=0)
+    for client, own in alone.items():
+        for name, value in own.net.state_dict().items():
+            rows = loop.store.get(client)
+            row = rows.get(f"parameter.net.{name}", rows.get(f"buffer.net.{name}"))
+            torch.testing.assert_close(row, value, atol=1e-12, rtol=0)
+
+
+def test_patterns_add_to_what_the_module_names(run, fit, ragged):
+    module = Net()
+    module.federated_local_parameters = ["scale"]
+    loop = FederatedLoop(buffers="local", local_parameters=["net.1.weight"])
+    fit(module, loop, ragged(batch_size=100), rounds=1)
+    assert loop.fit.federation.local_parameters == ["scale", "net.1.weight"]
+    assert {"parameter.scale", "parameter.net.1.weight", "buffer.net.1.running_mean"} < set(
+        loop.store.get(0)
+    )
+
+
+@wraps
+@pytest.mark.parametrize("buffers", ["average", "local"])
+def test_clients_are_evaluated_with_their_own_tensors(run, wrap, buffers):
+    personal = PersonalizedEvaluation(steps=0)
+    patterns = [*HEAD, "net.1.running_mean"]
+    module, loop, data = run(patterns, wrap, callbacks=[personal], buffers=buffers)
+    for row in personal.rows:
+        own, client = Net(), int(row["client"])
+        own.load_state_dict(module.state_dict())
+        stored = {n.partition(".")[2]: v for n, v in loop.store.get(client).items()}
+        assert len(stored) == (3 if buffers == "average" else 5)
+        own.load_state_dict({**module.state_dict(), **stored})
+        x, y = zip(*(data.train[int(i)] for i in data.local_tests[client]), strict=True)
+        right = own.eval()(torch.stack(x)).argmax(1) == torch.stack(y)
+        assert row["server"] == pytest.approx(right.double().mean().item())
+    assert torch.equal(module.net[3].weight, Net().net[3].weight)
+
+
+def test_a_warning_names_the_evaluation_of_clients(run):
+    with pytest.warns(UserWarning, match="global model, in which.*add PersonalizedEvaluation"):
+        run(HEAD, rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patterns": "net.*"}, "local_parameters must be a list of patterns, got 'net"),
+        ({"patterns": iter(["net.*"])}, "local_parameters must be a list of patterns"),
+        ({"patterns": None}, "local_parameters must be a list of patterns, got None"),
+        ({"patterns": [""]}, "local_parameters must be a list of patterns"),
+        ({"patterns": ["head.*"]}, r"'head\.\*' in local_parameters matches no .* are "),
+        (
+            {"policy": PersonalizedPolicyGradient([{"lr": 0.1}, {"lr": 0.2}])},
+            "learns from contributions",
+        ),
+        ({"aggregator": PFNM(), "patterns": HEAD}, "PFNM replaces the network .* as net.3.weight"),
+    ],
+)
+def test_what_does_not_fit_is_refused(fit, ragged, options, message):
+    options = {"patterns": ["net.1.*"]} | options
+    patterns = options.pop("patterns")
+    net = nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+    module = ClientModule(net) if "aggregator" in options else Net()
+
+    def run():
+        loop = FederatedLoop(**options, buffers="average", local_parameters=patterns)
+        fit(module.double(), loop, ragged(batch_size=100))
+
+    with pytest.raises(FederationError, match=message):
+        run()
+
+
+@wraps
+@pytest.mark.parametrize("rule", [Scaffold, ClusteredFL], ids=lambda rule: rule.__name__)
+def test_rules_see_exchanged_parameters_only(run, flat, rule, wrap):
+    options = {"aggregator": rule(), "policy": Schedule(lr=0.1, num_steps=2), "rounds": 3}
+    module, loop, _ = run(["net.1.*", "net.3.weight"], wrap, **options)
+    assert loop.fit.federation.num_parameters == 6 * 4 + 4 + 3 + 1
+    if wrap is not WRAPS["plain"]:
+        expected = run(["net.1.*", "net.3.weight"], **{**options, "aggregator": rule()})[0]
+        torch.testing.assert_close(flat(module), flat(expected), atol=1e-12, rtol=0)
+
+
+@wraps
+def test_a_proximal_term_pulls_a_local_layer_to_where_its_client_was(fit, ragged, wrap):
+    """With a strong pull and one step per round nothing pulls back what was learned before."""
+
+    def run(mu):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+        module = ClientModule(
+            net, [Proximal(mu)], functools.partial(torch.optim.SGD, lr=0.1)
+        ).double()
+        loop = FederatedLoop(policy=Schedule(num_steps=1), local_parameters=["net.2.*"], seed=1)
+        fit(wrap(module), loop, ragged(batch_size=100), rounds=3)
+        return module, loop
+
+    # The first step of a round starts at the anchor, where the term has no gradient.
+    (free, of_free), (pulled, of_pulled) = run(0.0), run(5.0)
+    torch.testing.assert_close(free.state_dict(), pulled.state_dict(), atol=1e-12, rtol=0)
+    for client, rows in of_free.store.rows.items():
+        torch.testing.assert_close(of_pulled.store.get(client), rows, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("changed", [[], ["net.3.weight"], ["type:Linear"]])
+def test_a_run_resumes_with_the_same_patterns_only(run, tmp_path, changed):
+    options = {"callbacks": []}
+    _, loop, _ = run(HEAD, **options)
+    path = str(tmp_path / "a.ckpt")
+    loop.fit.trainer.save_checkpoint(path)
+    with pytest.raises(FederationError, match=r"its local parameters is \['net.3.weight', 'net.3"):
+        run(changed, rounds=3, ckpt_path=path)
+
+
+@wraps
+def test_a_resumed_run_is_the_same(run, flat, tmp_path, wrap):
+    whole, expected, _ = run(HEAD, wrap, rounds=3, clients_per_round=4)
+    _, loop, _ = run(HEAD, wrap, clients_per_round=4)
+    loop.fit.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    resumed, found, _ = run(
+        HEAD, wrap, rounds=3, clients_per_round=4, ckpt_path=str(tmp_path / "a.ckpt")
+    )
+    assert torch.equal(flat(whole), flat(resumed))
+    for client, rows in expected.store.rows.items():
+        assert all(torch.equal(row, found.store.get(client)[name]) for name, row in rows.items())
+
+
+class Diverging(Net):
+    """The local scale of a client whose samples have a large mean becomes infinite."""
+
+    def training_step(self, batch, batch_idx):
+        away = torch.where(batch[0].mean() > self.limit, torch.inf, 0.0).double()
+        return super().training_step(batch, batch_idx) + away * self.scale
+
+
+@wraps
+@pytest.mark.filterwarnings("ignore:round 1. dropped 1 of 7")
+def test_a_client_whose_local_parameters_are_not_finite_is_dropped(wrap, fit, ragged):
+    data, module = ragged(batch_size=100), Diverging()
+    options = {"policy": Schedule(num_steps=1), "buffers": "average", "seed": 1}
+    loop = FederatedLoop(local_parameters=["scale"], **options)
+    data.setup("fit")
+    means = torch.stack([x.mean() for x, _ in samples_of(data)])
+    module.limit = means.sort().values[-2]
+    fit(wrap(module), loop, data, rounds=1)
+    worst = int(means.argmax())
+    assert loop.rows[0]["dropped_clients"] == str(worst)
+    assert sorted(loop.store.rows) == [i for i in range(7) if i != worst]
