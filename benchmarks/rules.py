@@ -12,7 +12,8 @@ What follows ``--`` goes to ``fit`` and ``test`` of every arm.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from bisect import bisect
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -36,9 +37,11 @@ class Experiment(NamedTuple):
         config: The file that all arms share.
         arms: Options of each, by the name that it has in the table.
         figures: Columns: of the table of rounds (the last round that has it), ``test_acc``, ``R60``
-            (the first round with a validation accuracy of 60 %), or ``groups`` (the share of pairs
-            of clients that are rightly in one cluster or in two).
-        curve: What is drawn over rounds.
+            (the first round with a validation accuracy of 60 %), ``groups`` (the share of pairs
+            of clients that are rightly in one cluster or in two), or ``val_acc, 20 s`` (the last
+            validation accuracy in that virtual time).
+        curve: What is drawn.
+        across: Column over which it is drawn: ``round`` or ``virtual_time``.
     """
 
     title: str
@@ -47,6 +50,7 @@ class Experiment(NamedTuple):
     arms: dict[str, tuple[str, ...]]
     figures: tuple[str, ...] = ("test_acc",)
     curve: str = "val_acc"
+    across: str = "round"
 
 
 #: A model for all, averaged, in the place of a rule of its own.
@@ -65,6 +69,11 @@ MILD = (
 )
 #: The candidates of the config of policies.
 RATES = (0.001, 0.01, 0.03, 0.1, 0.3)
+#: Synchronous rounds in the config of asynchronous ones.
+SYNCHRONOUS = (
+    '--federation.aggregator={"class_path":"FedAvg","init_args":{"weighting":"uniform"}}',
+    "--federation.sampler=UniformSampler",
+)
 
 EXPERIMENTS = {
     "fedprox": Experiment(
@@ -203,6 +212,29 @@ EXPERIMENTS = {
         },
         ("test_acc", "R60"),
     ),
+    "asynchronous": Experiment(
+        "Asynchronous rounds",
+        "The speeds of clients are log-normal: the slowest of 30 takes about eight times as long"
+        " as the median. What does the server gain if it does not wait, at equal virtual time?",
+        "fedbuff_mnist",
+        {
+            "FedBuff, 30 clients train": ("--trainer.max_epochs=80",),
+            "FedAvg, rounds of 30": (
+                *SYNCHRONOUS,
+                "--federation.clients_per_round=30",
+                "--trainer.max_epochs=8",
+            ),
+            "FedAvg, rounds of 30, deadline 1.5 s": (
+                *SYNCHRONOUS,
+                "--federation.clients_per_round=30",
+                "--trainer.max_epochs=18",
+                '--trainer.callbacks=[{"class_path":"ClientFaults","init_args":'
+                '{"step_seconds":0.01,"speed_sigma":1.0,"deadline":1.5}}]',
+            ),
+        },
+        ("val_acc, 10 s", "val_acc, 20 s"),
+        across="virtual_time",
+    ),
     "policy": Experiment(
         "Policies",
         "Policies that learn one of five learning rates, compared with each fixed rate.",
@@ -243,8 +275,18 @@ def figure_of(place: Path, name: str) -> float:
         return float(reached[0]) if reached else float("nan")
     if name == "groups":
         return found_groups(place)
+    if name.startswith("val_acc, "):
+        return accuracy_at(table, float(name.split()[1]))
     values = [float(row[name]) for row in table if row.get(name)]
     return values[-1] if values else float("nan")
+
+
+def accuracy_at(table: Sequence[Mapping[str, str]], seconds: float) -> float:
+    """Return the last validation accuracy within a virtual time, nan if the run was shorter."""
+    found = [row for row in table if float(row["virtual_time"]) <= seconds and row["val_acc"]]
+    if not found or float(table[-1]["virtual_time"]) < seconds:
+        return float("nan")
+    return float(found[-1]["val_acc"])
 
 
 def found_groups(place: Path) -> float:
@@ -292,7 +334,8 @@ def table(name: str, out: Path, seeds: Sequence[int]) -> str:
 def _shown(each: Sequence[float], figure: str) -> str:
     if not each:
         return "-"
-    scale = 100 if "/" in figure or figure in ("test_acc", "groups") else 1
+    is_share = "/" in figure or figure in ("test_acc", "groups") or figure.startswith("val_acc")
+    scale = 100 if is_share else 1
     digits = 1 if scale == 100 else 3
     spread = f" ± {scale * stdev(each):.{digits}f}" if len(each) > 1 else ""
     return f"{scale * mean(each):.{digits}f}{spread}"
@@ -311,14 +354,16 @@ def picture(name: str, out: Path, seeds: Sequence[int], path: Path) -> None:
         for place in (folder(out, name, arm, seed) for seed in seeds):
             if result(place) is not None:
                 points = [r for r in rows(place) if r.get(experiment.curve)]
-                at = [int(row["round"]) for row in points]
-                curves.append([float(row[experiment.curve]) for row in points])
+                names = experiment.across, experiment.curve
+                curves.append([[float(row[column]) for row in points] for column in names])
         if curves:
-            shortest = min(map(len, curves))
-            lines = np.array([curve[:shortest] for curve in curves])
-            axes.plot(at[:shortest], lines.mean(0), label=arm)
-            axes.fill_between(at[:shortest], lines.min(0), lines.max(0), alpha=0.2)
-    axes.set(xlabel="round", ylabel=experiment.curve)
+            # At the points of one run, those of the others: the last value before.
+            end = min(curve[0][-1] for curve in curves)
+            at = [x for x in curves[0][0] if max(c[0][0] for c in curves) <= x <= end]
+            lines = np.array([[ys[bisect(xs, x) - 1] for x in at] for xs, ys in curves])
+            axes.plot(at, lines.mean(0), label=arm)
+            axes.fill_between(at, lines.min(0), lines.max(0), alpha=0.2)
+    axes.set(xlabel=experiment.across.replace("_", " "), ylabel=experiment.curve)
     axes.legend(frameon=False, fontsize=8)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

@@ -73,11 +73,9 @@ def test_matching_is_timed(pfnm):
 
 
 @pytest.mark.slow
-def test_every_run_is_a_config_that_parses(pfnm, tmp_path, capsys):
+def test_every_run_is_a_config_that_parses(pfnm, tmp_path):
     runs = [pfnm.arm_run(tmp_path, figure, arm, 1) for figure, a in pfnm.ARMS.items() for arm in a]
     for data, split in (("mnist", "homogeneous"), ("cifar10", "heterogeneous")):
         runs += pfnm.point(tmp_path, "depth", data, split, 3, 1).values()
     for run in runs:
-        with pytest.raises(SystemExit) as end:
-            quick_cli.call("fit", *run.options, "--print_config")
-        assert not end.value.code, capsys.readouterr().err
+        quick_cli.parse(*run.options)

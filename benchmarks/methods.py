@@ -1,0 +1,366 @@
+"""Methods side by side on the same splits of real data: two tables.
+
+``heterogeneity`` compares global models on clients with skewed labels or unequal sizes. The
+learning rate of each method is tuned on validation samples: the one of ``RATES`` with the highest
+validation accuracy, averaged over the last three validations, on clients with two classes and a
+seed of its own. ``personalization`` compares the models of clients on their own test samples.
+
+    python benchmarks/methods.py heterogeneity --jobs 2 --markdown docs/results/heterogeneity.md
+    python benchmarks/methods.py personalization --data mnist -- --data.init_args.root=/data
+
+A run is a ``lightning-fl fit`` in a folder of its own. What is there already is not run again, and
+what was cut short goes on. What follows ``--`` goes to ``fit`` and ``test`` of every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any, NamedTuple
+
+from runs import (
+    apart,
+    check_options,
+    fit_and_test_all,
+    machine_line,
+    publish,
+    result,
+    rows,
+    table,
+)
+
+CONFIGS = Path(__file__).parent / "methods"
+DATA = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
+#: Learning rates among which that of a method is chosen, and the seed of these runs.
+RATES, TUNING_SEED = (0.01, 0.03, 0.1, 0.3), 0
+#: Columns of the table of rounds with the bytes of all clients.
+TRAFFIC = ("bytes_up", "bytes_down")
+
+
+def given(option: str, name: str, **init: Any) -> str:
+    """Return an option that names a class with its own options."""
+    return f"--{option}={json.dumps({'class_path': name, 'init_args': init})}"
+
+
+def rule(name: str, **init: Any) -> tuple[str, ...]:
+    """Return the option of an aggregation rule."""
+    return (given("federation.aggregator", name, **init),)
+
+
+def term(name: str, **init: Any) -> tuple[str, ...]:
+    """Return the option of a term of the loss."""
+    terms = [{"class_path": name, "init_args": init}]
+    return (f"--model.init_args.terms={json.dumps(terms)}",)
+
+
+def split(name: str, **init: Any) -> tuple[str, ...]:
+    """Return the option of a partition."""
+    return (given("data.init_args.partition", name, **init),)
+
+
+#: Options by name of a method or a split.
+Arms = Mapping[str, tuple[str, ...]]
+
+HETEROGENEITY: Arms = {
+    "FedAvg": (),
+    "FedProx, mu = 0.1": term("Proximal", mu=0.1),
+    "SCAFFOLD": rule("Scaffold"),
+    "FedNova": rule("FedNova"),
+    "FedDyn, alpha = 0.1": rule("FedDyn", alpha=0.1),
+    "MOON, mu = 1": term("MOON", mu=1.0),
+    "FedAdam": rule("FedAdam", lr=0.01),
+    "FA + RM": term("RepresentationMatching", reduction="mean"),
+}
+SKEWS: Arms = {
+    "one class": split("ByLabel", classes_per_client=1),
+    "two classes": split("ByLabel", classes_per_client=2),
+    "Dir(0.1)": split("Dirichlet", alpha=0.1, min_size=64),
+    "Dir(0.5)": split("Dirichlet", alpha=0.5, min_size=64),
+    "sizes": split("QuantitySkew", alpha=0.5, min_size=64),
+}
+ROUNDS: Arms = {
+    "mnist": ("--trainer.max_epochs=40", "--vectorize=5"),
+    "cifar10": ("--trainer.max_epochs=20",),
+}
+
+
+#: Networks with BatchNorm layers, which FedBN needs, for all methods; HEAD is their last layer.
+NETWORKS: Arms = {
+    "mnist": (given("model.init_args.net", "FashionCNN", width=4, batch_norm=True),),
+    "cifar10": (given("model.init_args.net", "CifarCNN", width=4, hidden=64, batch_norm=True),),
+}
+HEAD = {"mnist": "net.9.*", "cifar10": "net.11.*"}
+
+
+def local(*patterns: str, **federation: Any) -> tuple[str, ...]:
+    """Return the options of parameters that stay with their clients."""
+    every = {"local_parameters": patterns, **federation}
+    return tuple(f"--federation.{name}={json.dumps(value)}" for name, value in every.items())
+
+
+def evaluation(**init: Any) -> tuple[str, ...]:
+    """Return the option of the evaluation of clients."""
+    callback = {"class_path": "PersonalizedEvaluation", "init_args": init}
+    return (f"--trainer.callbacks={json.dumps([callback])}",)
+
+
+#: The heads learn in half of the steps, the rest in the other half.
+HALVES = [{"train": "local", "num_steps": 10}, {"train": "shared"}]
+#: The strengths of the authors.
+PFEDME = {"lr": 0.005, "personal_lr": 0.05, "lam": 15, "inner_steps": 5}
+
+PERSONALIZATION: Arms = {
+    "Local training": ("--trainer.max_epochs=1", *evaluation(steps=0, local_steps=400)),
+    "FedAvg": (),
+    "FedAvg, fine-tuned": evaluation(steps=20),
+    "FedBN": local("type:_BatchNorm"),
+    "FedPer": local("HEAD"),
+    "FedRep": local("HEAD", phases=HALVES),
+    "Ditto, strength = 0.1": term("Ditto", strength=0.1),
+    "pFedMe": (
+        given("model.init_args.optimizer", "lightning_fl.optimizers.PFedMe", **PFEDME),
+        "--federation.optimizer_state=keep",
+    ),
+    "APFL, alpha = 0.5": term("APFL", alpha=0.5),
+    "Per-FedAvg": ("--model=PerFedAvg", "--model.init_args.inner_lr=0.01"),
+    "FedEM, 3 components": (  # which does not support BatchNorm
+        "--model=FedEM",
+        "--model.init_args.components=3",
+        "--model.init_args.net.init_args.batch_norm=false",
+    ),
+    "Clustered": rule("ClusteredFL", eps1=0.2, eps2=0.4, warmup=5),
+}
+GROUPS: Arms = {
+    "rotated images": ("--data.init_args.client_rotations=[0,90,180,270]",),
+    "two classes per client": split("ByLabel", classes_per_client=2),
+}
+#: Columns of PersonalizedEvaluation with the global and the personal model of a method.
+MODELS = {
+    "Local training": ("", "local"),
+    "FedAvg": ("server", "server"),
+    "FedAvg, fine-tuned": ("server", "personal"),
+    **dict.fromkeys(
+        ("FedBN", "FedPer", "FedRep", "FedEM, 3 components", "Clustered"), ("global", "server")
+    ),
+    **dict.fromkeys(
+        ("Ditto, strength = 0.1", "pFedMe", "APFL, alpha = 0.5", "Per-FedAvg"), ("server", "kept")
+    ),
+}
+
+
+class Run(NamedTuple):
+    """A run of a method.
+
+    Args:
+        data: Name of the data set in ``DATA``.
+        method: Name of the method.
+        split: Name of the split.
+        seed: Seed of the run.
+        lr: Learning rate; None leaves it to the config.
+    """
+
+    data: str
+    method: str
+    split: str
+    seed: int
+    lr: float | None = None
+
+
+class Experiment(NamedTuple):
+    """A table.
+
+    Args:
+        title: Heading.
+        text: What is compared.
+        arms: Options by method.
+        splits: Options by split.
+        tuned_on: Split on which learning rates are tuned; None tunes none.
+        columns: Heading and factor of each figure: ``test_acc``, or a column of the table of
+            rounds, in which ``GLOBAL`` and ``OWN`` stand for the models of a method.
+        given: Options by data set.
+    """
+
+    title: str
+    text: str
+    arms: Arms
+    splits: Arms
+    tuned_on: str | None
+    columns: Mapping[str, tuple[str, float]]
+    given: Arms
+
+
+EXPERIMENTS = {
+    "heterogeneity": Experiment(
+        "Heterogeneous clients",
+        "Accuracy of the global model on the test set, after the same number of local epochs.",
+        HETEROGENEITY,
+        SKEWS,
+        "two classes",
+        {"test_acc": ("accuracy", 100.0)},
+        ROUNDS,
+    ),
+    "personalization": Experiment(
+        "Personal models",
+        "Accuracy on the test samples of the clients, after the same number of local steps: of the"
+        " global model and of the personal models, their mean over the worst tenth of clients, and"
+        " their variance over clients.",
+        PERSONALIZATION,
+        GROUPS,
+        None,
+        {
+            "GLOBAL/mean": ("global", 100.0),
+            "OWN/mean": ("personal", 100.0),
+            "OWN/worst": ("worst tenth", 100.0),
+            "OWN/variance": ("variance", 100.0**2),
+        },
+        NETWORKS,
+    ),
+}
+
+
+def options(name: str, run: Run) -> list[str]:
+    """Return the options of a run."""
+    experiment = EXPERIMENTS[name]
+    files = [f"--config={CONFIGS / file}.yaml" for file in (name, run.data)]
+    given = [*experiment.given[run.data], *experiment.splits[run.split]]
+    given += [each.replace("HEAD", HEAD[run.data]) for each in experiment.arms[run.method]]
+    if run.lr is not None:
+        given.append(f"--federation.policy.init_args.lr={run.lr}")
+    return [*files, f"--seed_everything={run.seed}", *given]
+
+
+def folder(out: Path, name: str, run: Run) -> Path:
+    """Return the folder of a run."""
+    words = [run.method, run.split, *([] if run.lr is None else [f"lr {run.lr:g}"]), str(run.seed)]
+    safe = ("".join(c if c.isalnum() or c == "." else "_" for c in word) for word in words)
+    return out / name / run.data / "-".join(safe)
+
+
+def tuning(name: str, data: str) -> Iterator[Run]:
+    """Yield the runs from which learning rates are chosen."""
+    experiment = EXPERIMENTS[name]
+    if experiment.tuned_on is not None:
+        for method, rate in product(experiment.arms, RATES):
+            yield Run(data, method, experiment.tuned_on, TUNING_SEED, rate)
+
+
+def tuned(name: str, data: str, out: Path) -> dict[str, float | None]:
+    """Return the learning rate of each method; methods with missing runs are left out."""
+    experiment = EXPERIMENTS[name]
+    if experiment.tuned_on is None:
+        return dict.fromkeys(experiment.arms)
+    scores: dict[str, dict[float, float]] = {}
+    for run in tuning(name, data):
+        if result(folder(out, name, run)) is not None:
+            found = [float(r["val_acc"]) for r in rows(folder(out, name, run)) if r["val_acc"]]
+            scores.setdefault(run.method, {})[run.lr or 0.0] = mean(found[-3:])
+    complete = {method: each for method, each in scores.items() if len(each) == len(RATES)}
+    return {method: max(each, key=lambda lr: each[lr]) for method, each in complete.items()}
+
+
+def runs(name: str, data: str, seeds: Sequence[int], out: Path) -> Iterator[Run]:
+    """Yield the runs of a table whose learning rates are known."""
+    experiment, rates = EXPERIMENTS[name], tuned(name, data, out)
+    for seed, split_name, method in product(seeds, experiment.splits, experiment.arms):
+        if method in rates:
+            yield Run(data, method, split_name, seed, rates[method])
+
+
+def named(column: str, method: str) -> str:
+    """Return a column of the table of rounds for a method."""
+    shared, own = MODELS.get(method, ("", ""))
+    return column.replace("GLOBAL", shared).replace("OWN", own)
+
+
+def figure(place: Path, column: str) -> float:
+    """Return a figure of a run; NaN if it has none."""
+    found = result(place) or {}
+    if column in found:
+        return float(found[column])
+    if column == "MB":
+        each = [
+            (int(r["bytes_up"]) + int(r["bytes_down"])) / int(r["clients"]) for r in rows(place)
+        ]
+        return median(each) / 1e6
+    values = [float(row[column]) for row in rows(place) if row.get(column)]
+    return values[-1] if values else float("nan")
+
+
+def shown(values: Sequence[float], scale: float) -> str:
+    """Return mean and standard deviation; a dash without values."""
+    known = [scale * value for value in values if value == value]
+    if not known:
+        return "-"
+    return f"{mean(known):.1f}" + (f" ± {stdev(known):.1f}" if len(known) > 1 else "")
+
+
+def cells(
+    name: str, data: str, method: str, splits: Sequence[str], seeds: Sequence[int], out: Path
+) -> list[str]:
+    """Return the figures of a method for a table over splits, then its time and traffic."""
+    experiment, lr = EXPERIMENTS[name], tuned(name, data, out).get(method)
+    found: list[str] = []
+    done: list[Path] = []
+    for each in splits:
+        places = [folder(out, name, Run(data, method, each, seed, lr)) for seed in seeds]
+        places = [place for place in places if result(place) is not None]
+        for column, (_, scale) in experiment.columns.items():
+            values = [figure(place, named(column, method)) for place in places]
+            found.append(shown(values, scale))
+        done += places
+    rate = [] if experiment.tuned_on is None else ["-" if lr is None else f"{lr:g}"]
+    for column, digits in (("seconds", 0), ("MB", 2)):
+        values = [figure(place, column) for place in done]
+        rate.append(f"{median(values):.{digits}f}" if values else "-")
+    return [*found, *rate]
+
+
+def section(name: str, data: str, seeds: Sequence[int], out: Path) -> str:
+    """Return the tables of a data set: one over all splits, or one for each split."""
+    experiment = EXPERIMENTS[name]
+    end = [*(["lr"] if experiment.tuned_on is not None else []), "s", "MB"]
+    is_wide = len(experiment.columns) == 1
+    text = [f"## {DATA[data]}"]
+    for group in [list(experiment.splits)] if is_wide else [[each] for each in experiment.splits]:
+        head = group if is_wide else [heading for heading, _ in experiment.columns.values()]
+        lines = [
+            [method, *cells(name, data, method, group, seeds, out)] for method in experiment.arms
+        ]
+        text += [] if is_wide else [f"### {group[0].capitalize()}"]
+        text.append(table(["", *head, *end], lines))
+    return "\n\n".join(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what is missing, show what is there."""
+    own, extra = apart(arguments)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("experiment", choices=EXPERIMENTS)
+    parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
+    parser.add_argument("--methods", nargs="+", help="run these methods only")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--out", type=Path, default=Path("runs", "methods"))
+    parser.add_argument("--markdown", type=Path, help="write the tables here")
+    args = parser.parse_args(own)
+    name, experiment = args.experiment, EXPERIMENTS[args.experiment]
+    if unknown := sorted(set(args.methods or ()) - experiment.arms.keys()):
+        parser.error(f"unknown method {unknown[0]!r}: choose from {list(experiment.arms)}")
+    if wrong := check_options(args.out, extra):
+        parser.error(wrong)
+    for data in args.data:
+        for wanted in (tuning(name, data), runs(name, data, args.seeds, args.out)):
+            chosen = [run for run in wanted if run.method in (args.methods or experiment.arms)]
+            lines = [(folder(args.out, name, r), [*options(name, r), *extra]) for r in chosen]
+            fit_and_test_all(lines, args.jobs)
+    text = [f"# {experiment.title}", experiment.text, machine_line()]
+    text += [section(name, data, args.seeds, args.out) for data in args.data]
+    publish("\n\n".join(text) + "\n", args.markdown)
+
+
+if __name__ == "__main__":
+    main()
