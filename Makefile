@@ -4,7 +4,7 @@ PYTEST := $(BIN)python -m pytest -n auto --dist loadfile
 
 .PHONY: check docs format lint slow test
 
-# Everything, with the coverage of all tests. About 15 minutes on two cores.
+# Everything, with the coverage of all tests.
 check: lint docs
 	$(PYTEST) -m "slow or not slow" --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
 

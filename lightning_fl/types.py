@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
@@ -16,12 +16,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 __all__ = [
+    "AdaptiveModel",
     "ClientBatches",
     "ClientUpdate",
     "Cohort",
     "FederatedData",
     "FederationError",
     "Feedback",
+    "PersonalModel",
     "RoundPlan",
     "ServerState",
     "Step",
@@ -484,3 +486,32 @@ def _arguments(kind: type) -> list[str]:
             if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
                 break
     return list(found)
+
+
+@runtime_checkable
+class PersonalModel(Protocol):
+    """Optional protocol of a module, or of its optimizer, with a personal model for each client."""
+
+    def federated_personalize(self, batches: Iterable[Any]) -> bool:
+        """Write the personal model into the parameters and buffers of the module, in place.
+
+        Called on a copy of the module, with the received model and the tensors of the client.
+
+        Args:
+            batches: All training samples of the client, for methods that adapt to them.
+
+        Returns:
+            Whether the client has a personal model.
+        """
+
+
+@runtime_checkable
+class AdaptiveModel(Protocol):
+    """Optional protocol of a module whose local tensors have to be adapted to new clients."""
+
+    def federated_adapt(self, batches: Iterable[Any]) -> None:
+        """Set the local tensors of a client that has not trained yet.
+
+        Args:
+            batches: All training samples of the client.
+        """

@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
 
 import lightning as L
 import pytest
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import pretend
+from adapted import Adapted
 from layouts import cifar_layout, mnist_layout, speech_commands_layout, spoken_digits_layout
 from lightning_fl import (
     ClientModule,
@@ -33,6 +35,7 @@ from lightning_fl import (
     transforms,
 )
 from lightning_fl.aggregators import (
+    AFL,
     PFNM,
     ClusteredFL,
     CoordinateMedian,
@@ -40,23 +43,29 @@ from lightning_fl.aggregators import (
     DPFedAvg,
     FedAdagrad,
     FedAdam,
+    FedAsync,
     FedAvg,
     FedAvgM,
+    FedBuff,
     FedControl,
     FedCostWAvg,
+    FedDyn,
     FedMA,
     FedNova,
     FedOpt,
     FedPIDAvg,
     FedYogi,
+    FlexLoRA,
     GeometricMedian,
     Gossip,
     Krum,
     NormClipping,
+    QFedAvg,
     Scaffold,
     Staged,
     StreamingPFNM,
     TrimmedMean,
+    ZeroPadding,
 )
 from lightning_fl.callbacks import (
     Backdoor,
@@ -79,11 +88,24 @@ from lightning_fl.datamodules import (
     FederatedDataModule,
     SpeechCommands,
     SpokenDigits,
+    TopicText,
 )
-from lightning_fl.models import CifarCNN, FashionCNN, KeywordCNN, LeNet, MLPClassifier
+from lightning_fl.models import (
+    CifarCNN,
+    FashionCNN,
+    KeywordCNN,
+    LeNet,
+    LoRA,
+    MLPClassifier,
+    TextTransformer,
+)
 from lightning_fl.objectives import (
+    APFL,
+    MOON,
+    Ditto,
     EntropyRegularizer,
     FedEM,
+    PerFedAvg,
     Proximal,
     RepresentationMatching,
     WeightDivergence,
@@ -91,6 +113,7 @@ from lightning_fl.objectives import (
 from lightning_fl.optimizers import Adaptive, PFedMe
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import (
+    AdaptiveMu,
     DiscreteGaussianReinforce,
     HyperparameterPolicy,
     PersonalizedPolicyGradient,
@@ -99,8 +122,10 @@ from lightning_fl.policies import (
     StagedPolicy,
     Stragglers,
 )
-from lightning_fl.runners import separable
+from lightning_fl.runners import Phase, separable
 from lightning_fl.samplers import (
+    AFLSampler,
+    AsynchronousSampler,
     PoissonSampler,
     RoundRobinSampler,
     UniformSampler,
@@ -310,6 +335,9 @@ RULES = {
     "FedAvgM": FedAvgM,
     "FedNova": FedNova,
     "Scaffold": lambda: Scaffold("I"),
+    "FedDyn": lambda: FedDyn(0.1),
+    "QFedAvg": lambda: QFedAvg(2.0),
+    "AFL": lambda: AFL(0.1, output="average"),
     "FedAdagrad": FedAdagrad,
     "FedAdam": FedAdam,
     "FedYogi": FedYogi,
@@ -328,22 +356,48 @@ RULES = {
     "PFNM": lambda: PFNM(**MATCHED),
     "FedMA": lambda: FedMA(**MATCHED),
     "StreamingPFNM": lambda: StreamingPFNM(**MATCHED),
+    "FedBuff": FedBuff,
+    "FedAsync": FedAsync,
+}
+#: Options of the run for rules that need some.
+UNEVEN_CLOCK = {
+    "sampler": lambda: AsynchronousSampler(4),
+    "watchers": lambda: [ClientFaults(speed_sigma=1.0)],
+    "rounds": 4,
+}
+OPTIONS = {
+    "FedBuff": {"clients_per_round": 2} | UNEVEN_CLOCK,
+    "FedAsync": {"clients_per_round": 1} | UNEVEN_CLOCK,
+}
+
+
+#: Rules for modules with adapters.
+ADAPTERS = {
+    "FlexLoRA": lambda: FlexLoRA({1: 0.5, 2: 0.5}),
+    "ZeroPadding": lambda: ZeroPadding({1: 0.5, 2: 0.5}, "norm"),
 }
 
 
 def test_every_rule_has_a_row():
-    assert {type(make()) for make in RULES.values()} == concrete(aggregators)
+    rows = [*RULES.values(), *ADAPTERS.values()]
+    assert {type(make()) for make in rows} == concrete(aggregators)
+
+
+@every_vectorized(ADAPTERS, plain="FlexLoRA", slow="ZeroPadding")
+def test_a_rule_for_adapters(same, row, group_size):
+    same(make=partial(Adapted, 2), aggregator=row, group_size=group_size)
 
 
 @every_vectorized(
     RULES,
-    plain="FedAvg, FedControl, Gossip, PFNM, DPFedAvg",
+    plain="FedAvg, FedControl, Gossip, PFNM, DPFedAvg, FedDyn",
     slow="FedOpt, FedAvgM, FedAdagrad, FedAdam, FedYogi, FedCostWAvg, FedPIDAvg, Krum,"
-    " GeometricMedian, CoordinateMedian, TrimmedMean, NormClipping, Downpour, Staged,"
-    " FedMA, StreamingPFNM",
+    " GeometricMedian, CoordinateMedian, TrimmedMean, NormClipping, Downpour, Staged, QFedAvg,"
+    " FedMA, StreamingPFNM, FedAsync",
 )
 def test_a_rule(same, row, group_size):
-    same(aggregator=row, group_size=group_size)
+    name = next(name for name, make in RULES.items() if make is row)
+    same(aggregator=row, group_size=group_size, **OPTIONS.get(name, {}))
 
 
 @every(
@@ -370,13 +424,15 @@ POLICIES = {
     ),
     "StagedPolicy": lambda: StagedPolicy([1], [Schedule(lr=0.1), DiscreteGaussianReinforce(GRID)]),
     "Stragglers": lambda: Stragglers(0.9, Schedule(num_steps=4)),
+    "AdaptiveMu": lambda: AdaptiveMu(0.5, policy=Schedule(num_steps=2), patience=1),
 }
 SAMPLERS = {
     "UniformSampler": UniformSampler,
     "PoissonSampler": PoissonSampler,
     "WeightedSampler": WeightedSampler,
     "RoundRobinSampler": RoundRobinSampler,
-}
+    "AFLSampler": AFLSampler,
+}  # and AsynchronousSampler, with its rules
 
 
 def test_every_policy_has_a_row():
@@ -385,7 +441,7 @@ def test_every_policy_has_a_row():
 
 
 def test_every_sampler_has_a_row():
-    assert set(SAMPLERS.values()) == {k for k in concrete(samplers) if "Sampler" in k.__name__}
+    assert {*SAMPLERS.values(), AsynchronousSampler} == concrete(samplers)
 
 
 @every_vectorized(
@@ -395,12 +451,13 @@ def test_every_sampler_has_a_row():
     " PersonalizedPolicyGradient(reward)",
 )
 def test_a_policy(same, row, group_size):
-    same(policy=row, group_size=group_size, rounds=3)
+    same(make=lambda: module(Proximal(0.1)), policy=row, group_size=group_size, rounds=3)
 
 
 @every(SAMPLERS)
 def test_a_sampler(same, row):
-    same(sampler=row, clients_per_round=3)
+    aggregator = (lambda: AFL(0.1, mode="sampling")) if row is AFLSampler else FedAvg
+    same(sampler=row, clients_per_round=3, aggregator=aggregator)
 
 
 # --- objectives, optimizers, transforms -----------------------------------------------------------
@@ -410,9 +467,13 @@ TERMS = {
     "WeightDivergence": lambda: WeightDivergence(0.1),
     "EntropyRegularizer": lambda: EntropyRegularizer(0.9, 0.1),
     "RepresentationMatching": lambda: RepresentationMatching(0.1),
+    "Ditto": lambda: Ditto(0.5, lr_factor=0.5),
+    "MOON": MOON,
+    "APFL": APFL,
 }
 MODULES = {name: lambda make=make: module(make()) for name, make in TERMS.items()} | {
     "FedEM": lambda: FedEM(nn.Linear(FEATURES, CLASSES), 2, partial(torch.optim.SGD, lr=0.1)),
+    "PerFedAvg": lambda: PerFedAvg(nn.Linear(FEATURES, CLASSES), 0.1, True, SGD),
     "PFedMe": lambda: module(optimizer=partial(PFedMe, inner_steps=2)),
     "Adam": lambda: module(optimizer=partial(torch.optim.Adam, lr=0.01)),
     "one after another": lambda: Foreign(metric=True),
@@ -424,7 +485,8 @@ MODULES = {name: lambda make=make: module(make()) for name, make in TERMS.items(
 
 def test_every_objective_has_a_row():
     terms = {type(make()) for make in TERMS.values()}
-    others = {ClientModule, FedEM, objectives.Recorder, objectives.ModelView, objectives.Trace}
+    others = {ClientModule, FedEM, PerFedAvg, objectives.Recorder, objectives.ModelView}
+    others |= {objectives.LocalNetwork, objectives.ParameterGroup, objectives.Trace}
     assert terms == concrete(objectives, *others)
     # Servers have the former.
     assert concrete(optimizers, FederationError) == {Adaptive, PFedMe}
@@ -452,6 +514,21 @@ def test_buffers(same, buffers, group_size):
         return Foreign(batchnorm=True, metric=False, dropout=0.0, optimizer=SLOW)
 
     same(make=make, buffers=buffers, group_size=group_size, data=partial(samples, drop_last=True))
+
+
+@in_both_modes
+def test_local_tensors_and_phases(same, group_size):
+    def make():
+        return Foreign(batchnorm=True, metric=False, dropout=0.0, optimizer=SLOW)
+
+    options = {
+        "local_parameters": ["type:_BatchNorm"],
+        "phases": [Phase("local", num_steps=1), Phase("shared")],
+        "policy": lambda: Schedule(num_steps=2),
+        "buffers": "average",
+        "clients_per_round": 4,
+    }
+    same(make=make, group_size=group_size, data=partial(samples, drop_last=True), **options)
 
 
 SLOW = partial(torch.optim.SGD, momentum=0.9)
@@ -534,6 +611,12 @@ def small(**options):
     return lambda: KeywordCNN(width=2, hidden=8, **options)
 
 
+def text():
+    """Return a text network, with an adapter where peft is installed."""
+    net = TextTransformer(40, 3, 8, 1, 2, 8)
+    return LoRA(net, 2, target_modules=["query"]) if find_spec("peft") else net
+
+
 DATA = {
     "Digits": (lambda root: lambda: Digits(num_clients=2), lambda: MLPClassifier([64, 4, 10])),
     "rotated Digits": (
@@ -555,6 +638,10 @@ DATA = {
         spoken(SpokenDigits, spoken_digits_layout, val_size=0, cache_features=True),
         small(),
     ),
+    "TopicText": (
+        lambda root: lambda: TopicText(3, 40, 8, 60, 20, num_clients=2, batch_size=4),
+        text,
+    ),
     "SpeechCommands": (
         spoken(SpeechCommands, speech_commands_layout, keywords=["yes", "no"]),
         small(),
@@ -575,6 +662,8 @@ def test_every_data_set_has_a_row():
     }
     assert names - parts == {name.partition("(")[0] for name in DATA} - {"rotated Digits"}
     used = {type(make()).__name__ for _, make in DATA.values()}
+    # In LoRA; and of timm, whose layers are torch's.
+    used |= {"TextTransformer", "TimmModel", "LoRA"}
     assert used == {kind.__name__ for kind in concrete(models)}
 
 

@@ -2,6 +2,7 @@ import functools
 import logging
 import os
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 # Before torch: otherwise Lightning gives a process two threads or more as soon as a test has a
@@ -257,3 +258,17 @@ def flat():
         return torch.cat([t.double().reshape(-1) for t in real])
 
     return read
+
+
+@pytest.fixture
+def pictures():
+    """Request pictures in a test whose module uses ``quick_pictures``."""
+
+
+@pytest.fixture
+def quick_pictures(request):
+    """Draw no pictures, unless the test requests them."""
+    from quick_cli import no_pictures  # imports the command line, which few tests need
+
+    with nullcontext() if "pictures" in request.fixturenames else no_pictures():
+        yield

@@ -22,8 +22,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
+from adapted import Adapted
 from lightning_fl import ClientModule, ClientParallelStrategy, VectorizedClients
 from lightning_fl.aggregators import (
+    AFL,
     PFNM,
     ClusteredFL,
     CoordinateMedian,
@@ -32,15 +34,20 @@ from lightning_fl.aggregators import (
     FedAdam,
     FedAvg,
     FedAvgM,
+    FedBuff,
     FedControl,
+    FedDyn,
     FedMA,
     FedNova,
     FedPIDAvg,
+    FlexLoRA,
     GeometricMedian,
     Gossip,
+    QFedAvg,
     Scaffold,
     Staged,
     StreamingPFNM,
+    ZeroPadding,
 )
 from lightning_fl.callbacks import (
     Backdoor,
@@ -51,7 +58,15 @@ from lightning_fl.callbacks import (
 )
 from lightning_fl.callbacks.report import client_accuracies
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.objectives import FedEM, Proximal, RepresentationMatching
+from lightning_fl.objectives import (
+    APFL,
+    MOON,
+    Ditto,
+    FedEM,
+    PerFedAvg,
+    Proximal,
+    RepresentationMatching,
+)
 from lightning_fl.partition import IID, Dirichlet
 from lightning_fl.policies import (
     DiscreteGaussianReinforce,
@@ -60,7 +75,8 @@ from lightning_fl.policies import (
     Schedule,
     Stragglers,
 )
-from lightning_fl.samplers import PoissonSampler
+from lightning_fl.runners import Phase
+from lightning_fl.samplers import AFLSampler, AsynchronousSampler, PoissonSampler
 
 FEATURES, CLASSES, CLIENTS = 6, 3, 7
 
@@ -237,6 +253,12 @@ def frozen(module):
     return module
 
 
+#: A BatchNorm layer and the last one stay with a client, which trains these and then the others.
+PARTLY_LOCAL = {
+    "local_parameters": ["type:_BatchNorm", "net.4.*"],
+    "phases": [Phase("local", num_steps=1), Phase("shared")],
+    "policy": Schedule(num_steps=3),
+}
 #: Name: the module, options of the loop, options of the data.
 CASES = {
     "client module": lambda: (client_module(), {}, {}),
@@ -252,6 +274,16 @@ CASES = {
     "kept": lambda: (
         Foreign(batchnorm=True, optimizer=sgd),
         {"buffers": "local", "optimizer_state": "keep", "clients_per_round": 4},
+        {"drop_last": True},
+    ),
+    "partly local": lambda: (
+        Foreign(batchnorm=True, optimizer=sgd),
+        {**PARTLY_LOCAL, "optimizer_state": "keep", "clients_per_round": 4},
+        {"drop_last": True},
+    ),
+    "vectorized, partly local": lambda: (
+        vectorized(Foreign(batchnorm=True, dropout=0.0, optimizer=sgd), fixed_groups=True),
+        {**PARTLY_LOCAL, "clients_per_round": 5},
         {"drop_last": True},
     ),
     "uniform": lambda: (client_module(), {"aggregator": FedAvg("uniform")}, {}),
@@ -390,9 +422,43 @@ CASES = {
         {"aggregator": Scaffold("I"), "clients_per_round": 5},
         {},
     ),
+    "dynamic regularizers": lambda: (
+        client_module(),
+        {"aggregator": FedDyn(0.1), "clients_per_round": 5, "policy": Uneven()},
+        {},
+    ),
+    "fair weights": lambda: (
+        client_module(),
+        {"aggregator": QFedAvg(2.0), "clients_per_round": 5, "policy": Uneven()},
+        {},
+    ),
+    "worst mixture": lambda: (
+        client_module(),
+        {
+            "aggregator": AFL(0.3, mode="sampling"),
+            "sampler": AFLSampler(),
+            "clients_per_round": 3,
+        },
+        {},
+    ),
+    "numbers of terms": lambda: (
+        vectorized(client_module(terms=[Proximal(0.1)]), fixed_groups=True),
+        {"policy": PersonalizedPolicyGradient([{"mu": 0.0}, {"mu": 2.0}], floor=0.0)},
+        {},
+    ),
     "normalized": lambda: (
         client_module(),
         {"aggregator": FedNova(), "clients_per_round": 5, "policy": Uneven()},
+        {},
+    ),
+    "adapters": lambda: (
+        Adapted(features=FEATURES, classes=CLASSES),
+        {"aggregator": FlexLoRA({1: 0.4, 4: 0.6}), "clients_per_round": 5, "policy": Uneven()},
+        {},
+    ),
+    "padded adapters": lambda: (
+        Adapted(features=FEATURES, classes=CLASSES),
+        {"aggregator": ZeroPadding({1: 0.4, 4: 0.6}, "norm"), "clients_per_round": 5},
         {},
     ),
     "contributions": lambda: (
@@ -400,10 +466,37 @@ CASES = {
         {"policy": PersonalizedPolicyGradient([{"num_steps": 1}, {"num_steps": 3}], floor=0.0)},
         {},
     ),
+    "asynchronous": lambda: (
+        Foreign(batchnorm=True, optimizer=sgd),
+        {
+            "aggregator": FedBuff(max_staleness=3),
+            "sampler": AsynchronousSampler(4),
+            "clients_per_round": 3,
+            "buffers": "average",
+            "callbacks": [ClientFaults(dropout=0.2, speed_sigma=1.0)],
+        },
+        {"drop_last": True},
+    ),
     "mixture": lambda: (
         FedEM(nn.Linear(FEATURES, CLASSES), 2, lambda p: torch.optim.SGD(p, lr=0.1)),
         {"clients_per_round": 5},
         {},
+    ),
+    "second model": lambda: (
+        client_module(terms=[APFL(0.9)]),
+        {"clients_per_round": 5, "policy": Uneven()},
+        {},
+    ),
+    "vectorized, second model": lambda: (
+        vectorized(client_module(terms=[Ditto(0.5, 0.5)])),
+        {"clients_per_round": 5},
+        {},
+    ),
+    "previous model": lambda: (client_module(terms=[MOON()]), {"clients_per_round": 5}, {}),
+    "inner step": lambda: (
+        PerFedAvg(nn.Linear(FEATURES, CLASSES), 0.1, False, lambda p: torch.optim.SGD(p, lr=0.1)),
+        {"clients_per_round": 5},
+        {"drop_last": True},
     ),
     "schedule": lambda: (Scheduled(), {"clients_per_round": 5}, {}),
     "vectorized, schedule": lambda: (
@@ -422,6 +515,7 @@ SHARED = {
     "client module": CASES["client module"],
     "uneven": CASES["uneven"],
     "matching": CASES["matching"],
+    "second model": CASES["second model"],
     "gossip": lambda: (client_module(), {"aggregator": Gossip("ring"), "clients_per_round": 5}, {}),
     "clusters": lambda: (
         client_module(),
@@ -452,6 +546,15 @@ SHARED = {
         {"drop_last": True, "partition": IID()},
     ),
     "schedule": lambda: (Scheduled(), {"clients_per_round": 4}, {"batch_size": 5}),
+    "partly local": lambda: (
+        Foreign(dropout=0.0, optimizer=sgd),
+        {
+            "local_parameters": ["net.4.*"],
+            "phases": [Phase("local", num_steps=2), Phase("shared")],
+            "clients_per_round": 3,
+        },
+        {"batch_size": 6},
+    ),
     "kept": lambda: (
         Foreign(dropout=0.0, optimizer=sgd),
         {"optimizer_state": "keep", "clients_per_round": 4},

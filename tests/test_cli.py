@@ -5,7 +5,6 @@ import shutil
 import signal
 import time
 import warnings
-from contextlib import nullcontext
 from functools import wraps
 from itertools import product
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 import yaml
 
+import extras
 import quick_cli
 from forks import Started
 from lightning_fl import ClientModule, VectorizedClients
@@ -24,6 +24,7 @@ from lightning_fl.types import FederationError
 
 ROOT = Path(__file__).parent.parent
 DIGITS = str(ROOT / "configs" / "digits.yaml")
+pytestmark = pytest.mark.usefixtures("quick_pictures")
 
 
 @pytest.fixture
@@ -43,18 +44,6 @@ def cli(tmp_path, monkeypatch, capsys):
         return out.out + out.err
 
     return run
-
-
-@pytest.fixture(autouse=True)
-def _quick_pictures(request):
-    """Draw no pictures but for tests that look at them."""
-    with nullcontext() if "pictures" in request.fixturenames else quick_cli.no_pictures():
-        yield
-
-
-@pytest.fixture
-def pictures():
-    """For tests that look at pictures."""
 
 
 @pytest.fixture(scope="module")
@@ -405,17 +394,17 @@ def test_print_config_shows_a_whole_config(cli):
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("config", extras.marked(CONFIGS), ids=lambda p: p.stem)
 def test_every_config_parses(cli, config):
     printed = yaml.safe_load(cli("fit", "--config", config, "--print_config"))
     assert printed["data"]["class_path"].startswith("lightning_fl.")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("config", extras.marked(CONFIGS), ids=lambda p: p.stem)
 def test_every_config_runs_one_tiny_round(cli, tmp_path, config, request):
     args = []
-    if "digits" not in config.stem:
+    if "digits" not in config.stem and config.stem != "lora_text":
         args = ["--data.init_args.root", request.getfixturevalue("data_root")]
     cli("fit", "--config", config, "--trainer.fast_dev_run=true", *args)
     assert not list(tmp_path.iterdir())

@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 
+import extras
 import quick_cli
 from forks import Started
 from layouts import cifar_layout, mnist_layout
@@ -38,7 +39,9 @@ def options(name, root, folder, rounds=3):
         "--trainer.enable_model_summary=false",
         "--threads=1",
     ]
-    if given["data"]["class_path"] != "Digits":
+    if given["data"]["class_path"] == "TopicText":
+        small.append("--data.init_args.train_size=600")
+    elif given["data"]["class_path"] != "Digits":
         small += [f"--data.init_args.root={root}", "--data.init_args.val_size=20"]
     if given["data"]["class_path"] == "CIFAR10":  # 20 samples
         small += ["--data.init_args.val_size=5", "--data.init_args.num_clients=5"]
@@ -52,6 +55,8 @@ def options(name, root, folder, rounds=3):
         small += [
             f"--federation.policy.init_args.{o}" for o in ("local_epochs=null", "num_steps=3")
         ]
+    if len(given["federation"].get("phases", [])) > 1:
+        small.append('--federation.phases=[{"train":"local","num_steps":1},{"train":"shared"}]')
     if policy["class_path"] == "StagedPolicy":  # into the second stage
         small += [f"--federation.{rule}.init_args.rounds=[1]" for rule in ("policy", "aggregator")]
     if policy["class_path"] == "Stragglers":
@@ -100,13 +105,11 @@ class KilledError(Exception):
 KINDS = ("dp_mnist", "fedem_mnist", "fedopt_mnist", "personalized_policy_mnist")
 
 
-#: Further kinds: control variates, and networks of other widths than the module's.
-MORE_KINDS = ("scaffold_mnist", "pfnm_digits")
+#: Further kinds: control variates, networks of other widths than the module's, adapters.
+MORE_KINDS = ("scaffold_mnist", "pfnm_digits", "lora_text")
 
 
-@pytest.mark.parametrize(
-    "name", [*KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_KINDS)]
-)
+@pytest.mark.parametrize("name", [*KINDS, *extras.marked(MORE_KINDS, pytest.mark.slow)])
 def test_a_config_resumes_bit_equal_after_its_end_in_a_round(
     name, root, run, tmp_path, monkeypatch
 ):
@@ -132,7 +135,7 @@ def test_a_config_resumes_bit_equal_after_its_end_in_a_round(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*KINDS, *MORE_KINDS])
+@pytest.mark.parametrize("name", extras.marked([*KINDS, *MORE_KINDS]))
 def test_a_config_trains_on_two_processes_as_on_one(name, root, tmp_path):
     # Both afresh: what ran here before may have left torch with other products of matrices.
     parallel = ["strategy=client_parallel", "devices=2", "accelerator=cpu"]

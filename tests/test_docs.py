@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from sphinx.cmd.build import main as sphinx
 
+import extras
 import lightning_fl
 import pages
 import quick_cli
@@ -53,7 +54,10 @@ def here(tmp_path, monkeypatch):
 @expected
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, marks=[pytest.mark.slow] * (p.stem in LONG)) for p in PAGES],
+    [
+        *extras.marked([p for p in PAGES if p.stem not in LONG]),
+        *extras.marked([p for p in PAGES if p.stem in LONG], pytest.mark.slow),
+    ],
     ids=lambda page: page.stem,
 )
 def test_the_code_of_a_page_runs_and_prints_what_it_says(page, here):

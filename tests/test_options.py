@@ -88,14 +88,18 @@ def test_choices(value):
 #: Arguments without which classes cannot be constructed.
 REQUIRED = {
     "fraction": 0.5,
+    "is_trained": True,
     "candidates": [{"lr": 0.1}, {"lr": 0.2}],
     "module": nn.Linear(1, 1),
     "net": nn.Linear(1, 1),
     "params": [torch.zeros(1)],
+    "name": "test_vit",
+    "num_classes": 2,
     "rate": 8000,
     "rule": "adam",
     "samples": 8000,
     "sizes": [1, 1],
+    "vocabulary": 30,
 }
 
 #: Modules of the public classes.
@@ -117,8 +121,12 @@ ROOMS = [
 CHECKED_ELSEWHERE = ("Manifest",)
 
 
+#: Values that are refused, by the annotated types of an option.
+WRONG = {("int", "float"): (math.nan, True, "1"), ("bool",): ("false", 1)}
+
+
 def options():
-    """Return class and name of every numeric option of the public classes."""
+    """Return class, name and wrong values of every number and flag of the public classes."""
     found = []
     for room in ROOMS:
         module = importlib.import_module(f"lightning_fl.{room}")
@@ -126,30 +134,33 @@ def options():
             is_own = inspect.isclass(made) and made.__module__.startswith(module.__name__)
             is_public = not name.startswith("_") and name not in CHECKED_ELSEWHERE
             if is_own and is_public and not inspect.isabstract(made):
-                found += [(made, option) for option in numeric(made)]
+                found += [(made, *option) for option in simple(made)]
     return found
 
 
-def numeric(made):
-    """Return the names of the options that are numbers, also those passed on as ``**options``."""
+def simple(made):
+    """Return numbers and flags with wrong values, also those passed on as ``**options``."""
     names = {}
     for base in made.__mro__:
         if base.__module__.startswith("lightning_fl") and "__init__" in vars(base):
             parameters = inspect.signature(base.__init__).parameters.values()
             for parameter in parameters:
                 kinds = re.sub(r"\[.*\]", "", str(parameter.annotation)).split(" | ")
-                if {"int", "float"} & {*kinds}:
-                    names[parameter.name] = None
+                for wanted, wrong in WRONG.items():
+                    if {*wanted} & {*kinds} and kinds[-1] != "Literal":
+                        names[parameter.name] = wrong
             if not any(p.kind is p.VAR_KEYWORD for p in parameters):
                 break
-    return list(names)
+    return list(names.items())
 
 
-@pytest.mark.parametrize(("made", "option"), options())
-def test_every_constructor_refuses(made, option):
+@pytest.mark.parametrize(
+    ("made", "option", "wrong"), options(), ids=lambda value: getattr(value, "__name__", None)
+)
+def test_every_constructor_refuses(made, option, wrong):
     parameters = inspect.signature(made).parameters
     given = {name: REQUIRED[name] for name in parameters if name in REQUIRED}
-    for value in (math.nan, True, "1"):
+    for value in wrong:
         with pytest.raises(FederationError, match=rf"\b{option}\b.* must be .*, got {value!r}"):
             made(**{**given, option: value})
 
@@ -159,5 +170,6 @@ def test_the_options_of_every_constructor_are_found():
         (policies.Schedule, "lr"),
         (aggregators.PFNM, "sweeps"),
         (aggregators.FedAdam, "tau"),
-    } <= {*options()}
+        (policies.Stragglers, "drop"),
+    } <= {(made, option) for made, option, _ in options()}
     assert len(options()) > 150

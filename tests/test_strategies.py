@@ -39,7 +39,10 @@ SLOW = [
     *("layers", "downpour", "attacked", "reinforce", "one client, neurons", "one client, gossip"),
     *("one client, losses", "stages", "vectorized, gradients of clients", "normalized", "mixture"),
     *("vectorized, schedule", "vectorized, kept", "uneven", "clusters"),
-    *("stream", "plateau", "one client, median", "frozen"),
+    *("stream", "plateau", "one client, median", "frozen", "vectorized, partly local"),
+    *("dynamic regularizers", "fair weights", "numbers of terms"),
+    *("second model", "previous model", "vectorized, second model", "inner step"),
+    "padded adapters",
 ]
 SLOW_SHARED = [case for case in processes.SHARED if case not in SHARED_OF_TWO]
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fl.options import check_integer, check_number
+from lightning_fl.options import check_flag, check_integer, check_number
 from lightning_fl.partition.base import Partition, classes_of
 from lightning_fl.types import FederationError
 
@@ -45,10 +45,8 @@ class IID(Partition):
     """
 
     def __init__(self, stratified: bool = False) -> None:
-        if not isinstance(stratified, bool):
-            raise FederationError(f"stratified must be True or False, got {stratified!r}")
-        self.stratified = stratified
-        self.splits_by = "labels" if stratified else "samples"
+        self.stratified = check_flag("stratified", stratified)
+        self.splits_by = "labels" if self.stratified else "samples"
 
     def split(self, labels: Tensor, num_clients: int, generator: torch.Generator) -> list[Tensor]:
         """See `Partition.split`."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from lightning_fl.callbacks.personalized import summary
+from lightning_fl.callbacks.client_table import summary
 from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.report.figures import spread, stacked
 from lightning_fl.report.lead import dropped, sampled, split_rule
@@ -20,9 +20,10 @@ from lightning_fl.report.words import counted, number
 Counts = dict[str, dict[int, int]]
 #: Descriptions of the kinds of :class:`PersonalizedEvaluation`.
 MEANINGS = {
+    "global": "the global model without local tensors of the client",
     "server": "the global model",
     "personal": "the global model after local fine-tuning",
-    "kept": "the personal model in the client's optimizer state",
+    "kept": "the personal model of the method",
     "local": "a model trained by the client alone",
 }
 #: Maximum number of clients that are drawn as one bar each.

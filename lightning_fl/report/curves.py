@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.report.figures import MOST_PANELS, Line, lines
-from lightning_fl.report.groups import Group
+from lightning_fl.report.groups import Group, common_time
 from lightning_fl.report.page import Picture, Section
 from lightning_fl.report.scores import STEPS, TOTAL, UP, headline
 from lightning_fl.report.words import number
@@ -20,10 +20,7 @@ SENT, TIME = "MB so far", "virtual time (s)"
 
 def _line(group: Group, name: str, label: str, against: str | None = None) -> Line | None:
     """Return a column as a line over rounds or over another column; None without values."""
-    points = group.band(name)
-    if against is not None:
-        across = {at: mean for at, mean, _ in group.band(against)}
-        points = [(across[at], mean, std) for at, mean, std in points if at in across]
+    points = group.band(name) if against is None else group.band_over(name, against)
     return Line(label, *zip(*points, strict=True)) if points else None
 
 
@@ -84,7 +81,11 @@ def cost(groups: Sequence[Group]) -> Section | None:
     for drawn in times.values():
         panels[TIME] = drawn
     across = dict.fromkeys(panels, "round")
-    for against, axis, word in ((TOTAL, TOTAL, "traffic"), ("virtual_time", TIME, "virtual time")):
+    pairs = [(TOTAL, TOTAL, "traffic")]
+    is_timed = common_time([run for group in groups for run in group.runs]) is not None
+    if is_timed:
+        pairs.append(("virtual_time", TIME, "virtual time"))
+    for against, axis, word in pairs:
         panel = f"{name}, by {word}"
         for group in groups:
             if name and (line := _line(group, name, panel if alone else group.name, against)):
@@ -100,8 +101,11 @@ def cost(groups: Sequence[Group]) -> Section | None:
     if times:
         caption += (
             " Virtual time is the simulated duration of rounds, with the client speeds and"
-            " stragglers of ClientFaults."
+            " stragglers of ClientFaults. A synchronous round ends with its slowest client, an"
+            " asynchronous one as soon as enough clients have finished."
         )
+        if not is_timed:
+            text.append("Some runs have no virtual time, so the metric is not drawn over it.")
     else:
         text.append("To simulate virtual time, add --trainer.callbacks+=ClientFaults.")
     figure = lines(panels, across, group_names(groups))

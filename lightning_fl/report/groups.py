@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import fmean, stdev
 from typing import Any
 
@@ -52,6 +54,55 @@ class Group:
         columns = [dict(run.column(name)) for run in self.runs]
         rounds = [r for r in columns[0] if all(r in column for column in columns)]
         return [(r, *mean_and_std([column[r] for column in columns])) for r in rounds]
+
+    def band_over(self, name: str, across: str) -> list[tuple[float, float, float]]:
+        """Return the value of one column, and mean and standard deviation of another at it.
+
+        Runs reach the same traffic or virtual time in different rounds. The points are those of the
+        first run, as far as all runs have them; of the others, the last point before counts.
+
+        Args:
+            name: The column.
+            across: A column that increases over rounds.
+        """
+        curves = [_curve(run, name, across) for run in self.runs]
+        if not all(curves):
+            return []
+        first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
+        return [
+            (x, *mean_and_std([value_at(curve, x) for curve in curves]))
+            for x, _ in curves[0]
+            if first <= x <= last
+        ]
+
+
+def _curve(run: Run, name: str, across: str) -> list[tuple[float, float]]:
+    """Return a column of a run over another column, without points that have no place on it."""
+    places = dict(run.column(across))
+    points = [(places[r], value) for r, value in run.column(name) if r in places]
+    return [point for point in points if math.isfinite(point[0])]
+
+
+def value_at(curve: Sequence[tuple[float, float]], x: float) -> float:
+    """Return the last value of a curve up to a place; NaN before its first point.
+
+    Example:
+        >>> value_at([(1.0, 0.5), (4.0, 0.75)], 3.9)
+        0.5
+    """
+    at = bisect(curve, x, key=itemgetter(0))
+    return curve[at - 1][1] if at else math.nan
+
+
+def common_time(runs: Sequence[Run]) -> float | None:
+    """Return the virtual time that all runs have reached; None if a run has none."""
+    ends = [times[-1][1] if (times := run.column("virtual_time")) else math.nan for run in runs]
+    return min(ends) if all(map(math.isfinite, ends)) else None
+
+
+def at_time(run: Run, name: str, time: float) -> float:
+    """Return the last value of a column within a virtual time; NaN if there is none."""
+    return value_at(_curve(run, name, "virtual_time"), time)
 
 
 def mean_and_std(values: Sequence[float]) -> tuple[float, float]:

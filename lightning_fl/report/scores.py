@@ -8,7 +8,7 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
-from lightning_fl.callbacks.personalized import KINDS, summary
+from lightning_fl.callbacks.client_table import KINDS, summary
 from lightning_fl.report.run import Row, Run
 
 #: Columns that :func:`with_derived` adds.

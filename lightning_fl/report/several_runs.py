@@ -9,7 +9,14 @@ import numpy as np
 
 from lightning_fl.report.curves import band_note, cost, group_names, hyper_parameters, progress
 from lightning_fl.report.figures import MOST_LINES, Line, lines
-from lightning_fl.report.groups import Group, differences, identity, mean_and_std
+from lightning_fl.report.groups import (
+    Group,
+    at_time,
+    common_time,
+    differences,
+    identity,
+    mean_and_std,
+)
 from lightning_fl.report.lead import setting, warnings
 from lightning_fl.report.page import Picture, Report, Section, Table
 from lightning_fl.report.run import Run
@@ -88,7 +95,8 @@ def _ranking(groups: Sequence[Group]) -> list[str]:
 def _comparison(groups: Sequence[Group], differing: Mapping[str, Sequence[Any]]) -> Section:
     """Return a table that compares groups, and a table of the options that differ."""
     name, best = headline([run for each in groups for run in each.runs])
-    rows = [_compared(each, name, best) for each in groups]
+    time = common_time([run for group in groups for run in group.runs])
+    rows = [_compared(each, name, best, time) for each in groups]
     head = [column for column in rows[0] if any(row[column] != "-" for row in rows)]
     caption = "Mean ± sample standard deviation (n - 1) over the seeds of a group"
     tables = [Table(head, [[row[column] for column in head] for row in rows], caption)]
@@ -105,8 +113,17 @@ def _comparison(groups: Sequence[Group], differing: Mapping[str, Sequence[Any]])
     return Section("Groups", (), (), tables)
 
 
-def _compared(group: Group, name: str | None, best: Any) -> dict[str, str]:
-    """Return the cells of a group by column; ``-`` for missing values."""
+def _compared(
+    group: Group, name: str | None, best: Any, time: float | None = None
+) -> dict[str, str]:
+    """Return the cells of a group by column; ``-`` for missing values.
+
+    Args:
+        group: The group.
+        name: Column of the main metric.
+        best: ``max`` or ``min``.
+        time: Virtual time at which groups are compared; None if a run has no virtual time.
+    """
     runs = group.runs
     judged = [found for run in runs if (found := final_and_best(run, name, best))]
     rounds = sorted({run.rounds for run in runs})
@@ -114,6 +131,10 @@ def _compared(group: Group, name: str | None, best: Any) -> dict[str, str]:
         column: [points[-1][1] for run in runs if (points := run.column(column))]
         for column in ("virtual_time", "epsilon", "backdoor_acc")
     }
+    timed: dict[str, str] = {}
+    if name and time is not None:
+        values = finite(at_time(run, name, time) for run in runs)
+        timed[f"{name} after {seconds(time)} of virtual time"] = plus_minus(values)
     moved = [total(run, "bytes_up") + total(run, "bytes_down") for run in runs]
     return {
         "group": group.name,
@@ -121,6 +142,7 @@ def _compared(group: Group, name: str | None, best: Any) -> dict[str, str]:
         "rounds": " to ".join(map(str, rounds[:: max(1, len(rounds) - 1)])),
         f"final {name}": plus_minus([final for final, *_ in judged]),
         f"best {name}": plus_minus([top for _, top, _ in judged]),
+        **timed,
         "worst tenth of clients": plus_minus(finite(map(worst_decile, runs))),
         "updates dropped": plus_minus([total(run, "dropped") for run in runs]),
         "upload and download": plus_minus(moved, size),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.functional.compression import quantized, signs, top_k
-from lightning_fl.options import check_integer, check_number
+from lightning_fl.options import check_flag, check_integer, check_number
 from lightning_fl.transforms.base import Message, UpdateTransform
 
 
@@ -28,7 +28,7 @@ class Compression(UpdateTransform):
     """
 
     def __init__(self, error_feedback: bool) -> None:
-        self.error_feedback = error_feedback
+        self.error_feedback = check_flag("error_feedback", error_feedback)
 
     def __call__(
         self, update: Tensor, memory: dict[str, Tensor], generator: torch.Generator

@@ -279,12 +279,6 @@ def test_an_unstratified_split_stays_what_it_was():
     assert lists(found) == [sorted(part.tolist()) for part in expected]
 
 
-@pytest.mark.parametrize("bad", [1, "yes", None])
-def test_stratified_is_a_boolean(bad):
-    with pytest.raises(FederationError, match="stratified must be True or False, got"):
-        IID(stratified=bad)
-
-
 def test_ten_clients_of_one_class_hold_their_own_number():
     labels = torch.arange(50) % 10
     parts = ByLabel()(labels, 10, rng())

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from lightning_fl.report import Run, group
-from lightning_fl.report.groups import mean_and_std
+from lightning_fl.report.groups import Group, at_time, common_time, mean_and_std
 from lightning_fl.report.run import TEST_FORMAT, read_run, values_of
 
 
@@ -109,3 +109,22 @@ def test_a_band_goes_as_far_as_all_runs_went():
 
 def test_what_is_not_finite_is_a_gap():
     assert all(map(math.isnan, mean_and_std([1.0, math.nan])))
+
+
+def test_curves_over_virtual_time_meet_at_equal_times():
+    """Rounds of two runs last differently long; the third has no clock."""
+    columns = [[(2, 0.1), (4, 0.3), (9, 0.5)], [(3, 0.2), (8, 0.6)]]
+    runs = [
+        Run("a", [{"round": i, "virtual_time": t, "val_acc": v} for i, (t, v) in enumerate(c, 1)])
+        for c in columns
+    ]
+    # At 2 the second run has no value yet; at 9 it has ended.
+    assert Group("a", runs).band_over("val_acc", "virtual_time") == [(4, *mean_and_std([0.3, 0.2]))]
+    assert Group("a", runs[:1]).band_over("val_acc", "virtual_time") == [
+        (2, 0.1, 0),
+        (4, 0.3, 0),
+        (9, 0.5, 0),
+    ]
+    assert common_time(runs) == 8
+    assert [at_time(each, "val_acc", 8) for each in runs] == [0.3, 0.6]
+    assert common_time([*runs, run(column=[0.5])]) is None

@@ -358,3 +358,24 @@ def test_faults_are_drawn_by_kind_and_drops_by_cause(folder, panels):
         "update dropped": {0: 0, 1: 1},
     }
     assert across == ["round", "client"]
+
+
+def test_groups_are_compared_at_equal_virtual_time_if_all_have_a_clock(folder, panels):
+    def timed(name, *times):
+        lines = [f"{i},2,{t},{0.1 * i:.1f}" for i, t in enumerate(times, 1)]
+        table = "\n".join(["round,clients,virtual_time,val_acc", *lines]) + "\n"
+        return Group(name, [read_run(folder(f"{name}/version_0", rounds__csv=table))])
+
+    waits, asynchronous = timed("waits", 50, 100), timed("asynchronous", 20, 40, 60, 80)
+    untimed = Group("untimed", [read_run(folder("c/version_0"))])
+    said = Page(html(about_groups([waits, asynchronous]))).text
+    assert "val_acc after 1 min 20 s of virtual time" in said
+    drawn, across = next(p for p in panels if "val_acc, by virtual time" in p[0])
+    assert across["val_acc, by virtual time"] == "virtual time (s)"
+    assert [list(line.x) for line in drawn["val_acc, by virtual time"]] == [
+        *([50, 100], [20, 40, 60, 80])
+    ]
+    panels.clear()
+    section = cost([waits, untimed])
+    assert "Some runs have no virtual time" in section.text[0]
+    assert "val_acc, by virtual time" not in panels[0][0]

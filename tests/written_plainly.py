@@ -1,0 +1,128 @@
+"""What tests of rules share that compare a fit with the algorithm, written plainly."""
+
+import copy
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch.utils.data import TensorDataset
+
+from lightning_fl import ClientModule
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.policies import Schedule
+from two_classes import samples
+
+LR = 0.2
+
+
+def module(terms=(), **options):
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 2)
+    return ClientModule(net, terms, lambda p: torch.optim.SGD(p, lr=LR, **options)).double()
+
+
+def vector(made):
+    return torch.cat([p.detach().flatten() for p in made.parameters()])
+
+
+class Noted(FederatedLoop):
+    """Notes the batches that each client trains on, and the model after each round."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.batches, self.models = [], []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        super().on_train_epoch_start(trainer, pl_module)
+        self.batches.append({})
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        (row,) = self.plan().schedule[batch_idx].rows
+        client = int(self.plan().clients[row])
+        self.batches[-1].setdefault(client, []).append(batch)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        super().on_train_epoch_end(trainer, pl_module)
+        self.models.append(vector(pl_module))
+
+
+class Lost(Callback):
+    """Loses the updates of some clients."""
+
+    def __init__(self, *clients):
+        self.clients = clients
+
+    def on_client_updates(self, plan, clients, delta, dropped):
+        dropped |= {c: "crashed" for c in clients.tolist() if c in self.clients}
+        return delta
+
+
+class Uneven(Schedule):
+    """Steps and rates that differ from client to client."""
+
+    def sample(self, round, clients):
+        return {"num_steps": 1 + clients % 3, "lr": 0.1 + 0.02 * clients.double()}
+
+
+def loss_and_gradient(point, x, y):
+    """Cross-entropy of the linear model, and its gradient."""
+    net = copy.deepcopy(module().net)
+    torch.nn.utils.vector_to_parameters(point, net.parameters())
+    loss = torch.nn.functional.cross_entropy(net(x), y)
+    grads = torch.autograd.grad(loss, list(net.parameters()))
+    return loss.detach(), torch.cat([g.flatten() for g in grads])
+
+
+def samples_of(data, client):
+    """All training samples of a client."""
+    return tuple(t[data.parts[client]] for t in data.train.tensors)
+
+
+class Quadratic(LightningModule):
+    """Each client's loss is a quadratic with its own curvature and optimum."""
+
+    def __init__(self, lr=0.1):
+        super().__init__()
+        self.w, self.lr = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)), lr
+
+    def training_step(self, batch, batch_idx):
+        curvature, optimum = batch
+        return (curvature / 2 * (self.w - optimum) ** 2).mean()
+
+    def federated_losses(self, batch):
+        curvature, optimum = batch
+        return curvature / 2 * (self.w - optimum) ** 2
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def quadratics(curvature, optimum):
+    """Clients with one sample each."""
+    train = TensorDataset(*(torch.tensor(t, dtype=torch.float64) for t in (curvature, optimum)))
+    return FederatedDataModule(train, train, num_clients=len(curvature), batch_size=1, seed=0)
+
+
+def check_resumed(fit, folder, run, wrap=lambda m: m, rounds=4, **options):
+    """Train in one go, and in two; everything that is left must be the same, bit for bit."""
+
+    def trained(rounds, **how):
+        made, loop = run()
+        fit(
+            wrap(made), loop, samples(), rounds=rounds, callbacks=[RoundCheckpoint(str(folder))],
+            enable_checkpointing=True, **options, **how,
+        )  # fmt: skip
+        return made.state_dict(), loop.aggregator.state_dict(), loop.store.rows, loop.rows
+
+    whole = trained(rounds)
+    (folder / "last.ckpt").unlink()
+    trained(rounds // 2)
+    again = trained(rounds, ckpt_path=str(folder / "last.ckpt"))
+    assert whole[3] == again[3]
+    for one, other in zip(whole[:3], again[:3], strict=True):
+        leaves = [torch.utils._pytree.tree_leaves(dict(sorted(t.items()))) for t in (one, other)]
+        assert all(map(torch.equal, *leaves))
