@@ -223,9 +223,8 @@ def overhead(
             if "ah" in method:  # as many local steps as the others
                 grid = "{lr: [0.05, 0.1], num_steps: [10]}"
                 options.append(f"--federation.policy.init_args.grid={grid}")
-            here = {"PYTHONPATH": str(Path(__file__).parent)}
             given = [*cell.options(), *options]
-            if command("fit", cell.folder(Path(folder)), given, here) is not None:
+            if command("fit", cell.folder(Path(folder)), given) is not None:
                 each = found.setdefault(task, {}).setdefault(method, [])
                 each.append(median(json.loads(times.read_text())))
     return found

@@ -38,16 +38,16 @@ def command_line(monkeypatch):
     def install(rounds, printed="│ test_acc │ 0.9 │", leave=lambda line, run: None):
         seen = []
 
-        def run(line, **options):
+        def run(line, environment=None):
             seen.append(line)
             folder = Path(next(a for a in line if "root_dir" in a).partition("=")[2])
             if "fit" in line:
                 (folder / "version_0").mkdir(parents=True)
                 (folder / "version_0" / "rounds.csv").write_text(rounds)
                 leave(line, folder / "version_0")
-            return subprocess.CompletedProcess(line, 0, printed, "")
+            return subprocess.CompletedProcess(line, 0, printed)
 
-        monkeypatch.setattr(sys.modules["runs"].subprocess, "run", run)
+        monkeypatch.setattr(sys.modules["runs"], "call", run)
         return seen
 
     return install
