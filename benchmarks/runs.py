@@ -20,9 +20,6 @@ from typing import Any
 import lightning
 import torch
 
-from lightning_fl.cli import main
-
-
 #: Runs are forked from a server that has imported everything: a fit and its test would spend
 #: 13 seconds on imports.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -42,6 +39,8 @@ def call(
 
 
 def _main(line: Sequence[str], environment: Mapping[str, str], output: str) -> None:
+    from lightning_fl.cli import main  # here, as only these processes need it
+
     os.environ.update(environment)
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
