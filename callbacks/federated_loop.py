@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_fl.aggregators import Aggregator, FedAvg
 from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO, lock_folders
 from lightning_fl.callbacks.hyperparameters import RoundLog, log_hyperparameters
+from lightning_fl.callbacks.lean_steps import lean_steps
 from lightning_fl.callbacks.step_hooks import follow_steps
 from lightning_fl.federation.fit import Fit, PreparedFit
 from lightning_fl.federation.frozen import FrozenTensors
@@ -24,7 +25,7 @@ from lightning_fl.federation.resume import NOT_BEGUN, Resume, name_checkpoint
 from lightning_fl.federation.round import Round
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.functional.randomness import rng_state, run_seed, set_rng_state
-from lightning_fl.options import check_integer
+from lightning_fl.options import check_flag, check_integer
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import BufferPolicy, ClientRunner, Phase, user_module
 from lightning_fl.samplers import ClientSampler, UniformSampler
@@ -86,6 +87,8 @@ class FederatedLoop(Callback):
             to the tensors that the module names in ``federated_local_parameters``.
         phases: Phases of the local training of each client, in order, which train some of the
             parameters (:class:`~lightning_fl.runners.Phase`). By default, all are trained together.
+        lean_steps: Whether to leave out Lightning's calls of hooks that nobody overrides, which
+            take as long as the step of a small model. Results do not depend on it.
 
     Raises:
         FederationError: If an option is out of range. At the start of a fit, if the Trainer, the
@@ -118,6 +121,7 @@ class FederatedLoop(Callback):
         client_state_memory_gb: float = 1.0,
         local_parameters: Sequence[str] = (),
         phases: Sequence[Phase] = (),
+        lean_steps: bool = True,
     ) -> None:
         self.options = RunOptions(
             FedAvg() if aggregator is None else aggregator,
@@ -138,6 +142,7 @@ class FederatedLoop(Callback):
             phases,
         )
         self.csv_name = csv_name
+        self.lean_steps = check_flag("lean_steps", lean_steps)
         self.seed = check_integer("seed", seed, min=0, optional=True)
         self.progress = Progress()
         self.store = ClientStore(most=client_state_memory_gb * 2**30)
@@ -216,6 +221,8 @@ class FederatedLoop(Callback):
         log_hyperparameters(self.fit)
         self._log = RoundLog(trainer, self.undo)
         follow_steps(trainer, pl_module, lambda: self._current, self.undo)
+        if self.lean_steps:
+            lean_steps(trainer, pl_module, lambda: self._current, self.undo)
 
     # --- a round ----------------------------------------------------------------------------------
 

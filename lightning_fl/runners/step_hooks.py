@@ -43,6 +43,14 @@ _HOOKS = {
 }
 
 
+def overrides(owner: Any, name: str, base: type) -> bool:
+    """Return whether an object has another method of a name than a base class.
+
+    ``is_overridden`` of Lightning would miss a replacement that names what it wraps.
+    """
+    return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
+
+
 def hooks_of(module: LightningModule) -> list[str]:
     """Return the names of the hooks that a module overrides."""
 

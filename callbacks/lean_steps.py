@@ -1,0 +1,221 @@
+"""Training steps that leave out Lightning's calls of hooks that nobody overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import move_data_to_device
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+
+from lightning_fl.federation.round import Round
+from lightning_fl.hooks import Method, replaced
+from lightning_fl.runners.step_hooks import TRANSFER_HOOKS, overrides
+from lightning_fl.strategies import ClientParallelStrategy
+
+#: Hooks of callbacks in a training step, and of modules but for the first and the last one.
+HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+#: Methods with which a module replaces a part of the step.
+PARTS = ("backward", "optimizer_step", "optimizer_zero_grad")
+
+
+class LeanSteps:
+    """Make the training steps of a fit as Lightning does, without calls that have no effect.
+
+    Lightning calls each hook of each callback and of the module in every step, whether or not it is
+    overridden. With a small model, this takes as long as the step itself. Here, hooks that are
+    overridden are called as by Lightning, and the others are not. Progress, logged values and
+    results are the same. Steps that are different from those of automatic optimization on one
+    device in single precision are left to Lightning; see :meth:`can_replace`.
+
+    Args:
+        trainer: The Trainer of the fit.
+        module: Its module.
+        current: Function that returns the current round.
+    """
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, current: Callable[[], Round]
+    ) -> None:
+        self.trainer, self.module, self.current = trainer, module, current
+        self._loop: Any = trainer.fit_loop.epoch_loop
+        self._is_lean, self._only_moves, self._takes_batch_idx = False, False, True
+        #: Callbacks that override a hook, by its name, and whether the module overrides it.
+        self._listeners: dict[str, tuple[list[Callback], bool]] = {}
+
+    def can_replace(self) -> bool:
+        """Return whether the steps of the round are ordinary, so that they can be made here."""
+        trainer, module = self.trainer, self.module
+        return (
+            module.automatic_optimization
+            and type(trainer.strategy) in (SingleDeviceStrategy, ClientParallelStrategy)
+            and trainer.strategy.model is module
+            and type(trainer.precision_plugin) is Precision
+            and type(trainer.profiler) is PassThroughProfiler  # type: ignore[attr-defined]
+            and trainer.accumulate_grad_batches == 1
+            and not any(overrides(module, name, LightningModule) for name in PARTS)
+            and not is_param_in_hook_signature(
+                module.training_step, "dataloader_iter", explicit=True
+            )
+        )
+
+    def look(self) -> None:
+        """Find out which hooks are overridden in this round."""
+        trainer, module = self.trainer, self.module
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+        self._is_lean = self.can_replace()
+        self._only_moves = not any(
+            overrides(module, name, LightningModule) or overrides(data, name, LightningDataModule)
+            for name in TRANSFER_HOOKS
+        )
+        self._takes_batch_idx = is_param_in_hook_signature(
+            module.training_step, "batch_idx", min_args=2
+        )
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._listeners = {
+            name: (
+                [callback for callback in callbacks if overrides(callback, name, Callback)],
+                overrides(module, name, LightningModule),
+            )
+            for name in HOOKS
+        }
+
+    def advance(self, lightnings: Method) -> Method:
+        """Return the replacement of the loop's method for a training batch."""
+
+        def advance(fetcher: Any) -> None:
+            index, schedule = self._loop.batch_idx + 1, self.current().plan.schedule
+            if index == 0:
+                self.look()
+            is_idle = index >= len(schedule) or not schedule[index].rows
+            if not self._is_lean or self._loop.restarting or is_idle:
+                lightnings(fetcher)
+            else:
+                self._batch(fetcher, index)
+
+        return advance
+
+    def _batch(self, fetcher: Any, index: int) -> None:
+        """Train on the next batch."""
+        trainer, loop, start = self.trainer, self._loop, self.current().plan.schedule[index].start
+        progress, connector = loop.batch_progress, trainer._logger_connector
+        if trainer.world_size > 1:
+            loop._broadcast_sigterm_tensor()
+        batch, _, _ = next(fetcher)
+        progress.is_last_batch = fetcher.done
+        batch = self._to_device(batch)
+        progress.increment_ready()
+        connector.on_batch_start(batch)
+        outputs = None
+        if ends := self._call("on_train_batch_start", batch, index) == -1:
+            progress.increment_by(0, is_last_batch=True)
+        else:
+            progress.increment_started()
+            outputs = self._optimize((batch, start) if self._takes_batch_idx else (batch,))
+        progress.increment_processed()
+        if trainer.lr_scheduler_configs:
+            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+            if loop._num_ready_batches_reached():
+                loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if ends:
+            raise StopIteration
+        self._call("on_train_batch_end", outputs, batch, index)
+        connector.on_batch_end()
+        progress.increment_completed()
+        connector.update_train_step_metrics()
+
+    def _to_device(self, batch: Any) -> Any:
+        if self._only_moves:
+            return move_data_to_device(batch, self.module.device)
+        batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return self.trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """Call a hook of the callbacks that override it, and then that of the module."""
+        module, (callbacks, is_own) = self.module, self._listeners[name]
+        if not callbacks and not is_own:
+            return None
+        with _named(module, name):
+            for callback in callbacks:
+                getattr(callback, name)(self.trainer, module, *args)
+            return getattr(module, name)(*args) if is_own else None
+
+    def _optimize(self, args: tuple[Any, ...]) -> dict[str, Any]:
+        """Make an optimizer step; return the outputs of ``training_step`` for hooks."""
+        trainer, module = self.trainer, self.module
+        optimizer = trainer.optimizers[0]
+        progress = self._loop.automatic_optimization.optim_progress.optimizer
+
+        def step() -> ClosureResult:
+            with _named(module, "training_step"):
+                output = trainer.strategy.training_step(*args)
+            return ClosureResult.from_training_step_output(output)
+
+        def zero_grad() -> None:
+            progress.zero_grad.increment_ready()
+            self._call("on_before_zero_grad", optimizer)
+            progress.zero_grad.increment_started()
+            optimizer.zero_grad()
+            progress.zero_grad.increment_completed()
+
+        def backward(loss: Tensor) -> None:
+            self._call("on_before_backward", loss)
+            loss.backward()
+            self._call("on_after_backward")
+
+        make_step = Closure(step, backward, zero_grad)
+
+        def closure() -> Any:
+            loss = make_step()
+            self._call("on_before_optimizer_step", optimizer)
+            if trainer.gradient_clip_val:
+                trainer.precision_plugin._clip_gradients(
+                    module,
+                    optimizer,
+                    trainer.gradient_clip_val,
+                    trainer.gradient_clip_algorithm,
+                )
+            return loss
+
+        progress.step.increment_ready()
+        optimizer.step(closure=closure)
+        progress.step.increment_completed()
+        result = make_step.consume_result()
+        return {} if result.loss is None else result.asdict()
+
+
+@contextmanager
+def _named(module: LightningModule, hook: str) -> Iterator[None]:
+    """Tell the module which hook runs, for ``self.log``."""
+    before, module._current_fx_name = module._current_fx_name, hook
+    yield
+    module._current_fx_name = before
+
+
+def lean_steps(
+    trainer: Trainer, module: LightningModule, current: Callable[[], Round], undo: ExitStack
+) -> None:
+    """Leave out calls of hooks that nobody overrides, from here to the end of the fit.
+
+    Args:
+        trainer: The Trainer.
+        module: The module that is trained.
+        current: Function that returns the current round.
+        undo: Clean-up functions of the fit, to which that of the replacement is added.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    undo.enter_context(replaced(loop, "advance", LeanSteps(trainer, module, current).advance))
