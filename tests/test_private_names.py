@@ -26,6 +26,7 @@ IMPORTED = {
     ],
     "torch._C._functorch": ["is_batchedtensor"],
     "torch._dynamo.utils": ["counters"],
+    "torch._inductor.custom_graph_pass": ["CustomGraphPass", "get_hash_for_files"],
     "torch.nn.modules.batchnorm": ["_BatchNorm"],
     "torch.nn.modules.dropout": ["_DropoutNd"],
     "torch.utils._python_dispatch": ["TorchDispatchMode"],

@@ -32,13 +32,16 @@ class Graphs:
     Args:
         local: The step.
         optimizer: The optimizer of the stacked parameters.
+        rewrites: Whether to rewrite graphs for a CPU.
     """
 
-    def __init__(self, local: LocalStep, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, local: LocalStep, optimizer: torch.optim.Optimizer, rewrites: bool = True
+    ) -> None:
         self.local, self.optimizer = local, optimizer
         on_a_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
-        self._gradients = compiled(LocalStep.gradients, on_a_gpu)
-        self._sgd_step = compiled(sgd_step, on_a_gpu)
+        self._gradients = compiled(LocalStep.gradients, on_a_gpu, rewrites)
+        self._sgd_step = compiled(sgd_step, on_a_gpu, rewrites)
 
     def can_update(self) -> bool:
         """Return whether the graph can include the update: SGD, with momentum buffers present."""
@@ -149,18 +152,27 @@ def depends_on_batch_idx(local: LocalStep, *tensors: Any, **how: Any) -> bool:
     return bool(graphs[2] != graphs[1])
 
 
-def compiled(function: Callable[..., Any], on_a_gpu: bool) -> Callable[..., Any]:
+def compiled(
+    function: Callable[..., Any], on_a_gpu: bool, rewrites: bool = True
+) -> Callable[..., Any]:
     """Compile a function; torch checks before each call that its graph is still valid.
 
     Args:
         function: The function.
         on_a_gpu: Whether to use CUDA graphs. Their outputs are copied, since the next launch
             overwrites them.
+        rewrites: Whether to rewrite graphs for a CPU, see :mod:`lightning_fl.runners.rewrites`.
     """
-    mode = "reduce-overhead" if on_a_gpu else None
-    graph: Callable[..., Any] = torch.compile(_own(function), dynamic=False, mode=mode)
+    graph: Callable[..., Any]
     if not on_a_gpu:
+        options: dict[str, Any] = {}
+        if rewrites:
+            from lightning_fl.runners.rewrites import Rewrites  # imports torch's compiler
+
+            options["post_grad_custom_post_pass"] = Rewrites()
+        graph = torch.compile(_own(function), dynamic=False, options=options)
         return graph
+    graph = torch.compile(_own(function), dynamic=False, mode="reduce-overhead")
     return lambda *args, **kwargs: tree_map(torch.clone, graph(*args, **kwargs))
 
 

@@ -50,6 +50,8 @@ class VectorizedClients(LightningModule):
             exact.
         channels_last: Whether to store images and filters of 2-d convolutions in channels-last
             memory format. ``auto`` does so on a CPU, where it is faster.
+        rewrite_graphs: Whether to rewrite compiled graphs for a CPU, so that gradients of weights
+            are computed in the layout of the weights and that of the cross-entropy is fused.
         fixed_groups: Whether to group the clients independently of the number of processes and
             assign whole groups to processes. Results are then bit for bit the same on any number of
             processes. With fewer groups than processes, some processes are idle. Requires a number
@@ -74,6 +76,7 @@ class VectorizedClients(LightningModule):
         compile: bool | Literal["auto"] = "auto",
         fast_matmul: bool | Literal["auto"] = "auto",
         channels_last: bool | Literal["auto"] = "auto",
+        rewrite_graphs: bool = True,
         fixed_groups: bool = False,
     ) -> None:
         super().__init__()
@@ -90,6 +93,7 @@ class VectorizedClients(LightningModule):
         ):
             if option not in ("auto", True, False):
                 raise FederationError(f"{name} must be auto, true or false, got {option!r}")
+        self.rewrite_graphs = check_flag("rewrite_graphs", rewrite_graphs)
         self.fixed_groups = check_flag("fixed_groups", fixed_groups)
         if self.fixed_groups and group_size == "auto":
             raise FederationError(
@@ -436,6 +440,7 @@ def client_runner(
         params=module.stack,
         fast_matmul=module.fast_matmul,
         channels_last=channels_last,
+        rewrites=module.rewrite_graphs,
     )
     module.host = host
     host.undo.callback(setattr, module, "host", None)

@@ -27,9 +27,12 @@ class VectorizedStep:
     Args:
         stacks: The tensors of the clients.
         optimizer: The optimizer of the stacked parameters.
+        rewrites: Whether to rewrite compiled graphs for a CPU.
     """
 
-    def __init__(self, stacks: Stacks, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, stacks: Stacks, optimizer: torch.optim.Optimizer, rewrites: bool = True
+    ) -> None:
         module = stacks.module
         self.stacks, self.module, self.optimizer = stacks, module, optimizer
         self.local = LocalStep(module, stacks.tensors.constants)
@@ -43,11 +46,12 @@ class VectorizedStep:
         self.has_updated = False
         self._shapes: set[tuple[torch.Size, ...]] = set()
         self._gradients: Tensors = {}
+        self._rewrites = rewrites
         self._has_warned = False
 
     def compile(self) -> None:
         """Compile forward and backward pass into one graph per batch shape."""
-        self.graphs = Graphs(self.local, self.optimizer)
+        self.graphs = Graphs(self.local, self.optimizer, self._rewrites)
 
     def loss(
         self, samples: Samples, active: Tensor, rate: float | None = None

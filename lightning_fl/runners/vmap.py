@@ -39,6 +39,7 @@ class VmapRunner(ClientRunner):
         params: The stacked parameters, by name.
         fast_matmul: Whether oneDNN multiplies matrices on a CPU.
         channels_last: Whether images and filters may be stored in channels-last memory format.
+        rewrites: Whether to rewrite compiled graphs for a CPU.
     """
 
     def __init__(
@@ -53,11 +54,12 @@ class VmapRunner(ClientRunner):
         params: dict[str, nn.Parameter],
         fast_matmul: bool | Literal["auto"],
         channels_last: bool,
+        rewrites: bool,
     ) -> None:
         super().__init__(module, buffers, optimizer, keep_optimizer, constants, local)
         self.is_linear = check_separable(self.optimizer_state, keep_optimizer)
         self.stacks = Stacks(self.tensors, params, channels_last)
-        self.vectorized = VectorizedStep(self.stacks, optimizer)
+        self.vectorized = VectorizedStep(self.stacks, optimizer, rewrites)
         self.logs = StepLogs(self.vectorized.local)
         #: Callbacks that :meth:`close` runs.
         self.undo = ExitStack()
