@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -149,10 +149,19 @@ class LeanSteps:
         module, (callbacks, is_own) = self.module, self._listeners[name]
         if not callbacks and not is_own:
             return None
-        with _named(module, name):
-            for callback in callbacks:
-                getattr(callback, name)(self.trainer, module, *args)
-            return getattr(module, name)(*args) if is_own else None
+        before = self._enter(name)
+        for callback in callbacks:
+            getattr(callback, name)(self.trainer, module, *args)
+        response = getattr(module, name)(*args) if is_own else None
+        self._enter(before)
+        return response
+
+    def _enter(self, hook: str | None) -> str | None:
+        """Tell ``self.log`` of the module which hook runs; return the one before."""
+        own = vars(self.module)  # setting an attribute of a module takes ten times as long
+        before: str | None = own["_current_fx_name"]
+        own["_current_fx_name"] = hook
+        return before
 
     def _optimize(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """Make an optimizer step; return the outputs of ``training_step`` for hooks."""
@@ -161,8 +170,9 @@ class LeanSteps:
         progress = self._loop.automatic_optimization.optim_progress.optimizer
 
         def step() -> ClosureResult:
-            with _named(module, "training_step"):
-                output = trainer.strategy.training_step(*args)
+            before = self._enter("training_step")
+            output = trainer.strategy.training_step(*args)
+            self._enter(before)
             return ClosureResult.from_training_step_output(output)
 
         def zero_grad() -> None:
@@ -196,14 +206,6 @@ class LeanSteps:
         progress.step.increment_completed()
         result = make_step.consume_result()
         return {} if result.loss is None else result.asdict()
-
-
-@contextmanager
-def _named(module: LightningModule, hook: str) -> Iterator[None]:
-    """Tell the module which hook runs, for ``self.log``."""
-    before, module._current_fx_name = module._current_fx_name, hook
-    yield
-    module._current_fx_name = before
 
 
 def lean_steps(
