@@ -1,9 +1,10 @@
-"""Methods side by side on the same splits of real data: two tables.
+"""Methods side by side on the same splits of real data: three tables.
 
 ``heterogeneity`` compares global models on clients with skewed labels or unequal sizes. The
 learning rate of each method is tuned on validation samples: the one of ``RATES`` with the highest
 validation accuracy, averaged over the last three validations, on clients with two classes and a
-seed of its own. ``personalization`` compares the models of clients on their own test samples.
+seed of its own. ``personalization`` compares the models of clients on their own test samples, and
+``fairness`` a common model on the test samples of each client.
 
     python benchmarks/methods.py heterogeneity --jobs 2 --markdown docs/results/heterogeneity.md
     python benchmarks/methods.py personalization --data mnist -- --data.init_args.root=/data
@@ -83,12 +84,14 @@ SKEWS: Arms = {
     "sizes": split("QuantitySkew", alpha=0.5, min_size=64),
 }
 
-#: Networks with BatchNorm layers, which FedBN needs, for all methods; HEAD is their last layer.
+#: Networks with BatchNorm layers, which FedBN needs, for all methods; HEAD is their last layer, and
+#: BODY are the layers before it.
 NETWORKS: Arms = {
     "mnist": (given("model.init_args.net", "FashionCNN", width=4, batch_norm=True),),
     "cifar10": (given("model.init_args.net", "CifarCNN", width=4, hidden=64, batch_norm=True),),
 }
 HEAD = {"mnist": "net.9.*", "cifar10": "net.11.*"}
+BODY = {"mnist": "net.[0-8].*", "cifar10": "net.[0-9].*"}
 
 
 def local(*patterns: str, **federation: Any) -> tuple[str, ...]:
@@ -115,6 +118,8 @@ PERSONALIZATION: Arms = {
     "FedBN": local("type:_BatchNorm"),
     "FedPer": local("HEAD"),
     "FedRep": local("HEAD", phases=HALVES),
+    "LG-FedAvg": local("BODY"),
+    "FedBABU": (*local("HEAD", phases=[{"train": "shared"}]), *evaluation(steps=20)),
     "Ditto, strength = 0.1": term("Ditto", strength=0.1),
     "pFedMe": (
         given("model.init_args.optimizer", "lightning_fl.optimizers.PFedMe", **PFEDME),
@@ -138,12 +143,21 @@ MODELS = {
     "Local training": ("", "local"),
     "FedAvg": ("server", "server"),
     "FedAvg, fine-tuned": ("server", "personal"),
+    "FedBABU": ("global", "personal"),
     **dict.fromkeys(
-        ("FedBN", "FedPer", "FedRep", "FedEM, 3 components", "Clustered"), ("global", "server")
+        ("FedBN", "FedPer", "FedRep", "LG-FedAvg", "FedEM, 3 components", "Clustered"),
+        ("global", "server"),
     ),
     **dict.fromkeys(
         ("Ditto, strength = 0.1", "pFedMe", "APFL, alpha = 0.5", "Per-FedAvg"), ("server", "kept")
     ),
+}
+
+
+FAIRNESS: Arms = {
+    "FedAvg": (),
+    "q-FedAvg, q = 1": rule("QFedAvg", q=1.0),
+    "AFL, gamma = 0.01": rule("AFL", gamma=0.01),
 }
 
 
@@ -214,6 +228,20 @@ EXPERIMENTS = {
         },
         NETWORKS,
     ),
+    "fairness": Experiment(
+        "Fair models",
+        "Accuracy of the global model on the test samples of each client, after the same number of"
+        " local steps: the mean over clients, over the worst tenth of them, and the variance.",
+        FAIRNESS,
+        {name: SKEWS[name] for name in ("Dir(0.1)", "Dir(0.5)")},
+        None,
+        {
+            "server/mean": ("mean", 100.0),
+            "server/worst": ("worst tenth", 100.0),
+            "server/variance": ("variance", 100.0**2),
+        },
+        dict.fromkeys(DATA, ()),
+    ),
 }
 
 
@@ -222,7 +250,8 @@ def options(name: str, run: Run) -> list[str]:
     experiment = EXPERIMENTS[name]
     files = [f"--config={CONFIGS / file}.yaml" for file in (name, run.data)]
     given = [*experiment.given[run.data], *experiment.splits[run.split]]
-    given += [each.replace("HEAD", HEAD[run.data]) for each in experiment.arms[run.method]]
+    arm = experiment.arms[run.method]
+    given += [each.replace("HEAD", HEAD[run.data]).replace("BODY", BODY[run.data]) for each in arm]
     if run.lr is not None:
         given.append(f"--federation.policy.init_args.lr={run.lr}")
     return [*files, f"--seed_everything={run.seed}", *given]
