@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
@@ -121,6 +122,14 @@ class Federation:
         return FederatedDataModule(
             self.data, num_clients=w.clients, batch_size=w.batch_size, val_size=0, seed=SEED
         )
+
+    def flops(self) -> int:
+        """Return the floating-point operations of a client's local step."""
+        samples, labels = self.data.fetch(torch.arange(self.batch_size))
+        with FlopCounterMode(display=False) as counter:
+            cross_entropy(self.net(samples), labels).backward()
+        self.net.zero_grad()
+        return int(counter.get_total_flops())
 
     def order(self, round: int, clients: int) -> list[list[Tensor]]:
         """Return the indices of each client's batches in a round, as the library draws them."""

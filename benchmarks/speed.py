@@ -9,12 +9,14 @@ Workloads: W1 and W2 are MLPs of 10 and 100 clients with 30 steps of 64 samples,
 clients of 60 samples with 5 steps, W3 and W5 are the convolutional networks for CIFAR-10 and for
 keywords, 10 clients with 10 and 5 steps. ``--device cuda`` trains on a GPU. ``--peer`` adds other
 libraries, each by a script in ``peers`` that says how to make the environment that it runs in.
+``--record`` adds the result to the records from which ``docs/performance.md`` is generated.
 ``growth`` measures rounds of 100 clients in federations that grow, and their memory. ``costs``
 tells apart what a local step, a client switch and a round cost; see ``costs.py``.
 
-Samples are synthetic, in memory; training is plain SGD. Contestants take turns. Time is wall time,
-everything included: loader, callback, aggregation, table. A repeat's figure is the median of its
-rounds without the first (which compiles), the result is the median of the repeats.
+Samples are synthetic, in memory; training is plain SGD. Contestants take turns, each turn in a
+process of its own. Time is wall time, everything included: loader, callback, aggregation, table. A
+turn's figure is the median of its rounds without the first (which compiles), the result is the
+median of the turns.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -35,6 +38,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import costs
+import records
 from contestants import (
     LR,
     WORKLOADS,
@@ -57,36 +61,41 @@ from runs import machine, table
 USUAL = ("W1", "W2", "W4", "W3", "W5")
 
 
-def elsewhere(name: str, contestant: str, rounds: int) -> list[float]:
-    """Run a contestant of several processes as a script of its own; seconds of each round."""
+def turn(name: str, contestant: str, rounds: int, device: str) -> dict[str, Any]:
+    """Let a contestant train in a process of its own; return what :func:`alone` writes."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "seconds.json")
-        command = [sys.executable, __file__, "rounds", "--alone"]
-        command += [name, contestant, str(rounds), str(out)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        return list(json.loads(out.read_text()))
+        out = Path(folder, "out.json")
+        command = [sys.executable, __file__, "rounds", "--device", device, "--alone"]
+        command += [name, contestant, str(rounds), str(time.time()), str(out)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if not out.exists():
+            raise SystemExit(f"{name}, {contestant} failed:\n{done.stderr[-2000:]}")
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
 
 
-def alone(name: str, contestant: str, rounds: str, out: str) -> None:
-    """Be one of the processes of a contestant."""
-    found = CONTESTANTS[contestant].run(Federation(WORKLOADS[name]), int(rounds)).seconds
+def alone(name: str, contestant: str, rounds: str, began: str, out: str, device: str) -> None:
+    """Train in this process; write seconds of rounds, seconds to the first one, and memory."""
+    chosen = contestants(device)[contestant]
+    with threads(chosen.threads):
+        seconds = chosen.run(Federation(WORKLOADS[name], device), int(rounds)).seconds
+    first = time.time() - float(began) - sum(seconds[1:])
     if rank_zero_only.rank == 0:
-        Path(out).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps({"seconds": seconds, "first": first, "MiB": peak()}))
 
 
 class Contestant(NamedTuple):
-    """How a workload is trained: torch's threads, the function, and how many processes it takes."""
+    """How a workload is trained: torch's threads and the function."""
 
     threads: int
     run: Callable[[Any, int], Run]
-    processes: int = 1
 
 
 def _library(threads: int = 2, processes: int = 1, **options: Any) -> Contestant:
     def run(problem: Federation, rounds: int) -> Run:
         return library(problem, rounds, processes, **options)
 
-    return Contestant(threads, run, processes)
+    return Contestant(threads, run)
 
 
 #: By name. With two processes each has one thread.
@@ -94,6 +103,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "bare loop, 1 thread": Contestant(1, bare),
     "bare loop, 2 threads": Contestant(2, bare),
     "Trainer.fit per client": Contestant(2, fit_per_client),
+    "library, plain module": _library(plain=True),
     "library, sequential": _library(),
     "vectorized, groups of 1": _library(group_size=1),
     "vectorized, groups of 10": _library(group_size=10, compile=False, fast_matmul=False),
@@ -125,6 +135,12 @@ ON_A_GPU: dict[str, Contestant] = {
     "vectorized, groups of 1,000, compiled": _library(group_size=1000, compile=True),
     "auto": CONTESTANTS["auto"],
 }
+
+
+def contestants(device: str) -> dict[str, Contestant]:
+    """Return what there is for a device."""
+    return CONTESTANTS if device == "cpu" else ON_A_GPU
+
 
 # --- other libraries ------------------------------------------------------------------------------
 
@@ -158,32 +174,41 @@ def of_a_peer(peer: str) -> Contestant:
 
 
 def measure(
-    names: Sequence[str],
-    contestants: dict[str, Contestant],
-    repeats: int,
-    device: str = "cpu",
-) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
-    """Let the contestants take turns.
+    names: Sequence[str], chosen: Sequence[str], peers: Sequence[str], repeats: int, device: str
+) -> dict[str, Any]:
+    """Let contestants and other libraries take turns.
 
     Returns:
-        Seconds a round, by workload and contestant; seconds of the longest first round.
+        By workload: the work of a round, and by contestant the figures of its turns.
     """
-    seconds: dict[str, dict[str, list[float]]] = {}
-    first: dict[str, dict[str, float]] = {}
+    found: dict[str, Any] = {}
     for name in names:
-        problem = Federation(WORKLOADS[name], device)
-        seconds[name], first[name] = {c: [] for c in contestants}, dict.fromkeys(contestants, 0.0)
+        problem = Federation(WORKLOADS[name])
+        rounds = problem.workload.rounds
+        turns: dict[str, list[dict[str, Any]]] = {each: [] for each in (*chosen, *peers)}
         for repeat in range(repeats):
-            for contestant, (count, run, processes) in contestants.items():
-                with threads(count):
-                    if processes == 1:
-                        found = run(problem, problem.workload.rounds).seconds
-                    else:
-                        found = elsewhere(name, contestant, problem.workload.rounds)
-                seconds[name][contestant].append(median(found[1:]))
-                first[name][contestant] = max(first[name][contestant], found[0])
-                print(f"{name} {repeat + 1} {contestant}: {found[-1]:.4f}", file=sys.stderr)
-    return seconds, first
+            for each in turns:
+                if each in peers:
+                    with threads(2):
+                        one = {"seconds": of_a_peer(each).run(problem, rounds).seconds}
+                else:
+                    one = turn(name, each, rounds, device)
+                turns[each].append(one)
+                print(f"{name} {repeat + 1} {each}: {one['seconds'][-1]:.4f}", file=sys.stderr)
+        steps = problem.clients * problem.steps
+        found[name] = {"steps": steps, "flops": problem.flops(), "turns": turns}
+    return found
+
+
+def matmul_peak() -> float:
+    """Return the floating-point operations per second of a product of large matrices."""
+    a = torch.randn(2048, 2048)
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        a @ a
+        times.append(time.perf_counter() - start)
+    return 2 * 2048**3 / median(times[1:])
 
 
 # --- federations that grow ------------------------------------------------------------------------
@@ -215,25 +240,6 @@ def growth(numbers: Sequence[int], repeats: int) -> dict[int, dict[str, float]]:
     }
 
 
-def _median(times: Sequence[float]) -> float:
-    """The median of the turns that did not fail."""
-    return median([time for time in times if not math.isnan(time)] or [math.nan])
-
-
-def markdown(seconds: dict[str, dict[str, list[float]]]) -> str:
-    """Show seconds per round and the speedup over the faster bare loop, as a table."""
-    names = list(seconds)
-    rows = []
-    for contestant in seconds[names[0]]:
-        row = [contestant]
-        for name in names:
-            each = {c: _median(times) for c, times in seconds[name].items()}
-            best = min(t for c, t in each.items() if c.startswith("bare"))
-            row.append(f"{each[contestant]:.3f} ({best / each[contestant]:.2f})")
-        rows.append(row)
-    return table(["seconds per round (speedup over the faster bare loop)", *names], rows) + "\n"
-
-
 # --- commands -------------------------------------------------------------------------------------
 
 
@@ -241,11 +247,14 @@ def rounds_command(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     """Compare contestants on workloads."""
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA GPU here")
-    known = CONTESTANTS if args.device == "cpu" else ON_A_GPU
+    if args.alone:
+        alone(*args.alone, args.device)
+        return {}
+    known = contestants(args.device)
     if unknown := [name for name in args.contestants or [] if name not in known]:
         parser.error(f"no contestant {unknown[0]!r} on {args.device}, there are {list(known)}")
-    contestants = {name: known[name] for name in args.contestants or known}
-    if not any(c.startswith("bare") for c in contestants):
+    chosen = args.contestants or list(known)
+    if not any(c.startswith("bare") for c in chosen):
         parser.error("the bare loop is what the others are compared with: name it too")
     for peer in args.peer:
         if not environment(peer).exists():
@@ -253,13 +262,12 @@ def rounds_command(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
                 f"{peer} is not installed in {environment(peer).parents[1]}: its script,"
                 f" benchmarks/peers/run_{peer}.py, says how to make that environment"
             )
-        contestants[peer] = of_a_peer(peer)
-    if args.alone:
-        alone(*args.alone)
-        return {}
-    seconds, first = measure(args.workloads, contestants, args.repeats, args.device)
-    outcome = {"machine": machine(), "seconds": seconds, "first round": first}
-    return publish(outcome, markdown(seconds), args)
+    with threads(2):
+        outcome = records.headed("rounds") | {"machine": machine(), "peak": matmul_peak()}
+        outcome["workloads"] = measure(args.workloads, chosen, args.peer, args.repeats, args.device)
+    if args.record:
+        records.add(outcome)
+    return publish(outcome, records.tables(outcome), args)
 
 
 def growth_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
@@ -335,7 +343,8 @@ def options() -> argparse.ArgumentParser:
     add("--contestants", nargs="+", metavar="NAME", help="by default all of them")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where to train")
     add("--peer", nargs="+", choices=PEERS, default=[], help="other libraries, too")
-    add("--alone", nargs=4, help=argparse.SUPPRESS)
+    add("--record", action="store_true", help="add the result to docs/performance.md")
+    add("--alone", nargs=5, help=argparse.SUPPRESS)
     numbers: dict[str, Any] = {"type": int, "nargs": "*"}
     add = command("growth", growth_command).add_argument
     add("--clients", **numbers, default=[10, 100, 1000, 10_000], help="sizes of federation")

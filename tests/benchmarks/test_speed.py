@@ -29,11 +29,25 @@ def test_smoke(script, monkeypatch, tmp_path, capsys):
     table, figures = tmp_path / "out.md", tmp_path / "out.json"
     written = ("--json", str(figures), "--markdown", str(table))
 
-    speed.main(["rounds", "--workloads", "W1", "--contestants", *NAMES, "--repeats", "1", *written])
-    seconds = json.loads(figures.read_text())["seconds"]["W1"]
-    assert list(seconds) == list(NAMES)
-    assert all(times[0] > 0 for times in seconds.values())
-    assert table.read_text().splitlines()[2].endswith("(1.00) |")
+    def turn(name, contestant, rounds, device):  # without a process, which knows no tiny workload
+        out = tmp_path / "turn.json"
+        speed.alone(name, contestant, str(rounds), "0", str(out), device)
+        return json.loads(out.read_text())
+
+    monkeypatch.setattr(speed, "turn", turn)
+    monkeypatch.setattr(speed, "matmul_peak", lambda: 1e9)
+    folder, page = tmp_path / "records", tmp_path / "performance.md"
+    monkeypatch.setattr(speed.records, "FOLDER", folder)
+    monkeypatch.setattr(speed.records, "PAGE", page)
+    chosen = ["--workloads", "W1", "--contestants", *NAMES, "--repeats", "1", "--record"]
+    speed.main(["rounds", *chosen, *written])
+    speed.main(["rounds", *chosen])
+    outcome = json.loads(figures.read_text())
+    assert list(outcome["workloads"]["W1"]["turns"]) == list(NAMES)
+    assert len(list(folder.glob("*.json"))) == 2
+    assert table.read_text() == speed.records.tables(outcome)
+    assert all(f"| {name} |" in page.read_text() for name in NAMES)
+
     problem = speed.Federation(tiny)
     plain, group_size = (
         speed.library(problem, 2, **options).parameters for options in ({}, {"group_size": 3})
@@ -55,6 +69,44 @@ def test_smoke(script, monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         speed.main(["rounds", "--contestants", "vectorized, groups of 1"])
     assert "bare loop" in capsys.readouterr().err
+
+
+def test_a_record_is_shown_beside_the_faster_loop(script):
+    records = script("records")
+    turns = {
+        "bare loop, 1 thread": [{"seconds": [9.0, 0.4, 0.2, 0.3], "first": 3.0, "MiB": 100.0}],
+        "bare loop, 2 threads": [{"seconds": [9.0, s], "first": 3.0, "MiB": 50} for s in (1, 5, 2)],
+        "auto": [{"seconds": [9.0, 0.1], "first": 20.0, "MiB": 1234.5}],
+        "slow": [{"seconds": [1.0, 3.0]}],
+        "fails": [{"seconds": [float("nan")] * 2}],
+    }
+    outcome = {
+        "date": "2026-01-02",
+        "commit": "abc",
+        "command": "python benchmarks/speed.py rounds",
+        "machine": {"cpus": 2, "gpu": None},
+        "peak": 2e9,
+        "workloads": {"W1": {"steps": 50, "flops": 2e6, "turns": turns}},
+    }
+    rows = [[c.strip() for c in line.split("|")] for line in records.tables(outcome).splitlines()]
+    found = {row[1]: row[2:-1] for row in rows if len(row) > 3}
+    assert found["bare loop, 1 thread"][:2] == ["0.3000", "1.00"]
+    assert found["bare loop, 2 threads"][:2] == ["2.00", "0.15"]
+    assert found["auto"] == ["0.1000", "3.00", "500", "50 %", "20.0", "1,234.5"]
+    assert found["slow"] == ["3.00", "0.10", "17", "2 %", "", ""]
+    assert found["fails"][0] == "nan"
+    old = outcome | {"date": "2025-12-31", "commit": "old"}
+    page = records.page([outcome, old])
+    assert "| W1 |  | 3.00 | cpus 2 | 2026-01-02 | `abc` |" in page
+    assert page.count("2025-12-31") == 1
+    assert "commit `abc`" in page
+
+
+def test_the_work_of_a_step_is_counted(script):
+    contestants = script("contestants")
+    problem = contestants.mlp_federation(2, 3, 8, 4, (5, 7, 10))
+    # Two products forward; backward two for each weight, but none for the samples.
+    assert problem.flops() == 2 * 4 * (5 * 7 * 2 + 7 * 10 * 3)
 
 
 def test_the_fit_finds_known_costs(script):

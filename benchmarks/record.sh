@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Measure the usual workloads beside the bare loop and the libraries in .peers, and add the result to
+# docs/performance.md. Nothing else should run meanwhile.
+#
+#     benchmarks/record.sh [WORKLOAD ...]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=.venv/bin/python
+peers=()
+for peer in flower fedjax pfl; do
+    if [[ -x ${LIGHTNING_FL_PEERS:-.peers}/$peer/bin/python ]]; then peers+=("$peer"); fi
+done
+workloads=("$@")
+[[ $# -gt 0 ]] || workloads=(W1 W2 W4 W3 W5)
+"$python" benchmarks/speed.py rounds --record --repeats "${REPEATS:-5}" \
+    --workloads "${workloads[@]}" \
+    --contestants "bare loop, 1 thread" "bare loop, 2 threads" "Trainer.fit per client" \
+    "library, plain module" "auto" ${peers:+--peer "${peers[@]}"}
