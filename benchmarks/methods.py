@@ -337,9 +337,9 @@ def cells(
             found.append(shown(values, scale))
         done += places
     rate = [] if experiment.tuned_on is None else ["-" if lr is None else f"{lr:g}"]
-    for column, digits in (("seconds", 0), ("MB", 2)):
+    for column, how in (("seconds", ".0f"), ("MB", ".2g")):
         values = [figure(place, column) for place in done]
-        rate.append(f"{median(values):.{digits}f}" if values else "-")
+        rate.append(f"{median(values):{how}}" if values else "-")
     return [*found, *rate]
 
 
