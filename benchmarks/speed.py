@@ -144,7 +144,7 @@ def contestants(device: str) -> dict[str, Contestant]:
 
 # --- other libraries ------------------------------------------------------------------------------
 
-PEERS = ("flower", "fedjax", "pfl")
+PEERS = ("flower", "fedjax", "pfl", "blazefl")
 
 
 def environment(peer: str) -> Path:

@@ -1,0 +1,130 @@
+"""Seconds per round of BlazeFL with its own FedAvg, in the faster of its parallel modes.
+
+Its environment, then a run. Releases for this Python are pure Python, but ask for a newer one:
+
+    python -m venv .peers/blazefl
+    .peers/blazefl/bin/pip install torch==2.14.1 numpy==2.4.6 tqdm
+    .peers/blazefl/bin/pip install --no-deps --ignore-requires-python blazefl==2.0.3
+
+    .peers/blazefl/bin/python benchmarks/peers/run_blazefl.py '<json>' OUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import torch
+from blazefl.contrib.fedavg import (
+    FedAvgBaseServerHandler,
+    FedAvgProcessPoolClientTrainer,
+    FedAvgThreadPoolClientTrainer,
+)
+from blazefl.core import IPCMode
+from networks import network, synthetic
+from torch import Tensor, nn
+
+#: Rounds after which the slower mode is dropped.
+TRIAL = 3
+
+
+class Batches:
+    """Batches of a client in memory: faster than torch's loader, which collates single samples."""
+
+    def __init__(self, samples: tuple[Tensor, Tensor], size: int, random: torch.Generator) -> None:
+        self.dataset, self.size, self.random = samples, size, random
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = self.dataset
+        for index in torch.randperm(len(x), generator=self.random).split(self.size):
+            yield x[index], y[index]
+
+
+class Clients:
+    """The samples of all clients, as BlazeFL asks for them."""
+
+    def __init__(self, samples: list[tuple[Tensor, Tensor]]) -> None:
+        self.samples = samples
+
+    def get_dataloader(
+        self, type_: str, cid: int, batch_size: int, generator: torch.Generator
+    ) -> Batches:
+        """Return the batches of a client."""
+        return Batches(self.samples[cid], batch_size, generator)
+
+    def set_dataset(self, type_: str, cid: int, dataset: object) -> None:
+        """Do nothing: samples do not change."""
+
+
+class Networks:
+    """Makes the network."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def select_model(self, name: str) -> nn.Module:
+        """Return a new network."""
+        return network(self.shape)
+
+
+def trainers(w: dict, clients: Clients, networks: Networks, epochs: int, folder: Path) -> dict:
+    """Return the parallel modes by name."""
+    common = {
+        "model_selector": networks,
+        "model_name": "net",
+        "dataset": clients,
+        "device": "cpu",
+        "num_clients": w["clients"],
+        "epochs": epochs,
+        "batch_size": w["batch_size"],
+        "lr": w["lr"],
+        "seed": 0,
+        "num_parallels": w["threads"],
+    }
+    folders = {"share_dir": folder / "share", "state_dir": folder / "state"}
+    processes = FedAvgProcessPoolClientTrainer(**common, **folders, ipc_mode=IPCMode.SHARED_MEMORY)
+    return {"threads": FedAvgThreadPoolClientTrainer(**common), "processes": processes}
+
+
+def rounds(trainer: object, server: FedAvgBaseServerHandler, count: int) -> list[float]:
+    """Run rounds; return the seconds of each."""
+    seconds = []
+    for _ in range(count):
+        start = time.perf_counter()
+        trainer.local_process(server.downlink_package(), server.sample_clients())
+        for package in trainer.uplink_package():
+            server.load(package)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def main() -> None:
+    """Train the workload and write the seconds of each round."""
+    w, out = json.loads(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    epochs, rest = divmod(w["steps"] * w["batch_size"], w["samples"])
+    if rest or w["samples"] % w["batch_size"]:
+        raise ValueError("BlazeFL counts local training in passes: steps must make up whole ones")
+    clients = Clients(synthetic(w["clients"], w["samples"], tuple(w["shape"])))
+    networks = Networks(tuple(w["shape"]))
+    share = (w["cohort"] + 0.5) / w["clients"]  # which the server rounds down
+    server = FedAvgBaseServerHandler(
+        networks, "net", clients, 10**9, w["clients"], share, "cpu", 1000, 0
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        found = {}
+        for name, trainer in trainers(w, clients, networks, epochs, Path(folder)).items():
+            trainer.progress_fn = lambda jobs: jobs  # no progress bars
+            found[name] = trainer, rounds(trainer, server, TRIAL)
+        name, (trainer, first) = min(found.items(), key=lambda item: median(item[1][1][1:]))
+        print(f"the faster mode: {name}", file=sys.stderr)
+        out.write_text(json.dumps([*first[:1], *rounds(trainer, server, w["rounds"] - 1)]))
+
+
+if __name__ == "__main__":
+    main()
