@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 
-def network(shape: tuple[int, ...]) -> nn.Module:
-    """The network for samples of this shape: an MLP, or the CIFAR-10 or keyword CNN."""
+def lenet() -> nn.Module:
+    """The small CNN of BlazeFL's and torch's examples for CIFAR-10, 62,006 parameters."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+    )
+
+
+def simple_cnn(channels: int, size: int, classes: int) -> nn.Module:
+    """The CNN of pfl-research for CIFAR-10 and FEMNIST, with dropout."""
+    features = 64 * ((size - 4) // 2) ** 2
+    return nn.Sequential(
+        *(nn.Conv2d(channels, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU()),
+        *(nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten()),
+        *(nn.Linear(features, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, classes)),
+    )
+
+
+#: Networks of workloads that others publish, by the name of the workload.
+PUBLISHED = {
+    "blazefl": lenet,
+    "pfl": partial(simple_cnn, 3, 32, 10),
+    "femnist": partial(simple_cnn, 1, 28, 62),
+}
+
+
+def network(shape: tuple[int, ...], workload: str = "") -> nn.Module:
+    """The network of a workload: one of ``PUBLISHED``, an MLP, or the CIFAR-10 or keyword CNN."""
     torch.manual_seed(0)
+    if workload in PUBLISHED:
+        return PUBLISHED[workload]()
     if shape == (784,):
         return nn.Sequential(
             nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10)
@@ -28,9 +59,11 @@ def network(shape: tuple[int, ...]) -> nn.Module:
     )
 
 
-def synthetic(clients: int, samples: int, shape: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
-    """Standard normal samples and labels 0-9 of every client."""
+def synthetic(
+    clients: int, samples: int, shape: tuple[int, ...], classes: int = 10
+) -> list[tuple[Tensor, Tensor]]:
+    """Standard normal samples and labels of every client."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(clients, samples, *shape, generator=generator)
-    y = torch.randint(10, (clients, samples), generator=generator)
+    y = torch.randint(classes, (clients, samples), generator=generator)
     return list(zip(x, y, strict=True))

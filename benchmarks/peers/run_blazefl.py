@@ -64,12 +64,12 @@ class Clients:
 class Networks:
     """Makes the network."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
+    def __init__(self, shape: tuple[int, ...], workload: str) -> None:
+        self.shape, self.workload = shape, workload
 
     def select_model(self, name: str) -> nn.Module:
         """Return a new network."""
-        return network(self.shape)
+        return network(self.shape, self.workload)
 
 
 def trainers(w: dict, clients: Clients, networks: Networks, epochs: int, folder: Path) -> dict:
@@ -110,8 +110,9 @@ def main() -> None:
     epochs, rest = divmod(w["steps"] * w["batch_size"], w["samples"])
     if rest or w["samples"] % w["batch_size"]:
         raise ValueError("BlazeFL counts local training in passes: steps must make up whole ones")
-    clients = Clients(synthetic(w["clients"], w["samples"], tuple(w["shape"])))
-    networks = Networks(tuple(w["shape"]))
+    shape = tuple(w["shape"])
+    clients = Clients(synthetic(w["clients"], w["samples"], shape, w["classes"]))
+    networks = Networks(shape, w["name"])
     share = (w["cohort"] + 0.5) / w["clients"]  # which the server rounds down
     server = FedAvgBaseServerHandler(
         networks, "net", clients, 10**9, w["clients"], share, "cpu", 1000, 0

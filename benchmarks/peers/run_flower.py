@@ -37,10 +37,10 @@ cached_samples = cache(synthetic)
 
 
 @cache
-def cached_network(shape: tuple[int, ...]) -> nn.Module:
+def cached_network(shape: tuple[int, ...], workload: str) -> nn.Module:
     """The network that the clients of one actor share; the first call sets the actor up."""
     torch.set_num_threads(1)
-    return network(shape)
+    return network(shape, workload)
 
 
 def batches(samples: int, batch_size: int, steps: int) -> Iterator[Tensor]:
@@ -54,8 +54,9 @@ def train(message: Message, context: Context) -> Message:
     """Train the received model on the samples of one client."""
     w = message.content["config"]
     shape = tuple(w["shape"])
-    model = cached_network(shape)
-    x, y = cached_samples(w["clients"], w["samples"], shape)[context.node_config["partition-id"]]
+    model = cached_network(shape, w["name"])
+    clients = cached_samples(w["clients"], w["samples"], shape, w["classes"])
+    x, y = clients[context.node_config["partition-id"]]
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=w["lr"])
     for batch in batches(len(x), w["batch_size"], w["steps"]):
@@ -87,7 +88,7 @@ def main() -> None:
         )
         strategy.start(
             grid=grid,
-            initial_arrays=ArrayRecord(network(tuple(w["shape"])).state_dict()),
+            initial_arrays=ArrayRecord(network(tuple(w["shape"]), w["name"]).state_dict()),
             num_rounds=w["rounds"],
             train_config=ConfigRecord(w),
             # Called before the first round and after each: it only reads the clock.

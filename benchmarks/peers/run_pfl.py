@@ -40,9 +40,9 @@ from torch.nn.functional import cross_entropy
 class Network(nn.Module):
     """A network with the two methods that pfl asks for."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], workload: str) -> None:
         super().__init__()
-        self.net = network(shape)
+        self.net = network(shape, workload)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """The loss of a batch."""
@@ -89,11 +89,11 @@ def main() -> None:
     epochs, rest = divmod(w["steps"] * w["batch_size"], w["samples"])
     if rest or w["samples"] % w["batch_size"]:
         raise ValueError("pfl counts local training in passes: the steps must make up whole ones")
-    clients = synthetic(w["clients"], w["samples"], tuple(w["shape"]))
+    clients = synthetic(w["clients"], w["samples"], tuple(w["shape"]), w["classes"])
     datasets = [PyTorchTensorDataset(data) for data in clients]
     sampler = get_user_sampler("minimize_reuse", range(w["clients"]))
     federation = FederatedDataset(datasets.__getitem__, sampler)
-    net = Network(tuple(w["shape"]))
+    net = Network(tuple(w["shape"]), w["name"])
     clock = Clock()
     FederatedAveraging().run(
         NNAlgorithmParams(
