@@ -68,6 +68,9 @@ class FederatedLoop(Callback):
             trained ones. Otherwise all clients share them: they exist once per process, and must
             not change in the fit. None exchanges them unless they are larger than the trained
             parameters and than 16 MiB.
+        checkpoint_frozen: Whether each checkpoint contains the frozen parameters that are not
+            exchanged. Otherwise checkpoints refer to a file with them, which is saved once per
+            folder.
         monitor: Name of the validation loss that policies learn from.
         csv_name: File name of the table of rounds, written to the logger's directory. None writes
             no file.

@@ -17,18 +17,11 @@ from torch import Tensor
 
 from lightning_fl.federation.round import Round
 from lightning_fl.hooks import Method, replaced
-from lightning_fl.runners.step_hooks import TRANSFER_HOOKS, overrides
+from lightning_fl.runners.step_hooks import GRADIENT_HOOKS, TRANSFER_HOOKS, overrides
 from lightning_fl.strategies import ClientParallelStrategy
 
-#: Hooks of callbacks in a training step, and of modules but for the first and the last one.
-HOOKS = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
+#: Hooks of callbacks and modules in a training step.
+HOOKS = ("on_train_batch_start", *GRADIENT_HOOKS, "on_train_batch_end")
 #: Methods with which a module replaces a part of the step.
 PARTS = ("backward", "optimizer_step", "optimizer_zero_grad")
 

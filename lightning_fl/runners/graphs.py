@@ -163,17 +163,15 @@ def compiled(
             overwrites them.
         rewrites: Whether to rewrite graphs for a CPU, see :mod:`lightning_fl.runners.rewrites`.
     """
-    graph: Callable[..., Any]
-    if not on_a_gpu:
-        options: dict[str, Any] = {}
-        if rewrites:
-            from lightning_fl.runners.rewrites import Rewrites  # imports torch's compiler
+    if on_a_gpu:
+        graph = torch.compile(_own(function), dynamic=False, mode="reduce-overhead")
+        return lambda *args, **kwargs: tree_map(torch.clone, graph(*args, **kwargs))
+    options: dict[str, Any] = {}
+    if rewrites:
+        from lightning_fl.runners.rewrites import Rewrites  # imports torch's compiler
 
-            options["post_grad_custom_post_pass"] = Rewrites()
-        graph = torch.compile(_own(function), dynamic=False, options=options)
-        return graph
-    graph = torch.compile(_own(function), dynamic=False, mode="reduce-overhead")
-    return lambda *args, **kwargs: tree_map(torch.clone, graph(*args, **kwargs))
+        options["post_grad_custom_post_pass"] = Rewrites()
+    return torch.compile(_own(function), dynamic=False, options=options)
 
 
 def _own(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 #: Per-step hooks of a module, which vectorized training does not call.
@@ -83,14 +82,14 @@ def changes_transfers(trainer: Trainer) -> bool:
     plugin: Any = trainer.precision_plugin
     data = trainer.datamodule  # type: ignore[attr-defined]  # set by the connector
     return type(plugin).convert_input is not Precision.convert_input or any(
-        is_overridden(hook, data) for hook in TRANSFER_HOOKS
+        overrides(data, hook, LightningDataModule) for hook in TRANSFER_HOOKS
     )
 
 
 def sees_gradients(trainer: Trainer) -> bool:
     """Return whether a callback overrides a hook in which it can read or change gradients."""
     return any(
-        is_overridden(hook, callback, Callback)
+        overrides(callback, hook, Callback)
         for callback in trainer.callbacks  # type: ignore[attr-defined]  # a connector's
         if not callback.__module__.startswith("lightning_fl.")
         for hook in GRADIENT_HOOKS

@@ -81,7 +81,7 @@ def test_a_record_is_shown_beside_the_faster_loop(script):
         "fails": [{"seconds": [float("nan")] * 2}],
     }
     outcome = {
-        "date": "2026-01-02",
+        "time": "2026-01-02T10:00:00",
         "commit": "abc",
         "command": "python benchmarks/speed.py rounds",
         "machine": {"cpus": 2, "gpu": None},
@@ -95,7 +95,7 @@ def test_a_record_is_shown_beside_the_faster_loop(script):
     assert found["auto"] == ["0.1000", "3.00", "500", "50 %", "20.0", "1,234.5"]
     assert found["slow"] == ["3.00", "0.10", "17", "2 %", "", ""]
     assert found["fails"][0] == "nan"
-    old = outcome | {"date": "2025-12-31", "commit": "old"}
+    old = outcome | {"time": "2025-12-31T10:00:00", "commit": "old"}
     page = records.page([outcome, old])
     assert "| W1 |  | 3.00 | cpus 2 | 2026-01-02 | `abc` |" in page
     assert page.count("2025-12-31") == 1
