@@ -92,8 +92,6 @@ WORKLOADS = {
     # W1 with 1,000 clients, for a GPU: 2 GiB of samples.
     "W1000": Workload(1000, 1000, 30, 640, 64, (784,), mlp, 3),
 }
-#: Those that are measured where none is named.
-USUAL = ("W1", "W2", "W4", "W3", "W5")
 
 
 class Federation:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -54,26 +55,21 @@ WORKLOADS = {
 }
 
 
-def headed(command: str) -> dict[str, Any]:
-    """Return date, commit and command line of a measurement."""
+def header() -> dict[str, Any]:
+    """Return time, commit and command line of a measurement that begins."""
     git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude", "*"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    day = datetime.now(UTC).date().isoformat()
-    return {"date": day, "commit": commit or "unknown", "command": command_line(command)}
-
-
-def command_line(command: str) -> str:
-    """Return the command that was given, without the files that it writes."""
-    words = [word if " " not in word else f'"{word}"' for word in sys.argv[1:]]
-    return " ".join(["python benchmarks/speed.py", *(words or [command])])
+    return {
+        "time": datetime.now(UTC).isoformat(),
+        "commit": commit or "unknown",
+        "command": shlex.join(["python", "benchmarks/speed.py", *sys.argv[1:]]),
+    }
 
 
 def add(outcome: dict[str, Any]) -> None:
     """Store a measurement, and write the page anew."""
     FOLDER.mkdir(exist_ok=True)
-    name = f"{outcome['date']}-{outcome['commit']}"
-    count = len(list(FOLDER.glob(f"{name}*.json")))
-    path = FOLDER / (f"{name}-{count + 1}.json" if count else f"{name}.json")
+    path = FOLDER / f"{outcome['time'].replace(':', '-')}.json"
     path.write_text(json.dumps(outcome, indent=1) + "\n")
     PAGE.write_text(page(known()))
 
@@ -130,7 +126,7 @@ def page(measured: Sequence[dict[str, Any]]) -> str:
         return INTRODUCTION
     latest = measured[0]
     count = max(len(t) for w in latest["workloads"].values() for t in w["turns"].values())
-    text = [INTRODUCTION.rstrip(), f"## Latest measurement: {latest['date']}"]
+    text = [INTRODUCTION.rstrip(), f"## Latest measurement: {latest['time'][:10]}"]
     text.append(
         f"{count} turns, {described(latest['machine'])}, {latest['peak'] / 1e9:.0f} GFLOP/s at the"
         f" peak, commit `{latest['commit']}`:"
@@ -148,8 +144,9 @@ def page(measured: Sequence[dict[str, Any]]) -> str:
                 else ""
                 for each in ("library, plain module", "auto")
             ]
-            where = [described(outcome["machine"]), outcome["date"], f"`{outcome['commit']}`"]
-            rows.append([name, *ratios, *where, f"`{outcome['command']}`"])
+            origin = [f"`{outcome['commit']}`", f"`{outcome['command']}`"]
+            where = [described(outcome["machine"]), outcome["time"][:10]]
+            rows.append([name, *ratios, *where, *origin])
     return "\n\n".join([*text, table(head, rows)]) + "\n"
 
 

@@ -11,8 +11,9 @@ keywords, 10 clients with 10 and 5 steps. Workloads that others publish: ``blaze
 with 50 steps of 50 CIFAR-10 samples, a small CNN), ``pfl`` (50 of 1,000 clients with 5 steps of 10
 CIFAR-10 samples) and ``femnist`` (10 of 3,400 clients with 5 steps of 20). ``--device cuda`` trains
 on a GPU. ``--peer`` adds other libraries, each by a script in ``peers`` that says how to make the
-environment that it runs in.
-``--record`` adds the result to the records from which ``docs/performance.md`` is generated.
+environment that it runs in. ``--record`` adds the result to the records from which
+``docs/performance.md`` is generated.
+
 ``growth`` measures rounds of 100 clients in federations that grow, and their memory. ``costs``
 tells apart what a local step, a client switch and a round cost; see ``costs.py``.
 
@@ -156,25 +157,19 @@ def environment(peer: str) -> Path:
     return Path(folder, peer, "bin", "python")
 
 
-def of_a_peer(peer: str) -> Contestant:
-    """Return a peer as a contestant: a script of its own, in an environment of its own."""
-
-    def run(problem: Federation, rounds: int) -> Run:
-        w = problem.workload
-        what = {k: v for k, v in w._asdict().items() if k != "net"}
-        name = next(name for name, each in WORKLOADS.items() if each is w)
-        what |= {"name": name, "rounds": rounds, "lr": LR, "threads": torch.get_num_threads()}
-        script = Path(__file__).parent / "peers" / f"run_{peer}.py"
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder, "seconds.json")
-            command = [str(environment(peer)), str(script), json.dumps(what), str(out)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if out.exists():  # some fail as they end
-                return Run(json.loads(out.read_text()), torch.zeros(0))
-        print(f"{peer} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
-        return Run([math.nan] * rounds, torch.zeros(0))
-
-    return Contestant(2, run)
+def turn_of_a_peer(name: str, peer: str, rounds: int, threads: int = 2) -> dict[str, Any]:
+    """Let another library train, by a script in an environment of its own; NaN if it fails."""
+    what = {k: v for k, v in WORKLOADS[name]._asdict().items() if k != "net"}
+    what |= {"name": name, "rounds": rounds, "lr": LR, "threads": threads}
+    script = Path(__file__).parent / "peers" / f"run_{peer}.py"
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "seconds.json")
+        command = [str(environment(peer)), str(script), json.dumps(what), str(out)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if out.exists():  # some fail as they end
+            return {"seconds": json.loads(out.read_text())}
+    print(f"{peer} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
+    return {"seconds": [math.nan] * rounds}
 
 
 def measure(
@@ -187,20 +182,18 @@ def measure(
     """
     found: dict[str, Any] = {}
     for name in names:
-        problem = Federation(WORKLOADS[name])
-        rounds = problem.workload.rounds
+        workload = WORKLOADS[name]
         turns: dict[str, list[dict[str, Any]]] = {each: [] for each in (*chosen, *peers)}
         for repeat in range(repeats):
             for each in turns:
                 if each in peers:
-                    with threads(2):
-                        one = {"seconds": of_a_peer(each).run(problem, rounds).seconds}
+                    one = turn_of_a_peer(name, each, workload.rounds)
                 else:
-                    one = turn(name, each, rounds, device)
+                    one = turn(name, each, workload.rounds, device)
                 turns[each].append(one)
                 print(f"{name} {repeat + 1} {each}: {one['seconds'][-1]:.4f}", file=sys.stderr)
-        steps = problem.clients * problem.steps
-        found[name] = {"steps": steps, "flops": problem.flops(), "turns": turns}
+        work = {"steps": workload.cohort * workload.steps, "flops": Federation(workload).flops()}
+        found[name] = work | {"turns": turns}
     return found
 
 
@@ -267,7 +260,7 @@ def rounds_command(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
                 f" benchmarks/peers/run_{peer}.py, says how to make that environment"
             )
     with threads(2):
-        outcome = records.headed("rounds") | {"machine": machine(), "peak": matmul_peak()}
+        outcome = records.header() | {"machine": machine(), "peak": matmul_peak()}
         outcome["workloads"] = measure(args.workloads, chosen, args.peer, args.repeats, args.device)
     if args.record:
         records.add(outcome)
