@@ -1,6 +1,7 @@
 """Steps without calls of hooks that nobody overrides are Lightning's own steps."""
 
 import copy
+import functools
 
 import lightning as L
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.policies import Schedule
 from lightning_fl.runners import Phase
+from lightning_fl.runners.step_hooks import sees_gradients
 from lightning_fl.types import FederationError
 from recorded import CALLBACK_HOOKS, recorded
 
@@ -242,3 +244,11 @@ def test_other_steps_are_left_to_lightning(fit, steps_of_lightning, module, opti
     found = [federation(fit, module, lean, **options)[:2] for lean in (False, True)]
     assert len(steps_of_lightning) == 2 * 2 * 4 * 4
     assert found[0] == found[1]
+
+
+def test_a_hook_that_names_what_it_replaces_is_overridden(trainer):
+    plain, replaced = L.Callback(), L.Callback()
+    hook = functools.wraps(L.Callback.on_after_backward)(lambda *args: None)
+    replaced.on_after_backward = hook
+    assert not sees_gradients(trainer(callbacks=[plain]))
+    assert sees_gradients(trainer(callbacks=[plain, replaced]))
