@@ -30,8 +30,9 @@ BITS = 32
 #: Number of bins per coordinate. A total has at least ``BITS * (BINS - 1)`` bits below the largest
 #: addend.
 BINS = 3
-#: Number of elements to add at once on a CPU, limited by its cache, and on other devices.
-PIECE, DEVICE_PIECE = 2**16, 2**22
+#: Number of rows, and of elements, to add at once on a CPU, limited by its cache, and on other
+#: devices.
+ROWS, PIECE, DEVICE_PIECE = 16, 2**17, 2**22
 
 #: Bound on scaled addends: half the unit of the next higher bin, so that this bin rounds to 0.
 _LIMIT = 2.0 ** (BITS - 1)
@@ -76,36 +77,43 @@ def add_rows(total: Tensor, rows: Tensor, weights: Tensor | None = None) -> None
     if not rows.numel():
         return
     on_cpu = total.device.type == "cpu"
-    width = PIECE if on_cpu else DEVICE_PIECE
-    rounded = total.new_empty(min(width, total.shape[1]))
-    for k, row in enumerate(rows):
-        for state, piece in zip(total.split(width, 1), row.split(width), strict=True):
-            addend = piece.to(torch.float64, copy=True)
-            if weights is not None:
-                addend *= weights[k]
-            rest = addend * state[-1]
-            for at in _too_large(rest) if on_cpu else [slice(None)]:
-                state[:, at] = _moved(state[:, at], _scale_for(addend[at]))
-                rest[at] = addend[at] * state[-1, at]
-            _add_slices(state, rest, rounded[: len(rest)])
+    factors = total.new_ones(len(rows)) if weights is None else weights.to(total)
+    for some, factor in zip(rows.split(ROWS), factors.split(ROWS), strict=True):
+        width = max((PIECE if on_cpu else DEVICE_PIECE) // len(some), 1)
+        memory = total.new_empty(2, len(some), min(width, total.shape[1]))
+        for state, piece in zip(total.split(width, 1), some.split(width, 1), strict=True):
+            addends, rounded = memory[..., : piece.shape[1]]
+            addends.copy_(piece).mul_(factor[:, None])
+            low, high = addends.aminmax(dim=0)
+            _make_room(state, torch.maximum(-low, high), is_whole=not on_cpu)
+            _add_slices(state, addends.mul_(state[-1]), rounded)
 
 
-def _too_large(rest: Tensor) -> list[Any]:
-    """Return an index of the coordinates with bins to shift up, in a list, empty if none."""
-    low, high = map(float, rest.aminmax())
-    if -_LIMIT < low <= high < _LIMIT:
-        return []
-    found = (~(rest.abs() < _LIMIT)).nonzero()[:, 0]
-    return [found if len(found) < len(rest) // 8 else slice(None)]
+def _make_room(state: Tensor, largest: Tensor, is_whole: bool) -> None:
+    """Shift the bins up where they do not hold an addend.
+
+    Args:
+        state: Sum, ``[BINS + 1, P]``, changed in place.
+        largest: The largest absolute value to add, ``[P]``.
+        is_whole: Whether to process all coordinates, without asking which ones need it.
+    """
+    at: Any = slice(None)
+    if not is_whole:
+        found = (~(largest * state[-1] < _LIMIT)).nonzero()[:, 0]
+        if not len(found):
+            return
+        if len(found) < len(largest) // 8:
+            at = found
+    state[:, at] = _moved(state[:, at], _scale_for(largest[at]))
 
 
 def _add_slices(state: Tensor, rest: Tensor, rounded: Tensor) -> None:
-    """Add a scaled addend ``rest``, ``[P]``, to the bins, and overwrite it."""
+    """Add scaled addends ``rest``, ``[k, P]``, to the bins, and overwrite them."""
     for i, unit_bin in enumerate(state[:-1]):
         # Adding and subtracting it rounds to multiples of the bin's unit, half to even.
         anchor = 1.5 * 2.0 ** (52 - i * BITS)
         torch.add(rest, anchor, out=rounded).sub_(anchor)
-        unit_bin += rounded
+        unit_bin += rounded.sum(0)
         if i + 1 < BINS:
             rest -= rounded
 
@@ -120,9 +128,11 @@ def _scale_for(addend: Tensor) -> Tensor:
 def _moved(total: Tensor, scale: Tensor) -> Tensor:
     """Return a sum with its bins shifted up to a scale, unless its own scale is lower."""
     scale = torch.minimum(scale, total[-1])
-    ratio = scale / total[-1]  # 2 ** -BITS to the power of the number of shifted bins
     moved = torch.zeros_like(total)
     moved[-1] = scale
+    if total.device.type == "cpu" and not total[:-1].any():
+        return moved
+    ratio = scale / total[-1]  # 2 ** -BITS to the power of the number of shifted bins
     for i in range(BINS):
         for up in range(i + 1):
             moved[i] += torch.where(ratio == 2.0 ** (-BITS * up), total[i - up] * ratio, 0.0)
