@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from lightning_fl.federation.round import Round
-from lightning_fl.hooks import Method, replaced
-from lightning_fl.runners.step_hooks import GRADIENT_HOOKS, TRANSFER_HOOKS, overrides
+from lightning_fl.hooks import Method, overrides, replaced
+from lightning_fl.runners.step_hooks import GRADIENT_HOOKS, TRANSFER_HOOKS
 from lightning_fl.strategies import ClientParallelStrategy
 
 #: Hooks of callbacks and modules in a training step.

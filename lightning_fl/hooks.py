@@ -1,4 +1,4 @@
-"""Temporary replacement of attributes and methods of one object."""
+"""Overridden methods, and temporary replacement of attributes and methods of one object."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from functools import wraps
 from typing import Any
 
 Method = Callable[..., Any]
+
+
+def overrides(owner: Any, name: str, base: type) -> bool:
+    """Return whether an object has another method of a name than a base class.
+
+    ``is_overridden`` of Lightning would miss a replacement that names what it wraps.
+    """
+    return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
 
 
 @contextmanager

@@ -83,27 +83,25 @@ def add_rows(total: Tensor, rows: Tensor, weights: Tensor | None = None) -> None
         memory = total.new_empty(2, len(some), min(width, total.shape[1]))
         for state, piece in zip(total.split(width, 1), some.split(width, 1), strict=True):
             addends, rounded = memory[..., : piece.shape[1]]
-            addends.copy_(piece).mul_(factor[:, None])
-            low, high = addends.aminmax(dim=0)
-            _make_room(state, torch.maximum(-low, high), is_whole=not on_cpu)
+            torch.mul(addends.copy_(piece).mul_(factor[:, None]), state[-1], out=rounded)
+            if not (on_cpu and _fits(rounded)):
+                _make_room(state, addends)
             _add_slices(state, addends.mul_(state[-1]), rounded)
 
 
-def _make_room(state: Tensor, largest: Tensor, is_whole: bool) -> None:
-    """Shift the bins up where they do not hold an addend.
+def _fits(rest: Tensor) -> bool:
+    """Return whether the bins hold all scaled addends; NaN does not fit."""
+    low, high = map(float, rest.aminmax())
+    return -_LIMIT < low <= high < _LIMIT
 
-    Args:
-        state: Sum, ``[BINS + 1, P]``, changed in place.
-        largest: The largest absolute value to add, ``[P]``.
-        is_whole: Whether to process all coordinates, without asking which ones need it.
-    """
+
+def _make_room(state: Tensor, addends: Tensor) -> None:
+    """Shift the bins up, in place, where they do not hold an addend, ``[k, P]``."""
+    largest = torch.maximum(addends.amax(0), -addends.amin(0))
     at: Any = slice(None)
-    if not is_whole:
+    if state.device.type == "cpu":
         found = (~(largest * state[-1] < _LIMIT)).nonzero()[:, 0]
-        if not len(found):
-            return
-        if len(found) < len(largest) // 8:
-            at = found
+        at = found if len(found) < len(largest) // 8 else at
     state[:, at] = _moved(state[:, at], _scale_for(largest[at]))
 
 

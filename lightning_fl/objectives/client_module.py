@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_fl.federation.frozen import complete
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.functional.summation import add_rows, empty_sum, merged_sums, sum_value
-from lightning_fl.hooks import attributes_set
+from lightning_fl.hooks import attributes_set, overrides
 from lightning_fl.objectives.local_network import load_tensors
 from lightning_fl.objectives.parameter_groups import split_groups
 from lightning_fl.objectives.recorder import Recorder
@@ -275,11 +275,22 @@ class ClientModule(LightningModule):
         losses: Tensor = functional_call(self._losses[0], given, (batch,))
         return self.federated_mean(losses)
 
+    def federated_uses_client(self, hook: str) -> bool:
+        """Return whether a client hook uses the tensors of a client; otherwise one call is enough.
+
+        Args:
+            hook: ``on_client_start`` or ``on_client_end``.
+        """
+        return overrides(self, hook, ClientModule) or any(
+            overrides(term, hook, Term) for term in self._own_terms()
+        )
+
     def on_client_start(self) -> None:
         """Set the tensors of terms for the first local step of a client.
 
-        Called once per client and round, with the tensors of the client in the module. A subclass
-        that overrides it must call ``super().on_client_start()``.
+        Called once per client and round, with the tensors of the client in the module, or once for
+        clients that train at once if no term uses them. A subclass that overrides it must call
+        ``super().on_client_start()``.
         """
         for term in self._own_terms():
             term.on_client_start(self)
@@ -347,8 +358,8 @@ class ClientModule(LightningModule):
         """Set the tensors of terms, and add the recorded client losses to ``train_loss``.
 
         Called once per client, after its local training, with the tensors of the client in the
-        module. Changes to local parameters are kept. A subclass that overrides it must call
-        ``super().on_client_end()``.
+        module, or once for clients that train at once if no term uses them. Changes to local
+        parameters are kept. A subclass that overrides it must call ``super().on_client_end()``.
         """
         for term in self._own_terms():
             term.on_client_end(self)

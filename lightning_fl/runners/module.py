@@ -297,7 +297,8 @@ class VectorizedClients(LightningModule):
         hook: Any = getattr(self.module, name, None)
         if not callable(hook):
             return
-        if self.host is None:
+        uses_client: Any = getattr(self.module, "federated_uses_client", None)
+        if self.host is None or (uses_client is not None and not uses_client(name)):
             hook()
             return
         for row in range(self.host.count):

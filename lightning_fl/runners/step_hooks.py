@@ -10,6 +10,8 @@ from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
+from lightning_fl.hooks import overrides
+
 #: Per-step hooks of a module, which vectorized training does not call.
 STEP_HOOKS = (
     "on_before_batch_transfer",
@@ -40,14 +42,6 @@ _HOOKS = {
     *("validation_step", "test_step", "predict_step", "configure_callbacks"),
     *STEP_HOOKS,
 }
-
-
-def overrides(owner: Any, name: str, base: type) -> bool:
-    """Return whether an object has another method of a name than a base class.
-
-    ``is_overridden`` of Lightning would miss a replacement that names what it wraps.
-    """
-    return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
 
 
 def hooks_of(module: LightningModule) -> list[str]:
