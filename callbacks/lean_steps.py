@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.plugins.precision import Precision
@@ -47,6 +48,8 @@ class LeanSteps:
         self.trainer, self.module, self.current = trainer, module, current
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._is_lean, self._only_moves, self._takes_batch_idx = False, False, True
+        #: Whether nothing but the number of steps follows a batch that is not the last.
+        self._only_counts = False
         #: Callbacks that override a hook, by its name, and whether the module overrides it.
         self._listeners: dict[str, tuple[list[Callback], bool]] = {}
 
@@ -78,6 +81,12 @@ class LeanSteps:
         self._takes_batch_idx = is_param_in_hook_signature(
             module.training_step, "batch_idx", min_args=2
         )
+        self._only_counts = (
+            self._is_lean
+            and not trainer.lr_scheduler_configs
+            and trainer.val_check_batch == trainer.num_training_batches
+            and trainer.check_val_every_n_epoch is not None
+        )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._listeners = {
             name: (
@@ -105,14 +114,14 @@ class LeanSteps:
     def _batch(self, fetcher: Any, index: int) -> None:
         """Train on the next batch."""
         trainer, loop, start = self.trainer, self._loop, self.current().plan.schedule[index].start
-        progress, connector = loop.batch_progress, trainer._logger_connector
+        progress, connector, results = loop.batch_progress, trainer._logger_connector, loop._results
         if trainer.world_size > 1:
             loop._broadcast_sigterm_tensor()
         batch, _, _ = next(fetcher)
         progress.is_last_batch = fetcher.done
         batch = self._to_device(batch)
         progress.increment_ready()
-        connector.on_batch_start(batch)
+        self._expose(batch)
         outputs = None
         if ends := self._call("on_train_batch_start", batch, index) == -1:
             progress.increment_by(0, is_last_batch=True)
@@ -127,13 +136,41 @@ class LeanSteps:
         if ends:
             raise StopIteration
         self._call("on_train_batch_end", outputs, batch, index)
-        connector.on_batch_end()
+        if results:  # something has been logged in this round
+            connector.on_batch_end()
+        else:
+            results.batch = results.batch_size = None
         progress.increment_completed()
-        connector.update_train_step_metrics()
+        if results:
+            connector.update_train_step_metrics()
+
+    def _expose(self, batch: Any) -> None:
+        """Do what Lightning's logger connector does at the start of a batch."""
+        connector: Any = self.trainer._logger_connector
+        connector._first_loop_iter = connector._first_loop_iter is None
+        results = self._loop._results
+        results.batch, results.batch_size, results.dataloader_idx = batch, None, None
+
+    def end(self, lightnings: Method) -> Method:
+        """Return the replacement of the loop's method for the end of a training batch."""
+
+        def end(fetcher: Any) -> None:
+            trainer, loop = self.trainer, self._loop
+            ends = trainer.should_stop or trainer.received_sigterm
+            if ends or not self._only_counts or loop._num_ready_batches_reached():
+                lightnings(fetcher)
+            else:
+                loop._batches_that_stepped += 1
+
+        return end
 
     def _to_device(self, batch: Any) -> Any:
+        device = self.module.device
         if self._only_moves:
-            return move_data_to_device(batch, self.module.device)
+            is_there = (type(each) is Tensor and each.device == device for each in batch)
+            if type(batch) is tuple and all(is_there):
+                return batch
+            return move_data_to_device(batch, device)
         batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
         return self.trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
@@ -161,12 +198,7 @@ class LeanSteps:
         trainer, module = self.trainer, self.module
         optimizer = trainer.optimizers[0]
         progress = self._loop.automatic_optimization.optim_progress.optimizer
-
-        def step() -> ClosureResult:
-            before = self._enter("training_step")
-            output = trainer.strategy.training_step(*args)
-            self._enter(before)
-            return ClosureResult.from_training_step_output(output)
+        made: list[dict[str, Any]] = []
 
         def zero_grad() -> None:
             progress.zero_grad.increment_ready()
@@ -180,7 +212,21 @@ class LeanSteps:
             loss.backward()
             self._call("on_after_backward")
 
-        make_step = Closure(step, backward, zero_grad)
+        @torch.enable_grad()
+        def make_step() -> Tensor | None:
+            before = self._enter("training_step")
+            output = module.training_step(*args)
+            self._enter(before)
+            made.clear()
+            if type(output) is not Tensor:  # a dictionary or None, or it is refused
+                result = ClosureResult.from_training_step_output(output)
+                made.append({} if result.loss is None else result.asdict())
+                loss: Tensor | None = Closure(lambda: result, backward, zero_grad)()
+                return loss
+            made.append({"loss": output.detach()})
+            zero_grad()
+            backward(output)
+            return output.detach()
 
         def closure() -> Any:
             loss = make_step()
@@ -197,8 +243,9 @@ class LeanSteps:
         progress.step.increment_ready()
         optimizer.step(closure=closure)
         progress.step.increment_completed()
-        result = make_step.consume_result()
-        return {} if result.loss is None else result.asdict()
+        if not made:
+            Closure(lambda: ClosureResult(None)).consume_result()  # raises Lightning's error
+        return made[0]
 
 
 def lean_steps(
@@ -213,4 +260,6 @@ def lean_steps(
         undo: Clean-up functions of the fit, to which that of the replacement is added.
     """
     loop: Any = trainer.fit_loop.epoch_loop
-    undo.enter_context(replaced(loop, "advance", LeanSteps(trainer, module, current).advance))
+    steps = LeanSteps(trainer, module, current)
+    undo.enter_context(replaced(loop, "advance", steps.advance))
+    undo.enter_context(replaced(loop, "on_advance_end", steps.end))

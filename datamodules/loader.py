@@ -80,6 +80,12 @@ class Batches(Dataset[Any]):
 class RoundLoader(DataLoader[Any]):
     """Loader that Lightning can resume, because its batches depend only on the plan."""
 
+    def __iter__(self) -> Any:
+        """Return an iterator; in this process it is a plain one, since torch's takes longer."""
+        if self.num_workers or self.pin_memory or not isinstance(self.sampler, OwnBatches):
+            return super().__iter__()
+        return map(self.dataset.__getitem__, self.sampler)
+
     def state_dict(self) -> dict[str, Any]:
         """Return an empty dictionary: there is no state besides the plan."""
         return {}
