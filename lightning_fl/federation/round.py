@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -32,6 +32,9 @@ from lightning_fl.types import (
     Step,
     describe,
 )
+
+#: Number of updates, and their size in bytes, that the aggregator gets together.
+MOST_WAITING, WAITING_BYTES = 16, 2**26
 
 
 @dataclass
@@ -90,6 +93,8 @@ class Round:
         self.step: Step | None = None
         #: Number of finished clients of this process.
         self.position = 0
+        #: Updates that the aggregator gets together.
+        self._waiting: list[ClientUpdate] = []
         self.logs = ClientLogs()
         #: Updates of the clients of this process, for policies that learn from contributions.
         self.updates: dict[int, Tensor] = {}
@@ -280,8 +285,26 @@ class Round:
             memories = [{n: t[usable.to(t.device)] for n, t in m.items()} for m in memories]
             kept = [row for row, is_good in zip(kept, usable.tolist(), strict=True) if is_good]
         sent = fit.memory.keep(update, kept, memories, self.plan.round, self._trained_at)
-        fit.aggregator.update(sent)
+        self._pass_on(sent)
         self._note(sent, reports, counters)
+
+    def _pass_on(self, update: ClientUpdate) -> None:
+        """Pass an update to the aggregator, together with others: many are faster than each."""
+        size = update.delta.nbytes // len(update.clients)
+        if size * MOST_WAITING > WAITING_BYTES or len(update.clients) >= MOST_WAITING:
+            self._pass_on_all()
+            self.fit.aggregator.update(update)
+            return
+        own = {name: value.clone() for name, value in update.extras.items()}
+        self._waiting.append(replace(update, delta=update.delta.clone(), extras=own))
+        if sum(len(each.clients) for each in self._waiting) >= MOST_WAITING:
+            self._pass_on_all()
+
+    def _pass_on_all(self) -> None:
+        """Pass the updates that wait to the aggregator."""
+        if self._waiting:
+            self.fit.aggregator.update(ClientUpdate.joined(self._waiting))
+            self._waiting = []
 
     def _end_parts(self, delta: Tensor, lr: Tensor) -> dict[str, Tensor]:
         """Run the client parts after training; return the tensors sent with the updates."""
@@ -317,6 +340,7 @@ class Round:
         """Compute the next global model from all updates, and load it into the module."""
         fit, self.is_aggregating = self.fit, True
         fit.runner.constants.check()
+        self._pass_on_all()
         self._merge()
         returned = len(self.plan.cohort) - len(self.results.dropped)
         vector = fit.aggregator.conclude(returned, fit.min_clients)
