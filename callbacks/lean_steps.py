@@ -81,12 +81,8 @@ class LeanSteps:
         self._takes_batch_idx = is_param_in_hook_signature(
             module.training_step, "batch_idx", min_args=2
         )
-        self._only_counts = (
-            self._is_lean
-            and not trainer.lr_scheduler_configs
-            and trainer.val_check_batch == trainer.num_training_batches
-            and trainer.check_val_every_n_epoch is not None
-        )
+        # Validation within a round is refused at the start of the fit.
+        self._only_counts = self._is_lean and not trainer.lr_scheduler_configs
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._listeners = {
             name: (

@@ -218,6 +218,27 @@ def test_an_update_has_one_row_a_client(changes):
         ClientUpdate(**fitting | changes)
 
 
+def test_joined_updates_have_the_rows_of_all():
+    random = torch.Generator().manual_seed(0)
+    k = 5
+    whole = ClientUpdate(
+        torch.arange(k),
+        torch.rand(k, 3, generator=random),
+        torch.arange(k) + 1,
+        torch.arange(k) + 10,
+        torch.rand(k, generator=random),
+        {"control": torch.rand(k, 2, 2, generator=random)},
+    )
+    parts = [whole.select(torch.tensor(rows)) for rows in ([0], [1, 2], [3, 4])]
+    joined = ClientUpdate.joined(parts)
+    for name in ("clients", "delta", "num_samples", "num_steps", "lr"):
+        assert torch.equal(getattr(joined, name), getattr(whole, name))
+    assert torch.equal(joined.extras["control"], whole.extras["control"])
+    assert ClientUpdate.joined(parts[:1]) is parts[0]
+    bare = ClientUpdate(torch.tensor([1]), torch.zeros(1, 3), torch.tensor([2]))
+    assert ClientUpdate.joined([bare, bare]).lr is None
+
+
 def test_one_value_is_for_all_clients_and_several_are_one_for_each():
     clients = torch.tensor([3, 8])
     for value in (0.5, torch.tensor(0.5)):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_fl.callbacks import FederatedLoop
@@ -184,6 +185,80 @@ def test_a_hook_that_logs_is_known_by_its_name(fit):
     logged = [federation(fit, OfAModule, lean, Log())[2] for lean in (False, True)]
     assert logged[0] == logged[1]
     assert any("of_a_callback" in row and "of_a_module" in row for _, row in logged[0])
+
+
+class Lazy(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step()
+
+
+def test_an_optimizer_that_does_not_call_the_closure_is_refused_as_by_lightning(fit):
+    class Module(Net):
+        def configure_optimizers(self):
+            return Lazy(self.parameters(), lr=0.1)
+
+    found = []
+    for lean in (False, True):
+        with pytest.raises(MisconfigurationException, match="closure hasn't been") as raised:
+            federation(fit, Module, lean)
+        found.append(str(raised.value))
+    assert found[0] == found[1]
+
+
+class Graded(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure()
+        super().step()
+        return loss
+
+
+def test_an_optimizer_without_gradients_and_hooks_that_see_it(fit):
+    class Module(Net):
+        def configure_optimizers(self):
+            return Graded(self.parameters(), lr=0.1)
+
+    found = []
+    for lean in (False, True):
+        seen = []
+
+        class Modes(L.Callback):
+            def on_after_backward(self, trainer, module, seen=seen):
+                seen.append(torch.is_grad_enabled())
+
+            def on_before_optimizer_step(self, trainer, module, optimizer, seen=seen):
+                seen.append(torch.is_grad_enabled())
+
+            def on_train_batch_end(self, trainer, module, outputs, *args, seen=seen):
+                seen.append((list(outputs), outputs["loss"].item(), outputs["loss"].requires_grad))
+
+        found.append((federation(fit, Module, lean, Modes()), seen))
+    assert found[0] == found[1]
+    assert {True, False} <= {each for each in found[0][1] if isinstance(each, bool)}
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_values_that_are_logged_in_some_steps_only(fit, first):
+    class Module(Net):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx >= first and self.current_epoch:
+                self.log("late", loss, on_step=True, prog_bar=True)
+            return loss
+
+    seen = []
+
+    class Reads(L.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            seen.append({k: v.item() for k, v in trainer.callback_metrics.items()})
+            seen.append({k: float(v) for k, v in trainer.progress_bar_metrics.items()})
+            seen.append(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    found = []
+    for lean in (False, True):
+        seen.clear()
+        found.append((federation(fit, Module, lean, Reads()), list(seen)))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("stops", [False, True])

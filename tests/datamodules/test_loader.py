@@ -5,7 +5,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.datamodules import loader as loader_module
@@ -226,6 +227,15 @@ def test_loaders_draw_nothing_from_the_global_generators(workers):
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (np.random.get_state()[1] == before[1]).all()
     assert random.getstate() == before[2]
+
+
+def test_the_iterator_of_this_process_gives_what_torchs_gives():
+    data = federated(batch_size=4)
+    data.plan = lambda: plan(data)
+    loader = data.train_dataloader()
+    assert numbers(loader) == numbers(DataLoader.__iter__(loader))
+    assert not isinstance(iter(loader), _BaseDataLoaderIter)
+    assert isinstance(iter(data.predict_dataloader()), _BaseDataLoaderIter)
 
 
 def test_a_loader_has_no_state_of_its_own():

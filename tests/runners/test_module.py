@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from contextlib import contextmanager
 
 import lightning as L
 import numpy as np
@@ -14,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg
-from lightning_fl.callbacks import RoundCheckpoint
+from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import Proximal, Term
 from lightning_fl.policies import HyperparameterPolicy, Schedule
@@ -990,3 +991,47 @@ def test_sparse_gradients_and_integer_parameters(agree, tiny, sparse, momentum):
 
     agree(make, (1, 3))
     assert all(module.order.tolist() == [2, 0, 2**60, 1] for module in made)
+
+
+@pytest.mark.parametrize("uses", [None, "term", "subclass"])
+def test_client_hooks_of_terms_run_for_each_client_only_if_one_uses_them(fit, data, uses):
+    calls = []
+
+    class Marks(Proximal):
+        def on_client_end(self, module):
+            calls.append(module.net.weight.detach().clone())
+
+    class Module(ClientModule):
+        def on_client_start(self):
+            super().on_client_start()
+            calls.append(self.net.weight.detach().clone())
+
+    made = []
+
+    class Watched(VectorizedClients):
+        def _call_for_each(self, name):
+            with watched_clients(self.host.stacks, made):
+                super()._call_for_each(name)
+
+    kind = Module if uses == "subclass" else ClientModule
+    term = Marks(0.1) if uses == "term" else Proximal(0.1)
+    module = kind(torch.nn.Linear(6, 3), [term], optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    loop = FederatedLoop(policy=Schedule(num_steps=2), buffers="average", seed=1)
+    fit(Watched(module.double(), group_size=4, compile=False), loop, data(num_clients=4), rounds=1)
+    assert len(calls) == (0 if uses is None else 4)
+    assert made == ([] if uses is None else list(range(4)))
+    assert module.trainer.callback_metrics["train_loss"] > 0
+
+
+@contextmanager
+def watched_clients(stacks, made):
+    """Note the rows whose tensors are put into the module."""
+    client = stacks.client
+
+    def watched(row):
+        made.append(row)
+        return client(row)
+
+    stacks.client = watched
+    yield
+    del stacks.client

@@ -1,0 +1,98 @@
+"""Updates of single clients reach the aggregator together."""
+
+import pytest
+import torch
+
+from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl.aggregators import FedAvg
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.federation import round as round_module
+from lightning_fl.federation.exchange import ClientPart
+from lightning_fl.policies import Schedule
+from lightning_fl.types import ClientUpdate
+
+
+class Buffered(ClientPart):
+    """Sends its own memory, which it overwrites for each client."""
+
+    def __init__(self):
+        self.sent = torch.zeros(1, 2, dtype=torch.float64)
+
+    def end(self, client, memory):
+        self.sent[:] = client.clients.double()
+        return {"mark": self.sent}
+
+
+class Noted(FedAvg):
+    """Notes what it gets."""
+
+    def __init__(self, part=None):
+        super().__init__()
+        self.sizes, self.marks, self.part = [], [], part
+
+    def client_parts(self):
+        return [] if self.part is None else [self.part]
+
+    def update(self, clients):
+        self.sizes.append(len(clients.clients))
+        for name, mark in clients.extras.items():
+            self.marks.append((name, clients.clients.tolist(), mark[:, 0].tolist()))
+        assert clients.num_steps.tolist() == [2] * len(clients.clients)
+        super().update(clients)
+
+
+def train(fit, data, rule, wrap=lambda module: module, clients=20, **options):
+    torch.manual_seed(0)
+    module = ClientModule(torch.nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    loop = FederatedLoop(rule, policy=Schedule(num_steps=2), buffers="average", seed=1, **options)
+    fit(wrap(module.double()), loop, data(num_clients=clients), rounds=2)
+    return [p.tolist() for p in module.parameters()], rule
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes"), [(2**26, [16, 4, 16, 4]), (16 * 21 * 8, [16, 4, 16, 4]), (0, [1] * 40)]
+)
+def test_they_wait_if_they_are_small(fit, data, monkeypatch, size, sizes):
+    expected, _ = train(fit, data, FedAvg())
+    monkeypatch.setattr(round_module, "WAITING_BYTES", size)
+    found, rule = train(fit, data, Noted())
+    assert rule.sizes == sizes
+    assert found == expected
+
+
+def test_groups_wait_together_unless_they_are_large_enough(fit, data, monkeypatch):
+    def vectorized(size):
+        return lambda module: VectorizedClients(module, group_size=size, compile=False)
+
+    expected, _ = train(fit, data, FedAvg())
+    found, rule = train(fit, data, Noted(), vectorized(7))
+    assert rule.sizes == [20] * 2
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    monkeypatch.setattr(ClientUpdate, "joined", None)
+    found, rule = train(fit, data, Noted(), vectorized(20))
+    assert rule.sizes == [20] * 2
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_what_a_part_overwrites_has_been_sent(fit, data):
+    _, rule = train(fit, data, Noted(Buffered()))
+    assert len(rule.marks) == 4
+    assert all(clients == marks for _, clients, marks in rule.marks)
+
+
+def test_updates_of_an_abandoned_round_are_forgotten(fit, data):
+    rule = Noted()
+
+    def fails(clients):
+        if int(clients[0]) == 5:
+            raise RuntimeError("stopped")
+        return {}
+
+    rule.rejected = fails
+    with pytest.raises(RuntimeError, match="stopped"):
+        train(fit, data, rule)
+    assert rule.sizes == []
+    del rule.rejected
+    found, _ = train(fit, data, rule)
+    assert rule.sizes == [16, 4] * 2
+    assert found == train(fit, data, FedAvg())[0]
