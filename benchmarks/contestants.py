@@ -100,9 +100,12 @@ class Federation:
     Args:
         workload: What is trained.
         device: Where.
+        dtype: Of samples and parameters.
     """
 
-    def __init__(self, workload: Workload, device: str = "cpu") -> None:
+    def __init__(
+        self, workload: Workload, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
         self.workload, self.device = workload, torch.device(device)
         w = workload
         # Contestants but the library train the first clients: which does not matter for time.
@@ -110,10 +113,10 @@ class Federation:
         random = torch.Generator().manual_seed(SEED)
         n = w.clients * w.samples
         x = torch.randn(n, *w.shape, generator=random)
-        self.data = InMemory(x, torch.randint(w.classes, (n,), generator=random))
+        self.data = InMemory(x.to(dtype), torch.randint(w.classes, (n,), generator=random))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
-            self.net = w.net()
+            self.net = w.net().to(dtype)
         split = self.federated()
         split.setup("fit")
         self.parts = split.parts
@@ -345,6 +348,7 @@ def library(
     processes: int = 1,
     matching: bool = False,
     plain: bool = False,
+    lean_steps: bool = True,
     **vectorized: Any,
 ) -> Run:
     """Train with the library.
@@ -355,6 +359,7 @@ def library(
         processes: How many share the clients.
         matching: Whether the loss has a term of representation matching.
         plain: Whether the module is an ordinary LightningModule.
+        lean_steps: Option of ``FederatedLoop``.
         vectorized: Options of ``VectorizedClients``; without, clients train one after another.
     """
     net = copy.deepcopy(problem.net)
@@ -364,7 +369,10 @@ def library(
     with tempfile.TemporaryDirectory() as folder:
         clock = Clock()
         loop = FederatedLoop(
-            clients_per_round=problem.clients, policy=Schedule(num_steps=problem.steps), seed=SEED
+            clients_per_round=problem.clients,
+            policy=Schedule(num_steps=problem.steps),
+            seed=SEED,
+            lean_steps=lean_steps,
         )
         trainer(
             LONG,

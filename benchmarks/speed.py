@@ -14,8 +14,9 @@ on a GPU. ``--peer`` adds other libraries, each by a script in ``peers`` that sa
 environment that it runs in. ``--record`` adds the result to the records from which
 ``docs/performance.md`` is generated.
 
-``growth`` measures rounds of 100 clients in federations that grow, and their memory. ``costs``
-tells apart what a local step, a client switch and a round cost; see ``costs.py``.
+``agreement`` compares results with those of the loop. ``growth`` measures rounds of 100 clients in
+federations that grow, their memory and checkpoints; see ``growth.py``. ``costs`` tells apart what a
+local step, a client switch and a round cost; see ``costs.py``.
 
 Samples are synthetic, in memory; training is plain SGD. Contestants take turns, each turn in a
 process of its own. Time is wall time, everything included: loader, callback, aggregation, table. A
@@ -40,20 +41,19 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.nn.utils import parameters_to_vector
 
 import costs
+import growth
 import records
 from contestants import (
     LR,
     WORKLOADS,
     Federation,
     Run,
-    Workload,
     bare,
     fit_per_client,
-    fresh,
     library,
-    mlp,
     mlp_federation,
     peak,
     quiet,
@@ -108,12 +108,15 @@ CONTESTANTS: dict[str, Contestant] = {
     "bare loop, 2 threads": Contestant(2, bare),
     "Trainer.fit per client": Contestant(2, fit_per_client),
     "library, plain module": _library(plain=True),
+    "library, plain module, full steps": _library(plain=True, lean_steps=False),
     "library, sequential": _library(),
     "vectorized, groups of 1": _library(group_size=1),
     "vectorized, groups of 10": _library(group_size=10, compile=False, fast_matmul=False),
     "vectorized, groups of 10, compiled": _library(group_size=10, compile=True, fast_matmul=False),
     "vectorized, groups of 10, compiled, fast matmul": _library(group_size=10, compile=True),
     "the same, 1 thread": _library(threads=1, group_size=10, compile=True),
+    "the same, graphs not rewritten": _library(group_size=10, compile=True, rewrite_graphs=False),
+    "the same, channels last": _library(group_size=10, compile=True, channels_last=True),
     "vectorized, groups of 100, compiled, fast matmul": _library(group_size=100, compile=True),
     "2 processes, sequential": _library(processes=2),
     "2 processes, vectorized, groups of 1": _library(processes=2, group_size=1),
@@ -126,6 +129,18 @@ CONTESTANTS: dict[str, Contestant] = {
         matching=True, group_size=10, compile=True
     ),
 }
+#: One for each lever.
+LEVERS = (
+    "library, plain module",
+    "library, plain module, full steps",
+    "vectorized, groups of 1",
+    "vectorized, groups of 10",
+    "vectorized, groups of 10, compiled",
+    "vectorized, groups of 10, compiled, fast matmul",
+    "the same, graphs not rewritten",
+    "the same, channels last",
+    "auto",
+)
 #: What there is for a GPU beside.
 ON_A_GPU: dict[str, Contestant] = {
     "bare loop": Contestant(2, bare),
@@ -197,6 +212,29 @@ def measure(
     return found
 
 
+def agreement(names: Sequence[str], chosen: Sequence[str]) -> dict[str, Any]:
+    """Compare the parameters after a round with those of the bare loop.
+
+    Returns:
+        By workload and contestant, the largest difference in each precision, and how far a round
+        moves a parameter.
+    """
+    found: dict[str, Any] = {}
+    for name in names:
+        found[name] = {each: {} for each in chosen}
+        for dtype in (torch.float64, torch.float32):
+            everyone = WORKLOADS[name]._replace(clients=WORKLOADS[name].cohort)
+            problem = Federation(everyone, dtype=dtype)
+            start = parameters_to_vector(problem.net.parameters()).detach()
+            expected = bare(problem, 1).parameters
+            for each, result in found[name].items():
+                with threads(CONTESTANTS[each].threads):
+                    got = CONTESTANTS[each].run(problem, 1).parameters
+                result[str(dtype).removeprefix("torch.")] = float((got - expected).abs().max())
+                result["moved"] = float((expected - start).abs().max())
+    return found
+
+
 def matmul_peak() -> float:
     """Return the floating-point operations per second of a product of large matrices."""
     a = torch.randn(2048, 2048)
@@ -206,35 +244,6 @@ def matmul_peak() -> float:
         a @ a
         times.append(time.perf_counter() - start)
     return 2 * 2048**3 / median(times[1:])
-
-
-# --- federations that grow ------------------------------------------------------------------------
-
-GROWTH = Workload(100, 100, 5, 60, 60, (784,), mlp, 8)
-
-
-def grown(clients: int, rounds: int = GROWTH.rounds) -> dict[str, float]:
-    """Train rounds of 100 clients in this process, among so many.
-
-    Returns:
-        Seconds a round, and MiB at the peak beyond what the samples take.
-    """
-    cohort = min(clients, GROWTH.cohort)
-    problem = Federation(GROWTH._replace(clients=clients, cohort=cohort))
-    found = library(problem, rounds, group_size=10, compile=False).seconds
-    return {"seconds": median(found[1:]), "MiB": peak() - problem.data.nbytes / 2**20}
-
-
-def growth(numbers: Sequence[int], repeats: int) -> dict[int, dict[str, float]]:
-    """Measure federations of these sizes in turns, each time in a fresh process."""
-    found: dict[int, list[dict[str, float]]] = {n: [] for n in numbers}
-    for _ in range(repeats):
-        for n in numbers:
-            found[n].append(json.loads(fresh(__file__, "growth", "--grown", str(n))))
-    return {
-        n: {what: median(one[what] for one in each) for what in each[0]}
-        for n, each in found.items()
-    }
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -267,18 +276,28 @@ def rounds_command(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     return publish(outcome, records.tables(outcome), args)
 
 
+def agreement_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
+    """Compare results with the bare loop, in double and in single precision."""
+    found = agreement(args.workloads, args.contestants)
+    rows = [
+        [name, each, *(f"{one[what]:.1e}" for what in ("float64", "float32", "moved"))]
+        for name, results in found.items()
+        for each, one in results.items()
+    ]
+    head = ["workload", "contestant", "float64", "float32", "moved in a round"]
+    outcome = {"machine": machine(), "agreement": found}
+    return publish(outcome, table(head, rows) + "\n", args)
+
+
 def growth_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
     """Measure federations that grow."""
     if args.grown:
-        print(json.dumps(grown(args.grown)))
+        print(json.dumps(growth.grown(*args.grown[:2], bool(args.grown[2]))))
         return {}
-    outcome = {"machine": machine(), "growth": growth(args.clients, args.repeats)}
-    rows = [
-        [f"{n:,}", f"{one['seconds']:.3f}", f"{one['MiB']:.0f}"]
-        for n, one in outcome["growth"].items()
-    ]
-    head = ["clients", "seconds per round", "MiB without the samples"]
-    return publish(outcome, table(head, rows) + "\n", args)
+    states = {"no": [False], "yes": [True], "both": [False, True]}[args.state]
+    found = growth.measure(args.clients, states, args.rounds, args.repeats)
+    outcome = {"machine": machine(), "rounds": args.rounds, "growth": found}
+    return publish(outcome, table(list(growth.COLUMNS.values()), growth.rows(found)) + "\n", args)
 
 
 def costs_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
@@ -342,10 +361,15 @@ def options() -> argparse.ArgumentParser:
     add("--peer", nargs="+", choices=PEERS, default=[], help="other libraries, too")
     add("--record", action="store_true", help="add the result to docs/performance.md")
     add("--alone", nargs=5, help=argparse.SUPPRESS)
+    add = command("agreement", agreement_command).add_argument
+    add("--workloads", nargs="+", choices=WORKLOADS, default=USUAL, help="what is trained")
+    add("--contestants", nargs="+", choices=CONTESTANTS, default=LEVERS, help="who trains it")
     numbers: dict[str, Any] = {"type": int, "nargs": "*"}
     add = command("growth", growth_command).add_argument
-    add("--clients", **numbers, default=[10, 100, 1000, 10_000], help="sizes of federation")
-    add("--grown", type=int, help=argparse.SUPPRESS)
+    add("--clients", **numbers, default=[100, 1000, 10_000, 100_000], help="sizes of federation")
+    add("--rounds", type=int, default=50, help="rounds of a run")
+    add("--state", choices=("no", "yes", "both"), default="both", help="whether clients keep state")
+    add("--grown", type=int, nargs=3, help=argparse.SUPPRESS)
     add = command("costs", costs_command).add_argument
     add("--clients", **numbers, default=[10, 100, 1000], help="sizes of federation; may be none")
     add("--grid", **numbers, default=costs.GRID, help="clients and steps of the fit")

@@ -23,9 +23,9 @@ COSTS = (
 def test_smoke(script, monkeypatch, tmp_path, capsys):
     """All commands run on tiny workloads; sequential, vectorized and bare give the same."""
     speed = script("speed")
-    tiny = speed.Workload(4, 3, 2, 8, 4, (5,), lambda: nn.Linear(5, 10), 2)
+    tiny = speed.growth.Workload(4, 3, 2, 8, 4, (5,), lambda: nn.Linear(5, 10), 2)
     monkeypatch.setitem(speed.WORKLOADS, "W1", tiny)
-    monkeypatch.setattr(speed, "GROWTH", tiny)
+    monkeypatch.setattr(speed.growth, "GROWN", tiny)
     table, figures = tmp_path / "out.md", tmp_path / "out.json"
     written = ("--json", str(figures), "--markdown", str(table))
 
@@ -54,8 +54,18 @@ def test_smoke(script, monkeypatch, tmp_path, capsys):
     )
     torch.testing.assert_close(plain, group_size, rtol=0, atol=1e-6)
 
-    speed.main(["growth", "--grown", "6"])
-    assert min(json.loads(capsys.readouterr().out.splitlines()[-1]).values()) > 0
+    outcome = speed.main(["agreement", "--workloads", "W1", "--contestants", *NAMES])
+    for found in outcome["agreement"]["W1"].values():
+        assert found["float64"] < 1e-12
+        assert found["float32"] < 1e-6
+        assert found["moved"] > 1e-3
+
+    for state in ("0", "1"):
+        speed.main(["growth", "--grown", "6", "4", state])
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert list(found) == list(speed.growth.COLUMNS)
+        assert min(found[what] for what in ("setup", "seconds", "MiB", "saving", "size")) > 0
+        assert len(speed.growth.rows([found])[0]) == len(found)
 
     outcome = speed.main([*COSTS, *written])
     assert json.loads(figures.read_text()) == json.loads(json.dumps(outcome))
