@@ -163,8 +163,7 @@ class LeanSteps:
     def _to_device(self, batch: Any) -> Any:
         device = self.module.device
         if self._only_moves:
-            is_there = (type(each) is Tensor and each.device == device for each in batch)
-            if type(batch) is tuple and all(is_there):
+            if type(batch) is tuple and all(_is_on(device, each) for each in batch):
                 return batch
             return move_data_to_device(batch, device)
         batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
@@ -242,6 +241,10 @@ class LeanSteps:
         if not made:
             Closure(lambda: ClosureResult(None)).consume_result()  # raises Lightning's error
         return made[0]
+
+
+def _is_on(device: torch.device, value: Any) -> bool:
+    return type(value) is Tensor and value.device == device
 
 
 def lean_steps(

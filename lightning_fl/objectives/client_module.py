@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -46,6 +46,10 @@ class WeightedMean(Metric):
     def __init__(self) -> None:
         super().__init__()
         self.add_state("sums", empty_sum((2,)), dist_reduce_fx=merged_sums)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> Any:
+        """Move the sums to another device. Half precision of a module does not convert them."""
+        return super()._apply(lambda tensor: tensor.to(fn(tensor.new_empty(0)).device))
 
     def update(self, values: Tensor, weights: Tensor) -> None:
         """Add values.

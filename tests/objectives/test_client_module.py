@@ -404,3 +404,20 @@ def test_a_step_that_leaves_out_the_terms_is_said(fit, kind):
     said = [str(each.message) for each in found if "did not use the terms" in str(each.message)]
     assert len(said) == (kind is Instead)
     assert all("Instead.training_step" in text and "Proximal" in text for text in said)
+
+
+def test_the_training_loss_is_exact_in_half_precision(fit, data):
+    losses = []
+
+    class Watched(ClientModule):
+        def federated_record(self, loss, count):
+            losses.append((loss.detach().double() * count).item())
+            super().federated_record(loss, count)
+
+    module = Watched(torch.nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    loop = FederatedLoop(buffers="average", seed=1)
+    fit(module, loop, data(num_clients=4, batch_size=5), rounds=1, precision="bf16-true")
+    assert module.train_loss.sums.dtype == torch.float64
+    assert module.train_loss.to(torch.float16).sums.dtype == torch.float64
+    found = module.trainer.callback_metrics["train_loss"].item()
+    assert found == pytest.approx(sum(losses) / loop.rows[0]["num_samples"], rel=1e-6)
