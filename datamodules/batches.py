@@ -180,9 +180,9 @@ class RoundBatches(OwnBatches):
             if self.apart:
                 yield Batch(torch.cat(index), keys, [len(part) for part in index])
                 continue
-            samples = torch.cat(_padded(index))
+            samples = torch.cat(_padded(index)) if len(index) > 1 else index[0]
             # A process with an empty share takes one sample, which the loop weights with 0.
-            share = samples[self.rank :: self.world_size]
+            share = samples[self.rank :: self.world_size] if self.world_size > 1 else samples
             stepwise = step.steps if plan.stepwise else 0
             yield Batch(share if len(share) else samples[:1], keys, stepwise=stepwise)
 
