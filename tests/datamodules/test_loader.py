@@ -235,7 +235,6 @@ def test_the_iterator_of_this_process_gives_what_torchs_gives():
     loader = data.train_dataloader()
     assert numbers(loader) == numbers(DataLoader.__iter__(loader))
     assert not isinstance(iter(loader), _BaseDataLoaderIter)
-    assert isinstance(iter(data.predict_dataloader()), _BaseDataLoaderIter)
 
 
 def test_a_loader_has_no_state_of_its_own():
