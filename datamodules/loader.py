@@ -135,7 +135,7 @@ def round_loader(
     is_near = False
     if isinstance(batches.data, InMemory):
         if num_workers == 0:
-            warnings.filterwarnings("ignore", ".*does not have many workers.*")
+            _ignore(".*does not have many workers.*")
             if fits(batches.data, device):
                 batches.data = batches.data.on(device)
         is_near = batches.data.device == device
@@ -149,6 +149,12 @@ def round_loader(
         # Without this generator, every loader would draw a seed from the global generator.
         generator=torch.Generator(),
     )
+
+
+def _ignore(message: str) -> None:
+    """Ignore a warning. A new filter each time would show others again that are shown once."""
+    if not any(known and known.pattern == message for _, known, *_ in warnings.filters):
+        warnings.filterwarnings("ignore", message)
 
 
 def _identity(batch: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -205,8 +206,10 @@ class Aggregator(Metric, ABC):
         value = super()._wrap_compute(compute)
 
         def wrapped() -> Tensor:
-            with warnings.catch_warnings():  # A process may have no clients.
-                warnings.filterwarnings("ignore", ".* was called before the ``update`` method")
+            with ExitStack() as stack:
+                if not self.update_called:  # a process may have no clients
+                    stack.enter_context(warnings.catch_warnings())
+                    warnings.filterwarnings("ignore", ".* was called before the ``update`` method")
                 server: Tensor = value()
             return server.reshape(-1)  # torchmetrics squeezes shape [1] to a scalar.
 

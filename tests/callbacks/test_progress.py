@@ -2,10 +2,12 @@
 
 import functools
 import io
+import warnings
 
 import pytest
 import rich.console
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
@@ -299,3 +301,16 @@ def test_the_last_line_has_the_figures_of_the_last_round(run, request, capsys, i
     last = text[text.rindex("round 3/3") :]
     assert "trained_epoch 3" in last
     assert "validated 3" in last
+
+
+def test_a_warning_that_is_shown_once_is_not_shown_in_each_round(fit, foreign):
+    class Warns(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            warnings.warn("of a library", stacklevel=1)
+
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        shown = []
+        warnings.showwarning = lambda message, *args: shown.append(str(message))
+        fit(foreign(), FederatedLoop(buffers="average"), rounds=4, callbacks=[Warns()])
+    assert shown.count("of a library") == 1
