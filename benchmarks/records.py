@@ -109,29 +109,36 @@ def figures(workload: dict[str, Any], peak: float) -> Iterator[list[str]]:
 
 def tables(outcome: dict[str, Any]) -> str:
     """Return the tables of a measurement in Markdown, one for each workload."""
+    parts = [part for name in outcome["workloads"] for part in shown(outcome, name)]
+    return "\n\n".join(parts) + "\n"
+
+
+def shown(outcome: dict[str, Any], name: str, *about: str) -> list[str]:
+    """Return the title and the table of a workload, with texts between them."""
     head = ["", "s per round", "speedup", "steps/s", "share of peak", "first round", "MiB"]
-    text = []
-    for name, workload in outcome["workloads"].items():
-        title = f"### {name}: {WORKLOADS[name]}" if name in WORKLOADS else f"### {name}"
-        text += [title, table(head, list(figures(workload, outcome["peak"])))]
-    return "\n\n".join(text) + "\n"
+    title = f"### {name}: {WORKLOADS[name]}" if name in WORKLOADS else f"### {name}"
+    rows = list(figures(outcome["workloads"][name], outcome["peak"]))
+    return [title, *about, table(head, rows)]
 
 
 # --- the page -------------------------------------------------------------------------------------
 
 
 def page(measured: Sequence[dict[str, Any]]) -> str:
-    """Return the page: the latest measurement, and a row for each workload of each measurement."""
+    """Return the page: the latest measurement of each workload, and a row for each measurement."""
     if not measured:
         return INTRODUCTION
-    latest = measured[0]
-    count = max(len(t) for w in latest["workloads"].values() for t in w["turns"].values())
-    text = [INTRODUCTION.rstrip(), f"## Latest measurement: {latest['time'][:10]}"]
-    text.append(
-        f"{count} turns, {described(latest['machine'])}, {latest['peak'] / 1e9:.0f} GFLOP/s at the"
-        f" peak, commit `{latest['commit']}`:"
-    )
-    text += [f"    {latest['command']}", tables(latest).rstrip(), "## All measurements"]
+    text = [INTRODUCTION.rstrip(), "## Latest measurement of each workload"]
+    latest = {name: outcome for outcome in reversed(measured) for name in outcome["workloads"]}
+    for name in sorted(latest, key=lambda name: [*WORKLOADS, name].index(name)):
+        outcome = latest[name]
+        count = max(len(turns) for turns in outcome["workloads"][name]["turns"].values())
+        about = (
+            f"{outcome['time'][:10]}: {count} turns, {described(outcome['machine'])},"
+            f" {outcome['peak'] / 1e9:.0f} GFLOP/s at the peak, commit `{outcome['commit']}`:"
+        )
+        text += shown(outcome, name, about, f"    {outcome['command']}")
+    text.append("## All measurements")
     text.append("Speedups of the library over the faster bare loop: a plain module, and `auto`.")
     head = ["workload", "plain", "auto", "machine", "date", "commit", "command"]
     rows = []

@@ -139,12 +139,21 @@ def machine() -> dict[str, Any]:
     """Describe the machine and the versions."""
     return {
         "cpus": os.cpu_count(),
+        "cpu": _processor(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": lightning.__version__,
         "threads": torch.get_num_threads(),
     }
+
+
+def _processor() -> str | None:
+    """Return the name of the processor, or None."""
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text().splitlines() if known.exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or None
 
 
 def machine_line() -> str:

@@ -106,10 +106,13 @@ def test_a_record_is_shown_beside_the_faster_loop(script):
     assert found["slow"] == ["3.00", "0.10", "17", "2 %", "", ""]
     assert found["fails"][0] == "nan"
     old = outcome | {"time": "2025-12-31T10:00:00", "commit": "old"}
+    old["workloads"] = {"W2": outcome["workloads"]["W1"]} | outcome["workloads"]
     page = records.page([outcome, old])
     assert "| W1 |  | 3.00 | cpus 2 | 2026-01-02 | `abc` |" in page
-    assert page.count("2025-12-31") == 1
-    assert "commit `abc`" in page
+    assert page.count("2025-12-31") == 3  # two rows, and the latest measurement of W2
+    assert page.count("### ") == 2
+    assert page.index("### W1") < page.index("commit `abc`") < page.index("### W2")
+    assert page.index("### W2") < page.index("commit `old`") < page.index("## All")
 
 
 def test_the_work_of_a_step_is_counted(script):
