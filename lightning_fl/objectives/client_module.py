@@ -26,7 +26,22 @@ from lightning_fl.objectives.terms import ModelView, Term, settable
 from lightning_fl.types import FederationError, PersonalModel
 
 
-class WeightedMean(Metric):
+class _Precise(Metric):
+    """Never lower the precision of states, as metrics of a module in half precision do."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> Any:
+        def moved(tensor: Tensor) -> Tensor:
+            like = fn(tensor.new_empty(0))
+            return tensor.to(like.device, torch.promote_types(tensor.dtype, like.dtype))
+
+        return super()._apply(moved, exclude_state)
+
+
+class Mean(_Precise, MeanMetric):
+    """Compute a mean, at least in single precision."""
+
+
+class WeightedMean(_Precise):
     """Compute the weighted mean of the finite values as a float64 scalar, NaN if there are none.
 
     The result is independent of the order of the values and of their distribution over processes.
@@ -46,10 +61,6 @@ class WeightedMean(Metric):
     def __init__(self) -> None:
         super().__init__()
         self.add_state("sums", empty_sum((2,)), dist_reduce_fx=merged_sums)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> Any:
-        """Move the sums to another device. Half precision of a module does not convert them."""
-        return super()._apply(lambda tensor: tensor.to(fn(tensor.new_empty(0)).device))
 
     def update(self, values: Tensor, weights: Tensor) -> None:
         """Add values.
@@ -105,7 +116,7 @@ class ClientModule(LightningModule):
         self.make_optimizer = optimizer
         self.train_loss = WeightedMean()
         # Metrics, because Lightning averages scalars over processes without weights.
-        self.val_loss, self.test_loss = (MeanMetric(nan_strategy="disable") for _ in range(2))
+        self.val_loss, self.test_loss = (Mean(nan_strategy="disable") for _ in range(2))
         self.val_acc, self.test_acc = (MulticlassAccuracy(average="micro") for _ in range(2))
         #: Initial parameters of the client by name, for the terms. A ``FederatedLoop`` sets them
         #: unless the attribute is None. Constant, so neither a buffer nor saved.

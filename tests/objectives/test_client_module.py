@@ -418,6 +418,27 @@ def test_the_training_loss_is_exact_in_half_precision(fit, data):
     loop = FederatedLoop(buffers="average", seed=1)
     fit(module, loop, data(num_clients=4, batch_size=5), rounds=1, precision="bf16-true")
     assert module.train_loss.sums.dtype == torch.float64
+    assert module.val_loss.mean_value.dtype == torch.float32
+    assert module.to(torch.float64).val_loss.mean_value.dtype == torch.float64
     assert module.train_loss.to(torch.float16).sums.dtype == torch.float64
     found = module.trainer.callback_metrics["train_loss"].item()
     assert found == pytest.approx(sum(losses) / loop.rows[0]["num_samples"], rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_the_validation_loss_is_summed_in_single_precision(fit, data, precision):
+    batches = []
+
+    class Watched(ClientModule):
+        def federated_losses(self, batch, outputs):
+            losses = super().federated_losses(batch, outputs)
+            if not self.training:
+                batches.append(losses.detach().double())
+            return losses
+
+    module = Watched(torch.nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    samples = data(num_clients=2, val_size=60)
+    samples.eval_batch_size = 1
+    fit(module, FederatedLoop(buffers="average", seed=1), samples, rounds=1, precision=precision)
+    expected = torch.cat(batches[-60:]).mean().item()
+    assert module.trainer.callback_metrics["val_loss"].item() == pytest.approx(expected, rel=1e-6)
