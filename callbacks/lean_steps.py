@@ -218,10 +218,10 @@ class LeanSteps:
                 made.append({} if result.loss is None else result.asdict())
                 loss: Tensor | None = Closure(lambda: result, backward, zero_grad)()
                 return loss
-            made.append({"loss": output.detach()})
+            made.append({"loss": output.detach().clone()})  # a module may write to it again
             zero_grad()
             backward(output)
-            return output.detach()
+            return made[0]["loss"]  # type: ignore[no-any-return]
 
         def closure() -> Any:
             loss = make_step()

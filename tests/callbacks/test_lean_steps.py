@@ -237,6 +237,33 @@ def test_an_optimizer_without_gradients_and_hooks_that_see_it(fit):
     assert {True, False} <= {each for each in found[0][1] if isinstance(each, bool)}
 
 
+class Overwritten(Net):
+    """Returns the same memory in every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory = torch.zeros((), dtype=torch.float64)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.memory = self.memory.detach().zero_()
+        return self.memory.add_(loss)
+
+
+def test_a_callback_may_keep_a_loss_whose_memory_is_written_again(fit):
+    found = []
+    for lean in (False, True):
+        kept = []
+
+        class Keeps(L.Callback):
+            def on_train_batch_end(self, trainer, module, outputs, *args, kept=kept):
+                kept.append(outputs["loss"])
+
+        found.append((federation(fit, Overwritten, lean, Keeps()), [float(k) for k in kept]))
+    assert found[0] == found[1]
+    assert len(set(found[0][1])) > 20
+
+
 @pytest.mark.parametrize("first", [0, 2])
 def test_values_that_are_logged_in_some_steps_only(fit, first):
     class Module(Net):
