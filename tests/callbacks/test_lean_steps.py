@@ -280,6 +280,7 @@ def test_values_that_are_logged_in_some_steps_only(fit, first):
             seen.append({k: v.item() for k, v in trainer.callback_metrics.items()})
             seen.append({k: float(v) for k, v in trainer.progress_bar_metrics.items()})
             seen.append(trainer.fit_loop.epoch_loop._batches_that_stepped)
+            seen.append(trainer._logger_connector._first_loop_iter)
 
     found = []
     for lean in (False, True):

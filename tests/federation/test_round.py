@@ -1,5 +1,7 @@
 """Updates of single clients reach the aggregator together."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -72,6 +74,19 @@ def test_groups_wait_together_unless_they_are_large_enough(fit, data, monkeypatc
     found, rule = train(fit, data, Noted(), vectorized(20))
     assert rule.sizes == [20] * 2
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_updates_keep_their_order(monkeypatch):
+    seen = []
+    made = object.__new__(round_module.Round)
+    made.fit = SimpleNamespace(aggregator=SimpleNamespace(update=lambda u: seen.append(u.clients)))
+    made._waiting = []
+    ids = torch.arange(40).split([3, 20, 1, 15, 1])
+    for clients in ids:
+        made._pass_on(ClientUpdate(clients, torch.zeros(len(clients), 2), clients))
+    assert [len(clients) for clients in seen] == [3, 20, 16]
+    made._pass_on_all()
+    assert torch.cat(seen).tolist() == list(range(40))
 
 
 def test_what_a_part_overwrites_has_been_sent(fit, data):
