@@ -416,11 +416,11 @@ def lightning_alone(problem: Federation, rounds: int) -> Run:
     return clock.run(module)
 
 
-def peak() -> float:
-    """Return the peak memory of this process in MiB."""
+def peak(field: str = "VmHWM") -> float:
+    """Return the peak memory of this process in MiB; with ``VmRSS`` that of now, on Linux only."""
     status = Path("/proc/self/status")
     if status.exists():  # ru_maxrss would include the parent's memory at the fork.
-        return int(status.read_text().partition("VmHWM:")[2].split()[0]) / 2**10
+        return int(status.read_text().partition(f"{field}:")[2].split()[0]) / 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # macOS counts bytes
 
 

@@ -11,15 +11,14 @@ import json
 import tempfile
 import time
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
-from contestants import LR, SEED, Federation, Workload, fresh, peak, trainer
+from contestants import LR, SEED, Clock, Federation, Workload, fresh, peak, trainer
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.models import MLPClassifier
@@ -38,27 +37,17 @@ COLUMNS = {
 }
 
 
-class Watch(Callback):
+class Watch(Clock):
     """Notes the time and the memory at the end of each round."""
 
     def __init__(self) -> None:
-        self.times, self.memory = list[float](), list[float]()
-        self.built = time.perf_counter()
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the end of the set-up."""
-        self.times.append(time.perf_counter())
+        super().__init__()
+        self.memory = list[float]()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the end of a round."""
-        self.times.append(time.perf_counter())
-        self.memory.append(resident())
-
-
-def resident() -> float:
-    """Return the memory of this process in MiB."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmRSS:")[2].split()[0]) / 2**10
+        super().on_train_epoch_end(trainer, pl_module)
+        self.memory.append(peak("VmRSS"))
 
 
 def grown(clients: int, rounds: int, state: bool) -> dict[str, Any]:
@@ -83,13 +72,13 @@ def grown(clients: int, rounds: int, state: bool) -> dict[str, Any]:
         start = time.perf_counter()
         made.save_checkpoint(file := Path(folder, "end.ckpt"))
         saving, size = time.perf_counter() - start, file.stat().st_size / 2**20
-    seconds = [b - a for a, b in pairwise(watch.times)]
+    run = watch.run(problem.net)
     half = watch.memory[len(watch.memory) // 2 :]
     return {
         "clients": clients,
         "state": state,
-        "setup": watch.times[0] - watch.built,
-        "seconds": median(seconds[1:]),
+        "setup": run.setup,
+        "seconds": median(run.seconds[1:]),
         "MiB": peak() - problem.data.nbytes / 2**20,
         "more": half[-1] - half[0],
         "saving": saving,

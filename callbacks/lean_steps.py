@@ -117,7 +117,7 @@ class LeanSteps:
         progress.is_last_batch = fetcher.done
         batch = self._to_device(batch)
         progress.increment_ready()
-        self._expose(batch)
+        connector.on_batch_start(batch)
         outputs = None
         if ends := self._call("on_train_batch_start", batch, index) == -1:
             progress.increment_by(0, is_last_batch=True)
@@ -139,13 +139,6 @@ class LeanSteps:
         progress.increment_completed()
         if results:
             connector.update_train_step_metrics()
-
-    def _expose(self, batch: Any) -> None:
-        """Do what Lightning's logger connector does at the start of a batch."""
-        connector: Any = self.trainer._logger_connector
-        connector._first_loop_iter = connector._first_loop_iter is None
-        results = self._loop._results
-        results.batch, results.batch_size, results.dataloader_idx = batch, None, None
 
     def end(self, lightnings: Method) -> Method:
         """Return the replacement of the loop's method for the end of a training batch."""

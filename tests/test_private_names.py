@@ -38,15 +38,19 @@ OF_A_TRAINER = [
     "_logger_connector.on_batch_end",
     "_logger_connector.on_batch_start",
     "_logger_connector.update_train_step_metrics",
+    "fit_loop.epoch_loop._batches_that_stepped",
     "fit_loop.epoch_loop._broadcast_sigterm_tensor",
     "fit_loop.epoch_loop._num_ready_batches_reached",
-    "fit_loop.epoch_loop._results",
+    "fit_loop.epoch_loop._results.batch",
+    "fit_loop.epoch_loop._results.batch_size",
     "fit_loop.epoch_loop.advance",
     "fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad",
     "fit_loop.epoch_loop.automatic_optimization.run",
     "fit_loop.epoch_loop.batch_progress.is_last_batch",
+    "fit_loop.epoch_loop.on_advance_end",
     "fit_loop.epoch_loop.update_lr_schedulers",
     "precision_plugin._clip_gradients",
+    "received_sigterm",
 ]
 #: Attributes of a LightningModule.
 OF_A_MODULE = ["_current_fx_name", "_trainer"]

@@ -289,7 +289,7 @@ class Round:
         self._note(sent, reports, counters)
 
     def _pass_on(self, update: ClientUpdate) -> None:
-        """Pass an update to the aggregator, together with others: many are faster than each."""
+        """Pass an update to the aggregator. Small ones wait, since one call for many is faster."""
         size = update.delta.nbytes // len(update.clients)
         if size * MOST_WAITING > WAITING_BYTES or len(update.clients) >= MOST_WAITING:
             self._pass_on_all()

@@ -83,26 +83,20 @@ def add_rows(total: Tensor, rows: Tensor, weights: Tensor | None = None) -> None
         memory = total.new_empty(2, len(some), min(width, total.shape[1]))
         for state, piece in zip(total.split(width, 1), some.split(width, 1), strict=True):
             addends, rounded = memory[..., : piece.shape[1]]
-            torch.mul(addends.copy_(piece).mul_(factor[:, None]), state[-1], out=rounded)
-            if not (on_cpu and _fits(rounded)):
-                _make_room(state, addends)
+            rest = torch.mul(addends.copy_(piece).mul_(factor[:, None]), state[-1], out=rounded)
+            for at in _too_large(rest) if on_cpu else [slice(None)]:
+                largest = addends[:, at].abs().amax(0)
+                state[:, at] = _moved(state[:, at], _scale_for(largest))
             _add_slices(state, addends.mul_(state[-1]), rounded)
 
 
-def _fits(rest: Tensor) -> bool:
-    """Return whether the bins hold all scaled addends; NaN does not fit."""
+def _too_large(rest: Tensor) -> list[Any]:
+    """Return an index of the coordinates with bins to shift up, in a list, empty if none."""
     low, high = map(float, rest.aminmax())
-    return -_LIMIT < low <= high < _LIMIT
-
-
-def _make_room(state: Tensor, addends: Tensor) -> None:
-    """Shift the bins up, in place, where they do not hold an addend, ``[k, P]``."""
-    largest = torch.maximum(addends.amax(0), -addends.amin(0))
-    at: Any = slice(None)
-    if state.device.type == "cpu":
-        found = (~(largest * state[-1] < _LIMIT)).nonzero()[:, 0]
-        at = found if len(found) < len(largest) // 8 else at
-    state[:, at] = _moved(state[:, at], _scale_for(largest[at]))
+    if -_LIMIT < low <= high < _LIMIT:
+        return []
+    found = (~(rest.abs().amax(0) < _LIMIT)).nonzero()[:, 0]
+    return [found if len(found) < rest.shape[1] // 8 else slice(None)]
 
 
 def _add_slices(state: Tensor, rest: Tensor, rounded: Tensor) -> None:

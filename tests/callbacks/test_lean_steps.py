@@ -187,20 +187,25 @@ def test_a_hook_that_logs_is_known_by_its_name(fit):
     assert any("of_a_callback" in row and "of_a_module" in row for _, row in logged[0])
 
 
+class Optimized(Net):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self):
+        return self.kind(self.parameters(), lr=0.1)
+
+
 class Lazy(torch.optim.SGD):
     def step(self, closure=None):
         return super().step()
 
 
 def test_an_optimizer_that_does_not_call_the_closure_is_refused_as_by_lightning(fit):
-    class Module(Net):
-        def configure_optimizers(self):
-            return Lazy(self.parameters(), lr=0.1)
-
     found = []
     for lean in (False, True):
         with pytest.raises(MisconfigurationException, match="closure hasn't been") as raised:
-            federation(fit, Module, lean)
+            federation(fit, lambda: Optimized(Lazy), lean)
         found.append(str(raised.value))
     assert found[0] == found[1]
 
@@ -214,10 +219,6 @@ class Graded(torch.optim.SGD):
 
 
 def test_an_optimizer_without_gradients_and_hooks_that_see_it(fit):
-    class Module(Net):
-        def configure_optimizers(self):
-            return Graded(self.parameters(), lr=0.1)
-
     found = []
     for lean in (False, True):
         seen = []
@@ -232,7 +233,7 @@ def test_an_optimizer_without_gradients_and_hooks_that_see_it(fit):
             def on_train_batch_end(self, trainer, module, outputs, *args, seen=seen):
                 seen.append((list(outputs), outputs["loss"].item(), outputs["loss"].requires_grad))
 
-        found.append((federation(fit, Module, lean, Modes()), seen))
+        found.append((federation(fit, lambda: Optimized(Graded), lean, Modes()), seen))
     assert found[0] == found[1]
     assert {True, False} <= {each for each in found[0][1] if isinstance(each, bool)}
 
