@@ -23,6 +23,7 @@ from lightning_fl.functional.randomness import (
     seed_rng,
     set_rng_state,
 )
+from lightning_fl.functional.summation import compiled_sums
 from lightning_fl.strategies import ClientLogs
 from lightning_fl.types import (
     ClientUpdate,
@@ -293,7 +294,7 @@ class Round:
         size = update.delta.nbytes // len(update.clients)
         if size * MOST_WAITING > WAITING_BYTES or len(update.clients) >= MOST_WAITING:
             self._pass_on_all()
-            self.fit.aggregator.update(update)
+            self._give(update)
             return
         own = {name: value.clone() for name, value in update.extras.items()}
         self._waiting.append(replace(update, delta=update.delta.clone(), extras=own))
@@ -303,8 +304,12 @@ class Round:
     def _pass_on_all(self) -> None:
         """Pass the updates that wait to the aggregator."""
         if self._waiting:
-            self.fit.aggregator.update(ClientUpdate.joined(self._waiting))
+            self._give(ClientUpdate.joined(self._waiting))
             self._waiting = []
+
+    def _give(self, update: ClientUpdate) -> None:
+        with compiled_sums(self.fit.runner.choices().get("compiled", False)):
+            self.fit.aggregator.update(update)
 
     def _end_parts(self, delta: Tensor, lr: Tensor) -> dict[str, Tensor]:
         """Run the client parts after training; return the tensors sent with the updates."""

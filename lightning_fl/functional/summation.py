@@ -20,6 +20,12 @@ independent of the number of addends.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -33,11 +39,31 @@ BINS = 3
 #: Number of rows, and of elements, to add at once on a CPU, limited by its cache, and on other
 #: devices.
 ROWS, PIECE, DEVICE_PIECE = 16, 2**17, 2**22
+#: Number of elements from which compiled code is used, if it is permitted.
+LARGE = 2**17
 
 #: Bound on scaled addends: half the unit of the next higher bin, so that this bin rounds to 0.
 _LIMIT = 2.0 ** (BITS - 1)
+#: Adding and subtracting it rounds to multiples of a bin's unit, half to even.
+_ANCHORS = [1.5 * 2.0 ** (52 - i * BITS) for i in range(BINS)]
 #: Scale of zero, that of the lowest window. Its lowest unit is the smallest subnormal number.
 _SCALE_OF_ZERO = 2.0**1010
+
+_is_permitted: ContextVar[bool] = ContextVar("compiled sums", default=False)
+
+
+@contextmanager
+def compiled_sums(permitted: bool = True) -> Iterator[None]:
+    """Permit or forbid compiled code for large sums on a CPU. The results are the same bit for bit.
+
+    Args:
+        permitted: Whether compiled code is permitted in the context.
+    """
+    token = _is_permitted.set(permitted)
+    try:
+        yield
+    finally:
+        _is_permitted.reset(token)
 
 
 def empty_sum(shape: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
@@ -58,8 +84,8 @@ def empty_sum(shape: tuple[int, ...], device: torch.device | str = "cpu") -> Ten
 def add_rows(total: Tensor, rows: Tensor, weights: Tensor | None = None) -> None:
     r"""Add :math:`\sum_k w_k x_k` to a sum, in place.
 
-    On a CPU only the coordinates that require a shift of bins are shifted. On other devices all
-    coordinates are processed in the same way, to avoid synchronization with the host.
+    On a CPU only the coordinates that require a shift of bins are shifted. On other devices and in
+    compiled code, all coordinates are processed in the same way.
 
     Args:
         total: Sum, ``[BINS + 1, P]``.
@@ -76,17 +102,67 @@ def add_rows(total: Tensor, rows: Tensor, weights: Tensor | None = None) -> None
     """
     if not rows.numel():
         return
-    on_cpu = total.device.type == "cpu"
     factors = total.new_ones(len(rows)) if weights is None else weights.to(total)
+    if total.device.type != "cpu":
+        width = max(DEVICE_PIECE // len(rows), 1)
+        for state, piece in zip(total.split(width, 1), rows.split(width, 1), strict=True):
+            _add_alike(state, piece, factors)
+    elif _is_permitted.get() and len(rows) > 1 and rows.numel() >= LARGE:
+        _compiled(rows.shape[1], rows.dtype)(total, rows, factors)
+    else:
+        _add_in_cache(total, rows, factors)
+
+
+def _add_alike(total: Tensor, rows: Tensor, factors: Tensor) -> None:
+    """Add weighted rows; all coordinates are processed in the same way."""
+    addends = rows.to(total) * factors[:, None]
+    state = _moved(total, _scale_for(addends.abs().amax(0)))
+    rest = addends * state[-1]
+    for unit_bin, anchor in zip(state[:-1], _ANCHORS, strict=True):
+        rounded = (rest + anchor) - anchor
+        unit_bin += rounded.sum(0)
+        rest = rest - rounded
+    total.copy_(state)
+
+
+@cache
+def _compiled(width: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """Return a compiled form of :func:`_add_alike` for rows of one width and dtype."""
+    # With a code object of its own, since torch allows only eight graphs for each.
+    graph = torch.compile(FunctionType(_add_alike.__code__.replace(), globals()))
+    is_broken = False
+
+    def add_rows(total: Tensor, rows: Tensor, factors: Tensor) -> None:
+        nonlocal is_broken
+        if is_broken:
+            _add_in_cache(total, rows, factors)
+            return
+        for tensor in (rows, factors):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        try:
+            graph(total, rows, factors)
+        except Exception as error:  # torch.compile and the compilers below it fail in many ways
+            is_broken = True
+            warnings.warn(
+                f"sums are not compiled: {type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            _add_in_cache(total, rows, factors)
+
+    return add_rows
+
+
+def _add_in_cache(total: Tensor, rows: Tensor, factors: Tensor) -> None:
+    """Add weighted rows on a CPU, in pieces that stay in its cache."""
     for some, factor in zip(rows.split(ROWS), factors.split(ROWS), strict=True):
-        width = max((PIECE if on_cpu else DEVICE_PIECE) // len(some), 1)
+        width = max(PIECE // len(some), 1)
         memory = total.new_empty(2, len(some), min(width, total.shape[1]))
         for state, piece in zip(total.split(width, 1), some.split(width, 1), strict=True):
             addends, rounded = memory[..., : piece.shape[1]]
             rest = torch.mul(addends.copy_(piece).mul_(factor[:, None]), state[-1], out=rounded)
-            for at in _too_large(rest) if on_cpu else [slice(None)]:
-                largest = addends[:, at].abs().amax(0)
-                state[:, at] = _moved(state[:, at], _scale_for(largest))
+            for at in _too_large(rest):
+                _shift(state, at, _scale_for(addends[:, at].abs().amax(0)))
             _add_slices(state, addends.mul_(state[-1]), rounded)
 
 
@@ -99,11 +175,18 @@ def _too_large(rest: Tensor) -> list[Any]:
     return [found if len(found) < rest.shape[1] // 8 else slice(None)]
 
 
+def _shift(state: Tensor, at: Any, scale: Tensor) -> None:
+    """Shift the bins of some coordinates up to a scale."""
+    part = state[:, at]
+    if part[:-1].any():
+        state[:, at] = _moved(part, scale)
+    else:  # an empty sum has nothing to shift
+        state[-1, at] = torch.minimum(scale, part[-1])
+
+
 def _add_slices(state: Tensor, rest: Tensor, rounded: Tensor) -> None:
     """Add scaled addends ``rest``, ``[k, P]``, to the bins, and overwrite them."""
-    for i, unit_bin in enumerate(state[:-1]):
-        # Adding and subtracting it rounds to multiples of the bin's unit, half to even.
-        anchor = 1.5 * 2.0 ** (52 - i * BITS)
+    for i, (unit_bin, anchor) in enumerate(zip(state[:-1], _ANCHORS, strict=True)):
         torch.add(rest, anchor, out=rounded).sub_(anchor)
         unit_bin += rounded.sum(0)
         if i + 1 < BINS:
@@ -122,8 +205,6 @@ def _moved(total: Tensor, scale: Tensor) -> Tensor:
     scale = torch.minimum(scale, total[-1])
     moved = torch.zeros_like(total)
     moved[-1] = scale
-    if total.device.type == "cpu" and not total[:-1].any():
-        return moved
     ratio = scale / total[-1]  # 2 ** -BITS to the power of the number of shifted bins
     for i in range(BINS):
         for up in range(i + 1):

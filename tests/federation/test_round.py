@@ -79,7 +79,10 @@ def test_groups_wait_together_unless_they_are_large_enough(fit, data, monkeypatc
 def test_updates_keep_their_order(monkeypatch):
     seen = []
     made = object.__new__(round_module.Round)
-    made.fit = SimpleNamespace(aggregator=SimpleNamespace(update=lambda u: seen.append(u.clients)))
+    made.fit = SimpleNamespace(
+        aggregator=SimpleNamespace(update=lambda u: seen.append(u.clients)),
+        runner=SimpleNamespace(choices=dict),
+    )
     made._waiting = []
     ids = torch.arange(40).split([3, 20, 1, 15, 1])
     for clients in ids:

@@ -5,7 +5,13 @@ import pytest
 import torch
 
 import lightning_fl.functional.summation as summation
-from lightning_fl.functional.summation import add_rows, empty_sum, merged_sums, sum_value
+from lightning_fl.functional.summation import (
+    add_rows,
+    compiled_sums,
+    empty_sum,
+    merged_sums,
+    sum_value,
+)
 
 
 def addends(count=24, size=40, seed=0):
@@ -39,11 +45,11 @@ def check(value, rows):
             assert found == 0
 
 
-@pytest.fixture(autouse=True, params=["cpu", "device"])
+@pytest.fixture(autouse=True, params=["in cache", "alike"])
 def _both_ways(request, monkeypatch):
     """Coordinates are looked for on a CPU, and treated alike elsewhere, with the same result."""
-    if request.param == "device":
-        monkeypatch.setattr(summation, "_too_large", lambda rest: [slice(None)])
+    if request.param == "alike":
+        monkeypatch.setattr(summation, "_add_in_cache", summation._add_alike)
     monkeypatch.setattr(summation, "PIECE", 16)
 
 
@@ -139,3 +145,51 @@ def test_its_memory_does_not_grow():
     total = empty_sum((10,))
     add_rows(total, torch.ones(100, 10))
     assert total.shape == (summation.BINS + 1, 10)
+
+
+def test_compiled_sums_are_the_same_bit_for_bit(monkeypatch):
+    """Also for infinities, NaN and subnormals, and with one graph for every number of rows."""
+    rows = addends(31)
+    rows[0, :4] = torch.tensor([torch.inf, torch.nan, 5e-324, -1.7e308], dtype=torch.float64)
+    weights = torch.arange(1, 32)
+    expected = total_of(rows, weights)
+    made, compile = [], torch.compile
+    summation._compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", lambda *args: made.append(1) or compile(*args))
+    monkeypatch.setattr(summation, "LARGE", 0)
+    monkeypatch.setattr(summation, "_add_in_cache", None)
+    with compiled_sums():
+        at_once, in_parts = total_of(rows, weights), empty_sum((rows.shape[1],))
+        for part in (slice(20, 31), slice(0, 20)):  # the second shifts bins of the first
+            add_rows(in_parts, rows[part], weights[part])
+    assert torch.equal(at_once.nan_to_num(7), expected.nan_to_num(7))
+    assert torch.equal(sum_value(in_parts).nan_to_num(7), sum_value(expected).nan_to_num(7))
+    assert made == [1]
+
+
+def test_sums_that_cannot_be_compiled_are_computed_without(monkeypatch):
+    def broken(function):
+        def graph(*args):
+            raise RuntimeError("no compiler here")
+
+        return graph
+
+    rows = addends()
+    expected = total_of(rows)
+    summation._compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(summation, "LARGE", 0)
+    with compiled_sums(), pytest.warns(RuntimeWarning, match="no compiler here") as warned:
+        found = [total_of(rows) for _ in range(2)]
+    summation._compiled.cache_clear()
+    assert len(warned) == 1
+    assert all(torch.equal(each, expected) for each in found)
+
+
+def test_small_sums_and_forbidden_ones_are_not_compiled(monkeypatch):
+    monkeypatch.setattr(summation, "_compiled", None)
+    with compiled_sums():
+        total_of(addends())
+        monkeypatch.setattr(summation, "LARGE", 0)
+        with compiled_sums(False):
+            total_of(addends())
