@@ -165,7 +165,9 @@ class RunReport(Callback):
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if self._folder is None or not _loop(trainer).rows:
             return
-        columns: dict[str, list[Any]] = {"train_samples": data.num_samples.tolist()}
+        names = data.client_names
+        columns: dict[str, list[Any]] = {} if names is None else {"name": names}
+        columns["train_samples"] = data.num_samples.tolist()
         if self.counts is not None:
             columns |= dict(zip(("rounds", "dropped"), self.counts.tolist(), strict=True))
         if not isinstance(accuracies, str):

@@ -5,6 +5,10 @@ from lightning_fl.datamodules.cifar10 import CIFAR10
 from lightning_fl.datamodules.digits import Digits
 from lightning_fl.datamodules.fashion_mnist import FashionMNIST
 from lightning_fl.datamodules.federated import FederatedDataModule
+from lightning_fl.datamodules.from_clients import FromClients
+from lightning_fl.datamodules.from_datamodule import FromDataModule
+from lightning_fl.datamodules.from_hdf5 import FromHDF5
+from lightning_fl.datamodules.from_hf import FromHuggingFace
 from lightning_fl.datamodules.images import ImageDataModule, TorchvisionDataModule
 from lightning_fl.datamodules.mnist import MNIST
 from lightning_fl.datamodules.speech_commands import SpeechCommands
@@ -22,6 +26,10 @@ __all__ = [
     "Digits",
     "FashionMNIST",
     "FederatedDataModule",
+    "FromClients",
+    "FromDataModule",
+    "FromHDF5",
+    "FromHuggingFace",
     "ImageDataModule",
     "InMemory",
     "LogMel",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, SupportsIndex
 
@@ -26,7 +26,7 @@ from lightning_fl.datamodules.batches import (
 from lightning_fl.datamodules.centralized import EpochBatches
 from lightning_fl.datamodules.loader import Batches, Collate, has_samples_in_front, round_loader
 from lightning_fl.datamodules.splits import Split, split_samples
-from lightning_fl.datamodules.storage import in_memory, subset
+from lightning_fl.datamodules.storage import AnyDataset, check_kind, in_memory, subset
 from lightning_fl.functional.randomness import run_seed, seeded_rng
 from lightning_fl.options import check_flag, check_integer, check_number
 from lightning_fl.partition import IID, Manifest, Partition
@@ -89,9 +89,9 @@ class FederatedDataModule(LightningDataModule):
 
     def __init__(
         self,
-        train: Dataset[Any] | None = None,
-        val: Dataset[Any] | None = None,
-        test: Dataset[Any] | None = None,
+        train: AnyDataset | None = None,
+        val: AnyDataset | None = None,
+        test: AnyDataset | None = None,
         partition: Partition | None = None,
         num_clients: int | None = 10,
         batch_size: int | None = 32,
@@ -109,6 +109,7 @@ class FederatedDataModule(LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
+        check_kind(train)
         if partition is not None and not isinstance(partition, Partition):
             raise FederationError(
                 f"partition must be a Partition, such as IID(), or None, got {partition!r}"
@@ -142,6 +143,58 @@ class FederatedDataModule(LightningDataModule):
         self._present([])
         self._original: Any = None
         self._has_warned = False
+
+    # --- other kinds of data ----------------------------------------------------------------------
+
+    @staticmethod
+    def from_datamodule(datamodule: LightningDataModule, **options: Any) -> FederatedDataModule:
+        """Split the data of a LightningDataModule; see :class:`FromDataModule`.
+
+        Args:
+            datamodule: The data module.
+            options: Options of :class:`FromDataModule`.
+        """
+        from lightning_fl.datamodules.from_datamodule import FromDataModule
+
+        return FromDataModule(datamodule, **options)
+
+    @staticmethod
+    def from_clients(
+        clients: Mapping[str, AnyDataset] | Sequence[AnyDataset], **options: Any
+    ) -> FederatedDataModule:
+        """Take one data set per client; see :class:`FromClients`.
+
+        Args:
+            clients: Data sets, by the names of their clients or in a sequence.
+            options: Options of :class:`FromClients`.
+        """
+        from lightning_fl.datamodules.from_clients import FromClients
+
+        return FromClients(clients, **options)
+
+    @staticmethod
+    def from_hf(dataset: Any, **options: Any) -> FederatedDataModule:
+        """Split a data set of the Hugging Face package ``datasets``; see :class:`FromHuggingFace`.
+
+        Args:
+            dataset: The data set, its folder, or its name.
+            options: Options of :class:`FromHuggingFace`, such as ``input`` and ``partition_by``.
+        """
+        from lightning_fl.datamodules.from_hf import FromHuggingFace
+
+        return FromHuggingFace(dataset, **options)
+
+    @staticmethod
+    def from_hdf5(path: str, **options: Any) -> FederatedDataModule:
+        """Read the clients of an HDF5 file of TensorFlow Federated; see :class:`FromHDF5`.
+
+        Args:
+            path: The file.
+            options: Options of :class:`FromHDF5`.
+        """
+        from lightning_fl.datamodules.from_hdf5 import FromHDF5
+
+        return FromHDF5(path, **options)
 
     def _present(self, parts: list[Tensor]) -> None:
         #: Training samples of each client in the current step of the stream.
@@ -219,6 +272,11 @@ class FederatedDataModule(LightningDataModule):
     def local_tests(self) -> list[Tensor]:
         """Local test samples of each client, disjoint from ``parts``; empty if there are none."""
         return self.split.local_tests
+
+    @property
+    def client_names(self) -> list[str] | None:
+        """Name of each client, if the clients are given by the data; None before :meth:`setup`."""
+        return self.split.names or None
 
     @property
     def class_labels(self) -> Tensor | None:

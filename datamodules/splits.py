@@ -22,6 +22,7 @@ class Split:
 
     Args:
         labels: Label of each training sample, ``[n]``; None if labels are unknown.
+        names: Name of each client, from the keys of its samples; empty if the rule ignores keys.
         held_out: Samples that no client holds.
         parts: Training samples of each client.
         local_tests: Local test samples of each client, disjoint from ``parts``; empty if there are
@@ -30,6 +31,7 @@ class Split:
     """
 
     labels: Tensor | None = None
+    names: list[str] = field(default_factory=list)
     held_out: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     parts: list[Tensor] = field(default_factory=list)
     local_tests: list[Tensor] = field(default_factory=list)
@@ -110,12 +112,14 @@ def split_samples(
     held = _held_out(rule, strata, val_size, seed)
     is_kept = torch.ones(len(data), dtype=torch.bool)
     is_kept[held] = False
-    by = _split_by(rule, data, classes, keys)[is_kept]
+    by, key_names = _split_by(rule, data, classes, keys)
+    by = by[is_kept]
     clients = rule.count_clients(by) if num_clients is None else num_clients
     kept = is_kept.nonzero()[:, 0]
-    parts = [kept[part] for part in rule(by, clients, generator(seed, RandomStream.PARTITION))]
-    parts, tests = _local_tests(parts, strata, local_test_size, seed)
-    return Split(classes, held, parts, tests, _in_steps(parts, stream_steps, seed))
+    rows = rule(by, clients, generator(seed, RandomStream.PARTITION))
+    names = [_name(by[part].unique(), key_names) for part in rows] if key_names else []
+    parts, tests = _local_tests([kept[part] for part in rows], strata, local_test_size, seed)
+    return Split(classes, names, held, parts, tests, _in_steps(parts, stream_steps, seed))
 
 
 def labels_of(data: Any) -> Tensor | None:
@@ -154,26 +158,40 @@ def _numbers(values: Any) -> Tensor | None:
 
 def _split_by(
     rule: Partition, data: Any, labels: Tensor | None, keys: Sequence[int | str] | None
-) -> Tensor:
-    """Return the rule's input, ``[n]``: keys, labels, or zeros for rules that ignore it."""
+) -> tuple[Tensor, Sequence[str]]:
+    """Return the rule's input, ``[n]``: keys, labels, or zeros for rules that ignore it.
+
+    Also return the names of the keys, if the rule splits by keys. A data set whose ``keys`` are
+    indices has their names in ``key_names``.
+    """
     n, name = len(data), type(rule).__name__
     if rule.splits_by == "keys":
+        key_names = getattr(data, "key_names", None) if keys is None else None
         keys = getattr(data, "keys", None) if keys is None else keys
         if keys is None or callable(keys):
             raise FederationError(f"{name} needs a key for each training sample: pass keys=")
         # Keys may be names or numbers. Clients are in ascending order of their keys.
-        by = torch.as_tensor(np.unique(np.asarray(keys), return_inverse=True)[1])
+        distinct, codes = np.unique(np.asarray(keys), return_inverse=True)
+        by = torch.as_tensor(codes)
         if by.shape != (n,):
             raise FederationError(
                 f"{name} needs one key for each of the {n} training samples, got {tuple(by.shape)}"
             )
-        return by
+        if key_names is not None:
+            return by, [key_names[key] for key in distinct.tolist()]
+        return by, [str(key) for key in distinct.tolist()]
     if labels is None and rule.splits_by == "labels":
         raise FederationError(
             f"{name} needs a label for each training sample, but {type(data).__name__} has"
             " neither targets nor labels (one number per sample): pass labels="
         )
-    return torch.zeros(n, dtype=torch.int64) if labels is None else labels
+    return (torch.zeros(n, dtype=torch.int64) if labels is None else labels), []
+
+
+def _name(keys: Tensor, names: Sequence[str]) -> str:
+    """Return the name of a client with these keys."""
+    others = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+    return f"{names[int(keys[0])]}{others}"
 
 
 def hold_out(labels: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from typing import Any
+from collections.abc import Mapping, Sized
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_fl.types import FederationError
+
+if TYPE_CHECKING:
+    AnyDataset: TypeAlias = Dataset[Any]
+else:  # jsonargparse cannot construct subclasses of Dataset[Any] from a config
+    AnyDataset = Dataset
 
 
 class InMemory(TensorDataset):
@@ -68,8 +74,68 @@ class InMemory(TensorDataset):
         return self._buffers[n]
 
 
+def check_map_style(data: Any, name: str) -> None:
+    """Check that a data set can be indexed and has samples.
+
+    Args:
+        data: Data set.
+        name: Name of the option, for error messages.
+
+    Raises:
+        FederationError: If the data set is iterable-style or empty.
+    """
+    is_map_style = isinstance(data, Sized) and hasattr(data, "__getitem__")
+    if isinstance(data, IterableDataset) or not is_map_style:
+        raise FederationError(
+            f"{name} must be a map-style data set (with len() and []), because clients hold parts"
+            f" of it by index, got {type(data).__name__}"
+        )
+    if not len(data):
+        raise FederationError(f"{name} has no samples")
+
+
+def check_kind(train: Any) -> None:
+    """Refuse data that needs another constructor, and say which.
+
+    Args:
+        train: Training samples as given by the user.
+
+    Raises:
+        FederationError: If it is a dictionary or list of data sets, a data set of Hugging Face, or
+            a data module.
+    """
+    packages = {kind.__module__.partition(".")[0] for kind in type(train).__mro__}
+    if "datasets" in packages:
+        method, what = "from_hf", f"a {type(train).__name__} of the package datasets"
+    elif isinstance(train, LightningDataModule):
+        method, what = "from_datamodule", "a LightningDataModule"
+    elif isinstance(train, Mapping):
+        method, what = "from_clients", "a dictionary"
+    elif isinstance(train, list | tuple) and train and isinstance(train[0], Dataset):
+        method, what = "from_clients", "a list of data sets"
+    else:
+        return
+    raise FederationError(
+        f"train must be a data set, got {what}: call FederatedDataModule.{method}(...)"
+    )
+
+
+def check_absent(options: Mapping[str, Any], why: str, *names: str) -> None:
+    """Refuse options that a data module determines itself.
+
+    Args:
+        options: The options given.
+        why: Who determines them, for the error message.
+        names: The options.
+    """
+    if found := [name for name in names if name in options]:
+        raise FederationError(f"{why} {found[0]} itself: leave it out")
+
+
 def in_memory(data: Any, name: str) -> Any:
     """Check that a data set is map-style, and convert a ``TensorDataset`` to :class:`InMemory`.
+
+    A ``Subset`` of one, as ``random_split`` returns it, is copied.
 
     Args:
         data: Data set or None.
@@ -80,14 +146,9 @@ def in_memory(data: Any, name: str) -> Any:
     """
     if data is None:
         return None
-    is_map_style = isinstance(data, Sized) and hasattr(data, "__getitem__")
-    if isinstance(data, IterableDataset) or not is_map_style:
-        raise FederationError(
-            f"{name} must be a map-style data set (with len() and []), because clients hold parts"
-            f" of it by index, got {type(data).__name__}"
-        )
-    if not len(data):
-        raise FederationError(f"{name} has no samples")
+    check_map_style(data, name)
+    if type(data) is Subset and type(data.dataset) is TensorDataset:
+        return InMemory(*(t[torch.as_tensor(data.indices)] for t in data.dataset.tensors))
     if type(data) is not TensorDataset:  # subclasses may change their samples
         return data
     samples = InMemory(*data.tensors)

@@ -196,9 +196,14 @@ def _worst_clients(run: Run, scores: Mapping[str, Sequence[Row]]) -> Table:
     by_client = {row["client"]: row for row in run.participation}
     worst = sorted(scores[first], key=lambda row: (row[first], row["client"]))[:20]
     head = ["client", "training samples", "rounds", "updates dropped", *scores]
+    if run.names:
+        head.insert(1, "name")
     rows = []
     for row in worst:
         more = by_client.get(row["client"], {})
         shown = [row["client"], row.get("train_samples"), more.get("rounds"), more.get("dropped")]
-        rows.append([*map(number, [*shown, *(row.get(kind) for kind in scores)])])
+        cells = [*map(number, [*shown, *(row.get(kind) for kind in scores)])]
+        if run.names:
+            cells.insert(1, run.names.get(int(row["client"]), ""))
+        rows.append(cells)
     return Table(head, rows, f"The {len(rows)} clients with the lowest accuracy", folded=True)

@@ -18,6 +18,8 @@ from lightning_fl.types import FederationError
 LIMITS = {".csv": 64, ".json": 64, ".yaml": 0.25, ".png": 4}
 #: Figures in the folder of a run that a report shows.
 PICTURES = ("partition.png", "aggregator.png", "policy.png")
+#: Columns of tables that are not numbers.
+TEXTS = ("name", "dropped_clients")
 #: Numbers with a larger magnitude are drawn as gaps, like non-finite values.
 LARGEST = 1e30
 #: Maximum number of configs of resumed fits that are read.
@@ -68,6 +70,7 @@ class Run:
         faults: Round, client and fault of each simulated fault; None without simulation.
         clients: Results of ``PersonalizedEvaluation``, one row per client.
         participation: Participation table, one row per client.
+        names: Names of the clients, if the data gives them.
         test: Contents of ``test.json``: metrics, checkpoint, and options that differ from those of
             the fit.
         resumed: Descriptions of resumed fits with options that differ from those of the first fit.
@@ -84,6 +87,7 @@ class Run:
     faults: list[tuple[int, int, str]] | None = None
     clients: list[Row] = field(default_factory=list)
     participation: list[Row] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
     test: dict[str, Any] = field(default_factory=dict)
     resumed: list[str] = field(default_factory=list)
     pictures: dict[str, bytes] = field(default_factory=dict)
@@ -201,6 +205,7 @@ def read_run(folder: str | Path) -> Run:
         test=read("test.json", _test, {}),
         resumed=resumed,
         participation=read("participation.csv", lambda path: _table(path, "client", notes), []),
+        names=read("participation.csv", _names, {}),
         pictures={name: content for name in PICTURES if (content := read(name, _picture, b""))},
         notes=notes,
     )
@@ -252,9 +257,10 @@ def _table(path: Path, key: str, notes: list[str]) -> list[Row]:
         if not (0 <= at < 1e9 and at == int(at)):
             broken.append(f"line {number} ({key} is {cells.get(key, '')[:40]!r})")
             continue
-        # The list of dropped clients looks like a number if it has one entry.
-        row.pop("dropped_clients", None)
-        texts = [n for n, c in cells.items() if c and n not in row and n != "dropped_clients"]
+        # Names and the list of dropped clients may look like numbers.
+        for name in TEXTS:
+            row.pop(name, None)
+        texts = [n for n, c in cells.items() if c and n not in row and n not in TEXTS]
         if texts:
             broken.append(f"{texts[0][:40]} in line {number}")
         found.append(row)
@@ -262,6 +268,12 @@ def _table(path: Path, key: str, notes: list[str]) -> list[Row]:
         more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
         notes.append(f"skipped invalid values of {path.name}: {', '.join(broken[:3])}{more}")
     return found
+
+
+def _names(path: Path) -> dict[int, str]:
+    """Return the names of the clients; empty without this column."""
+    rows = [(_number(cells.get("client", "")), cells.get("name")) for _, cells in _lines(path)]
+    return {int(client): name for client, name in rows if client is not None and name}
 
 
 def _number(cell: str) -> float | None:

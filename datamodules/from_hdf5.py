@@ -1,0 +1,189 @@
+"""Federated data sets in HDF5 files, in the layout of TensorFlow Federated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fl.datamodules.federated import FederatedDataModule
+from lightning_fl.datamodules.from_clients import ByClient
+from lightning_fl.datamodules.storage import check_absent
+from lightning_fl.extras import imported
+from lightning_fl.options import check_integer
+from lightning_fl.partition import Natural
+from lightning_fl.types import FederationError
+
+
+class FromHDF5(FederatedDataModule):
+    """Clients in an HDF5 file in the layout of TensorFlow Federated: ``examples/<client>/<field>``.
+
+    EMNIST, Shakespeare, CIFAR-100 and Stack Overflow are distributed in this layout. Each client of
+    the file is a client. Samples stay in the file; those of one client are read at a time. Numbers
+    become tensors, with labels and indices in int64 and bytes of images as they are. Texts become
+    strings.
+
+    Requires the package h5py: ``pip install "lightning_fl[hdf5]"``.
+
+    Args:
+        path: File with the training samples.
+        test_path: File with the test samples; those of all clients are pooled.
+        fields: Fields of a sample, in order. A sample is a tuple of them, or a single value if
+            there is one field.
+        label: Field of the label, for histograms and stratified hold-outs. None means no labels.
+        transform: Function of a sample.
+        max_clients: Number of clients to read, in ascending order of their names; None means all.
+        batch_size: Samples per local step; None means all samples of a client.
+        options: Further options of :class:`FederatedDataModule`.
+
+    Raises:
+        FederationError: If the package is missing, or a file does not have this layout.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        test_path: str | None = None,
+        fields: Sequence[str] = ("pixels", "label"),
+        label: str | None = "label",
+        transform: Callable[[Any], Any] | None = None,
+        max_clients: int | None = None,
+        batch_size: int | None = 32,
+        **options: Any,
+    ) -> None:
+        imported("h5py", "FromHDF5", "hdf5")
+        taken = ("train", "test", "partition", "num_clients", "keys", "labels")
+        check_absent(options, "FromHDF5 determines", *taken)
+        super().__init__(
+            train=None,
+            test=None,
+            partition=Natural(),
+            num_clients=None,
+            batch_size=batch_size,
+            labels=None,
+            keys=None,
+            **options,
+        )
+        self.path, self.test_path = path, test_path
+        self.fields, self.label, self.transform = list(fields), label, transform
+        if not self.fields:
+            raise FederationError("fields must name at least one field, got none")
+        self.max_clients = check_integer("max_clients", max_clients, min=1, optional=True)
+
+    def load(self, train: bool) -> Any:
+        """Return the samples for training or for test."""
+        path = self.path if train else self.test_path
+        if path is None:
+            return None
+        return Examples(path, self.fields, self.label, self.transform, self.max_clients)
+
+
+class Examples(ByClient):
+    """Samples of all clients in a file.
+
+    Args:
+        path: The file.
+        fields: Fields of a sample.
+        label: Field of the label, or None.
+        transform: Function of a sample.
+        max_clients: Number of clients to read; None means all.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        fields: Sequence[str],
+        label: str | None,
+        transform: Callable[[Any], Any] | None,
+        max_clients: int | None,
+    ) -> None:
+        self.path, self.fields, self.label, self.transform = path, list(fields), label, transform
+        self._file: Any = None
+        #: The client that was read last, and its fields.
+        self._last: tuple[int, list[Any]] = (-1, [])
+        if not Path(path).is_file():
+            raise FederationError(f"there is no file {path!r}: download it, or set its path")
+        names = sorted(self._examples)[:max_clients]
+        if not names:
+            raise FederationError(f"{path!r} has no clients under examples/")
+        super().__init__({name: self._size(name) for name in names})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a loader process, which opens the file itself."""
+        return vars(self) | {"_file": None, "_last": (-1, [])}
+
+    @property
+    def _examples(self) -> Any:
+        h5py = imported("h5py", "FromHDF5", "hdf5")
+        if self._file is None:
+            try:
+                self._file = h5py.File(self.path, "r")
+            except OSError as error:
+                raise FederationError(
+                    f"{self.path!r} cannot be read as an HDF5 file ({error}): download it again"
+                ) from error
+        if "examples" not in self._file:
+            raise FederationError(
+                f"{self.path!r} has no group 'examples', but {sorted(self._file)}: the layout must"
+                " be examples/<client>/<field>"
+            )
+        return self._file["examples"]
+
+    def _size(self, client: str) -> int:
+        """Return the number of samples of a client, after a check of its fields."""
+        group = self._examples[client]
+        wanted = [*self.fields, *([self.label] if self.label else [])]
+        if missing := [field for field in wanted if field not in group]:
+            raise FederationError(
+                f"client {client!r} in {self.path!r} has no field {missing[0]!r}: choose from"
+                f" {sorted(group)} for fields and label"
+            )
+        sizes = {len(group[field]) for field in wanted}
+        if len(sizes) > 1:
+            raise FederationError(
+                f"the fields of client {client!r} in {self.path!r} have different lengths"
+                f" {sorted(sizes)}: download the file again"
+            )
+        return sizes.pop()
+
+    def samples_of(self, client: int, rows: list[int]) -> list[Any]:
+        """Return samples of a client."""
+        fields, samples = self._client(client), []
+        for row in rows:
+            values = [_value(field[row]) for field in fields]
+            sample = tuple(values) if len(values) > 1 else values[0]
+            samples.append(sample if self.transform is None else self.transform(sample))
+        return samples
+
+    def _client(self, owner: int) -> list[Any]:
+        """Return the fields of a client; those of the last one are kept."""
+        if self._last[0] != owner:
+            group = self._examples[self.key_names[owner]]
+            self._last = owner, [group[field][()] for field in self.fields]
+        return self._last[1]
+
+    @cached_property
+    def targets(self) -> Tensor | None:
+        """Label of each sample, ``[n]``; None without labels, or if they are not numbers."""
+        if self.label is None:
+            return None
+        each = [self._examples[name][self.label][()] for name in self.key_names]
+        labels = np.concatenate(each)
+        return torch.from_numpy(labels) if labels.dtype.kind in "iuf" else None
+
+
+def _value(value: Any) -> Any:
+    """Return a value of a field: bytes as a string, numbers as a tensor."""
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OS":
+        return [_value(each) for each in value.tolist()]
+    tensor = torch.as_tensor(value)
+    is_bytes = tensor.dtype == torch.uint8 and tensor.ndim > 0
+    is_as_it_is = is_bytes or tensor.is_floating_point() or tensor.dtype == torch.bool
+    return tensor if is_as_it_is else tensor.long()

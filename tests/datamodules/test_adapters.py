@@ -1,0 +1,135 @@
+"""Other kinds of data from the command line."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import quick_cli
+from lightning_fl.report import report
+from lightning_fl.report.run import read_run
+
+N = 40
+
+
+def numbers(seed=0, n=N):
+    x = np.random.default_rng(seed).normal(size=(n, 4)).astype(np.float32)
+    return x, (x[:, 0] > 0).astype(np.int64)
+
+
+class Mine(LightningDataModule):
+    """A user's data module with an option."""
+
+    def __init__(self, size: int = 4):
+        super().__init__()
+        self.size = size
+
+    def train_dataloader(self):
+        samples = TensorDataset(*map(torch.from_numpy, numbers()))
+        return DataLoader(samples, batch_size=self.size, shuffle=True, drop_last=True)
+
+
+class Hospital(Dataset):
+    """A user's data set with an option."""
+
+    def __init__(self, seed: int):
+        self.x, self.y = numbers(seed)
+        self.targets = self.y
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+def saved(folder):
+    datasets = pytest.importorskip("datasets", reason='needs pip install ".[hf]"')
+    x, y = numbers()
+    columns = {"x": x.tolist(), "label": y.tolist(), "site": [f"s{i % 5}" for i in range(N)]}
+    features = datasets.Features(
+        x=datasets.List(datasets.Value("float32")),
+        label=datasets.ClassLabel(num_classes=2),
+        site=datasets.Value("string"),
+    )
+    datasets.Dataset.from_dict(columns, features=features).save_to_disk(folder / "saved")
+    return {"dataset": str(folder / "saved"), "input": "x", "partition_by": "site"}
+
+
+def stored(folder):
+    h5py = pytest.importorskip("h5py", reason='needs pip install ".[hdf5]"')
+    with h5py.File(folder / "train.h5", "w") as file:
+        for client in range(5):
+            x, y = numbers(client, 8)
+            file[f"examples/site {client}/pixels"] = x
+            file[f"examples/site {client}/label"] = y
+    return {"path": str(folder / "train.h5"), "val_size": 4}
+
+
+def owned(name, **init_args):
+    return {"class_path": f"{__name__}.{name}", "init_args": init_args}
+
+
+ADAPTERS = {
+    "FromDataModule": lambda folder: {"datamodule": owned("Mine", size=3), "num_clients": 5},
+    "FromClients": lambda folder: {
+        "clients": {f"site {i}": owned("Hospital", seed=i) for i in range(5)},
+        "batch_size": 4,
+    },
+    "FromHuggingFace": saved,
+    "FromHDF5": stored,
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_every_adapter_works_from_yaml(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+    config = {
+        "model": {"class_path": "tutorial.Net"},
+        "data": {"class_path": name, "init_args": ADAPTERS[name](tmp_path)},
+        "trainer": {"max_epochs": 1, "enable_progress_bar": False, "accelerator": "cpu"},
+    }
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    quick_cli.call("fit", "--config", "run.yaml")
+    rows = Path("runs/version_0/participation.csv").read_text().splitlines()
+    assert len(rows) == 6
+    run = read_run(Path("runs/version_0"))
+    assert not run.notes
+    if name != "FromDataModule":
+        names = [row.split(",")[1] for row in rows]
+        sites = [f"s{i}" if name == "FromHuggingFace" else f"site {i}" for i in range(5)]
+        assert names == ["name", *sites]
+        assert run.names == dict(enumerate(sites))
+
+
+def test_a_data_set_of_ones_own_works_from_yaml(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "model": {"class_path": "tutorial.Net"},
+        "data": {
+            "class_path": "FederatedDataModule",
+            "init_args": {"train": owned("Hospital", seed=1), "num_clients": 4},
+        },
+        "trainer": {"max_epochs": 1, "enable_progress_bar": False, "accelerator": "cpu"},
+    }
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    quick_cli.call("fit", "--config", "run.yaml")
+    assert len(Path("runs/version_0/participation.csv").read_text().splitlines()) == 5
+
+
+def test_the_report_names_the_worst_clients(tmp_path):
+    (tmp_path / "rounds.csv").write_text("round,val_acc\n1,0.5\n")
+    (tmp_path / "participation.csv").write_text("client,name,rounds\n0,7,1\n1,north <b>,1\n")
+    (tmp_path / "clients.csv").write_text("client,server\n0,0.25\n1,0.75\n")
+    run = read_run(tmp_path)
+    assert run.names == {0: "7", 1: "north <b>"}
+    assert not run.notes
+    text = report([tmp_path], tmp_path / "report.html").read_text()
+    assert "north &lt;b&gt;" in text
+    assert "north <b>" not in text

@@ -1,0 +1,226 @@
+"""The data of any LightningDataModule."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+    random_split,
+)
+
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.datamodules import FederatedDataModule, FromDataModule
+from lightning_fl.partition import ByLabel
+from lightning_fl.types import FederationError
+from tutorial import Net, trainer
+
+
+class Mine(LightningDataModule):
+    """A data module as tutorials write them."""
+
+    def __init__(self, **loader):
+        super().__init__()
+        self.loader = {"batch_size": 5, "shuffle": True} | loader
+        self.calls = []
+
+    def prepare_data(self):
+        self.calls.append("prepare")
+
+    def setup(self, stage):
+        self.calls.append(stage)
+        x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+        y = (x[:, 0] > 0).long()
+        if stage == "fit":
+            halves = random_split(TensorDataset(x, y), [50, 10], torch.Generator().manual_seed(0))
+            self.train, self.val = halves
+        else:
+            self.test = TensorDataset(x[:12], y[:12])
+
+    def train_dataloader(self):
+        return DataLoader(self.train, **self.loader)
+
+    def val_dataloader(self):
+        return DataLoader(self.val, batch_size=7)
+
+    def test_dataloader(self):
+        return DataLoader(self.test, batch_size=3)
+
+    def predict_dataloader(self):
+        return DataLoader(self.test, batch_size=4)
+
+    def teardown(self, stage):
+        self.calls.append("end of " + stage)
+
+
+def test_it_federates_in_one_line(tmp_path):
+    mine = Mine()
+    data = FederatedDataModule.from_datamodule(mine, num_clients=4)
+    made, module = trainer(tmp_path, FederatedLoop(seed=0), rounds=5), Net()
+    made.fit(module, datamodule=data)
+    assert float(made.callback_metrics["val_acc"]) > 0.7
+    assert mine.trainer is made
+    assert data.batch_size == 5
+    assert data.num_samples.tolist() == [13, 13, 12, 12]
+    assert made.test(module, datamodule=data, verbose=False)[0]["val_acc"] > 0.7
+    predicted = made.predict(module, datamodule=data)
+    assert [len(each) for each in predicted] == [4, 4, 4]  # by the loader of the data module
+    assert mine.calls == [
+        *("prepare", "fit", "end of fit", "prepare", "test", "end of test"),
+        *("prepare", "predict", "end of predict"),
+    ]
+
+
+def test_samples_labels_and_validation_are_those_of_the_loaders():
+    mine = Mine()
+    data = FromDataModule(mine, ByLabel(classes_per_client=1), num_clients=2)
+    data.setup("fit")
+    assert sorted((data.class_counts > 0).sum(1).tolist()) == [1, 1]
+    x = torch.cat([x for client in (0, 1) for x, _ in data.samples_of(client)])
+    assert torch.equal(x.sort(0).values, torch.stack([x for x, _ in mine.train]).sort(0).values)
+    val = torch.cat([batch[0] for batch in data.val_dataloader()])
+    assert torch.equal(val, torch.stack([x for x, _ in mine.val]))
+    assert [len(y) for _, y in data.val_dataloader()] == [7, 3]
+
+
+def test_options_given_are_used_instead_of_the_loaders():
+    data = FromDataModule(Mine(drop_last=True), batch_size=None, eval_batch_size=4, num_clients=5)
+    data.setup("fit")
+    data.setup("test")
+    assert (data.batch_size, data.eval_batch_size, data.drop_last) == (None, 4, True)
+    assert [len(y) for _, y in data.test_dataloader()] == [4, 4, 4]
+    data = FromDataModule(Mine(drop_last=True), drop_last=False)
+    data.setup("fit")
+    assert not data.drop_last
+
+
+def test_each_loader_has_its_own_collate_fn():
+    def marked(sign):
+        def collate(samples):
+            x, y = default_collate(samples)
+            return x, sign * (y + 1)
+
+        return collate
+
+    class Collating(Mine):
+        def val_dataloader(self):
+            return DataLoader(self.val, batch_size=7, collate_fn=marked(-1))
+
+    data = FromDataModule(Collating(collate_fn=marked(1)), num_clients=4)
+    data.setup("fit")
+    assert all((y > 0).all() for _, y in data.samples_of(0))
+    assert all((y < 0).all() for _, y in data.val_dataloader())
+    data = FromDataModule(Collating(collate_fn=marked(1)), num_clients=4, collate_fn=marked(3))
+    data.setup("fit")
+    assert all((y >= 3).all() for _, y in data.val_dataloader())
+
+
+def test_samples_are_held_out_without_a_validation_loader():
+    class NoVal(Mine):
+        val_dataloader = LightningDataModule.val_dataloader
+
+    data = FromDataModule(NoVal(), num_clients=4, val_size=10)
+    data.setup("fit")
+    assert (len(data.val), int(data.num_samples.sum())) == (10, 40)
+
+
+def test_hooks_of_transfers_are_those_of_the_data_module(tmp_path):
+    class Doubling(Mine):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            self.calls.append("transfer")
+            return batch
+
+    mine = Doubling()
+    data = FromDataModule(mine, num_clients=4)
+    data.setup("fit")
+    assert not data.has_samples_in_front  # the hook may change whole batches
+    trainer(tmp_path, FederatedLoop(seed=0), rounds=1).fit(Net(), datamodule=data)
+    assert mine.calls.count("transfer") >= 12
+    plain = FromDataModule(Mine(), num_clients=4)
+    plain.setup("fit")
+    assert plain.has_samples_in_front
+
+
+def test_its_state_is_in_checkpoints(tmp_path):
+    class Stateful(Mine):
+        def state_dict(self):
+            return {"seen": 7}
+
+        def load_state_dict(self, state):
+            self.seen = state["seen"]
+
+    made = trainer(tmp_path, FederatedLoop(seed=0), rounds=1)
+    made.fit(Net(), datamodule=FromDataModule(Stateful(), num_clients=4))
+    made.save_checkpoint(tmp_path / "one.ckpt")
+    mine = Stateful()
+    again = trainer(tmp_path, FederatedLoop(seed=0), rounds=2)
+    again.fit(
+        Net(), datamodule=FromDataModule(mine, num_clients=4), ckpt_path=tmp_path / "one.ckpt"
+    )
+    assert mine.seen == 7
+
+
+class Streaming(IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(4), 0
+
+
+@pytest.mark.parametrize(
+    ("loader", "match"),
+    [
+        (lambda own: DataLoader(Streaming(), batch_size=2), "must be a map-style data set"),
+        (lambda own: [DataLoader(own), DataLoader(own)], "must return one DataLoader, got list"),
+        (lambda own: {"a": DataLoader(own)}, "must return one DataLoader, got dict"),
+        (
+            lambda own: DataLoader(own, sampler=WeightedRandomSampler([1.0] * 50, 50)),
+            "with a WeightedRandomSampler, which is not used",
+        ),
+        (lambda own: DataLoader(own, batch_size=None), "batches of its own"),
+        (
+            lambda own: DataLoader(own, sampler=RandomSampler(own, replacement=True)),
+            "draws samples with replacement: pass replacement=True",
+        ),
+    ],
+)
+def test_loaders_whose_meaning_would_change_are_refused(loader, match):
+    class Special(Mine):
+        def train_dataloader(self):
+            return loader(self.train)
+
+    with pytest.raises(FederationError, match=match):
+        FromDataModule(Special()).setup("fit")
+
+
+def test_replacement_can_be_said():
+    class Special(Mine):
+        def train_dataloader(self):
+            return DataLoader(self.train, 5, sampler=RandomSampler(self.train, replacement=True))
+
+    data = FromDataModule(Special(), replacement=True)
+    data.setup("fit")
+    assert data.replacement
+
+
+def test_what_is_no_data_module_is_refused():
+    with pytest.raises(FederationError, match="must be a LightningDataModule, got TensorDataset"):
+        FromDataModule(TensorDataset(torch.zeros(3)))
+    with pytest.raises(
+        FederationError, match="FederatedDataModule is a FederatedDataModule alread"
+    ):
+        FromDataModule(FederatedDataModule())
+    with pytest.raises(FederationError, match="the data module determines val itself"):
+        FromDataModule(Mine(), val=TensorDataset(torch.zeros(3)))
+
+
+def test_a_test_without_a_test_loader_is_refused():
+    class NoTest(Mine):
+        test_dataloader = LightningDataModule.test_dataloader
+
+    data = FromDataModule(NoTest())
+    data.setup("test")
+    with pytest.raises(FederationError, match="FromDataModule has no test samples"):
+        data.test_dataloader()

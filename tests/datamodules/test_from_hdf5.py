@@ -1,0 +1,110 @@
+"""HDF5 files in the layout of TensorFlow Federated."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.datamodules import FederatedDataModule, FromHDF5
+from lightning_fl.types import FederationError
+from tutorial import Net, trainer
+
+h5py = pytest.importorskip("h5py", reason='needs pip install ".[hdf5]"')
+
+SIZES = {"f0001_41": 6, "f0000_14": 3, "f0020_02": 9}
+
+
+def written(path, fields=None):
+    """Write clients as EMNIST of TensorFlow Federated has them."""
+    random = np.random.default_rng(0)
+    with h5py.File(path, "w") as file:
+        for name, n in SIZES.items():
+            x = random.normal(size=(n, 4)).astype(np.float32)
+            mine = {"pixels": x, "label": (x[:, 0] > 0).astype(np.int32)}
+            for field, values in (fields(n) if fields else mine).items():
+                file.create_dataset(f"examples/{name}/{field}", data=values)
+    return str(path)
+
+
+def test_each_client_of_the_file_is_a_client(tmp_path):
+    path = written(tmp_path / "train.h5")
+    data = FederatedDataModule.from_hdf5(path, val_size=0)
+    data.setup("fit")
+    assert data.client_names == sorted(SIZES)
+    assert data.num_samples.tolist() == [3, 6, 9]
+    with h5py.File(path) as file:
+        for client, name in enumerate(data.client_names):
+            x, y = next(data.samples_of(client))
+            assert torch.equal(x, torch.from_numpy(file[f"examples/{name}/pixels"][()]))
+            assert y.tolist() == file[f"examples/{name}/label"][()].tolist()
+            assert data.class_counts[client].tolist() == y.bincount(minlength=2).tolist()
+
+
+def test_it_trains_and_tests(tmp_path):
+    files = [written(tmp_path / f"{name}.h5") for name in ("train", "test")]
+    data = FromHDF5(*files, batch_size=3, val_size=3, num_workers=1)
+    made, module = trainer(tmp_path, FederatedLoop(seed=0), rounds=5), Net()
+    made.fit(module, datamodule=data)
+    assert made.test(module, datamodule=data, verbose=False)[0]["val_acc"] > 0.7
+
+
+def test_texts_are_strings_and_a_single_field_is_the_sample(tmp_path):
+    path = written(tmp_path / "text.h5", lambda n: {"snippets": [b"to be"] * (n - 1) + [b"or"]})
+    data = FromHDF5(path, fields=["snippets"], label=None, val_size=0, transform=len)
+    data.setup("fit")
+    assert [data.train[i] for i in (0, 2)] == [5, 2]
+    assert data.class_counts is None
+
+
+def test_labels_and_indices_are_int64_and_images_stay_bytes(tmp_path):
+    def fields(n):
+        return {
+            "image": np.zeros((n, 2, 2), dtype=np.uint8),
+            "tokens": np.zeros((n, 3), dtype=np.int32),
+            "label": np.zeros(n, dtype=np.uint8),
+            "weight": np.zeros(n, dtype=np.float32),
+        }
+
+    data = FromHDF5(written(tmp_path / "all.h5", fields), fields=list(fields(1)), val_size=0)
+    data.setup("fit")
+    dtypes = [value.dtype for value in data.train[0]]
+    assert dtypes == [torch.uint8, torch.int64, torch.int64, torch.float32]
+
+
+def test_only_the_first_clients_are_read(tmp_path):
+    data = FromHDF5(written(tmp_path / "train.h5"), max_clients=2, val_size=0)
+    data.setup("fit")
+    assert data.client_names == ["f0000_14", "f0001_41"]
+
+
+def test_a_copy_for_a_loader_process_opens_the_file_itself(tmp_path):
+    data = FromHDF5(written(tmp_path / "train.h5"), val_size=0)
+    data.setup("fit")
+    copy = pickle.loads(pickle.dumps(data.train))
+    assert torch.equal(copy[7][0], data.train[7][0])
+
+
+def test_wrong_files_are_refused(tmp_path):
+    def refused(match, path, **options):
+        with pytest.raises(FederationError, match=match):
+            FromHDF5(str(path), **options).setup("fit")
+
+    refused("there is no file", tmp_path / "missing.h5")
+    (tmp_path / "text.h5").write_text("no HDF5")
+    refused("cannot be read as an HDF5 file", tmp_path / "text.h5")
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file.create_group("clients")
+    refused(r"no group 'examples', but \['clients'\]", tmp_path / "other.h5")
+    with h5py.File(tmp_path / "empty.h5", "w") as file:
+        file.create_group("examples")
+    refused("has no clients under examples/", tmp_path / "empty.h5")
+    path = written(tmp_path / "train.h5")
+    refused(r"has no field 'tokens': choose from \['label', 'pixels'\]", path, fields=["tokens"])
+    uneven = written(tmp_path / "uneven.h5", lambda n: {"pixels": [0.0] * n, "label": [1]})
+    refused(r"different lengths \[1, 3\]", uneven)
+    with pytest.raises(FederationError, match="fields must name at least one field"):
+        FromHDF5(path, fields=[])
+    with pytest.raises(FederationError, match="FromHDF5 determines num_clients itself"):
+        FromHDF5(path, num_clients=3)

@@ -1,0 +1,232 @@
+"""Data sets of the Hugging Face package ``datasets``."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.datamodules import FederatedDataModule, FromHuggingFace
+from lightning_fl.partition import ByLabel, Natural
+from lightning_fl.types import FederationError
+from tutorial import Net, trainer
+
+datasets = pytest.importorskip("datasets", reason='needs pip install ".[hf]"')
+
+WRITERS = [f"f{i % 7:04d}_14" for i in range(60)]
+
+
+def images(n=60, mode="L"):
+    """Columns and types of FEMNIST as LEAF's on the hub."""
+    random = np.random.default_rng(0)
+    shape = (8, 6) if mode == "L" else (8, 6, 3)
+    pixels = [random.integers(0, 256, shape, dtype=np.uint8) for _ in range(n)]
+    columns = {
+        "image": [Image.fromarray(each) for each in pixels],
+        "writer_id": WRITERS[:n],
+        "hsf_id": [0] * n,
+        "character": [i % 5 for i in range(n)],
+    }
+    features = datasets.Features(
+        image=datasets.Image(),
+        writer_id=datasets.Value("string"),
+        hsf_id=datasets.Value("int64"),
+        character=datasets.ClassLabel(names=[str(i) for i in range(5)]),
+    )
+    return datasets.Dataset.from_dict(columns, features=features), pixels
+
+
+def numbers(n=60):
+    """A table of numbers."""
+    x = np.random.default_rng(0).normal(size=(n, 4)).astype(np.float32)
+    columns = {"x": x.tolist(), "label": (x[:, 0] > 0).astype(int).tolist(), "site": WRITERS[:n]}
+    features = datasets.Features(
+        x=datasets.List(datasets.Value("float32")),
+        label=datasets.Value("int64"),
+        site=datasets.Value("string"),
+    )
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+def test_images_by_writer():
+    given, pixels = images()
+    data = FederatedDataModule.from_hf(given, partition_by="writer_id", val_size=0, batch_size=4)
+    data.setup("fit")
+    assert data.client_names == sorted(set(WRITERS))
+    assert data.num_samples.tolist() == [WRITERS.count(name) for name in sorted(set(WRITERS))]
+    x, y = data.train[9]
+    assert (x.shape, x.dtype, int(y)) == (torch.Size([1, 8, 6]), torch.float32, 4)
+    assert torch.equal(x[0], torch.from_numpy(pixels[9]) / 255)
+    mine = torch.cat([y for _, y in data.samples_of(2)])
+    assert mine.tolist() == [i % 5 for i in range(60) if WRITERS[i] == "f0002_14"]
+    assert data.class_counts.sum(0).tolist() == [12] * 5
+
+
+def test_colored_images_have_channels_first():
+    given, pixels = images(mode="RGB")
+    data = FromHuggingFace(given, num_clients=3)
+    data.setup("fit")
+    assert torch.equal(data.train[3][0], torch.from_numpy(pixels[3]).permute(2, 0, 1) / 255)
+
+
+def test_a_transform_gets_what_the_package_decodes():
+    seen = []
+    data = FromHuggingFace(
+        images()[0], transform=lambda x: seen.append(type(x)) or torch.zeros(2), num_clients=3
+    )
+    data.setup("fit")
+    assert data.train[0][0].shape == (2,)
+    assert issubclass(seen[0], Image.Image)
+
+
+def test_a_format_of_the_user_is_kept():
+    data = FromHuggingFace(numbers().with_format("numpy"), input="x", num_clients=3)
+    data.setup("fit")
+    assert isinstance(data.train[0][0], np.ndarray)
+    doubled = numbers()
+    doubled.set_transform(lambda batch: {**batch, "x": [np.array(x) * 2 for x in batch["x"]]})
+    data = FromHuggingFace(doubled, input="x", num_clients=3)
+    data.setup("fit")
+    assert data.train[1][0].tolist() == pytest.approx([2 * x for x in numbers()[1]["x"]])
+
+
+def test_several_columns_are_a_dictionary():
+    rows = numbers().rename_column("x", "input_ids").add_column("mask", [1] * 60)
+    data = FromHuggingFace(rows, input=["input_ids", "mask"], num_clients=3, batch_size=5)
+    data.setup("fit")
+    batch = next(data.samples_of(0))
+    assert {name: tuple(value.shape) for name, value in batch.items()} == {
+        "input_ids": (18, 4),
+        "mask": (18,),
+        "label": (18,),
+    }
+
+
+def test_a_selection_keeps_its_own_order():
+    rows = numbers().shuffle(seed=0).select(range(40))
+    data = FromHuggingFace(rows, input="x", partition_by="site", val_size=0)
+    data.setup("fit")
+    for client, name in enumerate(data.client_names):
+        expected = [row["label"] for row in rows if row["site"] == name]
+        assert torch.cat([y for _, y in data.samples_of(client)]).tolist() == expected
+    assert data.class_labels.tolist() == rows["label"]
+
+
+def test_keys_that_are_numbers_are_in_their_order():
+    rows = numbers().add_column("center", [(11 * i) % 3 + 9 for i in range(60)])
+    data = FromHuggingFace(rows, input="x", label="label", partition_by="center", val_size=0)
+    data.setup("fit")
+    assert data.client_names == ["9", "10", "11"]
+    data = FromHuggingFace(
+        rows, input="x", label="label", partition_by="center", num_clients=2, val_size=0
+    )
+    data.setup("fit")
+    assert data.client_names == ["9 and 1 more", "10"]
+
+
+def test_it_trains_from_a_saved_folder(tmp_path):
+    whole = numbers().train_test_split(0.2, seed=0)
+    whole.save_to_disk(tmp_path / "saved")
+    data = FederatedDataModule.from_hf(
+        str(tmp_path / "saved"), input="x", partition_by="site", num_clients=4, batch_size=4
+    )
+    made, module = trainer(tmp_path, FederatedLoop(seed=0), rounds=5), Net()
+    made.fit(module, datamodule=data)
+    assert made.test(module, datamodule=data, verbose=False)[0]["val_acc"] > 0.7
+    assert len(data.train) == 48
+    assert len(data.test) == 12
+
+
+def test_splits_of_a_dictionary():
+    parts = datasets.DatasetDict(train=numbers(), validation=numbers(10), test=numbers(8))
+    data = FromHuggingFace(parts, input="x", num_clients=3, label="label")
+    data.setup("fit")
+    data.setup("test")
+    assert [len(each) for each in (data.train, data.val, data.test)] == [60, 10, 8]
+    data = FromHuggingFace(numbers(), input="x", num_clients=3, label="label", test=numbers(5))
+    data.setup("test")
+    assert len(data.test) == 5
+
+
+def test_files_are_loaded_by_name(tmp_path):
+    numbers().select_columns(["label", "site"]).to_csv(tmp_path / "rows.csv")
+    data = FromHuggingFace(
+        "csv",
+        input="site",
+        label="label",
+        num_clients=3,
+        load_options={"data_files": str(tmp_path / "rows.csv"), "cache_dir": str(tmp_path / "c")},
+    )
+    data.prepare_data()
+    data.setup("fit")
+    assert data.train[0] == ("f0000_14", numbers()[0]["label"])
+
+
+def test_memory_is_that_of_the_rows_that_are_read(tmp_path):
+    """Rows stay on disk: Arrow holds none of them after set-up, and those of a batch after it."""
+    import pyarrow as pa
+
+    n, width = 20_000, 100
+    x = np.zeros((n, width), dtype=np.float32)
+    columns = {"x": list(x), "label": [i % 2 for i in range(n)], "who": [i % 50 for i in range(n)]}
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "saved")
+    del columns
+    before = pa.total_allocated_bytes()
+    data = FromHuggingFace(str(tmp_path / "saved"), input="x", partition_by="who", batch_size=20)
+    data.setup("fit")
+    next(data.samples_of(3))
+    assert pa.total_allocated_bytes() - before < x.nbytes / 10
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"input": "pixels"}, "has no column 'pixels': choose from .*'writer_id'"),
+        ({"partition_by": "who"}, "has no column 'who'"),
+        ({"label": "class"}, "has no column 'class'"),
+        ({"partition_by": "writer_id", "partition": ByLabel()}, "does not use the column partit"),
+        ({"keys": [1]}, "the data set determines keys itself"),
+    ],
+)
+def test_wrong_options_are_refused(options, match):
+    with pytest.raises(FederationError, match=match):
+        FromHuggingFace(images()[0], **options)
+
+
+def test_labels_that_are_not_clear_are_asked_for():
+    rows = images()[0].cast_column("hsf_id", datasets.ClassLabel(names=list("abcdefgh")))
+    with pytest.raises(FederationError, match=r"several .*one of \['hsf_id', 'character'\]"):
+        FromHuggingFace(rows, num_clients=3)
+    with pytest.raises(FederationError, match="no column is known as a label"):
+        FromHuggingFace(numbers().remove_columns("label"), input="x", num_clients=3)
+    data = FromHuggingFace(numbers().remove_columns("label"), input="x", label=None, num_clients=3)
+    data.setup("fit")
+    assert data.train[0].shape == (4,)
+
+
+def test_rows_without_a_client_are_refused():
+    rows = numbers().remove_columns("site").add_column("site", [None, *WRITERS[1:]])
+    data = FromHuggingFace(rows, input="x", partition_by="site")
+    with pytest.raises(FederationError, match="'site' has no value in 1 rows"):
+        data.setup("fit")
+
+
+def test_streams_and_missing_data_are_refused(tmp_path):
+    with pytest.raises(FederationError, match="load it without streaming=True"):
+        FromHuggingFace(numbers().to_iterable_dataset(), input="x", num_clients=3)
+    with pytest.raises(FederationError, match=r"cannot be loaded .*: pass the folder"):
+        FromHuggingFace(str(tmp_path / "nothing"), input="x", num_clients=3).setup("fit")
+    with pytest.raises(FederationError, match="has no split 'train', only 'test'"):
+        FromHuggingFace(datasets.DatasetDict(test=numbers()), input="x")
+
+
+def test_the_constructor_says_what_to_call():
+    for given in (numbers(), datasets.DatasetDict(train=numbers())):
+        with pytest.raises(FederationError, match=r"call FederatedDataModule\.from_hf"):
+            FederatedDataModule(given)
+
+
+def test_other_rules_split_by_keys_too():
+    data = FromHuggingFace(numbers(), input="x", partition_by="site", partition=Natural())
+    data.setup("fit")
+    assert len(data.client_names) == 7
