@@ -10,7 +10,9 @@ from lightning_fl.datamodules.from_datamodule import FromDataModule
 from lightning_fl.datamodules.from_hdf5 import FromHDF5
 from lightning_fl.datamodules.from_hf import FromHuggingFace
 from lightning_fl.datamodules.images import ImageDataModule, TorchvisionDataModule
+from lightning_fl.datamodules.inputs import Characters, Relabel, Resized, Words
 from lightning_fl.datamodules.mnist import MNIST
+from lightning_fl.datamodules.newsgroups import Newsgroups
 from lightning_fl.datamodules.speech_commands import SpeechCommands
 from lightning_fl.datamodules.spoken_digits import SpokenDigits
 from lightning_fl.datamodules.storage import InMemory
@@ -21,6 +23,7 @@ __all__ = [
     "MNIST",
     "AudioDataModule",
     "Augment",
+    "Characters",
     "Clip",
     "Clips",
     "Digits",
@@ -33,8 +36,12 @@ __all__ = [
     "ImageDataModule",
     "InMemory",
     "LogMel",
+    "Newsgroups",
+    "Relabel",
+    "Resized",
     "SpeechCommands",
     "SpokenDigits",
     "TopicText",
     "TorchvisionDataModule",
+    "Words",
 ]

@@ -21,6 +21,9 @@ from lightning_fl.partition import Partition
 from lightning_fl.runners.step_hooks import TRANSFER_HOOKS
 from lightning_fl.types import FederationError, check_package
 
+#: Values of options until a loader determines them.
+_UNTIL_LOADED = {"batch_size": 1, "eval_batch_size": 1, "drop_last": False}
+
 
 class FromDataModule(FederatedDataModule):
     """Split the training samples of a LightningDataModule over clients.
@@ -92,7 +95,7 @@ class FromDataModule(FederatedDataModule):
         }
         #: Options that the loaders determine.
         self._open = {name for name, value in given.items() if value == "loader"}
-        known = given | dict.fromkeys(self._open, 1)  # until a loader says it
+        known = given | {name: _UNTIL_LOADED[name] for name in self._open}
         self._has_collate = collate_fn is not None
         super().__init__(
             train=None,
@@ -102,7 +105,7 @@ class FromDataModule(FederatedDataModule):
             num_clients=num_clients,
             batch_size=known["batch_size"],
             eval_batch_size=known["eval_batch_size"],
-            drop_last=bool(known["drop_last"]),
+            drop_last=known["drop_last"],
             collate_fn=collate_fn,
             **options,
         )

@@ -177,3 +177,28 @@ class LeNet(_ConvNet):
             [nn.Conv2d(width, 5 * width // 2, 5)],
         ]
         super().__init__(blocks, (in_channels, 28, 28), [hidden, num_classes])
+
+
+class FemnistCNN(_ConvNet):
+    """5x5 convolutions with 32 and 64 channels, and 2048 hidden units (LEAF; Caldas et al., 2018).
+
+    Args:
+        width: Channels of the first convolution; the second convolution has twice as many.
+        hidden: Units of the fully connected layer.
+        num_classes: Number of classes: 62 digits and letters, or 10 digits.
+
+    Raises:
+        FederationError: If a size is not positive.
+
+    Example:
+        >>> FemnistCNN()(torch.zeros(2, 1, 28, 28)).shape
+        torch.Size([2, 62])
+    """
+
+    def __init__(self, width: int = 32, hidden: int = 2048, num_classes: int = 62) -> None:
+        _check(width=width, hidden=hidden, num_classes=num_classes)
+        blocks: list[list[nn.Module]] = [
+            [nn.Conv2d(1, width, 5, padding=2)],
+            [nn.Conv2d(width, 2 * width, 5, padding=2)],
+        ]
+        super().__init__(blocks, (1, 28, 28), [hidden, num_classes])

@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fl.models import CifarCNN, FashionCNN, KeywordCNN, MLPClassifier
+from lightning_fl.models import (
+    CharLSTM,
+    CifarCNN,
+    FashionCNN,
+    FemnistCNN,
+    KeywordCNN,
+    MLPClassifier,
+)
 from lightning_fl.types import FederationError
 
 
@@ -46,6 +53,22 @@ def test_the_fashion_cnn_hands_1600_features_to_the_classes():
     assert net[-1].in_features == 64 * 5 * 5 == 1600
     assert size(net) == (1 * 32 * 9 + 32) + (32 * 64 * 9 + 64) + (1600 * 10 + 10) == 34_826
     assert kinds(net) == ["Conv2d", "MaxPool2d", "ReLU"] * 2 + ["Flatten", "Linear"]
+
+
+def test_leafs_networks_have_the_published_sizes():
+    convs = (1 * 32 * 25 + 32) + (32 * 64 * 25 + 64)
+    head = (64 * 7 * 7 * 2048 + 2048) + (2048 * 62 + 62)
+    assert size(FemnistCNN()) == convs + head == 6_603_710
+    lstm = 4 * 256 * (8 + 256 + 2) + 4 * 256 * (256 + 256 + 2)
+    assert size(CharLSTM(80)) == 80 * 8 + lstm + (256 * 80 + 80) == 819_920
+
+
+def test_the_lstm_reads_the_whole_text():
+    net = CharLSTM(vocabulary=5, hidden=6)
+    text = torch.tensor([[1, 2, 3, 4]])
+    changed = torch.tensor([[4, 2, 3, 4]])
+    assert net(text).shape == (1, 5)
+    assert not torch.allclose(net(text), net(changed))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,161 @@
+"""Configurations of natural federated data sets, on generated data with the real columns."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+import quick_cli
+from layouts import cifar_layout, speech_commands_layout
+from lightning_fl.datamodules import newsgroups
+from lightning_fl.files import read_text
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "natural"
+N = 60
+USERS = [f"user_{i % 6}" for i in range(N)]
+RANDOM = np.random.default_rng(0)
+
+
+def image(*shape):
+    return Image.fromarray(RANDOM.integers(0, 256, shape, dtype=np.uint8))
+
+
+def femnist(datasets):
+    columns = {
+        "image": [image(28, 28) for _ in range(N)],
+        "writer_id": USERS,
+        "hsf_id": [0] * N,
+        "character": [i % 62 for i in range(N)],
+    }
+    kinds = {
+        "image": datasets.Image(),
+        "writer_id": datasets.Value("string"),
+        "hsf_id": datasets.Value("int64"),
+        "character": datasets.ClassLabel(num_classes=62),
+    }
+    return columns, kinds
+
+
+def shakespeare(datasets):
+    text = "KING. Now is the winter of our discontent\nMade glorious summer " * 4
+    columns = {
+        "character_id": USERS,
+        "x": [text[i : i + 80] for i in range(N)],
+        "y": [text[i + 80] for i in range(N)],
+    }
+    return columns, dict.fromkeys(columns, datasets.Value("string"))
+
+
+def sentiment140(datasets):
+    columns = {
+        "text": [f"@friend what a {'good' if i % 2 else 'bad'} day {i}!" for i in range(N)],
+        "date": ["Mon Apr 06 22:19:45 PDT 2009"] * N,
+        "user": USERS,
+        "sentiment": [4 * (i % 2) for i in range(N)],
+        "query": ["NO_QUERY"] * N,
+    }
+    kinds = dict.fromkeys(columns, datasets.Value("string"))
+    return columns, kinds | {"sentiment": datasets.Value("int32")}
+
+
+def fed_isic2019(datasets):
+    columns = {
+        "image": [image(40 + i % 3, 50, 3) for i in range(N)],
+        "center": [i % 6 for i in range(N)],
+        "label": [i % 8 for i in range(N)],
+    }
+    kinds = {
+        "image": datasets.Image(),
+        "center": datasets.Value("int64"),
+        "label": datasets.ClassLabel(num_classes=8),
+    }
+    return columns, kinds
+
+
+@pytest.fixture
+def fit(tmp_path, monkeypatch):
+    """Run a config for two rounds and return the clients' numbers of samples."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, *options):
+        quick_cli.call(
+            *("fit", "--config", CONFIGS / f"{name}.yaml", "--trainer.default_root_dir=runs"),
+            *("--trainer.max_epochs=2", "--trainer.enable_progress_bar=false", "--threads=1"),
+            *options,
+        )
+        run = Path("runs/version_0")
+        assert len((run / "rounds.csv").read_text().splitlines()) == 3
+        return [row.split(",") for row in (run / "participation.csv").read_text().splitlines()]
+
+    return run
+
+
+@pytest.mark.parametrize("columns", [femnist, shakespeare, sentiment140, fed_isic2019])
+def test_data_sets_of_hugging_face(fit, columns):
+    datasets = pytest.importorskip("datasets", reason='needs pip install ".[hf]"')
+    name = columns.__name__
+    values, kinds = columns(datasets)
+    saved = datasets.Dataset.from_dict(values, features=datasets.Features(kinds))
+    datasets.DatasetDict(train=saved).save_to_disk("saved")
+    asked = yaml.safe_load(read_text(CONFIGS / f"{name}.yaml"))["federation"]
+    few = ["--federation.clients_per_round=3"] if "clients_per_round" in asked else []
+    steps = "--federation.policy.init_args.num_steps=2"
+    if "num_steps" not in asked["policy"]["init_args"]:
+        few.append("--federation.policy.init_args.local_epochs=null")
+    if name == "femnist":
+        few.append("--model.init_args.net.init_args={width: 2, hidden: 4}")
+    if name == "shakespeare":
+        few.append("--model.init_args.net.init_args={hidden: 4}")
+    rows = fit(
+        name, "--data.init_args.dataset=saved", "--data.init_args.load_options=null", steps, *few
+    )
+    key = {"femnist": "writer_id", "shakespeare": "character_id", "sentiment140": "user"}
+    clients = sorted(set(map(str, values[key.get(name, "center")])))
+    assert [row[1] for row in rows] == ["name", *clients]
+    assert sum(int(row[2]) for row in rows[1:]) == 54
+
+
+def test_cifar10(fit, tmp_path):
+    cifar_layout(tmp_path)
+    small = [f"--data.init_args.{o}" for o in (f"root={tmp_path}", "num_clients=3", "val_size=5")]
+    small += [
+        "--data.init_args.partition.init_args.min_size=2",
+        "--model.init_args.net.init_args.width=2",
+    ]
+    assert len(fit("cifar10_dirichlet", *small)) == 4
+
+
+def test_speech_commands(fit, tmp_path):
+    speech_commands_layout(tmp_path)
+    small = [f"--data.init_args.{o}" for o in (f"root={tmp_path}", 'keywords=["yes","no"]')]
+    small += [
+        "--model.init_args.net.init_args={width: 2, hidden: 4}",
+        "--data.init_args.val_size=0",
+    ]
+    rows = fit("speech_commands", "--federation.clients_per_round=1", *small)
+    assert len(rows) > 1
+
+
+def test_newsgroups(fit, monkeypatch):
+    asked = []
+
+    def fetched(**options):
+        asked.append(options)
+        posts = [f"the {'team' if i % 2 else 'church'} number {i}" for i in range(N)]
+        return SimpleNamespace(data=posts, target=np.arange(N) % 20)
+
+    monkeypatch.setattr(newsgroups, "fetch_20newsgroups", fetched)
+    small = ["num_clients=4", "partition.init_args.min_size=3", "root=here"]
+    rows = fit(
+        "newsgroups",
+        *(f"--data.init_args.{o}" for o in small),
+        "--federation.clients_per_round=2",
+        "--federation.policy.init_args.num_steps=2",
+    )
+    assert len(rows) == 5
+    assert asked[0]["subset"] == "train"
+    assert asked[0]["data_home"] == "here"
+    assert not asked[0]["download_if_missing"]
