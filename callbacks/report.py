@@ -369,12 +369,27 @@ def _folder(trainer: Trainer) -> Path | None:
 
 @rank_zero_only
 def _write_partition(folder: Path, data: Any) -> None:
+    write_partition(folder, data)
+
+
+def write_partition(folder: Path, data: Any) -> list[Path]:
+    """Write the manifest of a split, and its picture if the classes are known.
+
+    Args:
+        folder: Folder of the files; it is created.
+        data: The data module, after its setup.
+
+    Returns:
+        The files, ``partition.json`` and ``partition.png``.
+    """
     manifest = data.manifest()
     folder.mkdir(parents=True, exist_ok=True)
     manifest.write(folder / "partition.json")
     labels = data.class_labels
-    if labels is not None and not labels.is_floating_point():
-        _save(plot(data.parts, labels), folder / "partition.png")
+    if labels is None or labels.is_floating_point():
+        return [folder / "partition.json"]
+    _save(plot(data.parts, labels), folder / "partition.png")
+    return [folder / "partition.json", folder / "partition.png"]
 
 
 @rank_zero_only

@@ -1,4 +1,4 @@
-"""``lightning-fl fit|validate|test|predict --config X.yaml``, ``lightning-fl report RUN``."""
+"""``lightning-fl fit|validate|test|predict --config X``, ``report RUN``, ``partition CONFIG``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from argparse import ArgumentParser as PlainParser
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
@@ -21,7 +22,7 @@ from typing import Any, Literal, NoReturn, get_type_hints
 
 import torch
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -41,8 +42,10 @@ import lightning_fl.samplers
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RoundProgress, RunReport
 from lightning_fl.callbacks.checkpoint import read_checkpoint
 from lightning_fl.callbacks.config import RunConfig
+from lightning_fl.callbacks.report import write_partition
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.files import read_text, write_atomically
+from lightning_fl.partition import summary
 from lightning_fl.report import report
 from lightning_fl.report.run import TEST_FORMAT, differing_options, values_of
 from lightning_fl.runners import VectorizedClients
@@ -230,11 +233,11 @@ class FederatedCLI(LightningCLI):
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         super()._add_subcommands(parser, **kwargs)
-        # Only for --help: main runs the report without a Trainer.
-        reporting = report_parser()
-        parser._subcommands_action.add_subcommand(  # type: ignore[union-attr]  # just added
-            "report", reporting, help=reporting.description
-        )
+        # Only for --help: main runs these without a Trainer.
+        for name, own in (("report", report_parser()), ("partition", partition_parser())):
+            parser._subcommands_action.add_subcommand(  # type: ignore[union-attr]  # just added
+                name, own, help=own.description
+            )
 
     def _prepare_subcommand_parser(
         self, klass: type, subcommand: str, **kwargs: Any
@@ -489,6 +492,77 @@ def report_parser() -> ArgumentParser:
     return parser
 
 
+def partition_parser() -> ArgumentParser:
+    """Return the parser of ``lightning-fl partition``, without the options of the data module."""
+    parser = ArgumentParser(
+        prog="lightning-fl partition",
+        description="Split the data of a configuration over clients without training, and show"
+        " sizes, classes and drift.",
+    )
+    parser.add_argument("config", help="A configuration of lightning-fl fit.")
+    parser.add_argument(
+        "--output",
+        type=str,
+        default=".",
+        help="Folder of partition.json and partition.png. Further options change the configuration,"
+        " such as --data.init_args.num_clients=20.",
+    )
+    return parser
+
+
+def partition_words(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the folder of the output, and the arguments of the fit whose data is split.
+
+    Args:
+        words: Arguments after ``lightning-fl partition``.
+
+    Example:
+        >>> partition_words(["digits.yaml", "--output", "out", "--data.init_args.num_clients=3"])
+        ('out', ['fit', '--config', 'digits.yaml', '--data.init_args.num_clients=3'])
+    """
+    named = PlainParser(add_help=False, allow_abbrev=False)
+    named.add_argument("config", nargs="?")
+    named.add_argument("--output", default=".")
+    asked, rest = named.parse_known_args(words)
+    is_named = any(word.startswith("--config") for word in rest)
+    if {"-h", "--help"} & {*rest} or not (asked.config or is_named):
+        partition_parser().parse_args(["--help"] if "--help" in rest else words)
+    config = ["--config", asked.config] if asked.config else []
+    return asked.output, ["fit", *config, *rest]
+
+
+class PartitionCLI(FederatedCLI):
+    """Split the data of a configuration: neither a module nor a Trainer is made.
+
+    Args:
+        output: Folder of the files.
+        options: Arguments of :class:`FederatedCLI`.
+    """
+
+    def __init__(self, *args: Any, output: str, **options: Any) -> None:
+        self.output = output
+        super().__init__(*args, **options)
+
+    def _parse_ckpt_path(self) -> None:
+        """Do nothing: there is no checkpoint."""
+
+    def instantiate_classes(self) -> None:
+        """Instantiate only the data module."""
+        chosen = Namespace(data=self.config.fit.data)
+        self.datamodule = self._parser("fit").instantiate_classes(chosen).data
+
+    def after_instantiate_classes(self) -> None:
+        """Do nothing."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        data = self.datamodule
+        data.prepare_data()
+        data.setup("fit")
+        print(summary(data.num_samples.tolist(), data.class_counts, data.client_names))
+        for path in write_partition(Path(self.output), data):
+            print(f"Written to {_short(path.absolute())}")
+
+
 def with_notes(error: BaseException) -> str:
     """Return the message of an error with its notes, which give the round and the clients.
 
@@ -536,7 +610,15 @@ def main(args: ArgsType = None) -> None:
             asked = report_parser().parse_args(words[1:])
             print(f"Written to {_short(report(asked.runs, asked.output, asked.title))}")
             return
-        FederatedCLI(
+        cli: Callable[..., Any] = FederatedCLI
+        if isinstance(words, list) and words[:1] == ["partition"]:
+            output, words = partition_words(words[1:])
+            cli, words = partial(PartitionCLI, output=output), with_shipped_configs(words)
+            if args is None:
+                sys.argv[1:] = words
+            else:
+                args = words
+        cli(
             LightningModule,
             FederatedDataModule,
             subclass_mode_model=True,

@@ -20,6 +20,7 @@ import quick_cli
 from forks import Started
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.cli import FederatedCLI
+from lightning_fl.partition import Manifest
 from lightning_fl.types import FederationError
 
 ROOT = Path(__file__).parent.parent
@@ -772,3 +773,26 @@ def test_a_checkpoint_that_holds_objects_is_read_where_the_command_says_so(cli, 
     args = (*FIT, "--trainer.max_epochs=3", "--ckpt_path=last")
     assert "--weights_only=false" in cli(*args, expect=2)
     assert "Written to" in cli(*args, "--weights_only=false")
+
+
+def test_the_data_of_a_config_is_split_without_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(FederatedCLI, "instantiate_trainer", None)  # there is no Trainer
+    words = ["digits.yaml", "--output", "out", "--data.init_args.num_clients=20"]
+    quick_cli.call("partition", *words, "--data.init_args.batch_size=8")
+    shown = capsys.readouterr().out
+    assert "clients             20\n" in shown
+    assert "label drift         0.9" in shown
+    assert "Written to out/partition.json\nWritten to out/partition.png\n" in shown
+    assert len(Manifest.read("out/partition.json").clients) == 20
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_partition_without_a_config_says_so(capsys):
+    with pytest.raises(SystemExit):
+        quick_cli.call("partition", "--output=out")
+    assert "config" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        quick_cli.call("partition", "--help")
+    assert ended.value.code == 0
+    assert "without training" in capsys.readouterr().out

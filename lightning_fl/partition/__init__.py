@@ -4,6 +4,7 @@ from lightning_fl.partition.base import Partition
 from lightning_fl.partition.manifest import FromManifest, Manifest, checksum
 from lightning_fl.partition.picture import plot
 from lightning_fl.partition.rules import IID, ByLabel, Dirichlet, Natural, QuantitySkew, Shards
+from lightning_fl.partition.summary import label_drift, summary
 
 __all__ = [
     "IID",
@@ -16,5 +17,7 @@ __all__ = [
     "QuantitySkew",
     "Shards",
     "checksum",
+    "label_drift",
     "plot",
+    "summary",
 ]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.partition.base import classes_of
+from lightning_fl.partition.summary import label_drift
 from lightning_fl.types import FederationError
 
 if TYPE_CHECKING:
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 def plot(
     parts: Sequence[Tensor], labels: Tensor, class_names: Sequence[str] | None = None
 ) -> Figure:
-    """Plot the number of samples per client and class, below the total number per client.
+    """Plot the samples per client and class, below the total and the drift of each client.
 
     Up to 50 clients are drawn as columns of dots with areas proportional to the counts. More
     clients are drawn as a heat map. Its colors are proportional to the square root of the counts,
-    like the diameters of the dots.
+    like the diameters of the dots. For the drift see :func:`label_drift`.
 
     Args:
         parts: Sample indices of each client.
@@ -59,15 +60,25 @@ def plot(
     sizes = [len(part) for part in parts]
     owner = torch.arange(num_clients).repeat_interleave(torch.tensor(sizes))
     cells = codes[torch.cat(list(parts))] * num_clients + owner
-    counts = cells.bincount(minlength=num_classes * num_clients).view(num_classes, -1).numpy()
+    table = cells.bincount(minlength=num_classes * num_clients).view(num_classes, -1)
+    counts = table.numpy()
 
     dots = num_clients <= 50 and num_classes <= 20
     cell, height = min(0.34, 12 / num_clients), min(0.34 * num_classes, 6.8)
-    figure = Figure((max(3.5, 1.5 + cell * num_clients), 2.2 + height), layout="constrained")
-    top, grid = figure.subplots(2, 1, sharex=True, height_ratios=[1, height])
+    figure = Figure((max(3.5, 1.5 + cell * num_clients), 3.0 + height), layout="constrained")
+    places = figure.add_gridspec(3, 1, height_ratios=[1, 0.6, height])
+    top = figure.add_subplot(places[0])
+    grid = figure.add_subplot(places[2], sharex=top)
+    drift = figure.add_subplot(places[1], sharex=top)
     top.set_title(f"{num_clients} clients, {len(owner)} samples", loc="left", fontsize="medium")
     top.bar(range(num_clients), sizes, width=0.8 if dots else 1, color="#3b75af")
     top.set_ylabel("samples")
+    drift.bar(
+        range(num_clients), label_drift(table.T).tolist(), width=0.8 if dots else 1, color="#b35c44"
+    )
+    drift.set(ylabel="drift", ylim=(0, 1))
+    for axes in (top, drift):
+        axes.tick_params(labelbottom=False)
     if dots:
         row, column = counts.nonzero()
         area = (0.92 * 72 * cell) ** 2 * counts[row, column] / counts.max()
@@ -86,6 +97,6 @@ def plot(
     grid.set_yticks(range(0, num_classes, step), names[::step])
     ticks = MaxNLocator(min(num_clients + 1, 24), steps=[1, 2, 5, 10], integer=True)
     grid.xaxis.set_major_locator(ticks)
-    for axes in (top, grid):
+    for axes in (top, drift, grid):
         axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -6,7 +6,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from lightning_fl.partition import IID, ByLabel, Dirichlet, plot
+from lightning_fl.partition import IID, ByLabel, Dirichlet, label_drift, plot
 from lightning_fl.types import FederationError
 
 
@@ -38,6 +38,8 @@ def test_few_clients_are_dots_whose_area_is_the_count():
     expected = table / table.max() * found.max()
     assert torch.allclose(found, expected, rtol=1e-4)
     assert [bar.get_height() for bar in figure.axes[0].patches] == table.sum(1).tolist()
+    drift = [bar.get_height() for bar in figure.axes[2].patches]
+    assert drift == label_drift(table).tolist()
 
 
 def test_many_clients_are_a_heat_map_of_the_counts():
