@@ -1,6 +1,12 @@
-"""Examples in docstrings that need the extra ``peft`` are collected where it is installed."""
+"""Examples in docstrings that need an extra are collected where it is installed."""
 
 from importlib.util import find_spec
 
-NEEDED_BY = ["lightning_fl/models/lora.py", "lightning_fl/models/timm_model.py"]
-collect_ignore = [] if find_spec("peft") else NEEDED_BY
+#: Files that need a package.
+NEEDED_BY = {
+    "peft": ["lightning_fl/models/lora.py", "lightning_fl/models/timm_model.py"],
+    "flwr": ["lightning_fl/integrations/flower.py"],
+}
+collect_ignore = [
+    file for package, files in NEEDED_BY.items() if not find_spec(package) for file in files
+]

@@ -4,6 +4,7 @@ import pkgutil
 import sys
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -38,6 +39,7 @@ html_copy_source = False
 html_show_copyright = False
 
 autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_mock_imports = [] if find_spec("flwr") else ["flwr"]
 autodoc_member_order = "bysource"
 toc_object_entries_show_parents = "hide"
 autodoc_typehints_format = "short"
@@ -55,6 +57,7 @@ nitpick_ignore_regex = [
     ("py:class", r"(tuple\[~torch\.)?Tensor|nn\.Parameter|dict\[\w+|Figure|Path"),
     ("py:.*", r"(abc|collections|contextlib|datetime|enum|os|pathlib|zipfile)\..*"),
     ("py:.*", r"(jsonargparse|lightning|numpy|torch|torchmetrics)\..*"),
+    ("py:.*", r"flwr\..*|ArrayRecord|ConfigRecord|MetricRecord|Grid|Result"),
     ("py:.*", r"lightning_fl\.(\w+\.)*_\w+"),
     ("py:class", r"lightning_fl\.callbacks\.attacks\.ReplaceableData"),  # a protocol of one method
 ]
@@ -68,7 +71,7 @@ GoogleDocstring._consume_inline_attribute = lambda self: (
 
 
 #: Rooms without public names of their own, whose files are sections of a page.
-BY_FILE = ("lightning_fl.functional", "lightning_fl.federation")
+BY_FILE = ("lightning_fl.functional", "lightning_fl.federation", "lightning_fl.integrations")
 
 
 def modules(package: ModuleType) -> list[str]:

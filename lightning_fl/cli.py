@@ -548,7 +548,7 @@ class PartitionCLI(FederatedCLI):
 
     def instantiate_classes(self) -> None:
         """Instantiate only the data module."""
-        chosen = Namespace(data=self.config.fit.data)
+        chosen = Namespace(data=self.config.fit.data)  # type: ignore[no-untyped-call]
         self.datamodule = self._parser("fit").instantiate_classes(chosen).data
 
     def after_instantiate_classes(self) -> None:

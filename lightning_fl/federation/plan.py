@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -16,13 +16,76 @@ from lightning_fl.federation.progress import Progress
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.federation.table import COLUMNS
 from lightning_fl.functional.randomness import RandomStream, generator
-from lightning_fl.policies.base import local_steps
+from lightning_fl.policies.base import HyperparameterPolicy, local_steps
 from lightning_fl.runners import Declared, VectorizedClients
 from lightning_fl.runners.phases import phase_ends, steps_left
+from lightning_fl.samplers import ClientSampler
 from lightning_fl.types import FederatedData, FederationError, RoundPlan, full
 
 #: Hyperparameters that the loop uses.
 KNOWN_VALUES = {"lr", "lr_factor", "num_steps", "local_epochs", "participates"}
+
+
+def draw_clients(
+    sampler: ClientSampler, seed: int, round: int, size: int, num_samples: Tensor
+) -> Tensor:
+    """Return the clients that a sampler draws for a round, sorted by id.
+
+    Args:
+        sampler: The sampler.
+        seed: Seed of the run.
+        round: Index of the round.
+        size: Number of clients to sample.
+        num_samples: Number of training samples per client, ``[num_clients]``.
+
+    Raises:
+        FederationError: If the sampler returns duplicate or unknown clients.
+    """
+    n, random = len(num_samples), generator(seed, RandomStream.COHORT, round)
+    clients = sampler.sample(round, size, num_samples, random).sort().values
+    if len(clients.unique()) != len(clients) or not ((clients >= 0) & (clients < n)).all():
+        raise FederationError(
+            f"{type(sampler).__name__} must return distinct clients from 0 to {n - 1},"
+            f" got {clients.tolist()}"
+        )
+    return clients
+
+
+def draw_values(
+    policy: HyperparameterPolicy,
+    round: int,
+    clients: Tensor,
+    batches_per_epoch: Tensor,
+    check: Callable[[Mapping[str, Tensor], int], None],
+) -> tuple[Tensor, dict[str, Tensor], Tensor, bool]:
+    """Return the clients that take part, their hyperparameters and numbers of local steps.
+
+    Args:
+        policy: The policy.
+        round: Index of the round.
+        clients: The sampled clients, ``[k]``.
+        batches_per_epoch: Number of batches per local epoch of each client, ``[num_clients]``.
+        check: Function that checks the values of the policy.
+
+    Returns:
+        Clients, values by name, numbers of local steps, and whether the round has no client. One
+        client is returned in any case, since a training loader is not empty.
+    """
+    if is_empty := not len(clients):
+        clients = torch.zeros(1, dtype=torch.int64)
+    values = {
+        name: full(torch.as_tensor(value).cpu(), clients)
+        for name, value in policy.sample(round, clients).items()
+    }
+    check(values, round)
+    if (participates := values.pop("participates", None)) is not None:
+        if not participates.any():
+            is_empty, participates = True, torch.arange(len(clients)) == 0
+        clients = clients[participates]
+        values = {name: value[participates] for name, value in values.items()}
+    steps = local_steps(values, batches_per_epoch[clients])
+    values.pop("num_steps" if "num_steps" in values else "local_epochs", None)
+    return clients, values, steps, is_empty
 
 
 class Planner:
@@ -107,21 +170,10 @@ class Planner:
             FederationError: If the sampler returns duplicate or unknown clients.
         """
         seed, round = self._progress.seed, self._progress.round
-        clients = self._sample(seed, round)
-        if is_empty := not len(clients):
-            clients = torch.zeros(1, dtype=torch.int64)
-        values = {
-            name: full(torch.as_tensor(value).cpu(), clients)
-            for name, value in self._policy.sample(round, clients).items()
-        }
-        self._check(values, round)
-        if (participates := values.pop("participates", None)) is not None:
-            if not participates.any():
-                is_empty, participates = True, torch.arange(len(clients)) == 0
-            clients = clients[participates]
-            values = {name: value[participates] for name, value in values.items()}
-        steps = local_steps(values, self.batches_per_epoch[clients])
-        values.pop("num_steps" if "num_steps" in values else "local_epochs", None)
+        drawn = draw_clients(self._sampler, seed, round, self.cohort_size, self.num_samples)
+        clients, values, steps, is_empty = draw_values(
+            self._policy, round, drawn, self.batches_per_epoch, self._check
+        )
         if batches := self._trainer.fast_dev_run:  # type: ignore[attr-defined]
             # One short round with the requested number of batches and at least one step per client.
             clients = clients[: int(batches)]
@@ -190,18 +242,6 @@ class Planner:
             )
         for name, value in values.items():
             self._declared.check(f"{policy} in round {round + 1}", name, value.tolist())
-
-    def _sample(self, seed: int, round: int) -> Tensor:
-        """Return the sampled clients, sorted by id."""
-        n, random = self.num_clients, generator(seed, RandomStream.COHORT, round)
-        drawn = self._sampler.sample(round, self.cohort_size, self.num_samples, random)
-        clients = drawn.sort().values
-        if len(clients.unique()) != len(clients) or not ((clients >= 0) & (clients < n)).all():
-            raise FederationError(
-                f"{type(self._sampler).__name__} must return distinct clients from 0 to {n - 1},"
-                f" got {clients.tolist()}"
-            )
-        return clients
 
     def _vectorized(self, plan: RoundPlan, vectorizer: VectorizedClients) -> RoundPlan:
         """Return the plan with groups of clients that train at once."""

@@ -1,0 +1,1 @@
+"""Bridges to frameworks that run federations on several machines."""

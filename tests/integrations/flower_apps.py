@@ -1,0 +1,81 @@
+"""A ServerApp and a ClientApp, which Flower's workers import."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from flwr.serverapp import ServerApp
+from torch import nn
+
+from lightning_fl.aggregators import CoordinateMedian, FedAdam, FedAvg, Scaffold
+from lightning_fl.integrations.flower import client_app, strategy
+from lightning_fl.objectives import ClientModule, Proximal
+from lightning_fl.policies import Schedule
+from two_classes import samples
+
+RULES = {
+    "FedAvg": FedAvg,
+    "FedAdam": FedAdam,
+    "CoordinateMedian": CoordinateMedian,
+    "FedProx": FedAvg,
+    "SCAFFOLD": Scaffold,
+}
+
+
+def module(name):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    return ClientModule(net, [Proximal(0.3)] if name == "FedProx" else ())
+
+
+def policy():
+    return Schedule(lr=0.2, local_epochs=1)
+
+
+def server(name, result, rounds=5, clients=5, sampled=3, checkpoint=None):
+    """A server that writes the last global model into a file."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid, context):
+        trained = module(name)
+        plan = strategy(
+            RULES[name](),
+            policy(),
+            module=trained,
+            num_clients=clients,
+            clients_per_round=sampled,
+            seed=3,
+            checkpoint=checkpoint,
+        )
+        plan.start(grid, num_rounds=rounds, timeout=120)
+        torch.save(trained.state_dict(), result)
+
+    return app
+
+
+def client(name):
+    """A client of the simulation in ``two_classes``."""
+    return client_app(
+        lambda: module(name),
+        lambda context: samples(),
+        RULES[name],
+        trainer={"accelerator": "cpu"},
+    )
+
+
+if __name__ == "__main__":  # Flower's simulation engine, in a process of its own
+    from flwr.simulation import run_simulation
+
+    case, result = sys.argv[1:]
+    run_simulation(
+        server(case, Path(result)),
+        client(case),
+        num_supernodes=5,
+        backend_config={"client_resources": {"num_cpus": 1}},
+    )
+elif "FLOWER_CASE" in os.environ:  # the processes of a deployment
+    case, result = os.environ["FLOWER_CASE"], Path(os.environ["FLOWER_RESULT"])
+    server_app = server(case, result, checkpoint=os.environ.get("FLOWER_CHECKPOINT"))
+    client_app_of_case = client(case)

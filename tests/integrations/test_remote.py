@@ -1,0 +1,252 @@
+"""A server and clients that only exchange tasks and replies train as the loop does, bit for bit."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_fl.aggregators import (
+    PFNM,
+    ClusteredFL,
+    CoordinateMedian,
+    FedAdam,
+    FedAvg,
+    FedBuff,
+    QFedAvg,
+    Scaffold,
+)
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.integrations.client import RemoteClient
+from lightning_fl.integrations.server import RemoteServer
+from lightning_fl.objectives import ClientModule, Proximal
+from lightning_fl.policies import HyperparameterPolicy, Schedule
+from lightning_fl.transforms import TopK
+from lightning_fl.types import FederationError
+from tutorial import trainer
+from two_classes import samples
+
+ROUNDS = 5
+
+
+class Net(LightningModule):
+    """A foreign module with dropout and BatchNorm, which momentum trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.ReLU(), nn.Linear(6, 2)
+        ).double()
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
+
+
+def client_module(*terms):
+    return ClientModule(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double(), terms)
+
+
+class PerClient(HyperparameterPolicy):
+    """Hyperparameters that differ from client to client and round to round."""
+
+    def sample(self, round, clients):
+        return {"lr": 0.05 + 0.02 * clients.double(), "num_steps": 2 + (clients + round) % 3}
+
+
+class Learning(PerClient):
+    """A policy that asks for the validation loss."""
+
+    learns_from = frozenset({"val_loss"})
+
+
+ONLY_LOOP = {"optimizer_state", "update_transforms", "phases"}
+
+
+def by_the_loop(module, data, folder, **options):
+    trainer(folder, FederatedLoop(seed=3, **options), rounds=ROUNDS).fit(module, datamodule=data())
+    return module.state_dict()
+
+
+def apart(module, data, rule, rounds=ROUNDS, server=None, kept=None, clients=None, **options):
+    """Train with a server and clients that share no object."""
+    of_clients = {name: options.pop(name) for name in ONLY_LOOP & options.keys()}
+    both = {n: options[n] for n in ("buffers", "local_parameters") if n in options}
+    others = copy.deepcopy(module)
+    server = server or RemoteServer(module, copy.deepcopy(rule), seed=3, **options)
+    clients = clients or [
+        RemoteClient(
+            copy.deepcopy(others),
+            data(),
+            copy.deepcopy(rule),
+            {"accelerator": "cpu"},
+            **copy.deepcopy(of_clients),
+            **both,
+        )
+        for _ in range(5)
+    ]
+    if not len(server.num_samples):
+        server.begin(*zip(*(client.work(i) for i, client in enumerate(clients)), strict=True))
+    kept = {} if kept is None else kept
+    for _ in range(rounds):
+        replies = {}
+        for task in server.tasks():
+            one = clients[task.client]
+            replies[task.client], kept[task.client] = one.train(task, kept.get(task.client, {}))
+        server.finish(replies)
+    return server, kept, clients
+
+
+CASES = {
+    "FedAvg": (Net, FedAvg(), {}),
+    "a few clients": (Net, FedAvg(), {"clients_per_round": 3}),
+    "FedAdam": (Net, FedAdam(), {}),
+    "CoordinateMedian": (Net, CoordinateMedian(), {}),
+    "FedProx": (lambda: client_module(Proximal(0.3)), FedAvg(), {}),
+    "SCAFFOLD": (client_module, Scaffold(), {"clients_per_round": 3}),
+    "qFedAvg": (client_module, QFedAvg(), {}),
+    "ClusteredFL": (client_module, ClusteredFL(warmup=1, eps1=9.0, eps2=0.0), {}),
+    "hyperparameters of clients": (Net, FedAvg(), {"policy": PerClient}),
+    "kept momentum": (Net, FedAvg(), {"optimizer_state": "keep", "clients_per_round": 3}),
+    "local layers": (Net, FedAvg(), {"local_parameters": ["net.4.*"]}),
+    "local buffers": (Net, FedAvg(), {"buffers": "local"}),
+    "error feedback": (
+        Net,
+        FedAvg(),
+        {"update_transforms": [TopK(0.3)], "clients_per_round": 3},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:validation and test use the global model")
+@pytest.mark.parametrize("name", CASES)
+def test_the_global_model_is_that_of_the_loop(tmp_path, name):
+    make, rule, options = CASES[name]
+
+    def fresh():
+        made = copy.deepcopy(options)
+        if "policy" in made:
+            made["policy"] = made["policy"]()
+        return {"policy": Schedule(local_epochs=1), "buffers": "average", **made}
+
+    torch.manual_seed(0)
+    module = make()
+    loop = by_the_loop(
+        copy.deepcopy(module), samples, tmp_path, aggregator=copy.deepcopy(rule), **fresh()
+    )
+    server, _, _ = apart(copy.deepcopy(module), samples, rule, **fresh())
+    for key, value in server.module.state_dict().items():
+        assert torch.equal(value, loop[key]), key
+    assert any(not torch.equal(loop[key], value) for key, value in module.state_dict().items())
+
+
+def test_a_server_resumes_where_it_was(tmp_path):
+    """Also the moments of the rule; clients keep their own state."""
+    torch.manual_seed(0)
+    module, options = client_module(), {"policy": Schedule(local_epochs=1)}
+    expected, _, _ = apart(copy.deepcopy(module), samples, FedAdam(), **options)
+    first, kept, clients = apart(copy.deepcopy(module), samples, FedAdam(), rounds=2, **options)
+    torch.save(first.state_dict(), tmp_path / "server.pt")
+    again = RemoteServer(client_module(), FedAdam(), seed=3, **options)
+    again.begin(*zip(*(client.work(i) for i, client in enumerate(clients)), strict=True))
+    again.load_state_dict(torch.load(tmp_path / "server.pt", weights_only=True))
+    apart(module, samples, None, rounds=3, server=again, kept=kept, clients=clients)
+    assert again.round == 5
+    for key, value in expected.module.state_dict().items():
+        assert torch.equal(again.module.state_dict()[key], value)
+
+
+def test_a_checkpoint_of_another_federation_is_refused():
+    server, _, _ = apart(client_module(), samples, FedAdam(), rounds=1)
+    other = RemoteServer(client_module(), FedAvg(), seed=3)
+    other.begin([12] * 5, [3] * 5)
+    with pytest.raises(FederationError, match=r"has aggregator 'FedAdam', and this .* 'FedAvg'"):
+        other.load_state_dict(server.state_dict())
+
+
+def test_clients_that_fail_are_dropped_as_in_the_loop():
+    torch.manual_seed(0)
+    module = client_module()
+    server = RemoteServer(module, FedAvg(), seed=3, min_clients=2)
+    clients = [RemoteClient(client_module(), samples(), trainer={"accelerator": "cpu"})] * 5
+    server.begin(*zip(*(client.work(i) for i, client in enumerate(clients)), strict=True))
+    before = copy.deepcopy(module.state_dict())
+    tasks = server.tasks()
+    one, _ = clients[0].train(tasks[0], {})
+    metrics = server.finish({0: one})  # four did not reply, and two are needed
+    assert (metrics["clients"], metrics["dropped"]) == (5, 4)
+    assert all(torch.equal(before[key], value) for key, value in module.state_dict().items())
+    replies = {task.client: clients[0].train(task, {})[0] for task in server.tasks()}
+    replies[1] = replace(replies[1], delta=replies[1].delta * torch.nan)
+    del replies[4]
+    expected = before_and_after(server, replies, but=(1, 4))
+    assert server.finish(replies)["dropped"] == 2
+    assert torch.equal(server.runner.read().vector, expected)
+
+
+def before_and_after(server, replies, but):
+    """The mean of the updates of the other clients, added to the global model."""
+    used = {i: reply for i, reply in replies.items() if i not in but}
+    total = sum(reply.num_samples for reply in used.values())
+    move = sum(reply.delta * (reply.num_samples / total) for reply in used.values())
+    return (server.runner.read().vector + move).to(torch.float64)
+
+
+def test_a_diverging_client_says_why_it_sends_nothing():
+    class Diverges(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * torch.nan
+
+    torch.manual_seed(0)
+    module = Diverges()
+    server = RemoteServer(module, seed=3, buffers="average")
+    client = RemoteClient(copy.deepcopy(module), samples(), trainer={"accelerator": "cpu"})
+    server.begin(*zip(*(client.work(i) for i in range(5)), strict=True))
+    with pytest.warns(UserWarning, match="non-finite values|0 of 1 clients returned"):
+        reply, state = client.train(server.tasks()[0], {})
+    assert (reply.dropped, state) == ("non_finite", {})
+    assert server.finish({0: reply})["dropped"] == 5
+
+
+def test_sites_with_their_own_data_have_random_numbers_of_their_own():
+    whole = samples()
+    whole.setup("fit")
+    own = [torch.utils.data.Subset(whole.train, part.tolist()) for part in whole.parts]
+    clients = [
+        RemoteClient(client_module(), data, trainer={"accelerator": "cpu"}, batch_size=4)
+        for data in own
+    ]
+    assert [client.work(i) for i, client in enumerate(clients)] == [(12, 3)] * 5
+    server = RemoteServer(client_module(), seed=3)
+    server.begin([12] * 5, [3] * 5)
+    one, other = server.tasks()[:2]
+    same = [clients[0].train(task, {})[0].delta for task in (one, one, other)]
+    assert torch.equal(same[0], same[1])
+    assert not torch.equal(same[0], same[2])  # the same samples in another order
+
+
+def test_a_client_without_samples_is_named():
+    client = RemoteClient(client_module(), samples(), trainer={"accelerator": "cpu"})
+    with pytest.raises(FederationError, match="client 7 has no samples: the data has 5 clients"):
+        client.work(7)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"aggregator": PFNM()}, "PFNM replaces the network"),
+        ({"aggregator": FedBuff()}, "FedBuff simulates the times"),
+        ({"policy": Learning()}, "Learning learns from val_loss"),
+        ({"min_clients": 0}, "min_clients must be an integer of at least 1"),
+    ],
+)
+def test_what_needs_all_clients_in_one_process_is_refused(options, match):
+    with pytest.raises(FederationError, match=match):
+        RemoteServer(client_module(), **options)
