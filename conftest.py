@@ -5,7 +5,7 @@ from importlib.util import find_spec
 #: Files that need a package.
 NEEDED_BY = {
     "peft": ["lightning_fl/models/lora.py", "lightning_fl/models/timm_model.py"],
-    "flwr": ["lightning_fl/integrations/flower.py"],
+    "flwr": ["lightning_fl/integrations/flower.py", "tests/integrations/flower_apps.py"],
 }
 collect_ignore = [
     file for package, files in NEEDED_BY.items() if not find_spec(package) for file in files
