@@ -20,6 +20,7 @@ from lightning_fl.federation.round import Results
 from lightning_fl.functional.randomness import derive_seed
 from lightning_fl.integrations.exchange import Reply, Task
 from lightning_fl.policies import HyperparameterPolicy
+from lightning_fl.runners import VectorizedClients
 from lightning_fl.samplers import ClientSampler
 from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
 
@@ -52,6 +53,11 @@ class RemoteClient:
         batch_size: int | None = 32,
         **options: Any,
     ) -> None:
+        if isinstance(module, VectorizedClients):
+            raise FederationError(
+                "a remote client is one client, and VectorizedClients trains several at once: pass"
+                " the module itself"
+            )
         self.module, self.rule = module, FedAvg() if aggregator is None else aggregator
         if not isinstance(data, FederatedDataModule):
             data = FromClients([data], batch_size=batch_size, val_size=0)
@@ -82,7 +88,7 @@ class RemoteClient:
 
         Args:
             task: What the server has sent.
-            kept: State that this method returned in the client's last round; empty in the first.
+            kept: State that this method returned in round ``task.last``; empty in the first round.
 
         Returns:
             What to send back, and the state to keep.
@@ -218,6 +224,15 @@ class OneClient(FederatedLoop):
     """Loop that keeps the results of its last round."""
 
     results: Results
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the fit of a round. A schedule would begin anew in every round."""
+        if trainer.lr_scheduler_configs:
+            raise FederationError(
+                f"{type(pl_module).__name__} has a learning rate scheduler, which would begin anew"
+                " in every round of a remote client: let the policy of the server set lr"
+            )
+        super().on_fit_start(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the results and end the round."""

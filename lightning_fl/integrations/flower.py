@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.extras import imported
 from lightning_fl.files import write_atomically
 from lightning_fl.integrations.client import RemoteClient
-from lightning_fl.integrations.exchange import Reply, Task
+from lightning_fl.integrations.exchange import Kept, Reply, Task
 from lightning_fl.integrations.server import RemoteServer
+from lightning_fl.options import check_integer
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.samplers import ClientSampler
 from lightning_fl.types import FederationError
@@ -88,7 +88,14 @@ class FederationStrategy(Strategy):
     def __init__(
         self, server: RemoteServer, num_clients: int, checkpoint: str | Path | None = None
     ) -> None:
-        self.server, self.num_clients = server, num_clients
+        self.server = server
+        self.num_clients = check_integer("num_clients", num_clients, min=1)
+        for name, tensor in server.module.state_dict().items():
+            if tensor.dtype == torch.bfloat16:  # Flower's arrays are those of numpy
+                raise FederationError(
+                    f"{name} is in bfloat16, which Flower cannot send: keep the parameters in"
+                    " float32, for example with precision: bf16-mixed"
+                )
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         #: Client of each node.
         self.clients: dict[int, int] = {}
@@ -127,16 +134,15 @@ class FederationStrategy(Strategy):
         if self.checkpoint is not None and self.checkpoint.exists():
             self.server.load_state_dict(torch.load(self.checkpoint, weights_only=True))
             rank_zero_info(f"resuming after round {self.server.round} from {self.checkpoint}")
+        done = self.server.round
+        evaluate = evaluate_fn and (lambda round, arrays: evaluate_fn(round + done, arrays))
+        left = max(num_rounds - done, 0)
         try:
-            return super().start(
-                grid,
-                self.arrays(),
-                max(num_rounds - self.server.round, 0),
-                timeout,
-                train_config,
-                evaluate_config,
-                evaluate_fn,
+            result = super().start(
+                grid, self.arrays(), left, timeout, train_config, evaluate_config, evaluate
             )
+            result.arrays = self.arrays()
+            return result
         finally:
             self.server.close()
 
@@ -241,7 +247,7 @@ def packed(task: Task) -> RecordDict:
     """Return the content of a message with a task."""
     config = {
         name: getattr(task, name)
-        for name in ("round", "client", "num_clients", "seed", "num_steps")
+        for name in ("round", "client", "num_clients", "seed", "num_steps", "last")
     }
     return RecordDict(
         {
@@ -294,6 +300,26 @@ def unpacked(content: RecordDict) -> tuple[int, Reply]:
     return int(about["client"]), reply
 
 
+#: Beginning of the names of a client's states, which end in the round.
+STATE = "lightning_fl.round."
+
+
+def kept_in(record: RecordDict) -> Kept:
+    """Return what a client has kept in its context."""
+    found = {name: value for name, value in record.items() if name.startswith(STATE)}
+    return Kept(
+        {int(name.removeprefix(STATE)): v.to_torch_state_dict() for name, v in found.items()}
+    )
+
+
+def keep(record: RecordDict, kept: Kept) -> None:
+    """Put what a client keeps into its context."""
+    for name in [name for name in record if name.startswith(STATE)]:
+        del record[name]
+    for round, state in kept.states.items():
+        record[f"{STATE}{round}"] = ArrayRecord(dict(state))
+
+
 # --- clients --------------------------------------------------------------------------------------
 
 
@@ -333,12 +359,10 @@ def client_app(
     @app.train()
     def train(message: Message, context: Context) -> Message:
         client, remote = made(context)
-        kept: Mapping[str, Tensor] = {}
-        if "lightning_fl" in context.state:
-            kept = context.state["lightning_fl"].to_torch_state_dict()
-        reply, state = remote.train(task_of(message.content), kept)
+        task, kept = task_of(message.content), kept_in(context.state)
+        reply, state = remote.train(task, kept.at(task.last))
         if reply.dropped is None:
-            context.state["lightning_fl"] = ArrayRecord(state)
+            keep(context.state, kept.after(task.round, state))
         return Message(answer(client, reply), reply_to=message)
 
     return app

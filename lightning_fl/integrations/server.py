@@ -94,6 +94,8 @@ class RemoteServer:
         self._refuse()
         #: Number of finished rounds.
         self.round = 0
+        #: Round of the last used update of each client.
+        self.last: dict[int, int] = {}
         self.num_samples = self.batches_per_epoch = torch.zeros(0, dtype=torch.int64)
         self._plan: RoundPlan | None = None
 
@@ -197,7 +199,10 @@ class RemoteServer:
                 model = self._model()
             own = {name: float(value[row]) for name, value in sent.items()}
             count, number = len(self.num_samples), int(steps[row])
-            tasks.append(Task(self.round, client, count, self.seed, number, model, own, broadcast))
+            last = self.last.get(client, -1)
+            tasks.append(
+                Task(self.round, client, count, self.seed, number, last, model, own, broadcast)
+            )
         self.runner.write(start)
         return tasks
 
@@ -237,7 +242,7 @@ class RemoteServer:
             )
             self.rule.update(update)
             counters = torch.maximum(counters, reply.counters.to(counters.device))
-            losses[client] = reply.loss
+            losses[client], self.last[client] = reply.loss, plan.round
             returned += 1
         vector = self.rule.conclude(returned, self.options.min_clients)
         if vector is not None:
@@ -266,6 +271,7 @@ class RemoteServer:
         """Return the state between two rounds."""
         return {
             "round": self.round,
+            "last": self.last,
             "model": self.module.state_dict(),
             "aggregator": self.rule.state_dict(),
             "policy": self.policy.state_dict(),
@@ -287,7 +293,7 @@ class RemoteServer:
         self.module.load_state_dict(state["model"])
         self.rule.load_state_dict(state["aggregator"])
         self.policy.load_state_dict(state["policy"])
-        self.round = state["round"]
+        self.round, self.last = state["round"], dict(state["last"])
 
     def _identity(self) -> dict[str, Any]:
         return {

@@ -55,11 +55,11 @@ def server(name, result, rounds=5, clients=5, sampled=3, checkpoint=None):
     return app
 
 
-def client(name):
+def client(name, clients=5):
     """A client of the simulation in ``two_classes``."""
     return client_app(
         lambda: module(name),
-        lambda context: samples(),
+        lambda context: samples(clients),
         RULES[name],
         trainer={"accelerator": "cpu"},
     )
@@ -77,5 +77,6 @@ if __name__ == "__main__":  # Flower's simulation engine, in a process of its ow
     )
 elif "FLOWER_CASE" in os.environ:  # the processes of a deployment
     case, result = os.environ["FLOWER_CASE"], Path(os.environ["FLOWER_RESULT"])
-    server_app = server(case, result, checkpoint=os.environ.get("FLOWER_CHECKPOINT"))
-    client_app_of_case = client(case)
+    rounds = int(os.environ["FLOWER_ROUNDS"])
+    server_app = server(case, result, rounds, 2, 2, checkpoint=result.with_suffix(".ckpt"))
+    client_app_of_case = client(case, 2)

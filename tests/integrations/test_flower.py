@@ -1,8 +1,12 @@
 """Flower trains as the loop does: with its simulation engine, and as separate processes."""
 
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,12 +24,12 @@ HERE = Path(__file__).parent
 import flower_apps  # noqa: E402  # imports flwr
 
 
-def by_the_loop(name, folder, rounds=5):
+def by_the_loop(name, folder, rounds=5, clients=5, sampled=3):
     module = flower_apps.module(name)
     loop = FederatedLoop(
-        flower_apps.RULES[name](), flower_apps.policy(), clients_per_round=3, seed=3
+        flower_apps.RULES[name](), flower_apps.policy(), clients_per_round=sampled, seed=3
     )
-    trainer(folder, loop, rounds=rounds).fit(module, datamodule=samples())
+    trainer(folder, loop, rounds=rounds).fit(module, datamodule=samples(clients))
     return module.state_dict()
 
 
@@ -38,7 +42,8 @@ def environment(**more):
     """Return the environment of a process that imports the tests' helpers and reports nothing."""
     paths = [str(HERE), str(HERE.parent), *sys.path]
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-    return os.environ | quiet | {"PYTHONPATH": os.pathsep.join(paths)} | more
+    found = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return os.environ | quiet | {"PYTHONPATH": os.pathsep.join(paths), "PATH": found} | more
 
 
 @pytest.mark.parametrize("name", flower_apps.RULES)
@@ -48,3 +53,140 @@ def test_the_simulation_engine_gives_the_weights_of_the_loop(tmp_path, name):
     subprocess.run(command, env=environment(), cwd=tmp_path, check=True, timeout=300)
     found = torch.load(tmp_path / "model.pt", weights_only=True)
     assert largest_difference(found, by_the_loop(name, tmp_path)) == 0
+
+
+APP = """
+[project]
+name = "case"
+version = "1.0.0"
+license = "Apache-2.0"
+dependencies = []
+
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[tool.hatch.build.targets.wheel]
+packages = ["."]
+
+[tool.flwr.app]
+publisher = "tests"
+
+[tool.flwr.app.components]
+serverapp = "case.server:app"
+clientapp = "case.client:app"
+"""
+
+
+class Deployment:
+    """A SuperLink and SuperNodes on the loopback address, each a process of its own."""
+
+    def __init__(self, folder, case, rounds):
+        self.folder, self.result = folder, folder / "model.pt"
+        self.ports = free_ports(3)
+        self.environment = environment(
+            FLWR_HOME=str(folder / "flwr"),
+            FLOWER_CASE=case,
+            FLOWER_RESULT=str(self.result),
+            FLOWER_ROUNDS=str(rounds),
+        )
+        self.processes = {}
+        (folder / "app" / "case").mkdir(parents=True)
+        (folder / "app" / "pyproject.toml").write_text(APP)
+        for name in ("server", "client"):
+            source = "server_app" if name == "server" else "client_app_of_case"
+            text = f"from flower_apps import {source}\n\napp = {source}\n"
+            (folder / "app" / "case" / f"{name}.py").write_text(text)
+        (folder / "app" / "case" / "__init__.py").write_text("")
+        (folder / "flwr").mkdir()
+        connection = f'address = "127.0.0.1:{self.ports[0]}"\ninsecure = true\n'
+        (folder / "flwr" / "config.toml").write_text(f"[superlink.here]\n{connection}")
+
+    def start(self, name, *command):
+        with (self.folder / f"{name}.log").open("a") as log:
+            self.processes[name] = subprocess.Popen(
+                [str(Path(sys.executable).parent / command[0]), *command[1:]],
+                env=self.environment,
+                cwd=self.folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # with the processes that it starts
+            )
+
+    def link(self):
+        port = str(self.ports[0])
+        alone = "--disable-runtime-dependency-installation"
+        self.start(
+            "link", "flower-superlink", "--insecure", "--host=127.0.0.1", "--port", port, alone
+        )
+
+    def node(self, client):
+        link, port = f"127.0.0.1:{self.ports[0]}", str(self.ports[1 + client])
+        self.start(
+            f"node{client}",
+            *("flower-supernode", "--insecure", "--superlink", link, "--host=127.0.0.1"),
+            *("--port", port, "--node-config", f"partition-id={client} num-partitions=2"),
+        )
+
+    def run(self):
+        command = [str(Path(sys.executable).parent / "flwr"), "run", "app", "here"]
+        for _ in range(30):  # until the SuperLink listens
+            done = subprocess.run(
+                command, env=self.environment, cwd=self.folder, capture_output=True, text=True
+            )
+            if done.returncode == 0:
+                return
+            time.sleep(1)
+        raise AssertionError(done.stdout + done.stderr)
+
+    def wait(self, seconds=240):
+        end = time.monotonic() + seconds
+        while not self.result.exists():
+            assert time.monotonic() < end, self.logs()
+            time.sleep(0.5)
+        time.sleep(0.5)  # the file is being written
+        return torch.load(self.result, weights_only=True)
+
+    def logs(self):
+        return "\n".join(path.read_text()[-3000:] for path in self.folder.glob("*.log"))
+
+    def kill(self, name):
+        process = self.processes.pop(name)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def close(self):
+        for name in list(self.processes):
+            self.kill(name)
+
+
+def free_ports(count):
+    """Return ports of the loopback address that nothing listens on."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@pytest.fixture
+def deployed(tmp_path):
+    made = []
+
+    def make(case, rounds=5):
+        made.append(Deployment(tmp_path, case, rounds))
+        return made[0]
+
+    yield make
+    made[0].close()
+
+
+def test_separate_processes_give_the_weights_of_the_loop(tmp_path, deployed):
+    sites = deployed("SCAFFOLD")
+    sites.link()
+    for client in (0, 1):
+        sites.node(client)
+    sites.run()
+    expected = by_the_loop("SCAFFOLD", tmp_path, clients=2, sampled=2)
+    assert largest_difference(sites.wait(), expected) == 0

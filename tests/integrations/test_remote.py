@@ -20,9 +20,11 @@ from lightning_fl.aggregators import (
 )
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.integrations.client import RemoteClient
+from lightning_fl.integrations.exchange import Kept
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.objectives import ClientModule, Proximal
 from lightning_fl.policies import HyperparameterPolicy, Schedule
+from lightning_fl.runners import VectorizedClients
 from lightning_fl.transforms import TopK
 from lightning_fl.types import FederationError
 from tutorial import trainer
@@ -96,12 +98,18 @@ def apart(module, data, rule, rounds=ROUNDS, server=None, kept=None, clients=Non
         server.begin(*zip(*(client.work(i) for i, client in enumerate(clients)), strict=True))
     kept = {} if kept is None else kept
     for _ in range(rounds):
-        replies = {}
-        for task in server.tasks():
-            one = clients[task.client]
-            replies[task.client], kept[task.client] = one.train(task, kept.get(task.client, {}))
-        server.finish(replies)
+        server.finish(replies_of(clients, server.tasks(), kept))
     return server, kept, clients
+
+
+def replies_of(clients, tasks, kept):
+    """Let clients train, each with what it keeps."""
+    replies = {}
+    for task in tasks:
+        before = kept.get(task.client, Kept())
+        replies[task.client], state = clients[task.client].train(task, before.at(task.last))
+        kept[task.client] = before.after(task.round, state)
+    return replies
 
 
 CASES = {
@@ -161,6 +169,47 @@ def test_a_server_resumes_where_it_was(tmp_path):
     assert again.round == 5
     for key, value in expected.module.state_dict().items():
         assert torch.equal(again.module.state_dict()[key], value)
+
+
+def test_a_server_killed_in_a_round_repeats_it(tmp_path):
+    """The clients have trained in that round, and begin it again from their state before it."""
+    torch.manual_seed(0)
+    module, options = client_module(), {"policy": Schedule(local_epochs=1)}
+    expected, _, _ = apart(copy.deepcopy(module), samples, Scaffold(), rounds=4, **options)
+    first, kept, clients = apart(copy.deepcopy(module), samples, Scaffold(), rounds=2, **options)
+    torch.save(first.state_dict(), tmp_path / "server.pt")
+    replies_of(clients, first.tasks(), kept)  # of which the server learns nothing
+    again = RemoteServer(client_module(), Scaffold(), seed=3, **options)
+    again.begin(*zip(*(client.work(i) for i, client in enumerate(clients)), strict=True))
+    again.load_state_dict(torch.load(tmp_path / "server.pt", weights_only=True))
+    apart(module, samples, None, rounds=2, server=again, kept=kept, clients=clients)
+    for key, value in expected.module.state_dict().items():
+        assert torch.equal(again.module.state_dict()[key], value)
+
+
+def test_a_client_that_lost_its_state_says_so():
+    kept = Kept().after(0, {"c": torch.zeros(1)}).after(2, {}).after(5, {})
+    assert sorted(kept.states) == [2, 5]
+    assert sorted(kept.after(2, {"c": torch.ones(1)}).states) == [2]  # a round that is repeated
+    with pytest.warns(UserWarning, match="has lost its state of round 1, and continues without"):
+        assert kept.at(0) == {}
+    assert kept.at(-1) == {}
+
+
+def test_schedulers_and_vectorized_modules_are_refused():
+    class Scheduled(Net):
+        def configure_optimizers(self):
+            made = super().configure_optimizers()
+            return [made], [torch.optim.lr_scheduler.StepLR(made, 2)]
+
+    module = Scheduled()
+    server = RemoteServer(module, seed=3, buffers="average")
+    client = RemoteClient(copy.deepcopy(module), samples(), trainer={"accelerator": "cpu"})
+    server.begin(*zip(*(client.work(i) for i in range(5)), strict=True))
+    with pytest.raises(FederationError, match="Scheduled has a learning rate scheduler"):
+        client.train(server.tasks()[0], {})
+    with pytest.raises(FederationError, match="pass the module itself"):
+        RemoteClient(VectorizedClients(Net()), samples())
 
 
 def test_a_checkpoint_of_another_federation_is_refused():
