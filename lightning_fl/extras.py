@@ -20,10 +20,9 @@ def imported(name: str, user: str, extra: str) -> Any:
         FederationError: If the package is not installed.
 
     Example:
-        >>> imported("nonexistent", user="Example", extra="hf")
+        >>> imported("nonexistent", user="It", extra="hf")
         Traceback (most recent call last):
-        lightning_fl.types.FederationError: Example requires the package nonexistent, which is not
-        installed: pip install "lightning_fl[hf]"
+        lightning_fl.types.FederationError: It requires the package nonexistent, which is not in...
     """
     try:
         return import_module(name)

@@ -14,9 +14,10 @@ from importlib.util import find_spec
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import pretend
 from adapted import Adapted
@@ -86,6 +87,10 @@ from lightning_fl.datamodules import (
     Digits,
     FashionMNIST,
     FederatedDataModule,
+    FromClients,
+    FromDataModule,
+    FromHDF5,
+    FromHuggingFace,
     SpeechCommands,
     SpokenDigits,
     TopicText,
@@ -93,6 +98,7 @@ from lightning_fl.datamodules import (
 from lightning_fl.models import (
     CifarCNN,
     FashionCNN,
+    FemnistCNN,
     KeywordCNN,
     LeNet,
     LoRA,
@@ -617,7 +623,48 @@ def text():
     return LoRA(net, 2, target_modules=["query"]) if find_spec("peft") else net
 
 
+def per_client(root):
+    random = torch.Generator().manual_seed(0)
+    x = torch.rand(4, 6, 1, 28, 28, generator=random, dtype=torch.float64)
+    clients = [TensorDataset(each, torch.arange(6)) for each in x]
+    return lambda: FromClients(clients, val_size=4, batch_size=3)
+
+
+class Loaded(LightningDataModule):
+    """A user's data module."""
+
+    def train_dataloader(self):
+        x = torch.rand(24, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        return DataLoader(TensorDataset(x, torch.arange(24) % 3), batch_size=4, shuffle=True)
+
+
+def rows_of_texts(root):
+    datasets = pytest.importorskip("datasets", reason='needs pip install ".[hf]"')
+    texts = [[(i * j) % 7 for j in range(5)] for i in range(24)]
+    columns = {"x": texts, "label": [i % 7 for i in range(24)], "role": [i % 3 for i in range(24)]}
+    rows = datasets.Dataset.from_dict(columns)
+    return lambda: FromHuggingFace(rows, "x", partition_by="role", val_size=4, batch_size=4)
+
+
+def stored_clients(root):
+    h5py = pytest.importorskip("h5py", reason='needs pip install ".[hdf5]"')
+    root.mkdir()
+    with h5py.File(root / "train.h5", "w") as file:
+        for client in range(3):
+            x = torch.rand(8, 4, generator=torch.Generator().manual_seed(client)).double()
+            file[f"examples/{client}/pixels"] = x.numpy()
+            file[f"examples/{client}/label"] = torch.arange(8).numpy() % 3
+    return lambda: FromHDF5(str(root / "train.h5"), val_size=4, batch_size=4)
+
+
 DATA = {
+    "FromClients": (per_client, lambda: FemnistCNN(width=2, hidden=4)),
+    "FromDataModule": (
+        lambda root: lambda: FromDataModule(Loaded(), num_clients=3, val_size=4),
+        lambda: MLPClassifier([4, 4, 3]),
+    ),
+    "FromHuggingFace": (rows_of_texts, lambda: TextTransformer(7, 7, 4, 1, 1, length=5)),
+    "FromHDF5": (stored_clients, lambda: MLPClassifier([4, 4, 3])),
     "Digits": (lambda root: lambda: Digits(num_clients=2), lambda: MLPClassifier([64, 4, 10])),
     "rotated Digits": (
         lambda root: lambda: Digits(num_clients=2, client_rotations=[0, 90]),
@@ -659,11 +706,16 @@ def test_every_data_set_has_a_row():
         "FederatedDataModule",
         "InMemory",
         "LogMel",
+        *("Characters", "Relabel", "Resized", "Words"),
+        "Newsgroups",  # in memory, as TopicText
     }
     assert names - parts == {name.partition("(")[0] for name in DATA} - {"rotated Digits"}
     used = {type(make()).__name__ for _, make in DATA.values()}
     # In LoRA; and of timm, whose layers are torch's.
     used |= {"TextTransformer", "TimmModel", "LoRA"}
+    used.add(
+        "CharLSTM"
+    )  # torch asks a device for a kernel of its own, which the pretended one lacks
     assert used == {kind.__name__ for kind in concrete(models)}
 
 

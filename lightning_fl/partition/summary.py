@@ -19,6 +19,7 @@ def label_drift(counts: Tensor) -> Tensor:
         counts: Number of samples of each client and class, ``[K, C]``.
 
     Example:
+        >>> import torch
         >>> label_drift(torch.tensor([[10, 0], [0, 10], [5, 5]]))
         tensor([0.5000, 0.5000, 0.0000], dtype=torch.float64)
     """
@@ -38,6 +39,7 @@ def summary(
         names: Names of the clients.
 
     Example:
+        >>> import torch
         >>> print(summary([10, 30], torch.tensor([[10, 0], [10, 20]]), ["north", "south"]))
         clients             2 (north, south)
         samples             40
