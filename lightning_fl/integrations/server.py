@@ -217,6 +217,9 @@ class RemoteServer:
 
         Returns:
             Metrics of the round.
+
+        Raises:
+            FederationError: If an update does not have the size of the model.
         """
         plan = self._plan
         assert plan is not None, "tasks() begins a round"
@@ -226,7 +229,13 @@ class RemoteServer:
             reply = replies.get(client)
             if reply is None or reply.dropped is not None:
                 continue
-            device = self._start.vector.device
+            size, device = len(self._start.vector), self._start.vector.device
+            if reply.delta.shape != (size,):
+                raise FederationError(
+                    f"client {client} sent an update of {reply.delta.numel()} values, and the model"
+                    f" exchanges {size}: use the same module, buffers and local_parameters on the"
+                    " server and on all clients"
+                )
             delta = reply.delta[None].to(device)
             extras = {name: value.to(device) for name, value in reply.extras.items()}
             known = torch.tensor([client])

@@ -248,6 +248,15 @@ def before_and_after(server, replies, but):
     return (server.runner.read().vector + move).to(torch.float64)
 
 
+def test_a_client_with_another_module_is_named():
+    server = RemoteServer(client_module(), seed=3)
+    client = RemoteClient(client_module(), samples(), trainer={"accelerator": "cpu"})
+    server.begin(*zip(*(client.work(i) for i in range(5)), strict=True))
+    reply, _ = client.train(server.tasks()[2], {})
+    with pytest.raises(FederationError, match=r"client 2 sent an update of 43 values, .* 44: use"):
+        server.finish({2: replace(reply, delta=reply.delta[1:])})
+
+
 def test_a_diverging_client_says_why_it_sends_nothing():
     class Diverges(Net):
         def training_step(self, batch, batch_idx):
