@@ -193,3 +193,12 @@ def test_small_sums_and_forbidden_ones_are_not_compiled(monkeypatch):
         monkeypatch.setattr(summation, "LARGE", 0)
         with compiled_sums(False):
             total_of(addends())
+
+
+def test_a_sum_of_zero_keeps_the_window_of_its_addends():
+    """What cancels still decides which small addends are dropped, in whatever call they come."""
+    rows = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [2.0**-120, 1.0]], dtype=torch.float64)
+    total = empty_sum((2,))
+    add_rows(total, rows[:2])
+    add_rows(total, rows[2:])
+    assert sum_value(total).tolist() == sum_value(total_of(rows)).tolist() == [0, 1]
