@@ -236,7 +236,8 @@ def test_with_equal_durations_it_is_synchronous_averaging_bit_for_bit(
         return ClientModule(Normalized(), optimizer=lambda p: torch.optim.SGD(p, lr=LR)).float()
 
     def wrap(module):
-        return VectorizedClients(module, compile=False) if is_vectorized else module
+        # Not "auto", which would time the ways to train and might choose another in each run.
+        return VectorizedClients(module, group_size=4, compile=False) if is_vectorized else module
 
     found = []
     rules = [FedAvg("uniform"), FedBuff(), *[FedAsync(1.0)] * (size == 1)]
