@@ -327,12 +327,14 @@ def client_app(
     module: Callable[[], LightningModule],
     data: Callable[[Context], Any],
     aggregator: Callable[[], Aggregator] | None = None,
+    folder: str | Path | None = None,
     **options: Any,
 ) -> ClientApp:
     """Return a Flower ``ClientApp`` that trains a LightningModule.
 
-    The client's kept state (optimizer, local parameters, control variates, error feedback) is in
-    ``Context.state``. The node's ``partition-id`` is the id of the client.
+    The node's ``partition-id`` is the id of the client. What the client keeps between rounds
+    (optimizer, local parameters, control variates, error feedback) is in ``Context.state``, which
+    ends with Flower's run, or in a folder.
 
     Args:
         module: Function that returns the LightningModule.
@@ -340,6 +342,8 @@ def client_app(
             ``FederatedDataModule`` with all clients of a simulation.
         aggregator: Function that returns the rule of the server, if it has client-side work (such
             as :class:`~lightning_fl.aggregators.Scaffold`).
+        folder: Folder on the node for what the client keeps, so that a run of a server that resumes
+            finds it. None keeps it in ``Context.state``.
         options: Options of :class:`~lightning_fl.integrations.client.RemoteClient`.
     """
     app = ClientApp()
@@ -359,10 +363,18 @@ def client_app(
     @app.train()
     def train(message: Message, context: Context) -> Message:
         client, remote = made(context)
+        file = None if folder is None else Path(folder, f"client-{client}.pt")
         task, kept = task_of(message.content), kept_in(context.state)
+        if file is not None:
+            kept = Kept(torch.load(file, weights_only=True)) if file.exists() else Kept()
         reply, state = remote.train(task, kept.at(task.last))
         if reply.dropped is None:
-            keep(context.state, kept.after(task.round, state))
+            kept = kept.after(task.round, state)
+            if file is None:
+                keep(context.state, kept)
+            else:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(file, partial(torch.save, dict(kept.states)))
         return Message(answer(client, reply), reply_to=message)
 
     return app

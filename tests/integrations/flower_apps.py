@@ -55,12 +55,13 @@ def server(name, result, rounds=5, clients=5, sampled=3, checkpoint=None):
     return app
 
 
-def client(name, clients=5):
+def client(name, clients=5, folder=None):
     """A client of the simulation in ``two_classes``."""
     return client_app(
         lambda: module(name),
         lambda context: samples(clients),
         RULES[name],
+        folder,
         trainer={"accelerator": "cpu"},
     )
 
@@ -79,4 +80,4 @@ elif "FLOWER_CASE" in os.environ:  # the processes of a deployment
     case, result = os.environ["FLOWER_CASE"], Path(os.environ["FLOWER_RESULT"])
     rounds = int(os.environ["FLOWER_ROUNDS"])
     server_app = server(case, result, rounds, 2, 2, checkpoint=result.with_suffix(".ckpt"))
-    client_app_of_case = client(case, 2)
+    client_app_of_case = client(case, 2, result.parent / "kept")

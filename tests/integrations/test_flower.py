@@ -139,11 +139,14 @@ class Deployment:
             time.sleep(1)
         raise AssertionError(done.stdout + done.stderr)
 
-    def wait(self, seconds=240):
+    def wait_for(self, condition, seconds=240):
         end = time.monotonic() + seconds
-        while not self.result.exists():
+        while not condition():
             assert time.monotonic() < end, self.logs()
             time.sleep(0.5)
+
+    def wait(self):
+        self.wait_for(self.result.exists)
         time.sleep(0.5)  # the file is being written
         return torch.load(self.result, weights_only=True)
 
@@ -190,3 +193,30 @@ def test_separate_processes_give_the_weights_of_the_loop(tmp_path, deployed):
     sites.run()
     expected = by_the_loop("SCAFFOLD", tmp_path, clients=2, sampled=2)
     assert largest_difference(sites.wait(), expected) == 0
+
+
+def test_a_run_whose_superlink_was_killed_resumes(tmp_path, deployed):
+    """The server repeats the round in which it was killed, and the clients begin it again."""
+    sites = deployed("SCAFFOLD", rounds=6)
+    sites.link()
+    for client in (0, 1):
+        sites.node(client)
+    sites.run()
+    sites.wait_for(lambda: rounds_in(sites.result.with_suffix(".ckpt")) >= 2)
+    sites.kill("link")
+    assert not sites.result.exists()
+    sites.link()
+    for client in (
+        0,
+        1,
+    ):  # it does not know its nodes any more, and they end: a service starts them
+        sites.kill(f"node{client}")
+        sites.node(client)
+    sites.run()
+    expected = by_the_loop("SCAFFOLD", tmp_path, rounds=6, clients=2, sampled=2)
+    assert largest_difference(sites.wait(), expected) == 0
+
+
+def rounds_in(path):
+    """Return the number of rounds in a checkpoint of the server."""
+    return torch.load(path, weights_only=True)["round"] if path.exists() else 0
