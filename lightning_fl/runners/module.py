@@ -44,8 +44,8 @@ class VectorizedClients(LightningModule):
         steps_per_batch: Number of local steps in one Lightning batch. More steps reduce Lightning's
             overhead per step. ``auto`` chooses by memory. Callback hooks run for the last step
             only.
-        compile: Whether to compile forward and backward pass. ``auto`` compiles if the remaining
-            run is long enough to pay for it.
+        compile: Whether to compile forward and backward pass, and on a CPU the sums of updates.
+            ``auto`` compiles if the remaining run is long enough to pay for it.
         fast_matmul: Whether oneDNN multiplies matrices on a CPU. ``auto`` uses it if it is as
             exact.
         channels_last: Whether to store images and filters of 2-d convolutions in channels-last
