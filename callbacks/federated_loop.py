@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_fl.aggregators import Aggregator, FedAvg
+from lightning_fl.aggregators import Aggregator
 from lightning_fl.callbacks.checkpoint import AtomicCheckpointIO, lock_folders
 from lightning_fl.callbacks.hyperparameters import RoundLog, log_hyperparameters
 from lightning_fl.callbacks.lean_steps import lean_steps
@@ -26,9 +26,9 @@ from lightning_fl.federation.round import Round
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.functional.randomness import rng_state, run_seed, set_rng_state
 from lightning_fl.options import check_flag, check_integer
-from lightning_fl.policies import HyperparameterPolicy, Schedule
+from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import BufferPolicy, ClientRunner, Phase, user_module
-from lightning_fl.samplers import ClientSampler, UniformSampler
+from lightning_fl.samplers import ClientSampler
 from lightning_fl.store import ClientStore
 from lightning_fl.transforms import UpdateTransform
 from lightning_fl.types import FederationError, RoundPlan, check_package
@@ -98,6 +98,7 @@ class FederatedLoop(Callback):
             module, the data or the checkpoint is not compatible with federated training.
 
     Example:
+        >>> from lightning_fl.policies import Schedule
         >>> loop = FederatedLoop(client_fraction=0.1, policy=Schedule(lr=0.1, local_epochs=5))
         >>> loop.round, loop.rows
         (0, [])
@@ -126,23 +127,23 @@ class FederatedLoop(Callback):
         phases: Sequence[Phase] = (),
         lean_steps: bool = True,
     ) -> None:
-        self.options = RunOptions(
-            FedAvg() if aggregator is None else aggregator,
-            Schedule() if policy is None else policy,
-            UniformSampler() if sampler is None else sampler,
-            clients_per_round,
-            client_fraction,
-            min_clients,
-            on_client_error,
-            optimizer_state,
-            buffers,
-            exchange_frozen,
-            checkpoint_frozen,
-            monitor,
-            list(update_transforms),
-            client_state_memory_gb,
-            local_parameters,
-            phases,
+        self.options = RunOptions.of(
+            aggregator,
+            policy,
+            sampler,
+            clients_per_round=clients_per_round,
+            client_fraction=client_fraction,
+            min_clients=min_clients,
+            on_client_error=on_client_error,
+            optimizer_state=optimizer_state,
+            buffers=buffers,
+            exchange_frozen=exchange_frozen,
+            checkpoint_frozen=checkpoint_frozen,
+            monitor=monitor,
+            update_transforms=list(update_transforms),
+            client_state_memory_gb=client_state_memory_gb,
+            local_parameters=local_parameters,
+            phases=phases,
         )
         self.csv_name = csv_name
         self.lean_steps = check_flag("lean_steps", lean_steps)

@@ -103,7 +103,7 @@ class RunReport(Callback):
         # Called on all processes: Lightning broadcasts the log folder from the first one.
         self._folder = _folder(trainer)
         if self._folder is not None:
-            _write_partition(self._folder, data)
+            rank_zero_only(write_partition)(self._folder, data)
             self._write_environment(trainer, "started")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -367,11 +367,6 @@ def _folder(trainer: Trainer) -> Path | None:
     return None if path is None else path.parent
 
 
-@rank_zero_only
-def _write_partition(folder: Path, data: Any) -> None:
-    write_partition(folder, data)
-
-
 def write_partition(folder: Path, data: Any) -> list[Path]:
     """Write the manifest of a split, and its picture if the classes are known.
 
@@ -382,14 +377,14 @@ def write_partition(folder: Path, data: Any) -> list[Path]:
     Returns:
         The files, ``partition.json`` and ``partition.png``.
     """
-    manifest = data.manifest()
+    manifest, files = data.manifest(), [folder / "partition.json"]
     folder.mkdir(parents=True, exist_ok=True)
-    manifest.write(folder / "partition.json")
+    manifest.write(files[0])
     labels = data.class_labels
-    if labels is None or labels.is_floating_point():
-        return [folder / "partition.json"]
-    _save(plot(data.parts, labels), folder / "partition.png")
-    return [folder / "partition.json", folder / "partition.png"]
+    if labels is not None and not labels.is_floating_point():
+        files.append(folder / "partition.png")
+        _save(plot(data.parts, labels), files[1])
+    return files
 
 
 @rank_zero_only

@@ -149,16 +149,12 @@ class Joined(ByClient):
 
 def joined(clients: Mapping[str, Any]) -> Any:
     """Return the samples of all clients as one data set: tensors in memory, if all are."""
-    parts = list(clients.values())
-    shapes = {
-        tuple((t.shape[1:], t.dtype, t.device) for t in part.tensors)
-        for part in parts
-        if type(part) in (TensorDataset, InMemory)
-    }
-    if len(shapes) != 1 or any(type(part) not in (TensorDataset, InMemory) for part in parts):
-        return Joined(clients)
+    whole, parts = Joined(clients), list(clients.values())
+    if any(type(part) not in (TensorDataset, InMemory) for part in parts):
+        return whole
+    kinds = {tuple((t.shape[1:], t.dtype, t.device) for t in part.tensors) for part in parts}
+    if len(kinds) > 1:
+        return whole
     samples = InMemory(*map(torch.cat, zip(*(part.tensors for part in parts), strict=True)))
-    sizes = [len(part) for part in parts]
-    owners = np.repeat(np.arange(len(sizes)), sizes)
-    vars(samples).update(keys=owners, key_names=list(clients))
+    vars(samples).update(keys=whole.keys, key_names=whole.key_names)
     return samples

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -117,18 +117,9 @@ class FromDataModule(FederatedDataModule):
         #: Function that makes a batch, by the name of the data set.
         self._collates: dict[str, Any] = {}
 
-    @property
-    def trainer(self) -> Trainer | None:
-        """Trainer; the data module gets it, too."""
-        return self._trainer
-
-    @trainer.setter
-    def trainer(self, trainer: Trainer | None) -> None:
-        check_package(trainer, Trainer)
-        self._trainer = self.datamodule.trainer = trainer
-
     def prepare_data(self) -> None:
-        """Call the hook of the data module."""
+        """Call the hook of the data module, which gets the Trainer first."""
+        self.datamodule.trainer = self.trainer
         self.datamodule.prepare_data()
 
     def teardown(self, stage: str) -> None:
@@ -137,6 +128,7 @@ class FromDataModule(FederatedDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Set up the data module, and split its training samples; see the base class."""
+        self.datamodule.trainer = self.trainer
         if stage == "predict":
             self._set_up_for("predict")
         else:

@@ -73,7 +73,7 @@ class FromHuggingFace(FederatedDataModule):
         load_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        self.package = imported("datasets", "FromHuggingFace", "hf")
+        _package()  # raises if it is missing
         if partition_by is not None:
             partition = Natural() if partition is None else partition
             if partition.splits_by != "keys":
@@ -125,9 +125,9 @@ class FromHuggingFace(FederatedDataModule):
         is_saved = any((path / name).exists() for name in ("dataset_dict.json", "state.json"))
         try:
             if is_saved:
-                self.dataset = self.package.load_from_disk(str(path))
+                self.dataset = _package().load_from_disk(str(path))
             else:
-                self.dataset = self.package.load_dataset(str(self.dataset), **self.load_options)
+                self.dataset = _package().load_dataset(str(self.dataset), **self.load_options)
         except (OSError, ValueError, TypeError) as error:  # missing, offline, or a wrong option
             raise FederationError(
                 f"the data set {str(self.dataset)!r} cannot be loaded ({type(error).__name__}:"
@@ -151,13 +151,17 @@ class FromHuggingFace(FederatedDataModule):
             found = self._given[part]
         if found is None:
             return None
-        if isinstance(found, self.package.IterableDataset):
+        if isinstance(found, _package().IterableDataset):
             raise FederationError(
                 "clients hold rows by index, but the data set streams: load it without"
                 " streaming=True"
             )
         check_map_style(found, part)
         return Rows(found, self.input, self.label, self.partition_by, *self.transforms)
+
+
+def _package() -> Any:
+    return imported("datasets", "FromHuggingFace", "hf")
 
 
 class Rows(Dataset[Any]):
@@ -181,7 +185,7 @@ class Rows(Dataset[Any]):
         transform: Callable[[Any], Any] | None = None,
         label_transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.package, self._all = imported("datasets", "FromHuggingFace", "hf"), data
+        package, self._all = _package(), data
         self.is_pair = isinstance(input, str)
         self.inputs = [input] if isinstance(input, str) else list(input)
         self.label = self._label_column([*self.inputs, *([key] if key else [])], label)
@@ -200,9 +204,7 @@ class Rows(Dataset[Any]):
             set()
             if is_raw
             else {
-                name
-                for name in self.wanted
-                if isinstance(data.features.get(name), self.package.Image)
+                name for name in self.wanted if isinstance(data.features.get(name), package.Image)
             }
         )
 
@@ -212,7 +214,7 @@ class Rows(Dataset[Any]):
             return label
         features = self._all.features or {}
         rest = {name: kind for name, kind in features.items() if name not in others}
-        classes = [n for n, kind in rest.items() if isinstance(kind, self.package.ClassLabel)]
+        classes = [n for n, kind in rest.items() if isinstance(kind, _package().ClassLabel)]
         found: list[str] = classes or [name for name in ("label", "labels") if name in rest]
         if len(found) == 1:
             return found[0]

@@ -84,7 +84,8 @@ class PreparedFit:
         options.sampler.setup(self.federation)
         options.policy.setup(self.federation)
         self.planner.check_phases()
-        self._check_cohort()
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            options.check_min_clients(self.planner.cohort_size)
         check_network(trainer, user, self.data)
         check_smallest_batch(user, self.data)
         with evaluating(user), seeded_rng(0, user.device):  # dropout would change the output
@@ -122,15 +123,6 @@ class PreparedFit:
             update_transforms=options.update_transforms,
             configuration=(rules, choices, self.checksum, n, loader),
         )
-
-    def _check_cohort(self) -> None:
-        """Check that a round can reach ``min_clients``."""
-        sampled, min_clients = self.planner.cohort_size, self.options.min_clients
-        if sampled < min_clients and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            raise FederationError(
-                f"min_clients={min_clients}, but only {sampled} clients are sampled per"
-                " round: decrease min_clients, or increase clients_per_round or client_fraction"
-            )
 
     def take_over(self, loop: Callback, undo: ExitStack) -> None:
         """Configure the Trainer and the data module for rounds.

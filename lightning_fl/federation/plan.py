@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -51,12 +51,36 @@ def draw_clients(
     return clients
 
 
+def check_values(
+    policy: HyperparameterPolicy, declared: Declared, values: Mapping[str, Tensor], round: int
+) -> None:
+    """Check the numbers that the module declares, and warn of unknown names.
+
+    Args:
+        policy: The policy.
+        declared: Numbers of the module that the policy may set.
+        values: What the policy has chosen, by name.
+        round: Index of the round.
+
+    Raises:
+        FederationError: If a number is out of its range.
+    """
+    name, known = type(policy).__name__, KNOWN_VALUES | declared.values.keys()
+    if unknown := sorted(values.keys() - known):
+        rank_zero_warn(
+            f"{name} sets {unknown[0]}, which the loop has no use for: it knows"
+            f" {sorted(known)}. Others are in plan().hyperparameters for code of your own"
+        )
+    for each, value in values.items():
+        declared.check(f"{name} in round {round + 1}", each, value.tolist())
+
+
 def draw_values(
     policy: HyperparameterPolicy,
     round: int,
     clients: Tensor,
     batches_per_epoch: Tensor,
-    check: Callable[[Mapping[str, Tensor], int], None],
+    declared: Declared,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor, bool]:
     """Return the clients that take part, their hyperparameters and numbers of local steps.
 
@@ -65,7 +89,7 @@ def draw_values(
         round: Index of the round.
         clients: The sampled clients, ``[k]``.
         batches_per_epoch: Number of batches per local epoch of each client, ``[num_clients]``.
-        check: Function that checks the values of the policy.
+        declared: Numbers of the module that the policy may set.
 
     Returns:
         Clients, values by name, numbers of local steps, and whether the round has no client. One
@@ -77,7 +101,7 @@ def draw_values(
         name: full(torch.as_tensor(value).cpu(), clients)
         for name, value in policy.sample(round, clients).items()
     }
-    check(values, round)
+    check_values(policy, declared, values, round)
     if (participates := values.pop("participates", None)) is not None:
         if not participates.any():
             is_empty, participates = True, torch.arange(len(clients)) == 0
@@ -172,7 +196,7 @@ class Planner:
         seed, round = self._progress.seed, self._progress.round
         drawn = draw_clients(self._sampler, seed, round, self.cohort_size, self.num_samples)
         clients, values, steps, is_empty = draw_values(
-            self._policy, round, drawn, self.batches_per_epoch, self._check
+            self._policy, round, drawn, self.batches_per_epoch, self._declared
         )
         if batches := self._trainer.fast_dev_run:  # type: ignore[attr-defined]
             # One short round with the requested number of batches and at least one step per client.
@@ -231,17 +255,6 @@ class Planner:
                 " without an amount trains nothing there: increase the local steps of the policy,"
                 " which are those of all phases together"
             )
-
-    def _check(self, values: Mapping[str, Tensor], round: int) -> None:
-        """Check the numbers that the module declares, and warn of unknown names."""
-        policy, known = type(self._policy).__name__, KNOWN_VALUES | self._declared.values.keys()
-        if unknown := sorted(values.keys() - known):
-            rank_zero_warn(
-                f"{policy} sets {unknown[0]}, which the loop has no use for: it knows"
-                f" {sorted(known)}. Others are in plan().hyperparameters for code of your own"
-            )
-        for name, value in values.items():
-            self._declared.check(f"{policy} in round {round + 1}", name, value.tolist())
 
     def _vectorized(self, plan: RoundPlan, vectorizer: VectorizedClients) -> RoundPlan:
         """Return the plan with groups of clients that train at once."""

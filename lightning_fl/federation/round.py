@@ -462,12 +462,8 @@ class Round:
             after: Validation loss after the round; None if unknown.
             metrics: Metrics logged in the round.
         """
-        fit, clients, known = self.fit, self.plan.clients, self.results.losses
-        used = torch.tensor([client in known for client in clients.tolist()])
-        weights = fit.planner.num_samples[clients].double() * used
-        weights = weights / weights.sum().clamp(min=1)
-        reported = [known.get(client, math.nan) for client in clients.tolist()]
-        losses = torch.tensor(reported, dtype=torch.float64)
+        fit, clients = self.fit, self.plan.clients
+        weights, losses = weights_and_losses(clients, self.results.losses, fit.planner.num_samples)
 
         def contributions() -> Tensor:
             return weights * fit.measures.contributions(
@@ -532,6 +528,26 @@ class Round:
         where += f", client{'s' * (len(clients) > 1)} {', '.join(map(str, clients))}"
         where += f", local step{'s' * (last > first)} {first}"
         return where + (f" to {last}" if last > first else "")
+
+
+def weights_and_losses(
+    clients: Tensor, reported: Mapping[int, float], num_samples: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the weights of clients by their samples, and their losses, ``[k]`` each.
+
+    Args:
+        clients: The clients of the round, ``[k]``.
+        reported: Losses of the clients with a used update. Others have weight 0 and loss NaN.
+        num_samples: Number of training samples per client, ``[num_clients]``.
+
+    Example:
+        >>> weights_and_losses(torch.tensor([0, 2]), {2: 0.5}, torch.tensor([10, 20, 30]))
+        (tensor([0., 1.], dtype=torch.float64), tensor([   nan, 0.5000], dtype=torch.float64))
+    """
+    used = torch.tensor([client in reported for client in clients.tolist()])
+    weights = num_samples[clients].double() * used
+    losses = [reported.get(client, math.nan) for client in clients.tolist()]
+    return weights / weights.sum().clamp(min=1), torch.tensor(losses, dtype=torch.float64)
 
 
 def is_finite(delta: Tensor, extras: Mapping[str, Tensor]) -> Tensor:

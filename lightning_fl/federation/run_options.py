@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from lightning_fl.aggregators import Aggregator
+from lightning_fl.aggregators import Aggregator, FedAvg
 from lightning_fl.options import check_choice, check_flag, check_integer, check_number
-from lightning_fl.policies import HyperparameterPolicy
+from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.runners import BufferPolicy
 from lightning_fl.runners.phases import Phase, check_phases
-from lightning_fl.samplers import ClientSampler
+from lightning_fl.samplers import ClientSampler, UniformSampler
 from lightning_fl.transforms import UpdateTransform
 from lightning_fl.types import FederationError
 
@@ -27,19 +28,35 @@ class RunOptions:
     aggregator: Aggregator
     policy: HyperparameterPolicy
     sampler: ClientSampler
-    clients_per_round: int | None
-    client_fraction: float | None
-    min_clients: int
-    on_client_error: str
-    optimizer_state: str
-    buffers: BufferPolicy | None
-    exchange_frozen: bool | None
-    checkpoint_frozen: bool
-    monitor: str
-    update_transforms: Sequence[UpdateTransform]
-    client_state_memory_gb: float
+    clients_per_round: int | None = None
+    client_fraction: float | None = None
+    min_clients: int = 1
+    on_client_error: str = "skip"
+    optimizer_state: str = "reset"
+    buffers: BufferPolicy | None = None
+    exchange_frozen: bool | None = None
+    checkpoint_frozen: bool = False
+    monitor: str = "val_loss"
+    update_transforms: Sequence[UpdateTransform] = ()
+    client_state_memory_gb: float = 1.0
     local_parameters: Sequence[str] = ()
     phases: Sequence[Phase] = ()
+
+    @classmethod
+    def of(
+        cls,
+        aggregator: Aggregator | None,
+        policy: HyperparameterPolicy | None,
+        sampler: ClientSampler | None,
+        **options: Any,
+    ) -> RunOptions:
+        """Return options with the default rules in place of None."""
+        return cls(
+            FedAvg() if aggregator is None else aggregator,
+            Schedule() if policy is None else policy,
+            UniformSampler() if sampler is None else sampler,
+            **options,
+        )
 
     def __post_init__(self) -> None:
         for name, rule, kind in (
@@ -85,6 +102,21 @@ class RunOptions:
     def buffer_policy(self) -> BufferPolicy:
         """How the buffers of the clients are combined."""
         return "average" if self.buffers is None else self.buffers
+
+    def check_min_clients(self, sampled: int) -> None:
+        """Check that a round can reach ``min_clients``.
+
+        Args:
+            sampled: Number of clients sampled per round.
+
+        Raises:
+            FederationError: If it is smaller.
+        """
+        if sampled < self.min_clients:
+            raise FederationError(
+                f"min_clients={self.min_clients}, but only {sampled} clients are sampled per"
+                " round: decrease min_clients, or increase clients_per_round or client_fraction"
+            )
 
     def cohort_size(self, num_clients: int) -> int:
         """Return the number of clients sampled per round.

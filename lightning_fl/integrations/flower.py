@@ -304,16 +304,22 @@ def unpacked(content: RecordDict) -> tuple[int, Reply]:
 STATE = "lightning_fl.round."
 
 
-def kept_in(record: RecordDict) -> Kept:
-    """Return what a client has kept in its context."""
+def read_kept(record: RecordDict, file: Path | None) -> Kept:
+    """Return what a client has kept, in its context or in a file."""
+    if file is not None:
+        return Kept(torch.load(file, weights_only=True) if file.exists() else {})
     found = {name: value for name, value in record.items() if name.startswith(STATE)}
     return Kept(
         {int(name.removeprefix(STATE)): v.to_torch_state_dict() for name, v in found.items()}
     )
 
 
-def keep(record: RecordDict, kept: Kept) -> None:
-    """Put what a client keeps into its context."""
+def write_kept(kept: Kept, record: RecordDict, file: Path | None) -> None:
+    """Put what a client keeps into its context, or into a file."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, partial(torch.save, dict(kept.states)))
+        return
     for name in [name for name in record if name.startswith(STATE)]:
         del record[name]
     for round, state in kept.states.items():
@@ -364,17 +370,10 @@ def client_app(
     def train(message: Message, context: Context) -> Message:
         client, remote = made(context)
         file = None if folder is None else Path(folder, f"client-{client}.pt")
-        task, kept = task_of(message.content), kept_in(context.state)
-        if file is not None:
-            kept = Kept(torch.load(file, weights_only=True)) if file.exists() else Kept()
+        task, kept = task_of(message.content), read_kept(context.state, file)
         reply, state = remote.train(task, kept.at(task.last))
         if reply.dropped is None:
-            kept = kept.after(task.round, state)
-            if file is None:
-                keep(context.state, kept)
-            else:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(file, partial(torch.save, dict(kept.states)))
+            write_kept(kept.after(task.round, state), context.state, file)
         return Message(answer(client, reply), reply_to=message)
 
     return app

@@ -9,18 +9,18 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_fl.aggregators import Aggregator, FedAvg
+from lightning_fl.aggregators import Aggregator
 from lightning_fl.federation.checks import check_policy, warn_of_running_statistics
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.plan import draw_clients, draw_values
-from lightning_fl.federation.round import is_finite
+from lightning_fl.federation.round import is_finite, weights_and_losses
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.functional.randomness import run_seed
 from lightning_fl.integrations.exchange import Reply, Task
 from lightning_fl.options import check_integer
-from lightning_fl.policies import HyperparameterPolicy, Schedule
+from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import Declared, client_runner
-from lightning_fl.samplers import ClientSampler, UniformSampler, how_drawn
+from lightning_fl.samplers import ClientSampler, how_drawn
 from lightning_fl.types import (
     ClientUpdate,
     Cohort,
@@ -72,22 +72,16 @@ class RemoteServer:
         local_parameters: Sequence[str] = (),
         seed: int | None = None,
     ) -> None:
-        self.options = RunOptions(
-            FedAvg() if aggregator is None else aggregator,
-            Schedule() if policy is None else policy,
-            UniformSampler() if sampler is None else sampler,
-            clients_per_round,
-            client_fraction,
-            min_clients,
-            "skip",
-            "reset",
-            buffers,
-            exchange_frozen,
-            True,
-            "val_loss",
-            [],
-            1.0,
-            local_parameters,
+        self.options = RunOptions.of(
+            aggregator,
+            policy,
+            sampler,
+            clients_per_round=clients_per_round,
+            client_fraction=client_fraction,
+            min_clients=min_clients,
+            buffers=buffers,
+            exchange_frozen=exchange_frozen,
+            local_parameters=local_parameters,
         )
         self.module, self.seed = module, run_seed(check_integer("seed", seed, min=0, optional=True))
         self.rule, self.policy = self.options.aggregator, self.options.policy
@@ -126,11 +120,7 @@ class RemoteServer:
         self.num_samples = torch.tensor(num_samples, dtype=torch.int64)
         self.batches_per_epoch = torch.tensor(batches_per_epoch, dtype=torch.int64)
         self.cohort_size = options.cohort_size(n)
-        if self.cohort_size < options.min_clients:
-            raise FederationError(
-                f"min_clients={options.min_clients}, but only {self.cohort_size} clients are"
-                " sampled per round: decrease min_clients, or increase clients_per_round"
-            )
+        options.check_min_clients(self.cohort_size)
         check_policy(options)
         self.declared = Declared(self.module)
         # The optimizer of the clients is theirs; this one is never stepped.
@@ -167,19 +157,13 @@ class RemoteServer:
         self.rule.setup(federation)
         self.rule.to(server.device).start(server)
 
-    def _check(self, values: Mapping[str, Tensor], round: int) -> None:
-        for name, value in values.items():
-            self.declared.check(
-                f"{type(self.policy).__name__} in round {round + 1}", name, value.tolist()
-            )
-
     def tasks(self) -> list[Task]:
         """Draw the plan of the next round; return what to send to each of its clients."""
         sampled = draw_clients(
             self.options.sampler, self.seed, self.round, self.cohort_size, self.num_samples
         )
         clients, values, steps, is_empty = draw_values(
-            self.policy, self.round, sampled, self.batches_per_epoch, self._check
+            self.policy, self.round, sampled, self.batches_per_epoch, self.declared
         )
         lr = values.pop("lr", None)
         self._plan = plan = RoundPlan(
@@ -256,19 +240,14 @@ class RemoteServer:
         vector = self.rule.conclude(returned, self.options.min_clients)
         if vector is not None:
             self.runner.write(ServerState(vector, counters))
-        used = torch.tensor([client in losses for client in plan.clients.tolist()])
-        weights = self.num_samples[plan.clients].double() * used
-        weights = weights / weights.sum().clamp(min=1)
-        reported = torch.tensor(
-            [losses.get(client, torch.nan) for client in plan.clients.tolist()], dtype=torch.float64
-        )
+        weights, reported = weights_and_losses(plan.clients, losses, self.num_samples)
         metrics = {
             "clients": len(clients),
             "dropped": len(clients) - returned,
             **self.rule.metrics(),
         }
         if returned:
-            metrics["train_loss"] = float((weights[used] * reported[used]).sum())
+            metrics["train_loss"] = float((weights * reported)[weights > 0].sum())
         wanted = reported if "client_losses" in self.policy.learns_from else None
         self.policy.update(Feedback(plan, None, None, wanted, weights, None, metrics))
         self.round += 1

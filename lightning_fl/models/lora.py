@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from lightning_fl.extras import imported
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.options import check_flag, check_integer, check_number
 from lightning_fl.types import FederationError
@@ -86,16 +87,11 @@ def _adapted(
     net: nn.Module, rank: int, alpha: float | None, targets: list[str], dropout: float, seed: int
 ) -> nn.Module:
     """Return the network with adapters, in place."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise FederationError(
-            'LoRA requires the package peft: pip install "lightning-fl[peft]"'
-        ) from error
+    peft = imported("peft", "LoRA", "peft")
     options: dict[str, Any] = {"r": rank, "lora_alpha": rank if alpha is None else alpha}
-    config = LoraConfig(target_modules=targets, lora_dropout=dropout, **options)
+    config = peft.LoraConfig(target_modules=targets, lora_dropout=dropout, **options)
     with seeded_rng(seed):
-        adapted: nn.Module = inject_adapter_in_model(config, net)
+        adapted: nn.Module = peft.inject_adapter_in_model(config, net)
     return adapted
 
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from lightning_fl.extras import imported
 from lightning_fl.models.weights import load_weights
 from lightning_fl.options import check_integer
 from lightning_fl.types import FederationError
@@ -40,12 +41,7 @@ class TimmModel(nn.Module):
     ) -> None:
         super().__init__()
         check_integer("num_classes", num_classes, min=1)
-        try:
-            import timm
-        except ImportError as error:
-            raise FederationError(
-                'TimmModel requires the package timm: pip install "lightning-fl[peft]"'
-            ) from error
+        timm = imported("timm", "TimmModel", "peft")
         if "pretrained" in (options or {}):
             raise FederationError(
                 "TimmModel does not download weights: leave pretrained out of options, and set"

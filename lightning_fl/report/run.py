@@ -254,7 +254,7 @@ def _table(path: Path, key: str, notes: list[str]) -> list[Row]:
             raise FederationError(f"{path} has no column {key!r}, so no run has written it")
         row = {name: value for name, cell in cells.items() if (value := _number(cell)) is not None}
         at = row.get(key, math.nan)
-        if not (0 <= at < 1e9 and at == int(at)):
+        if not _is_index(at):
             broken.append(f"line {number} ({key} is {cells.get(key, '')[:40]!r})")
             continue
         # Names and the list of dropped clients may look like numbers.
@@ -273,7 +273,12 @@ def _table(path: Path, key: str, notes: list[str]) -> list[Row]:
 def _names(path: Path) -> dict[int, str]:
     """Return the names of the clients; empty without this column."""
     rows = [(_number(cells.get("client", "")), cells.get("name")) for _, cells in _lines(path)]
-    return {int(client): name for client, name in rows if client is not None and name}
+    return {int(at): name for at, name in rows if at is not None and _is_index(at) and name}
+
+
+def _is_index(value: float) -> bool:
+    """Return whether a number can be that of a round or client."""
+    return 0 <= value < 1e9 and value == int(value)
 
 
 def _number(cell: str) -> float | None:

@@ -1,5 +1,7 @@
 """Data sets of the Hugging Face package ``datasets``."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -67,6 +69,14 @@ def test_colored_images_have_channels_first():
     data = FromHuggingFace(given, num_clients=3)
     data.setup("fit")
     assert torch.equal(data.train[3][0], torch.from_numpy(pixels[3]).permute(2, 0, 1) / 255)
+
+
+def test_rows_can_be_sent_to_loader_processes():
+    data = FromHuggingFace(images()[0], partition_by="writer_id")
+    data.setup("fit")
+    sent = pickle.loads(pickle.dumps(data.train))
+    assert torch.equal(sent[9][0], data.train[9][0])
+    assert sent.key_names == data.train.key_names
 
 
 def test_a_transform_gets_what_the_package_decodes():
