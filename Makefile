@@ -2,15 +2,19 @@
 BIN := $(if $(wildcard .venv/bin/python),.venv/bin/)
 PYTEST := $(BIN)python -m pytest -n auto --dist loadfile
 
-.PHONY: check docs format lint slow test
+.PHONY: check docs extras format lint slow test
 
 # Everything, with the coverage of all tests.
-check: lint docs
+check: lint docs extras
 	$(PYTEST) -m "slow or not slow" --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 # The site, in build/site; a warning is an error.
 docs:
 	$(BIN)python -m sphinx -W --keep-going -d build/doctrees docs build/site
+
+# Flower, NVFlare and the trackers, in an environment of their own with all extras: tests/with_extras.sh.
+extras:
+	tests/with_extras.sh
 
 format:
 	$(BIN)ruff check --fix

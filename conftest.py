@@ -6,6 +6,7 @@ from importlib.util import find_spec
 NEEDED_BY = {
     "peft": ["lightning_fl/models/lora.py", "lightning_fl/models/timm_model.py"],
     "flwr": ["lightning_fl/integrations/flower.py", "tests/integrations/flower_apps.py"],
+    "nvflare": ["lightning_fl/integrations/nvflare.py", "tests/integrations/nvflare_job"],
 }
 collect_ignore = [
     file for package, files in NEEDED_BY.items() if not find_spec(package) for file in files

@@ -106,7 +106,8 @@ class RoundLog:
     Lightning logs the metrics of validation, training epochs and callbacks separately, which makes
     several rows in a CSV file. This class wraps Lightning's method, holds back the validation
     metrics of a round, and adds them to the last call together with the index and the metrics of
-    the round. Metrics of single steps are logged unchanged.
+    the round. The step of the row, the x-axis of loggers, is the round. Metrics of single steps are
+    logged unchanged.
 
     Args:
         trainer: The Trainer of the fit.
@@ -144,6 +145,9 @@ class RoundLog:
                 self._held |= metrics
             elif self._figures is not None:
                 row = {**self._figures, **self._held, **metrics}
+                if "step" not in row and "round" in self._figures:  # not the module's own step
+                    row.setdefault("epoch", self._trainer.current_epoch)
+                    step = int(self._figures["round"])
                 self._figures, self._held = None, {}
                 log(row, step)
             else:

@@ -101,7 +101,7 @@ class RunReport(Callback):
         elif self._counted != loop.round or not _fits(self.counts, len(data.num_samples)):
             self.counts = None
         # Called on all processes: Lightning broadcasts the log folder from the first one.
-        self._folder = _folder(trainer)
+        self._folder = run_folder(trainer)
         if self._folder is not None:
             rank_zero_only(write_partition)(self._folder, data)
             self._write_environment(trainer, "started")
@@ -129,7 +129,7 @@ class RunReport(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the figures of the run."""
         if self._folder is None:  # No rounds were left: the run was killed at its very end.
-            self._folder = _folder(trainer)
+            self._folder = run_folder(trainer)
             if self._folder is not None and not (self._folder / "participation.csv").exists():
                 self._write_clients(trainer, "the run was killed before its end")
                 self._write_environment(trainer, "finished")
@@ -362,7 +362,8 @@ def _loop(trainer: Trainer) -> FederatedLoop:
     return loop_of(trainer, "RunReport")
 
 
-def _folder(trainer: Trainer) -> Path | None:
+def run_folder(trainer: Trainer) -> Path | None:
+    """Return the folder of the files of a run; None without a table of rounds."""
     path = _loop(trainer).table_path(trainer)
     return None if path is None else path.parent
 

@@ -39,7 +39,7 @@ html_copy_source = False
 html_show_copyright = False
 
 autodoc_default_options = {"members": True, "show-inheritance": True}
-autodoc_mock_imports = [] if find_spec("flwr") else ["flwr"]
+autodoc_mock_imports = [name for name in ("flwr", "nvflare") if not find_spec(name)]
 autodoc_member_order = "bysource"
 toc_object_entries_show_parents = "hide"
 autodoc_typehints_format = "short"
@@ -58,6 +58,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(abc|collections|contextlib|datetime|enum|os|pathlib|zipfile)\..*"),
     ("py:.*", r"(jsonargparse|lightning|numpy|torch|torchmetrics)\..*"),
     ("py:.*", r"flwr\..*|ArrayRecord|ConfigRecord|MetricRecord|Grid|Result"),
+    ("py:.*", r"nvflare\..*|FLModel|ModelAggregator"),
     ("py:.*", r"lightning_fl\.(\w+\.)*_\w+"),
     ("py:class", r"lightning_fl\.callbacks\.attacks\.ReplaceableData"),  # a protocol of one method
 ]

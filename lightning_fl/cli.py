@@ -1,4 +1,4 @@
-"""``lightning-fl fit|validate|test|predict --config X``, ``report RUN``, ``partition CONFIG``."""
+"""``lightning-fl fit|validate|test|predict --config X``, ``report``, ``partition``, ``export``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc import locate
-from typing import Any, Literal, NoReturn, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_type_hints
 
 import torch
 import yaml
@@ -45,8 +45,10 @@ from lightning_fl.callbacks.config import RunConfig
 from lightning_fl.callbacks.report import write_partition
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.files import read_text, write_atomically
+from lightning_fl.integrations.config import ELSEWHERE, TRAINING, Configuration
+from lightning_fl.integrations.export import write_flower_app
 from lightning_fl.partition import summary
-from lightning_fl.report import report
+from lightning_fl.report import LogFiles, report
 from lightning_fl.report.run import TEST_FORMAT, differing_options, values_of
 from lightning_fl.runners import VectorizedClients
 from lightning_fl.types import FederationError
@@ -175,6 +177,9 @@ class JobNote(Callback):
             write_atomically(self.path, json.dumps(self.job))
 
 
+CLI = TypeVar("CLI", bound=LightningCLI)
+
+
 class FederatedCLI(LightningCLI):
     """LightningCLI with a ``FederatedLoop``, a checkpoint and one folder per run.
 
@@ -234,7 +239,11 @@ class FederatedCLI(LightningCLI):
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         super()._add_subcommands(parser, **kwargs)
         # Only for --help: main runs these without a Trainer.
-        for name, own in (("report", report_parser()), ("partition", partition_parser())):
+        for name, own in (
+            ("report", report_parser()),
+            ("partition", partition_parser()),
+            ("export", export_parser()),
+        ):
             parser._subcommands_action.add_subcommand(  # type: ignore[union-attr]  # just added
                 name, own, help=own.description
             )
@@ -329,6 +338,8 @@ class FederatedCLI(LightningCLI):
         # Also without training: Lightning warns if a callback of the checkpoint is missing.
         if not any(isinstance(callback, RunReport) for callback in callbacks):
             callbacks.append(RunReport())
+        if self.subcommand == "fit" and not any(isinstance(c, LogFiles) for c in callbacks):
+            callbacks.append(LogFiles())
         if self.subcommand == "fit" and not config.fast_dev_run:
             resumed = self._get(self.config, "ckpt_path") is not None
             callbacks.append(RunConfig(self._config_text(), self.run_folder, resumed))
@@ -510,6 +521,21 @@ def partition_parser() -> ArgumentParser:
     return parser
 
 
+def export_parser() -> ArgumentParser:
+    """Return the parser of ``lightning-fl export``."""
+    parser = ArgumentParser(
+        prog="lightning-fl export",
+        description="Write an app from a configuration, which runs the same federation on the"
+        " machines of a deployment.",
+    )
+    parser.add_argument("target", choices=["flower"], help="What runs the app.")
+    parser.add_argument("config", help="A configuration of lightning-fl fit.")
+    parser.add_argument(
+        "--output", type=str, default="app", help="Folder of the app, which must not exist."
+    )
+    return parser
+
+
 def partition_words(words: Sequence[str]) -> tuple[str, list[str]]:
     """Return the folder of the output, and the arguments of the fit whose data is split.
 
@@ -593,6 +619,96 @@ def show_warning(
     return f"lightning-fl: {kind}: {message}\n"
 
 
+def start(cli: Callable[..., CLI], args: ArgsType = None) -> CLI:
+    """Run a command line with the options of this package.
+
+    Args:
+        cli: Class of the command line.
+        args: Arguments; None takes those of the process.
+    """
+    return cli(
+        LightningModule,
+        FederatedDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        seed_everything_default=0,
+        save_config_callback=None,  # RunConfig writes it
+        parser_class=Parser,
+        # Modules configure their optimizer, which flags of the CLI would replace.
+        auto_configure_optimizers=False,
+        # Treat a prefix of an option as an error, not as an abbreviation.
+        parser_kwargs={
+            "description": "Federated learning with the Lightning Trainer.",
+            "allow_abbrev": False,
+        },
+        args=args,
+    )
+
+
+class _PartsCLI(FederatedCLI):
+    """Instantiate the parts of a configuration, and nothing that trains."""
+
+    parts: Configuration
+
+    def _parse_ckpt_path(self) -> None:
+        """Do nothing: there is no checkpoint."""
+
+    def instantiate_classes(self) -> None:
+        """Instantiate the module, the data module and the loop."""
+        config = self.config.fit
+        names = ("data", "model", "federation")
+        chosen = Namespace(**{name: config[name] for name in names})  # type: ignore[no-untyped-call]
+        found = self._parser("fit").instantiate_classes(chosen)
+        if (num_rounds := config.trainer.max_epochs or -1) < 0:
+            raise FederationError(
+                "the configuration has no number of rounds: set trainer.max_epochs"
+            )
+        usual = self._parser("fit").get_defaults().trainer
+        callbacks = [each.class_path.rpartition(".")[2] for each in config.trainer.callbacks or ()]
+        own = [
+            f"trainer.{name}"
+            for name, value in config.trainer.items()
+            if name not in TRAINING + ELSEWHERE and value != usual[name]
+        ]
+        trainer = {name: config.trainer[name] for name in TRAINING}
+        self.parts = Configuration(
+            found.model,
+            found.data,
+            found.federation,
+            trainer,
+            num_rounds,
+            self._config_text(),
+            (*callbacks, *own, *["vectorize"] * (config.vectorize is not None)),
+        )
+
+    def after_instantiate_classes(self) -> None:
+        """Do nothing."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Do nothing."""
+
+
+def read_config(path: str | Path) -> Configuration:
+    """Return what a configuration of ``lightning-fl fit`` describes, without a Trainer.
+
+    Args:
+        path: The file, or the name of a configuration that comes with the package.
+
+    Raises:
+        FederationError: If the number of rounds is unlimited.
+
+    Example:
+        >>> found = read_config("digits.yaml")
+        >>> found.num_rounds, type(found.loop.options.aggregator).__name__
+        (60, 'FedAvg')
+    """
+    words, sys.argv = sys.argv, sys.argv[:1]  # Lightning warns where both have arguments
+    try:
+        return start(_PartsCLI, with_shipped_configs(["fit", "--config", str(path)])).parts
+    finally:
+        sys.argv = words
+
+
 def main(args: ArgsType = None) -> None:
     """Run the command line. Configuration errors print a message without a traceback."""
     if args is None:
@@ -610,7 +726,15 @@ def main(args: ArgsType = None) -> None:
             asked = report_parser().parse_args(words[1:])
             print(f"Written to {_short(report(asked.runs, asked.output, asked.title))}")
             return
-        cli: Callable[..., Any] = FederatedCLI
+        if isinstance(words, list) and words[:1] == ["export"]:
+            asked = export_parser().parse_args(words[1:])
+            found = read_config(asked.config)
+            for path in write_flower_app(found, Path(asked.config), asked.output):
+                print(f"Written to {_short(path.absolute())}")
+            if found.left_out:
+                print(f"Without {', '.join(found.left_out)}, which only a simulation has")
+            return
+        cli: Callable[..., FederatedCLI] = FederatedCLI
         if isinstance(words, list) and words[:1] == ["partition"]:
             output, words = partition_words(words[1:])
             cli, words = partial(PartitionCLI, output=output), with_shipped_configs(words)
@@ -618,23 +742,7 @@ def main(args: ArgsType = None) -> None:
                 sys.argv[1:] = words
             else:
                 args = words
-        cli(
-            LightningModule,
-            FederatedDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            seed_everything_default=0,
-            save_config_callback=None,  # RunConfig writes it
-            parser_class=Parser,
-            # Modules configure their optimizer, which flags of the CLI would replace.
-            auto_configure_optimizers=False,
-            # Treat a prefix of an option as an error, not as an abbreviation.
-            parser_kwargs={
-                "description": "Federated learning with the Lightning Trainer.",
-                "allow_abbrev": False,
-            },
-            args=args,
-        )
+        start(cli, args)
     except KeyboardInterrupt:  # outside of the Trainer, which handles interruptions itself
         sys.stderr.write("\ninterrupted\n")
         raise SystemExit(INTERRUPTED) from None

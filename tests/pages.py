@@ -8,6 +8,7 @@ After the language there may be
 - ``file=NAME``: the block is the content of a file;
 - ``not-run``: it only shows something;
 - ``slow``: it runs where asked for;
+- ``needs=PACKAGE``: it runs where the package is installed;
 - ``in-process``: a command of this package runs here, without five seconds of imports.
 """
 
@@ -19,6 +20,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import quick_cli
@@ -42,7 +44,8 @@ def run(page, but=("not-run", "slow")):
             same = doctest.OutputChecker().check_output(code, printed, SAME)
             assert same, f"{page}:{line} promises\n{code}and there is\n{printed}"
         printed = None
-        if option in but or kind in but:
+        needed = option.removeprefix("needs=") if option.startswith("needs=") else None
+        if option in but or kind in but or (needed and find_spec(needed) is None):
             continue
         if option.startswith("file="):
             Path(option.removeprefix("file=")).write_text(code)

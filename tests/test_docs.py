@@ -64,6 +64,23 @@ def test_the_code_of_a_page_runs_and_prints_what_it_says(page, here):
     pages.run(page)
 
 
+#: Pages with code that needs a package, which the tests' environment may lack.
+NEED = {
+    page: re.findall(r"needs=(\w+)", page.read_text())
+    for page in PAGES
+    if "needs=" in page.read_text()
+}
+
+
+@pytest.mark.slow
+@expected
+@pytest.mark.parametrize("page", NEED, ids=lambda page: page.stem)
+def test_pages_that_need_an_extra(page, here):
+    for package in NEED[page]:
+        pytest.importorskip(package, reason="needs an extra: make extras")
+    pages.run(page)
+
+
 @pytest.mark.slow
 @expected
 @pytest.mark.parametrize("page", SLOW, ids=lambda page: page.stem)

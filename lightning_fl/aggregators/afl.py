@@ -123,7 +123,7 @@ class AFL(Aggregator):
                 )
             return
         federation.refuse_stage(self, "its sampler draws clients by its mixture")
-        if federation.trainer is not None and not has_sampler:
+        if federation.sampler is not None and not has_sampler:
             raise FederationError(
                 f"{name}(mode='sampling') draws clients: set sampler=AFLSampler()"
             )

@@ -181,7 +181,7 @@ class QFedAvg(Aggregator):
 def _common_lr(plan: RoundPlan, federation: Federation | None) -> float:
     """Return the largest learning rate of a round, 1 if it is unknown."""
     if federation is None or federation.trainer is None:
-        return 1.0
+        return 1.0 if plan.lr is None else float(plan.lr.max()) or 1.0
     group = federation.trainer.optimizers[0].param_groups[0]
     now, base = float(group["lr"]), float(group.get("initial_lr", group["lr"]))
     lr = base if plan.lr is None else float(plan.lr.max())

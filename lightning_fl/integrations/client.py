@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from lightning_fl.integrations.exchange import Reply, Task
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import VectorizedClients
 from lightning_fl.samplers import ClientSampler
-from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
+from lightning_fl.types import ClientUpdate, Cohort, FederationError, RoundPlan
 
 
 class RemoteClient:
@@ -98,7 +99,7 @@ class RemoteClient:
         # Sites with their own data all have index 0, and need random numbers of their own.
         seed = derive_seed(task.seed, task.client) % 2**32 if is_own else task.seed
         self.module.load_state_dict(dict(task.model))
-        rule = ToServer(self.rule, task.broadcast)
+        rule = ToServer(self.rule, task)
         loop = OneClient(
             rule,
             Given(task),
@@ -147,21 +148,26 @@ class ToServer(Aggregator):
 
     Args:
         rule: Rule of the server, for its client-side work.
-        received: Tensors that the server has sent.
+        task: What the server has sent.
     """
 
     #: The update; None if the client has no usable one.
     sent: ClientUpdate | None
 
-    def __init__(self, rule: Aggregator, received: Mapping[str, Tensor]) -> None:
+    def __init__(self, rule: Aggregator, task: Task) -> None:
         super().__init__()
         self._rule = (rule,)  # in a tuple, since it is not a part of this rule
-        self._received, self.sent = received, None
+        self._task, self.sent = task, None
 
     def setup(self, federation: Federation) -> None:
-        """Set up the rule, which its client-side work may need."""
+        """Set up the rule, which its client-side work may need and which checks local training.
+
+        The server has checked how clients are drawn.
+        """
         super().setup(federation)
-        self._rule[0].setup(federation)
+        rule, n = self._rule[0], self._task.num_clients
+        whole = {"num_clients": n, "sampling": Cohort(n, n), "sampler": None}
+        rule.setup(replace(federation, aggregator=rule, **whole))
 
     def client_parts(self) -> Sequence[ClientPart]:
         """Return the client-side work of the rule."""
@@ -169,7 +175,7 @@ class ToServer(Aggregator):
 
     def broadcast(self, plan: RoundPlan) -> Mapping[str, Tensor]:
         """Return what the server has sent."""
-        return {name: tensor.to(self.server.device) for name, tensor in self._received.items()}
+        return {name: tensor.to(self.server.device) for name, tensor in self._task.broadcast.items()}
 
     def allocate(self, server: Tensor) -> None:
         """Declare nothing."""

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+
+from lightning_fl.files import write_atomically
+
+#: Whole numbers of a task.
+NUMBERS = ("round", "client", "num_clients", "seed", "num_steps", "last")
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,16 @@ class Kept:
         """
         earlier = [each for each in sorted(self.states) if each < round][-1:]
         return Kept({**{each: self.states[each] for each in earlier}, round: state})
+
+    @classmethod
+    def read(cls, file: Path) -> Kept:
+        """Return what :meth:`write` has written; nothing if the file does not exist."""
+        return cls(torch.load(file, weights_only=True) if file.exists() else {})
+
+    def write(self, file: Path) -> None:
+        """Write the states into a file."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, partial(torch.save, dict(self.states)))
 
 
 @dataclass(frozen=True)

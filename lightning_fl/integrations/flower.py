@@ -22,7 +22,7 @@ from lightning_fl.aggregators import Aggregator
 from lightning_fl.extras import imported
 from lightning_fl.files import write_atomically
 from lightning_fl.integrations.client import RemoteClient
-from lightning_fl.integrations.exchange import Kept, Reply, Task
+from lightning_fl.integrations.exchange import NUMBERS, Kept, Reply, Task
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.options import check_integer
 from lightning_fl.policies import HyperparameterPolicy
@@ -135,6 +135,11 @@ class FederationStrategy(Strategy):
             self.server.load_state_dict(torch.load(self.checkpoint, weights_only=True))
             rank_zero_info(f"resuming after round {self.server.round} from {self.checkpoint}")
         done = self.server.round
+        if done >= num_rounds:
+            rank_zero_warn(
+                f"{self.checkpoint} has all {num_rounds} rounds, and nothing is trained: raise"
+                " num_rounds, or delete the file to begin anew"
+            )
         evaluate = evaluate_fn and (lambda round, arrays: evaluate_fn(round + done, arrays))
         left = max(num_rounds - done, 0)
         try:
@@ -208,18 +213,25 @@ class FederationStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate the replies and write the checkpoint."""
-        found = {}
+        """Aggregate the replies and write the checkpoint.
+
+        Raises:
+            FederationError: If all clients have failed.
+        """
+        found, failure = {}, None
         for message in replies:
             if message.has_error():
                 node = message.metadata.src_node_id
-                rank_zero_warn(
+                failure = (
                     f"round {self.server.round + 1}: client {self.clients.get(node, node)} has"
                     f" failed and is dropped: {message.error.reason}"
                 )
+                rank_zero_warn(failure)
                 continue
             client, reply = unpacked(message.content)
             found[client] = reply
+        if failure is not None and not found:
+            raise FederationError(f"all clients have failed. {failure}")
         metrics = self.server.finish(found)
         if self.checkpoint is not None:
             self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
@@ -245,13 +257,9 @@ class FederationStrategy(Strategy):
 
 def packed(task: Task) -> RecordDict:
     """Return the content of a message with a task."""
-    config = {
-        name: getattr(task, name)
-        for name in ("round", "client", "num_clients", "seed", "num_steps", "last")
-    }
     return RecordDict(
         {
-            "task": ConfigRecord(config),
+            "task": ConfigRecord({name: getattr(task, name) for name in NUMBERS}),
             "values": MetricRecord(dict(task.values)),
             "model": ArrayRecord(dict(task.model)),
             "broadcast": ArrayRecord(dict(task.broadcast)),
@@ -307,7 +315,7 @@ STATE = "lightning_fl.round."
 def read_kept(record: RecordDict, file: Path | None) -> Kept:
     """Return what a client has kept, in its context or in a file."""
     if file is not None:
-        return Kept(torch.load(file, weights_only=True) if file.exists() else {})
+        return Kept.read(file)
     found = {name: value for name, value in record.items() if name.startswith(STATE)}
     return Kept(
         {int(name.removeprefix(STATE)): v.to_torch_state_dict() for name, v in found.items()}
@@ -317,8 +325,7 @@ def read_kept(record: RecordDict, file: Path | None) -> Kept:
 def write_kept(kept: Kept, record: RecordDict, file: Path | None) -> None:
     """Put what a client keeps into its context, or into a file."""
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, partial(torch.save, dict(kept.states)))
+        kept.write(file)
         return
     for name in [name for name in record if name.startswith(STATE)]:
         del record[name]
@@ -352,26 +359,38 @@ def client_app(
             finds it. None keeps it in ``Context.state``.
         options: Options of :class:`~lightning_fl.integrations.client.RemoteClient`.
     """
-    app = ClientApp()
 
-    def made(context: Context) -> tuple[int, RemoteClient]:
-        client = int(context.node_config["partition-id"])
+    def remote(context: Context) -> RemoteClient:
         rule = None if aggregator is None else aggregator()
-        return client, RemoteClient(module(), data(context), rule, **options)
+        return RemoteClient(module(), data(context), rule, **options)
+
+    return app_of(remote, folder)
+
+
+def app_of(
+    remote: Callable[[Context], RemoteClient], folder: str | Path | None = None
+) -> ClientApp:
+    """Return a Flower ``ClientApp``, as :func:`client_app` does.
+
+    Args:
+        remote: Function of the context that returns the client.
+        folder: Folder on the node for what the client keeps; None keeps it in ``Context.state``.
+    """
+    app = ClientApp()
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
-        client, remote = made(context)
-        num_samples, batches = remote.work(client)
+        client = int(context.node_config["partition-id"])
+        num_samples, batches = remote(context).work(client)
         about = {"client": client, "num_samples": num_samples, "batches_per_epoch": batches}
         return Message(RecordDict({"client": ConfigRecord(about)}), reply_to=message)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        client, remote = made(context)
+        client = int(context.node_config["partition-id"])
         file = None if folder is None else Path(folder, f"client-{client}.pt")
         task, kept = task_of(message.content), read_kept(context.state, file)
-        reply, state = remote.train(task, kept.at(task.last))
+        reply, state = remote(context).train(task, kept.at(task.last))
         if reply.dropped is None:
             write_kept(kept.after(task.round, state), context.state, file)
         return Message(answer(client, reply), reply_to=message)

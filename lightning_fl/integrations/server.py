@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_fl.aggregators import Aggregator
+from lightning_fl.aggregators import Aggregator, DPFedAvg
 from lightning_fl.federation.checks import check_policy, warn_of_running_statistics
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.plan import draw_clients, draw_values
@@ -29,9 +29,6 @@ from lightning_fl.types import (
     RoundPlan,
     ServerState,
 )
-
-#: Methods with which a rule replaces the network of the module.
-REPLACES = ("prepare", "load_client_network", "load_global_network")
 
 
 class RemoteServer:
@@ -53,8 +50,8 @@ class RemoteServer:
         seed: Seed of the run; None means that of ``seed_everything``, or 0 without one.
 
     Raises:
-        FederationError: If an option is out of range, or the rule or the policy needs the samples
-            of the clients, or replaces the network.
+        FederationError: If an option is out of range, or the rule or the policy needs all clients
+            in one process.
     """
 
     def __init__(
@@ -97,16 +94,18 @@ class RemoteServer:
         """Refuse rules and policies that cannot work without the samples of the clients."""
         rule, policy = type(self.rule), type(self.policy)
         why = None
-        if any(getattr(rule, name) is not getattr(Aggregator, name) for name in REPLACES):
+        if rule.prepare is not Aggregator.prepare:
             why = f"{rule.__name__} replaces the network of the module"
         elif self.rule.is_asynchronous:
             why = f"{rule.__name__} simulates the times at which updates arrive"
+        elif isinstance(self.rule, DPFedAvg):
+            why = "DPFedAvg draws its noise from the seed of the run, which the clients know"
         elif wanted := sorted(self.policy.learns_from - {"client_losses"}):
             why = f"{policy.__name__} learns from {wanted[0]}, which the server does not have"
         if why is not None:
             raise FederationError(
-                f"{why}, which needs all clients in one process: use FederatedLoop, or another rule"
-                " or policy"
+                f"{why}: choose another rule or policy, or FederatedLoop with all clients in one"
+                " process"
             )
 
     def begin(self, num_samples: Sequence[int], batches_per_epoch: Sequence[int]) -> None:
@@ -169,18 +168,17 @@ class RemoteServer:
         self._plan = plan = RoundPlan(
             self.seed, self.round, clients, steps, lr, values, is_empty=is_empty
         )
+        self.rule.load_client_network()
         self._start = start = self.runner.read()
         self.rule.start(start.vector, self.runner.trained_mask())
         broadcast = self.rule.broadcast(plan)
-        if is_empty:
-            return []
         models = self.rule.models_for(clients)
         sent = values if lr is None else values | {"lr": lr}
-        tasks, model = [], self._model()
-        for row, client in enumerate(clients.tolist()):
+        tasks, model = [], self.model()
+        for row, client in enumerate([] if is_empty else clients.tolist()):
             if models.stride(0):  # each client starts from a model of its own
                 self.runner.write(ServerState(models[row], start.counters))
-                model = self._model()
+                model = self.model()
             own = {name: float(value[row]) for name, value in sent.items()}
             count, number = len(self.num_samples), int(steps[row])
             last = self.last.get(client, -1)
@@ -188,9 +186,11 @@ class RemoteServer:
                 Task(self.round, client, count, self.seed, number, last, model, own, broadcast)
             )
         self.runner.write(start)
+        self.rule.load_global_network()
         return tasks
 
-    def _model(self) -> dict[str, Tensor]:
+    def model(self) -> dict[str, Tensor]:
+        """Return a copy of the global model, a ``state_dict`` on the CPU."""
         return {name: t.detach().cpu().clone() for name, t in self.module.state_dict().items()}
 
     def finish(self, replies: Mapping[int, Reply]) -> dict[str, float]:
@@ -240,6 +240,7 @@ class RemoteServer:
         vector = self.rule.conclude(returned, self.options.min_clients)
         if vector is not None:
             self.runner.write(ServerState(vector, counters))
+        self.rule.load_global_network()
         weights, reported = weights_and_losses(plan.clients, losses, self.num_samples)
         metrics = {
             "clients": len(clients),

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -9,7 +10,8 @@ from flwr.serverapp import ServerApp
 from torch import nn
 
 from lightning_fl.aggregators import CoordinateMedian, FedAdam, FedAvg, Scaffold
-from lightning_fl.integrations.flower import client_app, strategy
+from lightning_fl.integrations.client import RemoteClient
+from lightning_fl.integrations.flower import app_of, client_app, strategy
 from lightning_fl.objectives import ClientModule, Proximal
 from lightning_fl.policies import Schedule
 from two_classes import samples
@@ -21,6 +23,8 @@ RULES = {
     "FedProx": FedAvg,
     "SCAFFOLD": Scaffold,
 }
+#: A case in which client 1 hangs in the second round.
+HANGS = "hangs"
 
 
 def module(name):
@@ -41,7 +45,7 @@ def server(name, result, rounds=5, clients=5, sampled=3, checkpoint=None):
     def main(grid, context):
         trained = module(name)
         plan = strategy(
-            RULES[name](),
+            RULES.get(name, FedAvg)(),
             policy(),
             module=trained,
             num_clients=clients,
@@ -66,6 +70,27 @@ def client(name, clients=5, folder=None):
     )
 
 
+class Hanging(RemoteClient):
+    """A client that does not reply in the second round, and says so in a file."""
+
+    marker: Path
+
+    def train(self, task, kept):
+        if (task.client, task.round) == (1, 1):
+            self.marker.touch()
+            time.sleep(600)
+        return super().train(task, kept)
+
+
+def hanging_client(marker):
+    def remote(context):
+        made = Hanging(module(HANGS), samples(2), FedAvg(), {"accelerator": "cpu"})
+        made.marker = marker
+        return made
+
+    return app_of(remote)
+
+
 if __name__ == "__main__":  # Flower's simulation engine, in a process of its own
     from flwr.simulation import run_simulation
 
@@ -80,4 +105,7 @@ elif "FLOWER_CASE" in os.environ:  # the processes of a deployment
     case, result = os.environ["FLOWER_CASE"], Path(os.environ["FLOWER_RESULT"])
     rounds = int(os.environ["FLOWER_ROUNDS"])
     server_app = server(case, result, rounds, 2, 2, checkpoint=result.with_suffix(".ckpt"))
-    client_app_of_case = client(case, 2, result.parent / "kept")
+    if case == HANGS:
+        client_app_of_case = hanging_client(result.with_suffix(".hangs"))
+    else:
+        client_app_of_case = client(case, 2, result.parent / "kept")

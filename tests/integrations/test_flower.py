@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from apart import replies_of
 from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.integrations.client import RemoteClient
+from lightning_fl.integrations.server import RemoteServer
 from tutorial import trainer
 from two_classes import samples
 
@@ -86,21 +89,29 @@ class Deployment:
         self.ports = free_ports(3)
         self.environment = environment(
             FLWR_HOME=str(folder / "flwr"),
-            FLOWER_CASE=case,
+            **({} if case is None else {"FLOWER_CASE": case}),
             FLOWER_RESULT=str(self.result),
             FLOWER_ROUNDS=str(rounds),
         )
         self.processes = {}
-        (folder / "app" / "case").mkdir(parents=True)
-        (folder / "app" / "pyproject.toml").write_text(APP)
+        if case is not None:
+            self.write_app()
+        (folder / "flwr").mkdir()
+        (folder / "flwr" / "config.toml").write_text(
+            f'[superlink.here]\naddress = "127.0.0.1:{self.ports[0]}"\ninsecure = true\n'
+            "options.num-supernodes = 4\n"  # of a simulation
+        )
+
+    def write_app(self):
+        folder = self.folder / "app" / "case"
+        folder.mkdir(parents=True)
+        (self.folder / "app" / "pyproject.toml").write_text(APP)
         for name in ("server", "client"):
             source = "server_app" if name == "server" else "client_app_of_case"
-            text = f"from flower_apps import {source}\n\napp = {source}\n"
-            (folder / "app" / "case" / f"{name}.py").write_text(text)
-        (folder / "app" / "case" / "__init__.py").write_text("")
-        (folder / "flwr").mkdir()
-        connection = f'address = "127.0.0.1:{self.ports[0]}"\ninsecure = true\n'
-        (folder / "flwr" / "config.toml").write_text(f"[superlink.here]\n{connection}")
+            (folder / f"{name}.py").write_text(
+                f"from flower_apps import {source}\n\napp = {source}\n"
+            )
+        (folder / "__init__.py").write_text("")
 
     def start(self, name, *command):
         with (self.folder / f"{name}.log").open("a") as log:
@@ -113,11 +124,11 @@ class Deployment:
                 start_new_session=True,  # with the processes that it starts
             )
 
-    def link(self):
+    def link(self, *more):
         port = str(self.ports[0])
-        alone = "--disable-runtime-dependency-installation"
+        more = ("--disable-runtime-dependency-installation", *more)
         self.start(
-            "link", "flower-superlink", "--insecure", "--host=127.0.0.1", "--port", port, alone
+            "link", "flower-superlink", "--insecure", "--host=127.0.0.1", "--port", port, *more
         )
 
     def node(self, client):
@@ -178,6 +189,7 @@ def deployed(tmp_path):
     made = []
 
     def make(case, rounds=5):
+        """``case=None``: the test writes the app."""
         made.append(Deployment(tmp_path, case, rounds))
         return made[0]
 
@@ -206,15 +218,77 @@ def test_a_run_whose_superlink_was_killed_resumes(tmp_path, deployed):
     sites.kill("link")
     assert not sites.result.exists()
     sites.link()
-    for client in (
-        0,
-        1,
-    ):  # it does not know its nodes any more, and they end: a service starts them
+    for client in (0, 1):  # their link does not know them any more: a service starts them again
         sites.kill(f"node{client}")
         sites.node(client)
     sites.run()
     expected = by_the_loop("SCAFFOLD", tmp_path, rounds=6, clients=2, sampled=2)
     assert largest_difference(sites.wait(), expected) == 0
+
+
+def test_a_round_completes_whose_supernode_was_killed(deployed):
+    """The others train on without its client."""
+    sites = deployed(flower_apps.HANGS)
+    sites.link()
+    for client in (0, 1):
+        sites.node(client)
+    sites.run()
+    sites.wait_for(sites.result.with_suffix(".hangs").exists)
+    sites.kill("node1")
+    found = sites.wait()
+    module = flower_apps.module(flower_apps.HANGS)
+    server = RemoteServer(module, policy=flower_apps.policy(), seed=3)
+    clients = [
+        RemoteClient(
+            flower_apps.module(flower_apps.HANGS), samples(2), trainer={"accelerator": "cpu"}
+        )
+        for _ in range(2)
+    ]
+    server.begin(*zip(*(client.work(i) for i, client in enumerate(clients)), strict=True))
+    kept = {}
+    for round in range(5):
+        replies = replies_of(clients, server.tasks(), kept)
+        server.finish({i: reply for i, reply in replies.items() if round == 0 or i == 0})
+    assert largest_difference(found, module.state_dict()) == 0
+
+
+CONFIG = """
+seed_everything: 3
+trainer: {accelerator: cpu, max_epochs: 3, logger: false}
+model:
+  class_path: ClientModule
+  init_args:
+    net: {class_path: MLPClassifier, init_args: {sizes: [64, 20, 10]}}
+data:
+  class_path: Digits
+  init_args: {num_clients: 4, batch_size: 32}
+federation:
+  aggregator: Scaffold
+  policy: {class_path: Schedule, init_args: {lr: 0.1, num_steps: 3}}
+  clients_per_round: 3
+"""
+
+
+def test_an_exported_app_gives_the_model_of_its_configuration(tmp_path, deployed):
+    """In Flower's simulation engine, as ``flwr run`` starts it."""
+    pytest.importorskip("ray", reason='needs pip install "flwr[simulation]"')
+    engine = deployed(None)
+    (tmp_path / "case.yaml").write_text(CONFIG)
+    for command in (("fit", "--config", "case.yaml"), ("export", "flower", "case.yaml")):
+        subprocess.run(
+            [sys.executable, "-m", "lightning_fl", *command],
+            env=engine.environment,
+            cwd=tmp_path,
+            timeout=240,
+            check=True,
+        )
+    project = tmp_path / "app" / "pyproject.toml"
+    text = project.read_text()
+    assert 'model = "model.pt"' in text  # relative to the folder of the SuperLink
+    engine.link("--simulation")
+    engine.run()
+    last = torch.load(tmp_path / "runs" / "version_0" / "last.ckpt", weights_only=True)
+    assert largest_difference(engine.wait(), last["state_dict"]) == 0
 
 
 def rounds_in(path):

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from apart import replies_of
 from lightning_fl.aggregators import (
     PFNM,
     ClusteredFL,
@@ -100,16 +101,6 @@ def apart(module, data, rule, rounds=ROUNDS, server=None, kept=None, clients=Non
     for _ in range(rounds):
         server.finish(replies_of(clients, server.tasks(), kept))
     return server, kept, clients
-
-
-def replies_of(clients, tasks, kept):
-    """Let clients train, each with what it keeps."""
-    replies = {}
-    for task in tasks:
-        before = kept.get(task.client, Kept())
-        replies[task.client], state = clients[task.client].train(task, before.at(task.last))
-        kept[task.client] = before.after(task.round, state)
-    return replies
 
 
 CASES = {

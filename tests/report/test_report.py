@@ -8,13 +8,14 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
-from lightning_fl.report import find_runs, group, html, read_run, report
+from lightning_fl.report import find_runs, group, read_run, report
 from lightning_fl.report.clients import participation
 from lightning_fl.report.curves import cost
 from lightning_fl.report.groups import Group
 from lightning_fl.report.one_run import about_run
 from lightning_fl.report.scores import with_derived
 from lightning_fl.report.several_runs import about_groups
+from lightning_fl.report.write import html
 from lightning_fl.types import FederationError
 
 VOID = {"meta", "img", "br"}

@@ -1,0 +1,162 @@
+"""An app of a deployment, written from a configuration: ``lightning-fl export flower CONFIG``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from shutil import copyfile
+
+from lightning_fl.integrations.config import Configuration
+from lightning_fl.types import FederationError
+
+PROJECT = """\
+# Written by: lightning-fl export flower {source}
+#
+#     flwr run . --stream
+
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{name}"
+version = "1.0.0"
+description = "{rule} of {module}, exported by lightning_fl"
+license = "Apache-2.0"
+dependencies = ["lightning_fl[flower]=={version}"]
+
+[tool.hatch.build.targets.wheel]
+packages = ["."]
+
+[tool.flwr.app]
+publisher = "lightning-fl"
+
+[tool.flwr.app.components]
+serverapp = "server_app:app"
+clientapp = "client_app:app"
+
+[tool.flwr.app.config]
+num-rounds = {num_rounds}
+num-clients = {num_clients}
+# The server writes its state here after each round. A run that finds the file resumes from it.
+checkpoint = ""
+# The server writes the last global model here, as a state_dict.
+model = "model.pt"
+"""
+
+SERVER = '''\
+"""The server of the federation in config.yaml."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from flwr.serverapp import ServerApp
+
+from lightning_fl.cli import read_config
+from lightning_fl.files import write_atomically
+from lightning_fl.integrations.flower import FederationStrategy
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid, context):
+    config = context.run_config
+    server = read_config(Path(__file__).with_name("config.yaml")).server()
+    strategy = FederationStrategy(server, config["num-clients"], config["checkpoint"] or None)
+    strategy.start(grid, num_rounds=config["num-rounds"])
+    write_atomically(Path(config["model"]), partial(torch.save, server.module.state_dict()))
+'''
+
+CLIENT = '''\
+"""A client of the federation in config.yaml."""
+
+from functools import cache
+from pathlib import Path
+
+from lightning_fl.cli import read_config
+from lightning_fl.integrations.flower import app_of
+
+#: Folder on the node for what a client keeps between rounds, such as control variates, so that a
+#: run that resumes finds it. None keeps it in Flower's context, which ends with the run.
+KEPT = None
+
+
+@cache
+def client():
+    found = read_config(Path(__file__).with_name("config.yaml"))
+    # Node i trains client i of the data in config.yaml, as in the simulation. At a site, give its
+    # own samples instead: found.client(SiteSamples())
+    return found.client()
+
+
+app = app_of(lambda context: client(), KEPT)
+'''
+
+
+def write_flower_app(found: Configuration, source: Path, output: str | Path) -> list[Path]:
+    """Write a Flower app that runs the federation of a configuration.
+
+    Modules in the current folder that the configuration has imported are copied.
+
+    Args:
+        found: The configuration.
+        source: Its file, which gives the app its name.
+        output: Folder of the app.
+
+    Returns:
+        The files.
+
+    Raises:
+        FederationError: If the folder is not empty, or the rule or the policy needs all clients in
+            one process.
+    """
+    folder = Path(output)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FederationError(f"{folder} exists and is not empty: choose another --output")
+    found.server()  # refuses what cannot run
+    found.data.prepare_data()
+    found.data.setup("fit")
+    own = dict(_own_modules())
+    project = PROJECT.format(
+        source=source.name,
+        name=re.sub(r"[^a-z0-9]+", "-", source.stem.lower()).strip("-") or "federation",
+        rule=type(found.loop.options.aggregator).__name__,
+        module=type(found.module).__name__,
+        version=version("lightning_fl"),
+        num_rounds=found.num_rounds,
+        num_clients=len(found.data.num_samples),
+    )
+    texts = {
+        "pyproject.toml": project,
+        "config.yaml": found.text,
+        "server_app.py": SERVER,
+        "client_app.py": CLIENT,
+    }
+    if taken := sorted(texts.keys() & own.keys()):
+        raise FederationError(f"the configuration uses a file {taken[0]}: rename it")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    for name, path in own.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        copyfile(path, folder / name)
+    return [folder / name for name in [*texts, *own]]
+
+
+def _own_modules() -> Iterator[tuple[str, Path]]:
+    """Return the modules in the current folder that are imported: file in the app, and file."""
+    here = Path.cwd()
+    for name, module in sorted(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "/")
+        if name.partition(".")[0] in ("lightning_fl", "__main__"):
+            continue
+        if path.suffix != ".py" or not path.is_relative_to(here):
+            continue
+        if not {"site-packages", "dist-packages"} & set(path.relative_to(here).parts):
+            end = "/__init__.py" if path.name == "__init__.py" else ".py"
+            yield name.replace(".", "/") + end, path

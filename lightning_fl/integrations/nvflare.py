@@ -1,0 +1,283 @@
+"""A federation in a job of NVIDIA FLARE.
+
+The server is a ``ModelAggregator`` for NVFlare's ``FedAvgRecipe`` with the rules of this library,
+and the training script of a site calls :func:`run_client`, which trains a LightningModule as
+``FederatedLoop`` does. Requires nvflare: ``pip install "lightning_fl[nvflare]"``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import abstractmethod
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_fl.aggregators import Aggregator
+from lightning_fl.extras import imported
+from lightning_fl.files import write_atomically
+from lightning_fl.integrations.client import RemoteClient
+from lightning_fl.integrations.exchange import NUMBERS, Kept, Reply, Task
+from lightning_fl.integrations.server import RemoteServer
+from lightning_fl.options import check_integer
+from lightning_fl.types import FederationError
+
+imported("nvflare", "lightning_fl.integrations.nvflare", "nvflare")
+
+from nvflare import client as flare  # noqa: E402  # after the error message
+from nvflare.app_common.abstract.fl_model import FLModel  # noqa: E402
+from nvflare.app_common.abstract.model import ModelLearnableKey  # noqa: E402
+from nvflare.app_common.aggregators.model_aggregator import ModelAggregator  # noqa: E402
+from nvflare.app_common.app_constant import AppConstants  # noqa: E402
+
+#: Key of what this library adds to the ``meta`` of NVFlare's models.
+KEY = "lightning_fl"
+#: Beginning of the names of ``Reply.extras`` among the parameters of a message.
+EXTRA = "extras."
+
+
+class FederationAggregator(ModelAggregator):
+    """Aggregate and plan as ``FederatedLoop`` does, in NVFlare's ``FedAvg`` controller.
+
+    A subclass in a file of the job says which federation it is. In NVFlare's first round the sites
+    only say how many samples they have, so that a job of 10 rounds of training has 11 rounds.
+    NVFlare loads the initial model, from ``model`` or ``initial_ckpt`` of the recipe.
+
+    Args:
+        checkpoint: File on the server with the state after each round. If it exists, the job
+            resumes from it. None writes none.
+
+    Raises:
+        FederationError: If the rule or the policy needs all clients in one process, or the rule
+            starts clients from models of their own: NVFlare's controller sends one model to all.
+
+    Example:
+        .. code-block:: python
+
+            class Median(FederationAggregator):
+                def server(self) -> RemoteServer:
+                    return RemoteServer(Net(), CoordinateMedian(), Schedule(lr=0.1), seed=1)
+
+
+            recipe = FedAvgRecipe(
+                model=Net(), aggregator=Median(), num_rounds=11, min_clients=2,
+                train_script="client.py", server_expected_format=ExchangeFormat.PYTORCH,
+            )
+    """
+
+    def __init__(self, checkpoint: str | None = None) -> None:
+        super().__init__()
+        self.checkpoint = checkpoint
+        self._server = server = self.server()
+        if type(server.rule).models_for is not Aggregator.models_for:
+            raise FederationError(
+                f"{type(server.rule).__name__} starts clients from models of their own, and the"
+                " FedAvg controller of NVFlare sends one model to all: use FederatedLoop or"
+                " lightning_fl.integrations.flower, or another rule"
+            )
+        self._work: dict[int, tuple[int, int]] = {}
+        self._site_of: dict[int, str] = {}
+        self._replies: dict[int, Reply] = {}
+        self._problem: str | None = None
+        self._num_rounds, self._is_begun, self._sends_arrays = 0, False, False
+
+    @abstractmethod
+    def server(self) -> RemoteServer:
+        """Return the federation; called once, when the aggregator is made."""
+
+    # --- called by NVFlare ------------------------------------------------------------------------
+
+    def reset_stats(self) -> None:
+        """Begin a round."""
+        self._replies.clear()
+
+    def accept_model(self, model: FLModel) -> None:
+        """Keep the reply of a site."""
+        site, found = model.meta.get("client_name", "?"), model.meta.get(KEY)
+        if found is None:
+            self._problem = (  # NVFlare only logs errors that are raised here
+                f"{site} has sent a model of another kind: its training script has to call"
+                " lightning_fl.integrations.nvflare.run_client"
+            )
+        elif not self._is_begun:
+            self._meet(site, **found)
+        elif self._site_of.get(client := int(found["client"])) == site:
+            self._replies[client] = unpacked(found, model.params)
+        else:
+            rank_zero_warn(
+                f"{site} has joined after the first round and is not used: set min_clients of the"
+                " recipe to the number of sites"
+            )
+
+    def aggregate_model(self) -> FLModel:
+        """Return the new global model, with the plan of the next round."""
+        if self._problem is not None:
+            raise FederationError(self._problem)
+        server, metrics = self._server, dict[str, float]()
+        if not self._is_begun:
+            self._begin()
+        elif not self._is_done():
+            metrics = server.finish(self._replies)
+            if self.checkpoint is not None:
+                Path(self.checkpoint).parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(Path(self.checkpoint), partial(torch.save, server.state_dict()))
+        model: Mapping[str, Any] = server.model()
+        broadcast: Mapping[str, Any] = {}
+        plan: list[dict[str, Any]] = []
+        for task in [] if self._is_done() else server.tasks():
+            numbers = {name: getattr(task, name) for name in NUMBERS}
+            plan.append({**numbers, "values": dict(task.values)})
+            model, broadcast = task.model, task.broadcast
+        if self._sends_arrays:  # sites cannot read tensors
+            model = {name: tensor.numpy() for name, tensor in model.items()}
+            broadcast = {name: tensor.cpu().numpy() for name, tensor in broadcast.items()}
+        known = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        meta = {KEY: {"plan": plan, "broadcast": dict(broadcast)}}
+        return FLModel(params=dict(model), metrics=known, meta=meta)
+
+    # --- the federation ---------------------------------------------------------------------------
+
+    def _meet(
+        self, site: str, client: int, num_samples: int, batches_per_epoch: int, num_rounds: int
+    ) -> None:
+        if client in self._site_of:
+            self._problem = (
+                f"{self._site_of[client]} and {site} are both client {client}: give run_client"
+                " another number on each site, from 0"
+            )
+        self._site_of[client] = site
+        self._work[client] = num_samples, batches_per_epoch
+        self._num_rounds = num_rounds - 1  # without this one
+
+    def _begin(self) -> None:
+        count = len(self._work)
+        if sorted(self._work) != list(range(count)) or not count:
+            raise FederationError(
+                f"the sites are clients {sorted(self._work)}: give run_client the numbers from 0 to"
+                " the number of sites - 1"
+            )
+        initial = self.fl_ctx.get_prop(AppConstants.GLOBAL_MODEL)[ModelLearnableKey.WEIGHTS]
+        self._sends_arrays = not any(isinstance(value, Tensor) for value in initial.values())
+        self._server.module.load_state_dict(tensors(initial))
+        self._server.begin(*zip(*(self._work[i] for i in range(count)), strict=True))
+        self._is_begun = True
+        if self.checkpoint is not None and Path(self.checkpoint).exists():
+            self._server.load_state_dict(torch.load(self.checkpoint, weights_only=True))
+            rank_zero_info(f"resuming after round {self._server.round} from {self.checkpoint}")
+
+    def _is_done(self) -> bool:
+        """Return whether all rounds of training have ended."""
+        return self._server.round >= self._num_rounds
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+def tensors(found: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return tensors or arrays as tensors."""
+    return {name: torch.as_tensor(value) for name, value in found.items()}
+
+
+def answer(client: int, reply: Reply) -> FLModel:
+    """Return the message with a reply."""
+    about = {
+        "client": client,
+        "num_samples": reply.num_samples,
+        "lr": reply.lr,
+        "loss": reply.loss,
+        "dropped": reply.dropped,
+    }
+    extras = {f"{EXTRA}{name}": value for name, value in reply.extras.items()}
+    params = {"delta": reply.delta, "counters": reply.counters, **extras}
+    metrics = {"train_loss": reply.loss} if math.isfinite(reply.loss) else {}
+    return FLModel(params=params, metrics=metrics, meta={KEY: about})
+
+
+def unpacked(about: Mapping[str, Any], params: Mapping[str, Any]) -> Reply:
+    """Return the reply in a message."""
+    found = tensors(params)
+    return Reply(
+        found.pop("delta"),
+        found.pop("counters"),
+        {name.removeprefix(EXTRA): value for name, value in found.items()},
+        int(about["num_samples"]),
+        float(about["lr"]),
+        float(about["loss"]),
+        about["dropped"],
+    )
+
+
+# --- sites ----------------------------------------------------------------------------------------
+
+
+def run_client(
+    remote: RemoteClient, client: int | None = None, folder: str | Path | None = None
+) -> None:
+    """Train at a site of an NVFlare job until the job ends; call it in the training script.
+
+    Args:
+        remote: The client.
+        client: Its number from 0. None takes it from the name of the site, of which NVFlare numbers
+            the first ``site-1``.
+        folder: Folder for what the client keeps between rounds (optimizer, local parameters,
+            control variates, error feedback), so that a job that resumes finds it. None keeps it in
+            memory.
+
+    Raises:
+        FederationError: If ``client`` is None and the name of the site does not end in a number.
+    """
+    flare.init()
+    own = number_of(flare.get_site_name()) if client is None else client
+    own = check_integer("client", own, min=0)
+    file = None if folder is None else Path(folder, f"client-{own}.pt")
+    kept = Kept()
+    while flare.is_running() and (received := flare.receive()) is not None:
+        asked = received.meta.get(KEY)
+        if asked is None:  # the first round
+            num_samples, batches = remote.work(own)
+            about = {
+                "client": own,
+                "num_samples": num_samples,
+                "batches_per_epoch": batches,
+                "num_rounds": received.total_rounds,
+            }
+            # NVFlare ignores messages without parameters.
+            flare.send(FLModel(params={"delta": torch.zeros(0)}, meta={KEY: about}))
+            continue
+        plan = [each for each in asked["plan"] if each["client"] == own]
+        if not plan:
+            idle = Reply(torch.zeros(0), torch.zeros(0), {}, 0, math.nan, math.nan, "not sampled")
+            flare.send(answer(own, idle))
+            continue
+        task = Task(
+            **plan[0], model=tensors(received.params), broadcast=tensors(asked["broadcast"])
+        )
+        kept = kept if file is None else Kept.read(file)
+        reply, state = remote.train(task, kept.at(task.last))
+        if reply.dropped is None:
+            kept = kept.after(task.round, state)
+            if file is not None:
+                kept.write(file)
+        flare.send(answer(own, reply))
+
+
+def number_of(site: str) -> int:
+    """Return the number of a client from the name of its site.
+
+    Example:
+        >>> number_of("site-1")
+        0
+    """
+    found = re.search(r"(\d+)$", site)
+    if found is None or int(found[1]) < 1:
+        raise FederationError(
+            f"the site {site!r} has no number from 1 at the end of its name: give run_client the"
+            " number of the client, from 0"
+        )
+    return int(found[1]) - 1

@@ -1,0 +1,85 @@
+"""Files of a run in experiment trackers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_fl.callbacks.report import run_folder
+from lightning_fl.report.write import report
+from lightning_fl.types import FederationError
+
+#: Files of a run that trackers get at its end, if they exist.
+FILES = (
+    "report.html",
+    "rounds.png",
+    "aggregator.png",
+    "policy.png",
+    "rounds.csv",
+    "participation.csv",
+    "partition.json",
+    "config.yaml",
+    "environment.json",
+)
+
+
+class LogFiles(Callback):
+    """Give the files of a run to the loggers of the Trainer.
+
+    The picture of the partition is given at the start of a fit; the report, the other pictures and
+    the tables at its end, also after an interruption.
+
+    - Weights & Biases keeps them as artifacts of the type ``federation``, and shows the pictures.
+    - MLflow keeps them as artifacts of the run.
+    - TensorBoard shows the pictures; ``lightning-fl report`` writes the report.
+
+    The callback comes after :class:`~lightning_fl.callbacks.RunReport`, which writes the files. The
+    command line adds both.
+    """
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the picture of the partition to the loggers."""
+        if trainer.is_global_zero and (folder := run_folder(trainer)) is not None:
+            _give(trainer, [folder / "partition.png"])
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the report, and give it and the other files to the loggers."""
+        if not trainer.is_global_zero or (folder := run_folder(trainer)) is None:
+            return
+        if any(isinstance(logger, WandbLogger | MLFlowLogger) for logger in trainer.loggers):
+            try:
+                report(folder)
+            except FederationError as error:  # interrupted before the first round has ended
+                rank_zero_warn(f"there is no report: {error}")
+        _give(trainer, [folder / name for name in FILES])
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Give the files so far to the loggers."""
+        self.on_fit_end(trainer, pl_module)
+
+
+def _give(trainer: Trainer, files: list[Path]) -> None:
+    for logger in trainer.loggers:
+        for file in filter(Path.is_file, files):
+            match logger:
+                case WandbLogger():
+                    name = f"{file.stem}-{logger.experiment.id}"
+                    logger.experiment.log_artifact(str(file), name=name, type="federation")
+                    if file.suffix == ".png":
+                        logger.log_image(file.stem, [str(file)])
+                case MLFlowLogger():
+                    logger.experiment.log_artifact(logger.run_id, str(file))
+                case TensorBoardLogger() if file.suffix == ".png":
+                    _show(logger.experiment, file)
+
+
+def _show(writer: Any, picture: Path) -> None:
+    from matplotlib.image import imread  # it has drawn the picture
+
+    writer.add_image(picture.stem, imread(picture), dataformats="HWC")

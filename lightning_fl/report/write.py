@@ -1,0 +1,102 @@
+"""The files of a report."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+
+from lightning_fl import __version__
+from lightning_fl.files import write_atomically
+from lightning_fl.report.groups import group
+from lightning_fl.report.one_run import about_run
+from lightning_fl.report.page import Report
+from lightning_fl.report.run import find_runs, read_run
+from lightning_fl.report.several_runs import about_groups
+from lightning_fl.types import FederationError
+
+#: Names of the PNG files that belong to a report.
+NAMES = (
+    "accuracy",
+    "cost",
+    "hyperparameters",
+    "partition",
+    "participation",
+    "clients",
+    "aggregator",
+    "policy",
+)
+
+
+def report(
+    runs: str | Path | Sequence[str | Path],
+    output: str | Path | None = None,
+    title: str | None = None,
+) -> Path:
+    """Write a report on one run, or a comparison of several runs.
+
+    The report is a self-contained HTML file, which needs no network. Its figures are also written
+    as PNG files, to a folder of the same name next to it. The same runs give the same files, byte
+    for byte.
+
+    Args:
+        runs: Folders of runs, or folders that contain runs as ``version_0``, ``version_1``, ...
+            Runs that differ only in the seed are shown as mean and standard deviation.
+        output: Path of the report, ``.html``; None means ``report.html``, in the folder of the run
+            for a single run, in the working directory for several runs. An existing report is
+            replaced.
+        title: Title of the page; None derives it from the name of the run.
+
+    Returns:
+        Path of the report.
+
+    Raises:
+        FederationError: If there is no run, its table of rounds cannot be read, or the report
+            cannot be written.
+    """
+    folders, left_out = find_runs([runs] if isinstance(runs, str | Path) else runs)
+    if not folders:
+        raise FederationError("no run to report: pass the folder of a run, such as runs/digits")
+    alone = len(folders) == 1
+    path = Path(output or (folders[0] / "report.html" if alone else "report.html"))
+    if path.suffix != ".html" or path.is_dir():
+        raise FederationError(f"output must be a file name that ends in .html, got {path}")
+    found = [read_run(folder) for folder in folders]
+    page = about_run(found[0], title) if alone else about_groups(group(found), title, left_out)
+    pictures = {p.name: p.content for section in page.sections for p in section.pictures}
+    try:
+        for name in NAMES:
+            place = path.with_suffix("") / f"{name}.png"
+            if (content := pictures.get(name)) is None:
+                place.unlink(missing_ok=True)  # left by an earlier report
+            else:
+                _write(place, content)
+        _write(path, html(page).encode())
+    except OSError as error:
+        raise FederationError(
+            f"{path} could not be written ({error}): choose another output"
+        ) from error
+    return path
+
+
+def _write(path: Path, content: bytes) -> None:
+    write_atomically(path, lambda file: file.write(content))
+
+
+def html(page: Report) -> str:
+    """Render a page as HTML. All contents are escaped.
+
+    Example:
+        >>> "&lt;script&gt;" in html(Report("<script>", [], [], []))
+        True
+    """
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
+    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
+    # Bytes 16 to 19 of a PNG file are its width. Figures have 110 dots per inch, a page has 96.
+    environment.filters["width"] = lambda content: int.from_bytes(content[16:20]) * 96 // 110
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return environment.from_string(template).render(report=page, version=__version__)

@@ -1,0 +1,148 @@
+"""A configuration gives the server and the clients of its federation, and an app of Flower."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import quick_cli
+from apart import replies_of
+from lightning_fl.cli import read_config
+from lightning_fl.types import FederationError
+from tutorial import trainer
+
+CONFIG = """
+seed_everything: 3
+trainer: {accelerator: cpu, max_epochs: 3, gradient_clip_val: 0.5, logger: false}
+model:
+  class_path: ClientModule
+  init_args:
+    net: {class_path: MLPClassifier, init_args: {sizes: [64, 20, 10]}}
+    terms: [{class_path: Proximal, init_args: {mu: 0.1}}]
+data:
+  class_path: Digits
+  init_args: {num_clients: 4, batch_size: 32}
+federation:
+  aggregator: FedAdam
+  policy: {class_path: Schedule, init_args: {lr: 0.1, num_steps: 3}}
+  clients_per_round: 3
+  optimizer_state: keep
+"""
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["program", "with", "--its-own", "arguments"])
+    Path("config.yaml").write_text(CONFIG)
+    return Path("config.yaml")
+
+
+def changed(**parts):
+    """Write a variant of the configuration."""
+    path = Path("changed.yaml")
+    path.write_text(yaml.safe_dump({**yaml.safe_load(CONFIG), **parts}))
+    return path
+
+
+def test_server_and_clients_train_as_lightning_fl_fit_does(config):
+    quick_cli.call("fit", "--config", config, "--trainer.enable_progress_bar=false")
+    expected = torch.load("runs/version_0/last.ckpt", weights_only=True)["state_dict"]
+    server = read_config(config).server()
+    clients = [read_config(config).client() for _ in range(4)]
+    server.begin(*zip(*(client.work(i) for i, client in enumerate(clients)), strict=True))
+    kept = {}
+    for _ in range(3):
+        server.finish(replies_of(clients, server.tasks(), kept))
+    found = server.module.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_a_site_trains_its_own_samples(config):
+    found = read_config(config)
+    own = torch.utils.data.TensorDataset(torch.randn(50, 1, 8, 8), torch.arange(50) % 10)
+    assert found.client(own).work(2) == (50, 2)  # in batches of 32, as in the configuration
+    assert found.client(own, batch_size=10).work(2) == (50, 5)
+
+
+def test_the_app_has_the_configuration_and_the_modules_that_it_names(config, monkeypatch):
+    Path("my_rule.py").write_text(
+        "from lightning_fl.aggregators import FedAvg\n\n\nclass Mine(FedAvg):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(".")
+    federation = {"aggregator": "my_rule.Mine", "seed": 5}
+    quick_cli.call("export", "flower", str(changed(federation=federation)), "--output", "app")
+    monkeypatch.delitem(sys.modules, "my_rule")
+    written = sorted(path.name for path in Path("app").iterdir())
+    assert written == [
+        *("client_app.py", "config.yaml", "my_rule.py", "pyproject.toml", "server_app.py")
+    ]
+    project = tomllib.loads(Path("app/pyproject.toml").read_text())
+    assert project["tool"]["flwr"]["app"]["config"]["num-clients"] == 4
+    assert project["tool"]["flwr"]["app"]["config"]["num-rounds"] == 3
+    assert project["project"]["name"] == "changed"
+    again = read_config("app/config.yaml")
+    assert type(again.loop.options.aggregator).__name__ == "Mine"
+    assert again.server().seed == 5
+    assert again.trainer["gradient_clip_val"] == 0.5
+    for name in ("server_app", "client_app"):
+        compile(Path(f"app/{name}.py").read_text(), name, "exec")
+
+
+def test_what_an_app_does_not_have_is_said(config, capsys):
+    options = {"accelerator": "cpu", "max_epochs": 3, "limit_train_batches": 5, "devices": 1}
+    faults = {"class_path": "lightning_fl.callbacks.ClientFaults", "init_args": {"dropout": 0.1}}
+    path = changed(trainer={**options, "callbacks": [faults]}, vectorize=2)
+    quick_cli.call("export", "flower", str(path), "--output", "app")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("Without ClientFaults, trainer.limit_train_batches, vectorize,")
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"federation": {"aggregator": "PFNM"}}, "PFNM replaces the network"),
+        ({"federation": {"policy": "RepresentationMatchingReinforce"}}, "lightning-fl: error"),
+        ({"trainer": {"max_epochs": -1}}, "no number of rounds"),
+    ],
+)
+def test_what_an_app_cannot_do_is_refused_before_anything_is_written(
+    config, capsys, parts, message
+):
+    with pytest.raises(SystemExit):
+        quick_cli.call("export", "flower", str(changed(**parts)), "--output", "app")
+    assert message in capsys.readouterr().err
+    assert not Path("app").exists()
+
+
+def test_a_folder_with_files_is_not_overwritten(config):
+    Path("app").mkdir()
+    Path("app/notes.txt").write_text("mine")
+    with pytest.raises(SystemExit):
+        quick_cli.call("export", "flower", str(config), "--output", "app")
+    assert [path.name for path in Path("app").iterdir()] == ["notes.txt"]
+
+
+def test_a_file_of_ones_own_that_the_app_would_replace_is_refused(config, monkeypatch, capsys):
+    Path("client_app.py").write_text("from lightning_fl.aggregators import FedAvg\n")
+    monkeypatch.syspath_prepend(".")
+    federation = {"aggregator": "client_app.FedAvg"}
+    with pytest.raises(SystemExit):
+        quick_cli.call("export", "flower", str(changed(federation=federation)), "--output", "app")
+    monkeypatch.delitem(sys.modules, "client_app")
+    assert "rename it" in capsys.readouterr().err
+
+
+def test_other_options_are_those_of_a_loop_in_python(config, tmp_path):
+    found = read_config(config)
+    assert found.loop.options.clients_per_round == 3
+    trainer(tmp_path, found.loop, rounds=1).fit(found.module, datamodule=found.data)
+
+
+def test_errors_of_a_configuration_have_no_usage_of_another_program(config):
+    with pytest.raises((SystemExit, FederationError)):
+        read_config("missing.yaml")

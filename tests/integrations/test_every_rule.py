@@ -1,0 +1,123 @@
+"""Each rule, policy and sampler trains on remote clients as in the loop, or is refused by name."""
+
+import copy
+import inspect
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from adapted import Adapted
+from apart import replies_of
+from lightning_fl import ClientModule, aggregators, policies, samplers
+from lightning_fl.aggregators import AFL
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.integrations.client import RemoteClient
+from lightning_fl.integrations.server import RemoteServer
+from lightning_fl.objectives import Proximal
+from lightning_fl.policies import Schedule
+from lightning_fl.types import FederationError
+from tutorial import trainer
+from two_classes import samples
+
+ROUNDS = 3
+MATCHED = {"gamma": 1.0, "client_variance": 0.5, "prior_variance": 5.0}
+CANDIDATES = [{"num_steps": 1}, {"num_steps": 3}]
+GRID = {"lr": [0.05, 0.1], "num_steps": [1, 2, 3]}
+#: Options of those that need some.
+OPTIONS = {
+    "AFL": {"gamma": 0.1, "output": "average"},
+    "ClusteredFL": {"eps1": 99.0, "eps2": 0.0, "warmup": 0, "min_size": 2},
+    "DPFedAvg": {"noise_multiplier": 0.5, "clip_norm": 0.1},
+    "FedDyn": {"alpha": 0.1},
+    "FlexLoRA": {"ranks": {1: 0.5, 2: 0.5}},
+    "Gossip": {"graph": "ring"},
+    "NormClipping": {"max_norm": 0.1},
+    "QFedAvg": {"q": 2.0},
+    "ZeroPadding": {"ranks": {1: 0.5, 2: 0.5}},
+    **dict.fromkeys(("PFNM", "FedMA", "StreamingPFNM"), MATCHED),
+    "AdaptiveMu": {"mu": 0.5, "policy": Schedule(num_steps=2), "patience": 1, "loss": "clients"},
+    "DiscreteGaussianReinforce": {"grid": GRID, "loss": "clients"},
+    "PersonalizedPolicyGradient": {"candidates": CANDIDATES},
+    "Stragglers": {"fraction": 0.9, "policy": Schedule(num_steps=4)},
+    "StagedPolicy": {"rounds": [1], "policies": [Schedule(lr=0.1), Schedule(lr=0.05)]},
+    "Staged": {"rounds": [1], "aggregators": [aggregators.FedAvgM(), aggregators.FedAvg()]},
+}
+#: What needs all clients in one process, and a word of the reason.
+REFUSED = {
+    "PFNM": "replaces the network",
+    "FedMA": "replaces the network",
+    "StreamingPFNM": "replaces the network",
+    "FedBuff": "simulates the times",
+    "FedAsync": "simulates the times",
+    "DPFedAvg": "draws its noise from the seed",
+    "PersonalizedPolicyGradient": "learns from",
+    "AsynchronousSampler": "AsynchronousSampler",
+}
+
+
+def kinds(package):
+    """Return the public classes of a package that can be made."""
+    for name in package.__all__:
+        kind = getattr(package, name)
+        if inspect.isclass(kind) and not inspect.isabstract(kind):
+            yield name, kind
+
+
+def module(name):
+    torch.manual_seed(0)
+    if name in ("FlexLoRA", "ZeroPadding"):
+        return Adapted(2, features=4, classes=2).double()
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    terms = [Proximal(0.3)] if name == "AdaptiveMu" else []
+    return ClientModule(net, terms, partial(torch.optim.SGD, lr=0.1))
+
+
+def check(name, folder, aggregator=None, policy=None, sampler=None):
+    """Compare a server and its clients with the loop."""
+    policy = Schedule(lr=0.1, local_epochs=1) if policy is None else policy
+    rules, options = (aggregator, policy, sampler), {"seed": 3, "clients_per_round": 4}
+    if name in ("AFL", "Gossip", "Krum"):  # they need more clients
+        options["clients_per_round"] = None
+    make = partial(module, name)
+    if name in REFUSED:
+        with pytest.raises(FederationError, match=f"{name}.*{REFUSED[name]}|{REFUSED[name]}"):
+            RemoteServer(make(), *rules, **options).begin([12] * 5, [3] * 5)
+        return
+    server = RemoteServer(make(), *copy.deepcopy(rules), **options)
+    clients = [
+        RemoteClient(make(), samples(), copy.deepcopy(aggregator), {"accelerator": "cpu"})
+        for _ in range(5)
+    ]
+    server.begin(*zip(*(client.work(i) for i, client in enumerate(clients)), strict=True))
+    kept = {}
+    for _ in range(ROUNDS):
+        server.finish(replies_of(clients, server.tasks(), kept))
+    simulated = make()
+    loop = FederatedLoop(*rules, **options)
+    trainer(folder, loop, rounds=ROUNDS).fit(simulated, datamodule=samples())
+    found, expected = server.module.state_dict(), simulated.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+    moved = make().state_dict()
+    assert any(not torch.equal(moved[key], expected[key]) for key in moved)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # rules warn of options that do not matter here
+
+
+@pytest.mark.parametrize(("name", "kind"), list(kinds(aggregators)))
+def test_a_rule(tmp_path, name, kind):
+    check(name, tmp_path, kind(**copy.deepcopy(OPTIONS.get(name, {}))))
+
+
+@pytest.mark.parametrize(("name", "kind"), list(kinds(policies)))
+def test_a_policy(tmp_path, name, kind):
+    check(name, tmp_path, policy=kind(**copy.deepcopy(OPTIONS.get(name, {}))))
+
+
+@pytest.mark.parametrize(("name", "kind"), list(kinds(samplers)))
+def test_a_sampler(tmp_path, name, kind):
+    rule = AFL(0.1, mode="sampling") if name == "AFLSampler" else None
+    check(name, tmp_path, rule, sampler=kind(**({"concurrency": 4} if name in REFUSED else {})))

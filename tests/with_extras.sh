@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# All extras together in a fresh environment, and the tests that need what `dev` cannot hold: flwr
+# keeps packaging below 26, and peft makes every process of the tests start later. All servers and
+# nodes listen on the loopback address, and tests end their processes.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=${1:-build/extras/bin/python}  # an existing environment, or one that is made here
+if [[ ! -x $python ]]; then
+    python3 -m venv "$(dirname "$(dirname "$python")")"
+    "$python" -m pip install --quiet '.[demo,flower,nvflare,hf,hdf5,privacy,peft,tracking]' \
+        'flwr[simulation]' hypothesis pytest
+    "$python" -m pip check
+fi
+PYTHONPATH=. timeout 2400 "$python" -m pytest -m "slow or not slow" \
+    tests/integrations tests/report/test_tracking.py tests/test_docs.py::test_pages_that_need_an_extra
