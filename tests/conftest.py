@@ -1,6 +1,7 @@
 import functools
 import logging
 import os
+import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -272,3 +273,19 @@ def quick_pictures(request):
 
     with nullcontext() if "pictures" in request.fixturenames else no_pictures():
         yield
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder to work in; pages write modules of their own there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["page"])  # the command line reads it
+    from quick_cli import no_pictures
+
+    known = set(sys.modules)
+    with no_pictures():
+        yield
+    for name in set(sys.modules) - known:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]

@@ -2,7 +2,6 @@ import inspect
 import pkgutil
 import re
 import shutil
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from sphinx.cmd.build import main as sphinx
 import extras
 import lightning_fl
 import pages
-import quick_cli
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -37,20 +35,6 @@ expected = pytest.mark.filterwarnings(
 )
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A folder to work in; pages write modules of their own there."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["page"])  # the command line reads it
-    known = set(sys.modules)
-    with quick_cli.no_pictures():
-        yield
-    for name in set(sys.modules) - known:
-        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
-            del sys.modules[name]
-
-
 @expected
 @pytest.mark.parametrize(
     "page",
@@ -61,23 +45,6 @@ def here(tmp_path, monkeypatch):
     ids=lambda page: page.stem,
 )
 def test_the_code_of_a_page_runs_and_prints_what_it_says(page, here):
-    pages.run(page)
-
-
-#: Pages with code that needs a package, which the tests' environment may lack.
-NEED = {
-    page: re.findall(r"needs=(\w+)", page.read_text())
-    for page in PAGES
-    if "needs=" in page.read_text()
-}
-
-
-@pytest.mark.slow
-@expected
-@pytest.mark.parametrize("page", NEED, ids=lambda page: page.stem)
-def test_pages_that_need_an_extra(page, here):
-    for package in NEED[page]:
-        pytest.importorskip(package, reason="needs an extra: make extras")
     pages.run(page)
 
 

@@ -9,8 +9,8 @@ python=${1:-build/extras/bin/python}  # an existing environment, or one that is 
 if [[ ! -x $python ]]; then
     python3 -m venv "$(dirname "$(dirname "$python")")"
     "$python" -m pip install --quiet '.[demo,flower,nvflare,hf,hdf5,privacy,peft,tracking]' \
-        'flwr[simulation]' hypothesis pytest
+        'flwr[simulation]' hypothesis pytest pytest-xdist
     "$python" -m pip check
 fi
 PYTHONPATH=. timeout 2400 "$python" -m pytest -m "slow or not slow" \
-    tests/integrations tests/report/test_tracking.py tests/test_docs.py::test_pages_that_need_an_extra
+    tests/integrations tests/report/test_tracking.py tests/test_pages_of_extras.py

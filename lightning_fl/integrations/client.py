@@ -166,8 +166,9 @@ class ToServer(Aggregator):
         """
         super().setup(federation)
         rule, n = self._rule[0], self._task.num_clients
-        whole = {"num_clients": n, "sampling": Cohort(n, n), "sampler": None}
-        rule.setup(replace(federation, aggregator=rule, **whole))
+        rule.setup(
+            replace(federation, aggregator=rule, num_clients=n, sampling=Cohort(n, n), sampler=None)
+        )
 
     def client_parts(self) -> Sequence[ClientPart]:
         """Return the client-side work of the rule."""
@@ -175,7 +176,9 @@ class ToServer(Aggregator):
 
     def broadcast(self, plan: RoundPlan) -> Mapping[str, Tensor]:
         """Return what the server has sent."""
-        return {name: tensor.to(self.server.device) for name, tensor in self._task.broadcast.items()}
+        return {
+            name: tensor.to(self.server.device) for name, tensor in self._task.broadcast.items()
+        }
 
     def allocate(self, server: Tensor) -> None:
         """Declare nothing."""

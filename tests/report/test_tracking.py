@@ -72,6 +72,7 @@ def test_tensorboard_gets_rounds_hyperparameters_and_pictures(tmp_path):
     assert not (tmp_path / "report.html").exists()  # nobody would keep it
 
 
+@pytest.mark.filterwarnings("ignore")  # MLflow's own, of its database
 def test_mlflow_gets_rounds_hyperparameters_and_files(tmp_path):
     mlflow = pytest.importorskip("mlflow", reason='needs pip install ".[tracking]"')
     pytest.importorskip("sqlalchemy")
