@@ -39,7 +39,8 @@ class FromClients(FederatedDataModule):
     Example:
         >>> def hospital(n):
         ...     return TensorDataset(torch.randn(n, 4), torch.arange(n) % 2)
-        >>> data = FromClients({"north": hospital(30), "south": hospital(10)}, val_size=4)
+        >>> both = {"north": hospital(30), "south": hospital(10)}
+        >>> data = FromClients(both, val_size=4, seed=0)
         >>> data.setup("fit")
         >>> data.client_names, data.num_samples
         (['north', 'south'], tensor([27,  9]))

@@ -3,14 +3,17 @@
 Parsing the options of all four commands takes 0.27 of 0.35 s, and drawing two pictures 0.5 s.
 """
 
+import io
 import sys
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 from lightning.pytorch.cli import LightningCLI
 from matplotlib.figure import Figure
+from matplotlib.image import imsave
 
 from lightning_fl.cli import FederatedCLI, main
 
@@ -44,13 +47,22 @@ def parse(*words):
     fit_parser().parse_args(["fit", *map(str, words)])
 
 
+@cache
+def pixel():
+    """The smallest picture."""
+    imsave(made := io.BytesIO(), np.zeros((1, 1, 4), np.uint8), format="png")
+    return made.getvalue()
+
+
 @contextmanager
 def no_pictures():
-    """Write empty files instead of pictures within a ``with`` block."""
+    """Write pictures of one pixel within a ``with`` block."""
 
-    def touch(figure, file, **options):
+    def write(figure, file, **options):
         if isinstance(file, Path):
-            file.touch()
+            file.write_bytes(pixel())
+        else:
+            file.write(pixel())
 
-    with mock.patch.object(Figure, "savefig", touch):
+    with mock.patch.object(Figure, "savefig", write):
         yield

@@ -41,21 +41,26 @@ class LogFiles(Callback):
     command line adds both.
     """
 
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the picture of the partition to the loggers."""
-        if trainer.is_global_zero and (folder := run_folder(trainer)) is not None:
-            _give(trainer, [folder / "partition.png"])
+        folder = run_folder(trainer)  # on all processes: the first one broadcasts it
+        self._folder = folder if trainer.is_global_zero else None
+        self._give(trainer, "partition.png")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the report, and give it and the other files to the loggers."""
-        if not trainer.is_global_zero or (folder := run_folder(trainer)) is None:
+        if self._folder is None:
             return
         if any(isinstance(logger, WandbLogger | MLFlowLogger) for logger in trainer.loggers):
             try:
-                report(folder)
+                report(self._folder)
             except FederationError as error:  # interrupted before the first round has ended
                 rank_zero_warn(f"there is no report: {error}")
-        _give(trainer, [folder / name for name in FILES])
+        self._give(trainer, *FILES)
+        self._folder = None
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -63,20 +68,28 @@ class LogFiles(Callback):
         """Give the files so far to the loggers."""
         self.on_fit_end(trainer, pl_module)
 
+    def _give(self, trainer: Trainer, *names: str) -> None:
+        if self._folder is None:
+            return
+        for logger in trainer.loggers:
+            for file in filter(Path.is_file, (self._folder / name for name in names)):
+                try:
+                    _give_one(logger, file)
+                except Exception as error:  # of a tracker or its network: must not fail the run
+                    rank_zero_warn(f"{type(logger).__name__} has not got {file}: {error}")
 
-def _give(trainer: Trainer, files: list[Path]) -> None:
-    for logger in trainer.loggers:
-        for file in filter(Path.is_file, files):
-            match logger:
-                case WandbLogger():
-                    name = f"{file.stem}-{logger.experiment.id}"
-                    logger.experiment.log_artifact(str(file), name=name, type="federation")
-                    if file.suffix == ".png":
-                        logger.log_image(file.stem, [str(file)])
-                case MLFlowLogger():
-                    logger.experiment.log_artifact(logger.run_id, str(file))
-                case TensorBoardLogger() if file.suffix == ".png":
-                    _show(logger.experiment, file)
+
+def _give_one(logger: Any, file: Path) -> None:
+    match logger:
+        case WandbLogger():
+            name = f"{file.stem}-{logger.experiment.id}"
+            logger.experiment.log_artifact(str(file), name=name, type="federation")
+            if file.suffix == ".png":
+                logger.log_image(file.stem, [str(file)])
+        case MLFlowLogger():
+            logger.experiment.log_artifact(logger.run_id, str(file))
+        case TensorBoardLogger() if file.suffix == ".png":
+            _show(logger.experiment, file)
 
 
 def _show(writer: Any, picture: Path) -> None:

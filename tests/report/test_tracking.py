@@ -143,3 +143,12 @@ def test_an_interrupted_run_gives_what_there_is(tmp_path):
     found = accumulator.EventAccumulator(str(tmp_path)).Reload()
     assert "rounds" in found.Tags()["images"]
     assert json.loads((tmp_path / "environment.json").read_text())["state"] == "KeyboardInterrupt"
+
+
+def test_a_tracker_that_takes_no_files_does_not_fail_the_run(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    monkeypatch.setattr(type(logger.experiment), "add_image", lambda *a, **o: 1 / 0)
+    with pytest.warns(UserWarning, match="TensorBoardLogger has not got .*png: division by zero"):
+        trainer = fit(tmp_path, logger)
+    assert trainer.current_epoch == ROUNDS
