@@ -177,7 +177,7 @@ class JobNote(Callback):
             write_atomically(self.path, json.dumps(self.job))
 
 
-CLI = TypeVar("CLI", bound=LightningCLI)
+_CLI = TypeVar("_CLI", bound=LightningCLI)
 
 
 class FederatedCLI(LightningCLI):
@@ -619,7 +619,7 @@ def show_warning(
     return f"lightning-fl: {kind}: {message}\n"
 
 
-def start(cli: Callable[..., CLI], args: ArgsType = None) -> CLI:
+def start(cli: Callable[..., _CLI], args: ArgsType = None) -> _CLI:
     """Run a command line with the options of this package.
 
     Args:
