@@ -21,6 +21,7 @@ model:
   class_path: ClientModule
   init_args:
     net: {class_path: MLPClassifier, init_args: {sizes: [64, 20, 10]}}
+    optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1, momentum: 0.5}}
     terms: [{class_path: Proximal, init_args: {mu: 0.1}}]
 data:
   class_path: Digits
@@ -60,6 +61,25 @@ def test_server_and_clients_train_as_lightning_fl_fit_does(config):
     found = server.module.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_clients_get_every_option_of_theirs(config):
+    given = {
+        "optimizer_state": "keep",
+        "buffers": "local",
+        "exchange_frozen": True,
+        "update_transforms": [{"class_path": "TopK", "init_args": {"fraction": 0.5}}],
+        "local_parameters": ["net.3.*"],
+        "phases": [
+            {"class_path": "Phase", "init_args": {"train": "local", "num_steps": 2}},
+            {"class_path": "Phase", "init_args": {"train": "shared", "local_epochs": 1}},
+        ],
+    }
+    found = read_config(changed(federation=given))
+    options = found.client().options
+    assert options == {name: getattr(found.loop.options, name) for name in given}
+    assert [phase.train for phase in options["phases"]] == ["local", "shared"]
+    assert options["update_transforms"][0].fraction == 0.5
 
 
 def test_a_site_trains_its_own_samples(config):

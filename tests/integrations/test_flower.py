@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from apart import replies_of
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.integrations.client import RemoteClient
 from lightning_fl.integrations.server import RemoteServer
+from lightning_fl.types import FederationError
 from tutorial import trainer
 from two_classes import samples
 
@@ -23,8 +25,11 @@ pytest.importorskip("flwr", reason='needs pip install ".[flower]"')
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
 
 import flower_apps  # noqa: E402  # imports flwr
+
+from lightning_fl.integrations.flower import strategy  # noqa: E402
 
 
 def by_the_loop(name, folder, rounds=5, clients=5, sampled=3):
@@ -250,6 +255,44 @@ def test_a_round_completes_whose_supernode_was_killed(deployed):
         tasks = [task for task in server.tasks() if round == 0 or task.client == 0]
         server.finish(replies_of(clients, tasks, kept))
     assert largest_difference(found, module.state_dict()) == 0
+
+
+def begun(**options):
+    """A strategy whose two clients are known, without nodes."""
+    module = flower_apps.module("FedAvg")
+    made = strategy(policy=flower_apps.policy(), module=module, num_clients=2, seed=3, **options)
+    made._work, made.clients = {0: (12, 3), 1: (12, 3)}, {70: 0, 71: 1}
+    return made
+
+
+def test_a_round_in_which_all_clients_fail_ends_the_run():
+    """An option that clients refuse would otherwise leave the model as it is in every round."""
+    made = begun()
+    made.server.begin([12, 12], [3, 3])
+    made.server.tasks()
+    failed = [
+        SimpleNamespace(
+            has_error=lambda: True,
+            metadata=SimpleNamespace(src_node_id=node),
+            error=SimpleNamespace(reason="a learning rate scheduler"),
+        )
+        for node in (70, 71)
+    ]
+    with (
+        pytest.warns(UserWarning, match=r"client \d has failed and is dropped"),
+        pytest.raises(FederationError, match=r"all clients have failed.* a learning rate"),
+    ):
+        made.aggregate_train(1, failed)
+
+
+def test_a_finished_checkpoint_says_that_nothing_is_trained(tmp_path):
+    made = begun(checkpoint=tmp_path / "server.pt")
+    made.server.begin([12, 12], [3, 3])
+    made.server.round = 4
+    torch.save(made.server.state_dict(), tmp_path / "server.pt")
+    again = begun(checkpoint=tmp_path / "server.pt")
+    with pytest.warns(UserWarning, match="has all 4 rounds, and nothing is trained"):
+        again.start(SimpleNamespace(), num_rounds=4)
 
 
 CONFIG = """
