@@ -72,7 +72,7 @@ def test_clients_get_every_option_of_theirs(config):
         "local_parameters": ["net.3.*"],
         "phases": [
             {"class_path": "Phase", "init_args": {"train": "local", "num_steps": 2}},
-            {"class_path": "Phase", "init_args": {"train": "shared", "local_epochs": 1}},
+            {"class_path": "Phase", "init_args": {"train": "shared"}},
         ],
     }
     found = read_config(changed(federation=given))
