@@ -12,5 +12,6 @@ if [[ ! -x $python ]]; then
         'flwr[simulation]' hypothesis pytest pytest-xdist
     "$python" -m pip check
 fi
+export FLWR_TELEMETRY_ENABLED=0 RAY_USAGE_STATS_ENABLED=0 WANDB_MODE=offline
 PYTHONPATH=. timeout 2400 "$python" -m pytest -m "slow or not slow" \
     tests/integrations tests/report/test_tracking.py tests/test_pages_of_extras.py
