@@ -7,10 +7,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${1:-build/extras/bin/python}  # an existing environment, or one that is made here
 if [[ ! -x $python ]]; then
-    python3 -m venv "$(dirname "$(dirname "$python")")"
+    folder=$(dirname "$(dirname "$python")")
+    trap 'rm -rf "$folder"' ERR  # half an environment would be taken for a whole one
+    python3 -m venv "$folder"
     "$python" -m pip install --quiet '.[demo,flower,nvflare,hf,hdf5,privacy,peft,tracking]' \
         'flwr[simulation]' hypothesis pytest pytest-xdist
     "$python" -m pip check
+    trap - ERR
 fi
 export FLWR_TELEMETRY_ENABLED=0 RAY_USAGE_STATS_ENABLED=0 WANDB_MODE=offline
 PYTHONPATH=. timeout 2400 "$python" -m pytest -m "slow or not slow" \
