@@ -17,4 +17,5 @@ if [[ ! -x $python ]]; then
 fi
 export FLWR_TELEMETRY_ENABLED=0 RAY_USAGE_STATS_ENABLED=0 WANDB_MODE=offline
 PYTHONPATH=. timeout 2400 "$python" -m pytest -m "slow or not slow" \
-    tests/integrations tests/report/test_tracking.py tests/test_pages_of_extras.py
+    lightning_fl/integrations tests/integrations tests/report/test_tracking.py \
+    tests/test_pages_of_extras.py
