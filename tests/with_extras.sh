@@ -15,7 +15,8 @@ if [[ ! -x $python ]]; then
     "$python" -m pip check
     trap - ERR
 fi
+# Flower's command line imports what click 9 will take away.
 export FLWR_TELEMETRY_ENABLED=0 RAY_USAGE_STATS_ENABLED=0 WANDB_MODE=offline
-PYTHONPATH=. timeout 2400 "$python" -m pytest -m "slow or not slow" \
+PYTHONPATH=. timeout 2400 "$python" -m pytest -m "slow or not slow" -W "ignore:'click:DeprecationWarning" \
     lightning_fl/integrations tests/integrations tests/report/test_tracking.py \
     tests/test_pages_of_extras.py
