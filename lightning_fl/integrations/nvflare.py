@@ -108,7 +108,8 @@ class FederationAggregator(ModelAggregator):
         elif not self._is_begun:
             self._meet(site, **found)
         elif self._site_of.get(client := int(found["client"])) == site:
-            self._replies[client] = unpacked(found, model.params)
+            if found["round"] == self._server.round:  # not a reply that comes late
+                self._replies[client] = unpacked(found, model.params)
         else:
             rank_zero_warn(
                 f"{site} has joined after the first round and is not used: set min_clients of the"
@@ -184,10 +185,11 @@ def tensors(found: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: torch.as_tensor(value) for name, value in found.items()}
 
 
-def answer(client: int, reply: Reply) -> FLModel:
+def answer(client: int, round: int, reply: Reply) -> FLModel:
     """Return the message with a reply."""
     about = {
         "client": client,
+        "round": round,
         "num_samples": reply.num_samples,
         "lr": reply.lr,
         "loss": reply.loss,
@@ -253,7 +255,7 @@ def run_client(
         plan = [each for each in asked["plan"] if each["client"] == own]
         if not plan:
             idle = Reply(torch.zeros(0), torch.zeros(0), {}, 0, math.nan, math.nan, "not sampled")
-            flare.send(answer(own, idle))
+            flare.send(answer(own, -1, idle))
             continue
         task = Task(
             **plan[0], model=tensors(received.params), broadcast=tensors(asked["broadcast"])
@@ -264,7 +266,7 @@ def run_client(
             kept = kept.after(task.round, state)
             if file is not None:
                 kept.write(file)
-        flare.send(answer(own, reply))
+        flare.send(answer(own, task.round, reply))
 
 
 def number_of(site: str) -> int:

@@ -169,6 +169,18 @@ def test_numbers_with_a_gap_are_refused(tmp_path, monkeypatch):
         job.aggregator.aggregate_model()
 
 
+def test_a_reply_that_comes_late_is_not_used(tmp_path, monkeypatch):
+    job = Controller(tmp_path, monkeypatch)
+    job.run(1)
+    late = job.ask(0)
+    job.round()
+    job.aggregator.reset_stats()
+    job.aggregator.accept_model(late)
+    assert not job.aggregator._replies
+    job.aggregator.accept_model(job.ask(0))
+    assert list(job.aggregator._replies) == [0]
+
+
 def test_a_site_that_comes_late_is_not_used(tmp_path, monkeypatch):
     job = Controller(tmp_path, monkeypatch)
     job.run(1)
