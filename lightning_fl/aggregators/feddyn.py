@@ -14,7 +14,7 @@ from lightning_fl.federation.exchange import ClientContext, ClientPart
 from lightning_fl.functional.drift import dynamic_term, next_gradient
 from lightning_fl.functional.summation import add_rows, sum_value
 from lightning_fl.options import check_choice, check_number
-from lightning_fl.types import ClientUpdate, FederationError
+from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
 
 
 class FedDyn(Aggregator):
@@ -72,6 +72,8 @@ class FedDyn(Aggregator):
         (tensor([ 1.2500, -2.5000]), [-0.125, 0.25])
     """
 
+    needs_trained_mask = True
+
     h: Tensor
     total: Tensor
     count: Tensor
@@ -96,6 +98,14 @@ class FedDyn(Aggregator):
     def client_parts(self) -> Sequence[ClientPart]:
         """Let clients add the regularizer to their gradients."""
         return [DynamicRegularizer(self.alpha, self.weighting)]
+
+    def broadcast(self, plan: RoundPlan) -> Mapping[str, Tensor]:
+        """Return the mean number of samples of all clients if clients are weighted by theirs."""
+        if self.weighting == "uniform":
+            return {}
+        assert self.federation is not None
+        assert self.federation.num_samples is not None
+        return {"mean_samples": self.federation.num_samples.double().mean()}
 
     def start(self, server: Tensor, trained: Tensor | None = None) -> None:
         """Begin a round."""
@@ -169,8 +179,7 @@ class DynamicRegularizer(ClientPart):
         assert layout is not None
         alphas = torch.full((len(gradient),), self.alpha, dtype=torch.float64)
         if self.weighting == "samples":
-            assert client.federation.num_samples is not None
-            alphas *= client.federation.num_samples.double().mean() / client.num_samples
+            alphas *= broadcast["mean_samples"].cpu() / client.num_samples
         self._alphas = alphas = alphas.to(gradient.device)
         linear = layout.split(gradient)
         start = layout.split(client.start_model[:, : gradient.shape[1]])

@@ -46,6 +46,7 @@ class Staged(Aggregator):
         check_stages(rounds, aggregators, "aggregators")
         self.rounds = list(rounds)
         self.rules = nn.ModuleList(aggregators)
+        self.needs_trained_mask = any(rule.needs_trained_mask for rule in aggregators)
         self.register_buffer("round", torch.zeros((), dtype=torch.int64))
 
     @property
@@ -126,7 +127,10 @@ class Staged(Aggregator):
 
 
 class _PartOfStage(ClientPart):
-    """Client-side hook that is active in one stage only."""
+    """Client-side hook that is active in one stage only.
+
+    The stage is that of the client's round: the state of the rule is the server's.
+    """
 
     def __init__(self, rule: Staged, stage: int, part: ClientPart) -> None:
         self._rule, self._stage, self._part = rule, stage, part
@@ -137,8 +141,11 @@ class _PartOfStage(ClientPart):
     def start(
         self, client: ClientContext, memory: dict[str, Tensor], broadcast: Mapping[str, Tensor]
     ) -> None:
-        if self._rule.stage == self._stage:
+        if self._is_active(client):
             self._part.start(client, memory, broadcast)
 
     def end(self, client: ClientContext, memory: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self._part.end(client, memory) if self._rule.stage == self._stage else {}
+        return self._part.end(client, memory) if self._is_active(client) else {}
+
+    def _is_active(self, client: ClientContext) -> bool:
+        return stage_of(self._rule.rounds, client.round) == self._stage
