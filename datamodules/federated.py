@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, SupportsIndex
 
@@ -201,6 +202,19 @@ class FederatedDataModule(LightningDataModule):
         self.present = parts
         #: Number of samples in ``present``, ``[num_clients]``.
         self.num_samples = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+
+    def repeat_client(self, count: int) -> None:
+        """Let clients 0 to ``count`` - 1 all have the samples of the only client.
+
+        A process that trains one client of a federation then finds its own samples under any id.
+
+        Args:
+            count: Number of clients.
+        """
+        parts = self.parts[:1] * count
+        self.split = replace(self.split, names=[], parts=parts, stream_steps=[parts])
+        self.num_clients = count
+        self._present(parts)
 
     @property
     def trainer(self) -> Trainer | None:

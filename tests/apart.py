@@ -8,6 +8,8 @@ def replies_of(clients, tasks, kept):
     replies = {}
     for task in tasks:
         before = kept.get(task.client, Kept())
-        replies[task.client], state = clients[task.client].train(task, before.at(task.last))
-        kept[task.client] = before.after(task.round, state)
+        replies[task.client], state = clients[task.client].train(
+            task, before.at(task.run, task.last)
+        )
+        kept[task.client] = before.after(task.run, task.round, state)
     return replies

@@ -28,14 +28,12 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-def trainer(folder, *callbacks, rounds=3):
+def trainer(folder, *callbacks, rounds=3, **options):
+    usual = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     return Trainer(
         max_epochs=rounds,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
         callbacks=list(callbacks),
+        **{**usual, **quiet, **options},
     )

@@ -158,7 +158,7 @@ class Resume:
             "trained": [bool(getattr(part, name)) for part, name in _flags(module)],
             "options": self._options,
             **{name: frozen(rule.state_dict()) for name, rule in self._rules.items()},
-            "unsaved buffers": frozen(_buffers(module)),
+            "unsaved buffers": frozen(unsaved_values(module)),
             # Set if the checkpoint contains the model validated before the end of the round.
             "server": None,
         }
@@ -302,13 +302,7 @@ class Resume:
         # Load again, as Lightning loads before the precision plugin converts the module.
         with error_context("its model is of another network", RuntimeError):
             module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
-        buffers = unsaved_buffers(module)
-        for name, saved in state["unsaved buffers"].items():
-            owner, key = buffers[name]
-            if (buffer := owner._buffers[key]) is None:
-                owner._buffers[key] = saved.to(module.device, copy=True)
-            else:
-                buffer.copy_(saved)
+        load_unsaved(module, state["unsaved buffers"])
         runner.note_private()
         for name, rule in self._rules.items():
             what = f"{type(rule).__name__} cannot resume from the checkpoint's state"
@@ -336,7 +330,7 @@ class Resume:
             )
         _check_lightning(fit.trainer, checkpoint)
         fit.memory.check_stored(fit.runner)
-        saved, buffers = state["unsaved buffers"], _buffers(fit.runner.module)
+        saved, buffers = state["unsaved buffers"], unsaved_values(fit.runner.module)
         if unknown := sorted(saved.keys() - unsaved_buffers(fit.runner.module).keys()):
             raise FederationError(
                 f"the module has no non-persistent buffer {short_repr(unknown[0])}"
@@ -486,10 +480,26 @@ def unsaved_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     }
 
 
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
+def unsaved_values(module: nn.Module) -> dict[str, Tensor]:
     """Return the non-persistent buffers of a module that are not None."""
     owners = unsaved_buffers(module).items()
     return {name: b for name, (owner, key) in owners if (b := owner._buffers[key]) is not None}
+
+
+def load_unsaved(module: LightningModule, values: Mapping[str, Tensor]) -> None:
+    """Load the non-persistent buffers of a module.
+
+    Args:
+        module: The module.
+        values: What :func:`unsaved_values` has returned.
+    """
+    buffers = unsaved_buffers(module)
+    for name, saved in values.items():
+        owner, key = buffers[name]
+        if (buffer := owner._buffers[key]) is None:
+            owner._buffers[key] = saved.to(module.device, copy=True)
+        else:
+            buffer.copy_(saved)
 
 
 def _flags(module: nn.Module) -> list[tuple[Any, str]]:

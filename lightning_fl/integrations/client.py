@@ -17,13 +17,15 @@ from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, FromClients
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import ClientPart
+from lightning_fl.federation.frozen import digest
+from lightning_fl.federation.resume import load_unsaved, unsaved_values
 from lightning_fl.federation.round import Results
-from lightning_fl.functional.randomness import derive_seed
-from lightning_fl.integrations.exchange import Reply, Task
+from lightning_fl.integrations.exchange import Reply, Task, client_side, exchange_id
+from lightning_fl.integrations.server import counted, quiet, refuse_schedulers, trainer_of
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import VectorizedClients
 from lightning_fl.samplers import ClientSampler
-from lightning_fl.types import ClientUpdate, Cohort, FederationError, RoundPlan
+from lightning_fl.types import ClientUpdate, Cohort, FederationError, RoundPlan, describe
 
 
 class RemoteClient:
@@ -35,8 +37,8 @@ class RemoteClient:
 
     Args:
         module: The LightningModule.
-        data: The client's samples: a data set, or a ``FederatedDataModule`` with all clients of a
-            simulation, of which this one trains.
+        data: The client's samples: a data set, a ``FederatedDataModule`` with one client, or a
+            ``FederatedDataModule`` with all clients of a simulation, of which this one trains.
         aggregator: Rule of the server. Only its client-side work is used, such as the control
             variates of :class:`~lightning_fl.aggregators.Scaffold`.
         trainer: Options of the Trainer, such as ``{"accelerator": "cpu"}``.
@@ -62,27 +64,32 @@ class RemoteClient:
         self.module, self.rule = module, FedAvg() if aggregator is None else aggregator
         if not isinstance(data, FederatedDataModule):
             data = FromClients([data], batch_size=batch_size, val_size=0)
+        if data.stream_steps > 1:
+            raise FederationError(
+                f"stream_steps={data.stream_steps} changes the samples of a client from round to"
+                " round, which its server would not know: set stream_steps=1, or use FederatedLoop"
+            )
         data.prepare_data()
         data.setup("fit")
+        self._is_own = len(data.num_samples) == 1
         self.data, self.trainer = data, dict(trainer or {})
         self.options = {"buffers": "average"} | options  # the server warns of BatchNorm
 
-    def index(self, client: int) -> int:
-        """Return the index of a client in the data: its id, or 0 if the data is its own."""
+    def _place(self, client: int, num_clients: int) -> None:
+        """Make the client's own samples those of its id, or check that the data has the id."""
         count = len(self.data.num_samples)
-        if count == 1:
-            return 0
-        if client >= count:
+        if self._is_own:  # the other clients never train here
+            self.data.repeat_client(num_clients)
+        elif client >= count:
             raise FederationError(
                 f"client {client} has no samples: the data has {count} clients. Give each client"
                 " its own data set, or use as many clients as the data has"
             )
-        return client
 
     def work(self, client: int) -> tuple[int, int]:
         """Return the number of training samples and of batches per local epoch of a client."""
-        at = self.index(client)
-        return int(self.data.num_samples[at]), int(self.data.batches_per_epoch[at])
+        self._place(client, client + 1)
+        return int(self.data.num_samples[client]), int(self.data.batches_per_epoch[client])
 
     def train(self, task: Task, kept: Mapping[str, Tensor]) -> tuple[Reply, dict[str, Tensor]]:
         """Train the client in a round.
@@ -94,42 +101,20 @@ class RemoteClient:
         Returns:
             What to send back, and the state to keep.
         """
-        at = self.index(task.client)
-        is_own = len(self.data.num_samples) == 1 < task.num_clients
-        # Sites with their own data all have index 0, and need random numbers of their own.
-        seed = derive_seed(task.seed, task.client) % 2**32 if is_own else task.seed
-        self.module.load_state_dict(dict(task.model))
+        at = task.client
+        self._place(at, task.num_clients)
         rule = ToServer(self.rule, task)
-        loop = OneClient(
-            rule,
-            Given(task),
-            Only(at),
-            clients_per_round=1,
-            seed=seed,
-            csv_name=None,
-            **self.options,
-        )
+        loop = OneClient(task, rule, **self.options)
         loop.progress.round = task.round
         loop.evaluates_clients = True  # nothing is validated here, so that no warning is due
         if kept:
             loop.store.put(at, dict(kept))
             loop.store.commit()
-        made = Trainer(
-            **{
-                "max_epochs": task.round + 1,
-                "limit_val_batches": 0,
-                "num_sanity_val_steps": 0,
-                "logger": False,
-                "enable_checkpointing": False,
-                "enable_progress_bar": False,
-                "enable_model_summary": False,
-            }
-            | self.trainer,
-            callbacks=[loop],
-        )
+        made = trainer_of(self.trainer, loop, task.num_rounds)
         progress: Any = made.fit_loop.epoch_progress.current
         progress.ready = progress.started = progress.processed = progress.completed = task.round
-        made.fit(self.module, datamodule=self.data)
+        with quiet():
+            made.fit(self.module, datamodule=self.data)
         results, sent = loop.results, rule.sent
         reply = Reply(
             torch.empty(0) if sent is None else sent.delta[0],
@@ -166,16 +151,37 @@ class ToServer(Aggregator):
         """
         super().setup(federation)
         rule, n = self._rule[0], self._task.num_clients
-        rule.setup(
-            replace(federation, aggregator=rule, num_clients=n, sampling=Cohort(n, n), sampler=None)
-        )
+        rule.setup(replace(federation, aggregator=rule, sampling=Cohort(n, n), sampler=None))
+        if (own := client_side(rule)) != self._task.rule:
+            raise FederationError(
+                f"the server uses {self._task.rule or 'a rule without work for clients'}, and this"
+                f" client {own or describe(rule)}: pass the same aggregator to both"
+            )
+
+    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
+        """Begin a round."""
+        super().start(server, trained)
+        self._trained = trained
 
     def client_parts(self) -> Sequence[ClientPart]:
         """Return the client-side work of the rule."""
         return self._rule[0].client_parts()
 
     def broadcast(self, plan: RoundPlan) -> Mapping[str, Tensor]:
-        """Return what the server has sent."""
+        """Return what the server has sent.
+
+        Raises:
+            FederationError: If the clients train other parameters than the server knows, and the
+                rule depends on it.
+        """
+        rule, known = self._rule[0], self._task.num_trained
+        assert self.num_parameters is not None
+        if (own := counted(self._trained, self.num_parameters, rule)) != known:
+            raise FederationError(
+                f"this client trains {own} parameters and the server knows of {known}, on which"
+                f" {type(rule).__name__} depends: freeze parameters in the constructor of the"
+                " module, not in a hook, or use another rule"
+            )
         return {
             name: tensor.to(self.server.device) for name, tensor in self._task.broadcast.items()
         }
@@ -189,6 +195,10 @@ class ToServer(Aggregator):
 
     def compute(self) -> Tensor:
         """Keep the model: the server has the next one."""
+        return self.server
+
+    def conclude(self, returned: int, min_clients: int) -> Tensor | None:
+        """Keep the model, without a warning if there is no update: the server warns."""
         return self.server
 
 
@@ -230,20 +240,82 @@ class Only(ClientSampler):
 
 
 class OneClient(FederatedLoop):
-    """Loop that keeps the results of its last round."""
+    """Loop of one round with one client, which keeps its results.
+
+    Args:
+        task: What the server has sent.
+        rule: Keeps the update.
+        options: Options of ``FederatedLoop`` for clients.
+    """
 
     results: Results
 
+    def __init__(self, task: Task, rule: ToServer, **options: Any) -> None:
+        super().__init__(
+            rule,
+            Given(task),
+            Only(task.client),
+            clients_per_round=1,
+            seed=task.seed,
+            csv_name=None,
+            **options,
+        )
+        self._task = task
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the fit of a round. A schedule would begin anew in every round."""
-        if trainer.lr_scheduler_configs:
-            raise FederationError(
-                f"{type(pl_module).__name__} has a learning rate scheduler, which would begin anew"
-                " in every round of a remote client: let the policy of the server set lr"
-            )
+        """Load the model of the server into the module, which may have created its layers now.
+
+        Raises:
+            FederationError: If the module is not that of the server, or has a scheduler.
+        """
+        refuse_schedulers(trainer, pl_module)
+        self._load(pl_module)
         super().on_fit_start(trainer, pl_module)
+        if exchange_id(self.fit.runner, self.options.buffer_policy) != self._task.exchanged:
+            raise FederationError(
+                "this client exchanges other parameters or buffers than the server: use the same"
+                " module, precision, buffers, exchange_frozen and local_parameters on both"
+            )
+        frozen = self.fit.runner.constants.parameters
+        if self._task.frozen and digest(frozen) != self._task.frozen:
+            raise FederationError(
+                "the frozen parameters of this client are not those of the server: create the"
+                " module from the same weights on both, or set send_frozen=True on the server"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Load the model again: the server has called ``on_fit_start`` of the module, too."""
+        self._load(pl_module)
+        super().on_train_start(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the round.
+
+        Raises:
+            FederationError: If the module has changed its weights since the fit began.
+        """
+        sent = {**self._task.model, **self._task.unsaved}
+        for name, now in {**pl_module.state_dict(), **unsaved_values(pl_module)}.items():
+            if name in sent and not _is_same(now, sent[name].to(now.device)):
+                raise FederationError(
+                    f"{type(pl_module).__name__}.on_train_start changes {name}, which would be"
+                    " repeated in every round of a remote client: change it in the constructor or"
+                    " in on_fit_start"
+                )
+        super().on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the results and end the round."""
+        """Keep the results, and end the round and the fit."""
         self.results = self._current.results
         super().on_train_epoch_end(trainer, pl_module)
+        trainer.should_stop = True
+
+    def _load(self, module: LightningModule) -> None:
+        own = module.state_dict() if self._task.frozen else {}
+        module.load_state_dict({**own, **self._task.model})
+        load_unsaved(module, self._task.unsaved)
+
+
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    """Return whether tensors are equal, also in entries that are not a number."""
+    return bool(((first == second) | (first.isnan() & second.isnan())).all())

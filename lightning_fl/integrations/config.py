@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch.utils.data import Dataset
 
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.datamodules import FederatedDataModule, FromClients
 from lightning_fl.integrations.client import RemoteClient
 from lightning_fl.integrations.server import RemoteServer
 
@@ -51,6 +52,7 @@ OF_SERVER = (
     "clients_per_round",
     "client_fraction",
     "min_clients",
+    "on_client_error",
     "buffers",
     "exchange_frozen",
     "local_parameters",
@@ -91,29 +93,71 @@ class Configuration:
     text: str
     left_out: tuple[str, ...] = ()
 
-    def server(self) -> RemoteServer:
-        """Return the server of the federation."""
+    def server(self, send_frozen: bool = False) -> RemoteServer:
+        """Return the server of the federation.
+
+        Args:
+            send_frozen: Whether frozen parameters that are not exchanged are sent to clients, which
+                otherwise have them from the same configuration.
+        """
         options = self.loop.options
         chosen = {name: getattr(options, name) for name in OF_SERVER}
         rules = options.aggregator, options.policy, options.sampler
-        return RemoteServer(self.module, *rules, seed=self.loop.seed, **chosen)
+        return RemoteServer(
+            self.module,
+            *rules,
+            seed=self.loop.seed,
+            trainer=self.trainer,
+            send_frozen=send_frozen,
+            **chosen,
+        )
 
-    def client(
-        self, data: FederatedDataModule | Dataset[Any] | None = None, batch_size: int | None = None
-    ) -> RemoteClient:
+    def client(self, data: FederatedDataModule | Dataset[Any] | None = None) -> RemoteClient:
         """Return a client of the federation.
 
         Args:
-            data: The client's own samples. None uses the data of the configuration, of which each
-                client trains its part.
-            batch_size: Samples per local step of own samples; None means that of the
-                configuration.
+            data: The client's own samples, a data set. Batches are those of the configuration's
+                data module, and so are its hooks, such as a normalization. Or a data module, with
+                options of its own. None uses the data of the configuration, of which each client
+                trains its part.
         """
-        options, size = self.loop.options, batch_size
+        options = self.loop.options
         chosen = {name: getattr(options, name) for name in OF_CLIENT}
         if chosen["buffers"] is None:
             del chosen["buffers"]  # the server warns
-        if data is not None and batch_size is None:
-            size = getattr(self.data, "batch_size", 32)
-        data = self.data if data is None else data
-        return RemoteClient(self.module, data, options.aggregator, self.trainer, size, **chosen)
+        if data is None:
+            data = self.data
+        elif not isinstance(data, FederatedDataModule):
+            data = Site(data, self.data)
+        return RemoteClient(self.module, data, options.aggregator, self.trainer, **chosen)
+
+
+class Site(FromClients):
+    """The samples of one client, batched and transferred as by another data module.
+
+    Args:
+        samples: Map-style data set.
+        like: The other data module. Its own samples are not loaded.
+    """
+
+    def __init__(self, samples: Dataset[Any], like: FederatedDataModule) -> None:
+        names = ("batch_size", "replacement", "drop_last", "eval_batch_size", "num_workers")
+        options = {name: getattr(like, name) for name in names}
+        super().__init__([samples], val_size=0, collate_fn=like.collate_fn, **options)
+        self.like = like
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Call the hook of the other data module."""
+        self.like.trainer = self.trainer
+        return self.like.on_before_batch_transfer(batch, dataloader_idx)
+
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
+        """Call the hook of the other data module."""
+        return self.like.transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Call the hook of the other data module."""
+        self.like.trainer = self.trainer
+        return self.like.on_after_batch_transfer(batch, dataloader_idx)

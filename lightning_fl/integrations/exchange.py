@@ -5,16 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_fl.aggregators import Aggregator
 from lightning_fl.files import write_atomically
+from lightning_fl.runners import ClientRunner
+from lightning_fl.types import describe
 
-#: Whole numbers of a task.
-NUMBERS = ("round", "client", "num_clients", "seed", "num_steps", "last")
+#: Numbers and texts of a task.
+FIELDS = (
+    *("run", "round", "client", "num_clients", "num_rounds", "seed", "num_steps", "last"),
+    *("rule", "exchanged", "num_trained", "frozen"),
+)
+#: Mappings from names to tensors of a task.
+TENSORS = ("model", "unsaved", "broadcast")
 
 
 @dataclass(frozen=True)
@@ -22,27 +32,74 @@ class Task:
     """Hold what the server sends to a client in a round.
 
     Args:
+        run: Id of the run: states that clients keep from another run are not used.
         round: Index of the round.
         client: Id of the client.
         num_clients: Number of clients in the federation.
+        num_rounds: Number of rounds of the run, the client's ``Trainer.max_epochs``.
         seed: Seed of the run.
         num_steps: Number of local steps.
         last: Round of the client's last update that the server has used; -1 if there is none.
+        rule: The server's aggregation rule if it has client-side work, else empty; see
+            :func:`client_side`.
+        exchanged: Digest of what is exchanged; see :func:`exchange_id`.
+        num_trained: Number of exchanged entries that clients train if the rule needs their mask,
+            else -1.
+        frozen: Digest of the frozen parameters that ``model`` leaves out; empty if it has them.
         model: ``state_dict`` of the module from which the client starts.
+        unsaved: Non-persistent buffers of this module.
         values: Hyperparameters of the client, by name. Without ``lr``, the client uses that of its
             own optimizer.
         broadcast: Tensors of ``Aggregator.broadcast``.
     """
 
+    run: str
     round: int
     client: int
     num_clients: int
+    num_rounds: int
     seed: int
     num_steps: int
     last: int
+    rule: str
+    exchanged: str
+    num_trained: int
+    frozen: str
     model: Mapping[str, Tensor]
+    unsaved: Mapping[str, Tensor] = field(default_factory=dict)
     values: Mapping[str, float] = field(default_factory=dict)
     broadcast: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def client_side(rule: Aggregator) -> str:
+    """Return a text that names a rule and its options if it has client-side work, else nothing.
+
+    Args:
+        rule: The rule, after its ``setup``.
+
+    Example:
+        >>> from lightning_fl.aggregators import FedAvg, FedDyn
+        >>> client_side(FedDyn(alpha=0.5)), client_side(FedAvg())
+        ("FedDyn(alpha=0.5, weighting='uniform')", '')
+    """
+    if not rule.client_parts():
+        return ""
+    return " of ".join(describe(each) for each in rule.modules() if isinstance(each, Aggregator))
+
+
+def exchange_id(runner: ClientRunner, buffers: str) -> str:
+    """Return a digest of the names, shapes and dtypes that a server and its clients exchange.
+
+    Args:
+        runner: Runner of the module.
+        buffers: How buffers are combined.
+    """
+    layout: Any = runner.layout
+    counters = {name: tuple(t.shape) for name, t in runner.named_counters.items()}
+    shapes = {name: tuple(shape) for name, shape in layout.shapes.items()}
+    kinds = (layout.num_parameters, str(layout.dtype), sorted(runner.private), buffers)
+    found = (shapes, counters, kinds)
+    return sha256(repr(found).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -53,49 +110,56 @@ class Kept:
     killed. The client then continues from the state before, as if that round had not been.
 
     Args:
+        run: Id of the run that the states are from.
         states: State after a round, by round.
 
     Example:
         >>> import torch
-        >>> kept = Kept().after(0, {"c": torch.zeros(1)}).after(4, {"c": torch.ones(1)})
-        >>> kept.at(4)["c"], kept.at(0)["c"], kept.at(-1)
+        >>> kept = Kept().after("a", 0, {"c": torch.zeros(1)}).after("a", 4, {"c": torch.ones(1)})
+        >>> kept.at("a", 4)["c"], kept.at("a", 0)["c"], kept.at("a", -1)
         (tensor([1.]), tensor([0.]), {})
     """
 
+    run: str = ""
     states: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
-    def at(self, round: int) -> Mapping[str, Tensor]:
+    def at(self, run: str, round: int) -> Mapping[str, Tensor]:
         """Return the state after a round; empty before the first, or if it is lost.
 
         Args:
+            run: Id of the run.
             round: Index of the round; -1 is before the first.
         """
-        if round >= 0 and round not in self.states:
+        states = self.states if run == self.run else {}
+        if round >= 0 and round not in states:
             rank_zero_warn(
                 f"this client has lost its state of round {round + 1}, and continues without:"
                 " control variates, optimizer state and local parameters start anew"
             )
-        return self.states.get(round, {})
+        return states.get(round, {})
 
-    def after(self, round: int, state: Mapping[str, Tensor]) -> Kept:
-        """Return the last two states, with that of a new round.
+    def after(self, run: str, round: int, state: Mapping[str, Tensor]) -> Kept:
+        """Return the last two states of a run, with that of a new round.
 
         Args:
+            run: Id of the run.
             round: Index of the round.
             state: The state after it.
         """
-        earlier = [each for each in sorted(self.states) if each < round][-1:]
-        return Kept({**{each: self.states[each] for each in earlier}, round: state})
+        states = self.states if run == self.run else {}
+        earlier = [each for each in sorted(states) if each < round][-1:]
+        return Kept(run, {**{each: states[each] for each in earlier}, round: state})
 
     @classmethod
     def read(cls, file: Path) -> Kept:
         """Return what :meth:`write` has written; nothing if the file does not exist."""
-        return cls(torch.load(file, weights_only=True) if file.exists() else {})
+        return cls(**torch.load(file, weights_only=True)) if file.exists() else cls()
 
     def write(self, file: Path) -> None:
         """Write the states into a file."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, partial(torch.save, dict(self.states)))
+        contents = {"run": self.run, "states": dict(self.states)}
+        write_atomically(file, partial(torch.save, contents))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ that trains a LightningModule as ``FederatedLoop`` does. Requires flwr:
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -16,13 +17,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.extras import imported
 from lightning_fl.files import write_atomically
 from lightning_fl.integrations.client import RemoteClient
-from lightning_fl.integrations.exchange import NUMBERS, Kept, Reply, Task
+from lightning_fl.integrations.exchange import FIELDS, TENSORS, Kept, Reply, Task
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.options import check_integer
 from lightning_fl.policies import HyperparameterPolicy
@@ -44,8 +45,10 @@ from flwr.clientapp import ClientApp  # noqa: E402
 from flwr.serverapp import Grid  # noqa: E402
 from flwr.serverapp.strategy import Result, Strategy  # noqa: E402
 
-#: Seconds between two looks for clients.
-PAUSE = 1.0
+#: Seconds between two looks for clients, and between two messages that clients are missing.
+PAUSE, NOTICE = 1.0, 30.0
+#: Flower's log, of which ``flwr run --stream`` shows each line.
+LOG = logging.getLogger("flwr")
 
 
 def strategy(
@@ -90,21 +93,21 @@ class FederationStrategy(Strategy):
     ) -> None:
         self.server = server
         self.num_clients = check_integer("num_clients", num_clients, min=1)
-        for name, tensor in server.module.state_dict().items():
-            if tensor.dtype == torch.bfloat16:  # Flower's arrays are those of numpy
-                raise FederationError(
-                    f"{name} is in bfloat16, which Flower cannot send: keep the parameters in"
-                    " float32, for example with precision: bf16-mixed"
-                )
+        refuse_bfloat16(server)
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         #: Client of each node.
         self.clients: dict[int, int] = {}
         self._work: dict[int, tuple[int, int]] = {}
+        #: Connected nodes, the node of each query without an answer, and failures of nodes.
+        self._nodes: set[int] = set()
+        self._asked: dict[str, int] = {}
+        self._failed: dict[int, str] = {}
+        self._is_begun = self._is_waiting = False
 
     def summary(self) -> None:
         """Log the rules."""
         rule, policy = type(self.server.rule).__name__, type(self.server.policy).__name__
-        rank_zero_info(f"lightning_fl: {rule}, {policy}, {self.num_clients} clients")
+        LOG.info("lightning_fl: %s, %s, %d clients", rule, policy, self.num_clients)
 
     def start(
         self,
@@ -123,17 +126,29 @@ class FederationStrategy(Strategy):
             initial_arrays: Initial global model; None is that of the module.
             num_rounds: Number of rounds of the whole run.
             timeout: Seconds after which a client that has not replied is dropped.
-            train_config: Not used: the policy sets what clients get.
-            evaluate_config: Not used.
+            train_config: Must be empty: the policy sets what clients get.
+            evaluate_config: Must be empty: clients do not evaluate.
             evaluate_fn: Function that evaluates the global model on the server.
+
+        Raises:
+            FederationError: If clients are missing after ``timeout``, or all clients of a round
+                fail.
         """
-        if initial_arrays is not None:
-            self.server.module.load_state_dict(initial_arrays.to_torch_state_dict())
+        if train_config or evaluate_config:
+            raise FederationError(
+                "train_config and evaluate_config do not reach clients: let the policy set"
+                " hyperparameters, and pass evaluate_fn"
+            )
         self._meet(grid, timeout)
-        self.server.begin(*zip(*(self._work[i] for i in range(self.num_clients)), strict=True))
+        found = (self._work[i] for i in range(self.num_clients))
+        samples, batches = zip(*found, strict=True)
+        initial = initial_arrays and initial_arrays.to_torch_state_dict()
+        self.server.begin(samples, batches, num_rounds, initial)
+        self._is_begun = True
+        refuse_bfloat16(self.server)  # again: now in the precision of the Trainer
         if self.checkpoint is not None and self.checkpoint.exists():
             self.server.load_state_dict(torch.load(self.checkpoint, weights_only=True))
-            rank_zero_info(f"resuming after round {self.server.round} from {self.checkpoint}")
+            LOG.info("resuming after round %d from %s", self.server.round, self.checkpoint)
         done = self.server.round
         if done >= num_rounds:
             rank_zero_warn(
@@ -159,54 +174,101 @@ class FederationStrategy(Strategy):
 
     def _meet(self, grid: Grid, timeout: float) -> None:
         """Wait for all clients, and ask how many samples they have."""
-        end = time.monotonic() + timeout
-        while len(self._work) < self.num_clients:
-            self._ask(grid, timeout)
-            if time.monotonic() > end:
+        begun = said = time.monotonic()
+        while missing := [i for i in range(self.num_clients) if i not in self._work]:
+            self._ask(grid)
+            now, failed = time.monotonic(), self._failures()
+            state = f"clients {missing} of {self.num_clients} have not connected{failed}"
+            if now - begun > timeout:
                 raise FederationError(
-                    f"{len(self._work)} of {self.num_clients} clients have connected within"
-                    f" {timeout:g} seconds: start the others, or lower num_clients"
+                    f"{state} within {timeout:g} seconds: start the others, or lower num_clients"
                 )
-            if len(self._work) < self.num_clients:
-                time.sleep(PAUSE)
+            if len(self._failed) == len(self._nodes) >= self.num_clients:
+                raise FederationError(f"all clients have failed{failed}")
+            if now - said > NOTICE:
+                said = now
+                LOG.info("lightning_fl: %s. Waiting for them", state)
+            time.sleep(PAUSE)
 
-    def _ask(self, grid: Grid, timeout: float) -> None:
-        """Ask new nodes which client they are."""
-        nodes = sorted(grid.get_node_ids())
-        self.clients = {node: client for node, client in self.clients.items() if node in nodes}
-        new = [node for node in nodes if node not in self.clients]
-        if not new:
+    def _failures(self) -> str:
+        return "".join(f"; node {node} has failed: {why}" for node, why in self._failed.items())
+
+    def _ask(self, grid: Grid) -> None:
+        """Ask new nodes which client they are, and read the answers that have come."""
+        self._nodes = set(grid.get_node_ids())
+        self.clients = {node: i for node, i in self.clients.items() if node in self._nodes}
+        self._failed = {node: why for node, why in self._failed.items() if node in self._nodes}
+        known = {*self.clients, *self._failed, *self._asked.values()}
+        messages = [
+            Message(RecordDict(), node, MessageType.QUERY) for node in sorted(self._nodes - known)
+        ]
+        pushed = set(grid.push_messages(messages) if messages else ())
+        sent = {each.metadata.message_id: each.metadata.dst_node_id for each in messages}
+        self._asked |= {id: node for id, node in sent.items() if id in pushed}
+        for answer in grid.pull_messages(list(self._asked)) if self._asked else ():
+            node = self._asked.pop(answer.metadata.reply_to_message_id)
+            if answer.has_error():
+                self._failed[node] = str(answer.error.reason)
+                rank_zero_warn(f"node {node} has failed and is not used: {self._failed[node]}")
+            else:
+                self._admit(node, answer.content["client"])
+
+    def _admit(self, node: int, about: ConfigRecord) -> None:
+        """Take a node up as a client, also one that has been away."""
+        client = int(about["client"])
+        work = int(about["num_samples"]), int(about["batches_per_epoch"])
+        if why := self._problem(client, work):
+            if not self._is_begun:
+                raise FederationError(why)
+            rank_zero_warn(why)
+            self._failed[node] = why
             return
-        messages = [Message(RecordDict(), node, MessageType.QUERY) for node in new]
-        for reply in grid.send_and_receive(messages, timeout=timeout):
-            if reply.has_error():
-                continue
-            found = reply.content["client"]
-            client = int(found["client"])
-            if not 0 <= client < self.num_clients:
-                raise FederationError(
-                    f"a node is client {client}, but there are {self.num_clients} clients: set"
-                    " partition-id of each SuperNode to a number from 0, or raise num_clients"
-                )
-            if client in self.clients.values():
-                raise FederationError(
-                    f"two nodes are client {client}: set partition-id of each SuperNode to another"
-                    " number"
-                )
-            self.clients[reply.metadata.src_node_id] = client
-            self._work[client] = int(found["num_samples"]), int(found["batches_per_epoch"])
+        for former in [n for n, i in self.clients.items() if i == client]:
+            del self.clients[former]  # it has been killed, and the SuperLink has yet to see it
+            self._failed[former] = f"node {node} is client {client} now"
+        self.clients[node], self._work[client] = client, work
+
+    def _problem(self, client: int, work: tuple[int, int]) -> str | None:
+        """Return why a node cannot be a client; None if it can."""
+        if not 0 <= client < self.num_clients:
+            return (
+                f"a node is client {client}, but there are {self.num_clients} clients: set"
+                " partition-id of each SuperNode to a number from 0, or raise num_clients"
+            )
+        if client in self.clients.values() and not self._is_begun:
+            return (
+                f"two nodes are client {client}: set partition-id of each SuperNode to another"
+                " number"
+            )
+        if self._is_begun and self._work[client] != work:
+            return (
+                f"client {client} has come back with other samples: to use them, stop the run and"
+                " resume it"
+            )
+        return None
 
     # --- rounds -----------------------------------------------------------------------------------
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return a message for each client of the round."""
-        self._ask(grid, PAUSE)
+        """Return a message for each client of the round.
+
+        Raises:
+            FederationError: If none of them has a node any more.
+        """
+        self._ask(grid)
         node_of = {client: node for node, client in self.clients.items()}
+        tasks = self.server.tasks()
+        if gone := [task.client for task in tasks if task.client not in node_of]:
+            why = f"round {self.server.round + 1}: clients {gone} are not connected"
+            if len(gone) == len(tasks):
+                raise FederationError(f"{why}, and no other takes part: start their SuperNodes")
+            rank_zero_warn(f"{why} and are dropped")
+        self._is_waiting = bool(tasks)
         return [
             Message(packed(task), node_of[task.client], MessageType.TRAIN)
-            for task in self.server.tasks()
+            for task in tasks
             if task.client in node_of
         ]
 
@@ -230,7 +292,8 @@ class FederationStrategy(Strategy):
                 continue
             client, reply = unpacked(message.content)
             found[client] = reply
-        if failure is not None and not found:
+        if self._is_waiting and not found:
+            failure = failure or f"round {self.server.round + 1}: none has replied in time"
             raise FederationError(f"all clients have failed. {failure}")
         metrics = self.server.finish(found)
         if self.checkpoint is not None:
@@ -252,6 +315,20 @@ class FederationStrategy(Strategy):
         return None
 
 
+def refuse_bfloat16(server: RemoteServer) -> None:
+    """Refuse modules in bfloat16: Flower's arrays are those of numpy.
+
+    Raises:
+        FederationError: If a parameter or buffer is in bfloat16.
+    """
+    for name, tensor in server.module.state_dict().items():
+        if tensor.dtype == torch.bfloat16:
+            raise FederationError(
+                f"{name} is in bfloat16, which Flower cannot send: keep the parameters in float32,"
+                " for example with precision: bf16-mixed"
+            )
+
+
 # --- messages -------------------------------------------------------------------------------------
 
 
@@ -259,10 +336,9 @@ def packed(task: Task) -> RecordDict:
     """Return the content of a message with a task."""
     return RecordDict(
         {
-            "task": ConfigRecord({name: getattr(task, name) for name in NUMBERS}),
+            "task": ConfigRecord({name: getattr(task, name) for name in FIELDS}),
             "values": MetricRecord(dict(task.values)),
-            "model": ArrayRecord(dict(task.model)),
-            "broadcast": ArrayRecord(dict(task.broadcast)),
+            **{name: ArrayRecord(dict(getattr(task, name))) for name in TENSORS},
         }
     )
 
@@ -272,8 +348,7 @@ def task_of(content: RecordDict) -> Task:
     return Task(
         **dict(content["task"]),
         values=dict(content["values"]),
-        model=content["model"].to_torch_state_dict(),
-        broadcast=content["broadcast"].to_torch_state_dict(),
+        **{name: content[name].to_torch_state_dict() for name in TENSORS},
     )
 
 
@@ -308,18 +383,17 @@ def unpacked(content: RecordDict) -> tuple[int, Reply]:
     return int(about["client"]), reply
 
 
-#: Beginning of the names of a client's states, which end in the round.
-STATE = "lightning_fl.round."
+#: Beginning of the names of a client's states, which end in the run and the round.
+STATE = "lightning_fl"
 
 
 def read_kept(record: RecordDict, file: Path | None) -> Kept:
     """Return what a client has kept, in its context or in a file."""
     if file is not None:
         return Kept.read(file)
-    found = {name: value for name, value in record.items() if name.startswith(STATE)}
-    return Kept(
-        {int(name.removeprefix(STATE)): v.to_torch_state_dict() for name, v in found.items()}
-    )
+    names = [name for name in record if name.startswith(f"{STATE}.")]
+    states = {int(name.split(".")[2]): record[name].to_torch_state_dict() for name in names}
+    return Kept(names[0].split(".")[1] if names else "", states)
 
 
 def write_kept(kept: Kept, record: RecordDict, file: Path | None) -> None:
@@ -327,10 +401,10 @@ def write_kept(kept: Kept, record: RecordDict, file: Path | None) -> None:
     if file is not None:
         kept.write(file)
         return
-    for name in [name for name in record if name.startswith(STATE)]:
+    for name in [name for name in record if name.startswith(f"{STATE}.")]:
         del record[name]
     for round, state in kept.states.items():
-        record[f"{STATE}{round}"] = ArrayRecord(dict(state))
+        record[f"{STATE}.{kept.run}.{round}"] = ArrayRecord(dict(state))
 
 
 # --- clients --------------------------------------------------------------------------------------
@@ -390,9 +464,9 @@ def app_of(
         client = int(context.node_config["partition-id"])
         file = None if folder is None else Path(folder, f"client-{client}.pt")
         task, kept = task_of(message.content), read_kept(context.state, file)
-        reply, state = remote(context).train(task, kept.at(task.last))
+        reply, state = remote(context).train(task, kept.at(task.run, task.last))
         if reply.dropped is None:
-            write_kept(kept.after(task.round, state), context.state, file)
+            write_kept(kept.after(task.run, task.round, state), context.state, file)
         return Message(answer(client, reply), reply_to=message)
 
     return app

@@ -23,7 +23,7 @@ from lightning_fl.aggregators import Aggregator
 from lightning_fl.extras import imported
 from lightning_fl.files import write_atomically
 from lightning_fl.integrations.client import RemoteClient
-from lightning_fl.integrations.exchange import NUMBERS, Kept, Reply, Task
+from lightning_fl.integrations.exchange import FIELDS, Kept, Reply, Task
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.options import check_integer
 from lightning_fl.types import FederationError
@@ -54,8 +54,9 @@ class FederationAggregator(ModelAggregator):
             resumes from it. None writes none.
 
     Raises:
-        FederationError: If the rule or the policy needs all clients in one process, or the rule
-            starts clients from models of their own: NVFlare's controller sends one model to all.
+        FederationError: If the rule or the policy needs all clients in one process; if the rule
+            starts clients from models of their own, or ``send_frozen`` is False, because NVFlare's
+            controller sends one whole model to all.
 
     Example:
         .. code-block:: python
@@ -80,6 +81,10 @@ class FederationAggregator(ModelAggregator):
                 f"{type(server.rule).__name__} starts clients from models of their own, and the"
                 " FedAvg controller of NVFlare sends one model to all: use FederatedLoop or"
                 " lightning_fl.integrations.flower, or another rule"
+            )
+        if not server.send_frozen:
+            raise FederationError(
+                "NVFlare keeps and sends the whole model: set send_frozen=True of RemoteServer"
             )
         self._work: dict[int, tuple[int, int]] = {}
         self._site_of: dict[int, str] = {}
@@ -130,16 +135,16 @@ class FederationAggregator(ModelAggregator):
                 write_atomically(Path(self.checkpoint), partial(torch.save, server.state_dict()))
         model: Mapping[str, Any] = server.model()
         broadcast: Mapping[str, Any] = {}
+        unsaved: Mapping[str, Any] = {}
         plan: list[dict[str, Any]] = []
         for task in [] if self._is_done() else server.tasks():
-            numbers = {name: getattr(task, name) for name in NUMBERS}
-            plan.append({**numbers, "values": dict(task.values)})
-            model, broadcast = task.model, task.broadcast
+            fields = {name: getattr(task, name) for name in FIELDS}
+            plan.append({**fields, "values": dict(task.values)})
+            model, unsaved, broadcast = task.model, task.unsaved, task.broadcast
         if self._sends_arrays:  # sites cannot read tensors
-            model = {name: tensor.numpy() for name, tensor in model.items()}
-            broadcast = {name: tensor.cpu().numpy() for name, tensor in broadcast.items()}
+            model, unsaved, broadcast = map(arrays, (model, unsaved, broadcast))
         known = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        meta = {KEY: {"plan": plan, "broadcast": dict(broadcast)}}
+        meta = {KEY: {"plan": plan, "unsaved": dict(unsaved), "broadcast": dict(broadcast)}}
         return FLModel(params=dict(model), metrics=known, meta=meta)
 
     # --- the federation ---------------------------------------------------------------------------
@@ -165,8 +170,8 @@ class FederationAggregator(ModelAggregator):
             )
         initial = self.fl_ctx.get_prop(AppConstants.GLOBAL_MODEL)[ModelLearnableKey.WEIGHTS]
         self._sends_arrays = not any(isinstance(value, Tensor) for value in initial.values())
-        self._server.module.load_state_dict(tensors(initial))
-        self._server.begin(*zip(*(self._work[i] for i in range(count)), strict=True))
+        samples, batches = zip(*(self._work[i] for i in range(count)), strict=True)
+        self._server.begin(samples, batches, self._num_rounds, tensors(initial))
         self._is_begun = True
         if self.checkpoint is not None and Path(self.checkpoint).exists():
             self._server.load_state_dict(torch.load(self.checkpoint, weights_only=True))
@@ -183,6 +188,11 @@ class FederationAggregator(ModelAggregator):
 def tensors(found: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return tensors or arrays as tensors."""
     return {name: torch.as_tensor(value) for name, value in found.items()}
+
+
+def arrays(found: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return tensors as arrays."""
+    return {name: tensor.cpu().numpy() for name, tensor in found.items()}
 
 
 def answer(client: int, round: int, reply: Reply) -> FLModel:
@@ -258,12 +268,15 @@ def run_client(
             flare.send(answer(own, -1, idle))
             continue
         task = Task(
-            **plan[0], model=tensors(received.params), broadcast=tensors(asked["broadcast"])
+            **plan[0],
+            model=tensors(received.params),
+            unsaved=tensors(asked["unsaved"]),
+            broadcast=tensors(asked["broadcast"]),
         )
         kept = kept if file is None else Kept.read(file)
-        reply, state = remote.train(task, kept.at(task.last))
+        reply, state = remote.train(task, kept.at(task.run, task.last))
         if reply.dropped is None:
-            kept = kept.after(task.round, state)
+            kept = kept.after(task.run, task.round, state)
             if file is not None:
                 kept.write(file)
         flare.send(answer(own, task.round, reply))

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+from uuid import uuid4
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fl.aggregators import Aggregator, DPFedAvg
-from lightning_fl.federation.checks import check_policy, warn_of_running_statistics
+from lightning_fl.federation.checks import (
+    check_module,
+    check_one_optimizer,
+    check_policy,
+    checked_optimizers,
+    warn_of_running_statistics,
+)
 from lightning_fl.federation.context import Federation
+from lightning_fl.federation.frozen import digest
 from lightning_fl.federation.plan import draw_clients, draw_values
+from lightning_fl.federation.resume import load_unsaved, unsaved_values
 from lightning_fl.federation.round import is_finite, weights_and_losses
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.functional.randomness import run_seed
-from lightning_fl.integrations.exchange import Reply, Task
-from lightning_fl.options import check_integer
+from lightning_fl.integrations.exchange import Reply, Task, client_side, exchange_id
+from lightning_fl.options import check_flag, check_integer
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import Declared, client_runner
 from lightning_fl.samplers import ClientSampler, how_drawn
@@ -28,6 +41,7 @@ from lightning_fl.types import (
     Feedback,
     RoundPlan,
     ServerState,
+    describe,
 )
 
 
@@ -44,10 +58,17 @@ class RemoteServer:
         clients_per_round: Number of clients sampled per round.
         client_fraction: Fraction of clients sampled per round.
         min_clients: Minimum number of usable updates that change the global model.
+        on_client_error: What a client without a usable update does: ``skip`` drops it, ``raise``
+            ends the run.
         buffers: How buffers are combined, as in ``FederatedLoop``. Clients need the same option.
         exchange_frozen: Whether frozen parameters are exchanged, as in ``FederatedLoop``.
+        send_frozen: Whether frozen parameters that are not exchanged are sent to clients in every
+            round. Otherwise clients must have them, for example from the same pretrained weights; a
+            digest is compared.
         local_parameters: Patterns of the parameters and buffers that stay with the clients.
         seed: Seed of the run; None means that of ``seed_everything``, or 0 without one.
+        trainer: Options of the clients' Trainer, such as ``{"precision": "bf16-true"}``. The server
+            creates the module's layers and optimizer as that Trainer does.
 
     Raises:
         FederationError: If an option is out of range, or the rule or the policy needs all clients
@@ -64,10 +85,13 @@ class RemoteServer:
         clients_per_round: int | None = None,
         client_fraction: float | None = None,
         min_clients: int = 1,
+        on_client_error: Literal["skip", "raise"] = "skip",
         buffers: Any = None,
         exchange_frozen: bool | None = None,
+        send_frozen: bool = True,
         local_parameters: Sequence[str] = (),
         seed: int | None = None,
+        trainer: Mapping[str, Any] | None = None,
     ) -> None:
         self.options = RunOptions.of(
             aggregator,
@@ -76,13 +100,18 @@ class RemoteServer:
             clients_per_round=clients_per_round,
             client_fraction=client_fraction,
             min_clients=min_clients,
+            on_client_error=on_client_error,
             buffers=buffers,
             exchange_frozen=exchange_frozen,
             local_parameters=local_parameters,
         )
         self.module, self.seed = module, run_seed(check_integer("seed", seed, min=0, optional=True))
         self.rule, self.policy = self.options.aggregator, self.options.policy
+        self.trainer = dict(trainer or {})
+        self.send_frozen = check_flag("send_frozen", send_frozen)
         self._refuse()
+        #: Id of the run, which a resumed run keeps.
+        self.run = uuid4().hex
         #: Number of finished rounds.
         self.round = 0
         #: Round of the last used update of each client.
@@ -108,32 +137,45 @@ class RemoteServer:
                 " process"
             )
 
-    def begin(self, num_samples: Sequence[int], batches_per_epoch: Sequence[int]) -> None:
-        """Set up the rules, when the clients are known.
+    def begin(
+        self,
+        num_samples: Sequence[int],
+        batches_per_epoch: Sequence[int],
+        num_rounds: int | None = None,
+        initial: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Set up the module and the rules, when the clients are known.
 
         Args:
             num_samples: Number of training samples of each client.
             batches_per_epoch: Number of batches in a local epoch of each client.
+            num_rounds: Number of rounds of the run, which modules read as ``Trainer.max_epochs``.
+            initial: Initial global model; None means that of the module.
         """
         options, n = self.options, len(num_samples)
+        self.num_rounds = num_rounds
+        trainer = self._set_up_module(max(batches_per_epoch))
+        if initial is not None:
+            self.module.load_state_dict(initial)
         self.num_samples = torch.tensor(num_samples, dtype=torch.int64)
         self.batches_per_epoch = torch.tensor(batches_per_epoch, dtype=torch.int64)
         self.cohort_size = options.cohort_size(n)
         options.check_min_clients(self.cohort_size)
         check_policy(options)
         self.declared = Declared(self.module)
-        # The optimizer of the clients is theirs; this one is never stepped.
-        unused = torch.optim.SGD(self.module.parameters(), lr=1.0)
         self.runner = client_runner(
             self.module,
             options.buffer_policy,
-            unused,
+            trainer.optimizers[0],  # never stepped: the clients have their own
             False,
             options.exchange_frozen,
             options.local_parameters,
         )
         if options.buffers is None:
             warn_of_running_statistics(self.module, self.runner.shared_buffers.values())
+        frozen = self.runner.constants.parameters
+        self._left_out = set() if self.send_frozen else set(frozen)
+        self._frozen = digest(frozen) if self._left_out else ""
         federation = Federation(
             n,
             Cohort(self.cohort_size, n, how_drawn(options.sampler)),
@@ -141,10 +183,12 @@ class RemoteServer:
             seed=self.seed,
             num_samples=self.num_samples,
             module=self.module,
+            trainer=trainer,
             aggregator=self.rule,
             policy=self.policy,
             sampler=options.sampler,
             min_clients=options.min_clients,
+            on_client_error=options.on_client_error,
             buffers=options.buffer_policy,
             local_parameters=list(self.runner.private),
         )
@@ -155,6 +199,18 @@ class RemoteServer:
         self.policy.to(server.device)
         self.rule.setup(federation)
         self.rule.to(server.device).start(server)
+
+    def _set_up_module(self, num_batches: int) -> Trainer:
+        """Let a Trainer call the hooks before the first round, which may create layers.
+
+        It also converts the module to the precision of the clients. Nothing is trained.
+        """
+        trainer = trainer_of(self.trainer, StopAtOnce(), self.num_rounds or 1)
+        check_module(self.module)
+        with quiet(), checked_optimizers(self.module, check_one_optimizer):
+            validates = is_overridden("validation_step", self.module)  # without a loader it warns
+            trainer.fit(self.module, [0] * num_batches, [0] if validates else None)
+        return trainer
 
     def tasks(self) -> list[Task]:
         """Draw the plan of the next round; return what to send to each of its clients."""
@@ -170,28 +226,48 @@ class RemoteServer:
         )
         self.rule.load_client_network()
         self._start = start = self.runner.read()
-        self.rule.start(start.vector, self.runner.trained_mask())
+        trained = self.runner.trained_mask()
+        self.rule.start(start.vector, trained)
         broadcast = self.rule.broadcast(plan)
         models = self.rule.models_for(clients)
         sent = values if lr is None else values | {"lr": lr}
-        tasks, model = [], self.model()
+        tasks, model = list[Task](), self._model_to_send()
+        same: dict[str, Any] = {
+            "run": self.run,
+            "round": self.round,
+            "num_clients": len(self.num_samples),
+            "num_rounds": max(self.num_rounds or 0, self.round + 1),
+            "seed": self.seed,
+            "rule": client_side(self.rule),
+            "exchanged": exchange_id(self.runner, self.options.buffer_policy),
+            "frozen": self._frozen,
+            "num_trained": counted(trained, self.runner.num_parameters, self.rule),
+            "unsaved": on_cpu(unsaved_values(self.module)),
+            "broadcast": broadcast,
+        }
         for row, client in enumerate([] if is_empty else clients.tolist()):
             if models.stride(0):  # each client starts from a model of its own
                 self.runner.write(ServerState(models[row], start.counters))
-                model = self.model()
+                model = self._model_to_send()
             own = {name: float(value[row]) for name, value in sent.items()}
-            count, number = len(self.num_samples), int(steps[row])
-            last = self.last.get(client, -1)
-            tasks.append(
-                Task(self.round, client, count, self.seed, number, last, model, own, broadcast)
-            )
+            task: dict[str, Any] = {
+                "client": client,
+                "num_steps": int(steps[row]),
+                "model": model,
+                "values": own,
+            }
+            tasks.append(Task(**same, **task, last=self.last.get(client, -1)))
         self.runner.write(start)
         self.rule.load_global_network()
         return tasks
 
     def model(self) -> dict[str, Tensor]:
         """Return a copy of the global model, a ``state_dict`` on the CPU."""
-        return {name: t.detach().cpu().clone() for name, t in self.module.state_dict().items()}
+        return on_cpu(self.module.state_dict())
+
+    def _model_to_send(self) -> dict[str, Tensor]:
+        state = self.module.state_dict()
+        return on_cpu({name: t for name, t in state.items() if name not in self._left_out})
 
     def finish(self, replies: Mapping[int, Reply]) -> dict[str, float]:
         """Aggregate the replies of a round, load the new global model, and update the policy.
@@ -203,7 +279,8 @@ class RemoteServer:
             Metrics of the round.
 
         Raises:
-            FederationError: If an update does not have the size of the model.
+            FederationError: If an update does not have the size of the model, or a client is lost
+                and ``on_client_error`` is ``raise``.
         """
         plan = self._plan
         assert plan is not None, "tasks() begins a round"
@@ -213,8 +290,14 @@ class RemoteServer:
             reply = replies.get(client)
             if reply is None or reply.dropped is not None:
                 continue
+            if reply.num_samples != (known := int(self.num_samples[client])):
+                rank_zero_warn(
+                    f"client {client} has trained {reply.num_samples} samples, and had {known} when"
+                    " the run began: it is dropped. To use them, stop the run and resume it"
+                )
+                continue
             size, device = len(self._start.vector), self._start.vector.device
-            if reply.delta.shape != (size,):
+            if reply.delta.shape != (size,) or reply.counters.shape != counters.shape:
                 raise FederationError(
                     f"client {client} sent an update of {reply.delta.numel()} values, and the model"
                     f" exchanges {size}: use the same module, buffers and local_parameters on the"
@@ -222,11 +305,11 @@ class RemoteServer:
                 )
             delta = reply.delta[None].to(device)
             extras = {name: value.to(device) for name, value in reply.extras.items()}
-            known = torch.tensor([client])
-            if self.rule.rejected(known) or not is_finite(delta, extras).all():
+            one = torch.tensor([client])
+            if self.rule.rejected(one) or not is_finite(delta, extras).all():
                 continue
             update = ClientUpdate(
-                known,
+                one,
                 delta,
                 torch.tensor([reply.num_samples]),
                 plan.num_steps[[row]],
@@ -237,6 +320,13 @@ class RemoteServer:
             counters = torch.maximum(counters, reply.counters.to(counters.device))
             losses[client], self.last[client] = reply.loss, plan.round
             returned += 1
+        if (lost := [i for i in clients if i not in losses]) and (
+            self.options.on_client_error == "raise"
+        ):
+            raise FederationError(
+                f"round {self.round + 1} has no usable update of the clients {lost}: see their"
+                " logs, or set on_client_error: skip"
+            )
         vector = self.rule.conclude(returned, self.options.min_clients)
         if vector is not None:
             self.runner.write(ServerState(vector, counters))
@@ -259,12 +349,15 @@ class RemoteServer:
     def state_dict(self) -> dict[str, Any]:
         """Return the state between two rounds."""
         return {
+            "run": self.run,
             "round": self.round,
             "last": self.last,
             "model": self.module.state_dict(),
+            "unsaved": unsaved_values(self.module),
             "aggregator": self.rule.state_dict(),
             "policy": self.policy.state_dict(),
             "identity": self._identity(),
+            "options": self._described(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -279,10 +372,18 @@ class RemoteServer:
                     f"the checkpoint has {name} {found!r}, and this federation has {value!r}: use"
                     " the same, or another file for a new run"
                 )
+        changed = [
+            f"{name} is {value}, was {was}"
+            for name, value in self._described().items()
+            if (was := state["options"].get(name)) != value
+        ]
+        if changed:
+            rank_zero_warn(f"resuming with other options: {'; '.join(changed)}")
         self.module.load_state_dict(state["model"])
+        load_unsaved(self.module, state["unsaved"])
         self.rule.load_state_dict(state["aggregator"])
         self.policy.load_state_dict(state["policy"])
-        self.round, self.last = state["round"], dict(state["last"])
+        self.run, self.round, self.last = state["run"], state["round"], dict(state["last"])
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -291,8 +392,98 @@ class RemoteServer:
             "aggregator": type(self.rule).__name__,
             "policy": type(self.policy).__name__,
             "parameters": self.runner.num_parameters,
+            "exchange": exchange_id(self.runner, self.options.buffer_policy),
+        }
+
+    def _described(self) -> dict[str, Any]:
+        """Return the options that may differ when a run is resumed, with a warning."""
+        options = self.options
+        return {
+            "clients in a round": self.cohort_size,
+            "min_clients": options.min_clients,
+            "on_client_error": options.on_client_error,
+            "buffers": options.buffer_policy,
+            "sampler": describe(options.sampler),
+            "aggregator": describe(self.rule),
+            "policy": describe(self.policy),
         }
 
     def close(self) -> None:
         """Release the module."""
         self.runner.close()
+
+
+class StopAtOnce(Callback):
+    """End a fit before its first batch."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the fit, or refuse a schedule, which would begin anew in every round of a client.
+
+        Raises:
+            FederationError: If the module has a learning rate scheduler.
+        """
+        refuse_schedulers(trainer, pl_module)
+        trainer.should_stop = True
+
+
+def trainer_of(options: Mapping[str, Any], callback: Callback, num_rounds: int) -> Trainer:
+    """Return a Trainer that neither validates nor writes files.
+
+    Args:
+        options: Further options of the Trainer.
+        callback: Its callback.
+        num_rounds: Number of rounds of the run.
+    """
+    usual = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "limit_val_batches": 0,
+        "num_sanity_val_steps": 0,
+    }
+    with quiet():
+        return Trainer(**{**usual, **options}, max_epochs=num_rounds, callbacks=[callback])
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide what the Trainer logs at the start and the end of each fit, but not its warnings."""
+    log = logging.getLogger("lightning.pytorch")
+    level = log.level
+    log.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def refuse_schedulers(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse learning rate schedulers.
+
+    Raises:
+        FederationError: If the module has one.
+    """
+    if trainer.lr_scheduler_configs:
+        raise FederationError(
+            f"{type(module).__name__} has a learning rate scheduler, which would begin anew in"
+            " every round of a remote client: let the policy of the server set lr"
+        )
+
+
+def counted(trained: Tensor | None, size: int, rule: Aggregator) -> int:
+    """Return the number of trained entries if a rule depends on which they are, else -1.
+
+    Args:
+        trained: Mask of the trained entries; None means all.
+        size: Number of entries.
+        rule: The rule.
+    """
+    if not rule.needs_trained_mask:
+        return -1
+    return size if trained is None else int(trained.sum())
+
+
+def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors on the CPU."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}

@@ -28,6 +28,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import flower_apps  # noqa: E402  # imports flwr
+from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from lightning_fl.integrations.flower import strategy  # noqa: E402
 
@@ -265,11 +266,163 @@ def begun(**options):
     return made
 
 
+class Nodes:
+    """A grid whose nodes answer a query with their client, an error, or not at all."""
+
+    def __init__(self, answers):
+        self.answers, self.sent, self.asked = answers, [], []
+
+    def get_node_ids(self):
+        return list(self.answers)
+
+    def push_messages(self, messages):
+        for i, message in enumerate(messages):
+            message.metadata.__dict__["_message_id"] = f"{len(self.asked) + i}"
+        self.sent += messages
+        self.asked += [message.metadata.dst_node_id for message in messages]
+        return [message.metadata.message_id for message in messages]
+
+    def pull_messages(self, ids):
+        found, self.sent = self.sent, []
+        for message in found:
+            answer = self.answers[message.metadata.dst_node_id]
+            if answer is None:
+                self.sent.append(message)
+                continue
+            yield SimpleNamespace(
+                has_error=lambda answer=answer: isinstance(answer, str),
+                error=SimpleNamespace(reason=answer),
+                metadata=SimpleNamespace(
+                    reply_to_message_id=message.metadata.message_id,
+                    src_node_id=message.metadata.dst_node_id,
+                ),
+                content={"client": answer},
+            )
+
+
+def node(client, num_samples=12):
+    return {"client": client, "num_samples": num_samples, "batches_per_epoch": 3}
+
+
+@pytest.fixture(autouse=True)
+def identity(monkeypatch):
+    """What Flower sets in the process of a ServerApp, which messages need."""
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr("lightning_fl.integrations.flower.PAUSE", 0.01)
+    monkeypatch.setattr("lightning_fl.integrations.flower.NOTICE", 0.05)
+
+
+def new(num_clients=2):
+    return strategy(
+        policy=flower_apps.policy(),
+        module=flower_apps.module("FedAvg"),
+        num_clients=num_clients,
+        seed=3,
+    )
+
+
+def test_missing_clients_are_named_with_what_nodes_have_said(quick, caplog):
+    grid = Nodes({70: node(0), 71: "no file train.h5", 72: None})
+    with (
+        pytest.warns(UserWarning, match=r"node 71 has failed and is not used: no file train\.h5"),
+        caplog.at_level("INFO", "flwr"),
+        pytest.raises(FederationError, match=r"clients \[1\] of 2 have not connected; node 71 has"),
+    ):
+        new().start(grid, timeout=0.3)
+    assert grid.asked == [70, 71, 72]  # each once
+    assert "clients [1] of 2 have not connected; node 71" in caplog.text
+
+
+def test_if_all_nodes_have_failed_nothing_is_waited_for(quick):
+    with (
+        pytest.warns(UserWarning, match="has failed and is not used"),
+        pytest.raises(FederationError, match=r"all clients have failed; node 70 has failed: no f"),
+    ):
+        new().start(Nodes({70: "no file", 71: "no file"}))
+
+
+@pytest.mark.parametrize(
+    ("answers", "match"),
+    [
+        ({70: node(0), 71: node(0)}, "two nodes are client 0: set partition-id"),
+        ({70: node(2)}, "a node is client 2, but there are 2 clients"),
+    ],
+)
+def test_numbers_of_clients_that_are_wrong_are_refused(quick, answers, match):
+    with pytest.raises(FederationError, match=match):
+        new().start(Nodes(answers))
+
+
+def in_the_run(made):
+    """Begin a run without Flower's loop."""
+    made.server.begin([12, 12], [3, 3], num_rounds=5)
+    made._is_begun = True
+    return made
+
+
+def test_a_client_that_comes_back_takes_part_again():
+    """Its node may be new, while the old one is still known; it may take long to answer."""
+    made = in_the_run(begun())
+    grid = Nodes({70: node(0), 71: node(1)})
+    sent = made.configure_train(1, None, None, grid)
+    assert sorted(message.metadata.dst_node_id for message in sent) == [70, 71]
+    grid.answers = {70: node(0)}
+    with pytest.warns(UserWarning, match=r"clients \[1\] are not connected and are dropped"):
+        sent = made.configure_train(2, None, None, grid)
+    assert [message.metadata.dst_node_id for message in sent] == [70]
+    grid.answers = {70: node(0), 80: None}
+    with pytest.warns(UserWarning, match=r"clients \[1\] are not connected"):
+        made.configure_train(3, None, None, grid)
+    grid.answers[80] = node(1)
+    sent = made.configure_train(4, None, None, grid)
+    assert sorted(message.metadata.dst_node_id for message in sent) == [70, 80]
+    grid.answers[90] = node(1)
+    sent = made.configure_train(5, None, None, grid)
+    assert sorted(message.metadata.dst_node_id for message in sent) == [70, 90]
+    grid.answers[95] = node(0, num_samples=20)
+    with pytest.warns(UserWarning, match="client 0 has come back with other samples"):
+        sent = made.configure_train(6, None, None, grid)
+    assert sorted(message.metadata.dst_node_id for message in sent) == [70, 90]
+
+
+def test_a_run_without_nodes_ends():
+    made = in_the_run(begun())
+    with pytest.raises(FederationError, match=r"clients \[0, 1\] are not connected, and no other"):
+        made.configure_train(1, None, None, Nodes({}))
+
+
+def test_a_round_without_a_reply_ends_the_run():
+    made = in_the_run(begun())
+    made.configure_train(1, None, None, Nodes({70: node(0), 71: node(1)}))
+    with pytest.raises(FederationError, match="round 1: none has replied in time"):
+        made.aggregate_train(1, [])
+
+
+def test_options_that_do_not_reach_clients_are_refused():
+    with pytest.raises(FederationError, match="do not reach clients"):
+        new().start(Nodes({}), train_config={"lr": 0.1})
+
+
+def test_parameters_in_bfloat16_are_refused():
+    module = flower_apps.module("FedAvg").bfloat16()
+    with pytest.raises(FederationError, match=r"net.0.weight is in bfloat16, which Flower cannot"):
+        strategy(module=module, num_clients=2)
+    made = new()
+    made.server.trainer = {"precision": "bf16-true", "accelerator": "cpu"}
+    made._work, made.clients = {0: (12, 3), 1: (12, 3)}, {70: 0, 71: 1}
+    with pytest.raises(FederationError, match=r"net.0.weight is in bfloat16"):
+        made.start(Nodes({}))
+
+
 def test_a_round_in_which_all_clients_fail_ends_the_run():
     """An option that clients refuse would otherwise leave the model as it is in every round."""
-    made = begun()
-    made.server.begin([12, 12], [3, 3])
-    made.server.tasks()
+    made = in_the_run(begun())
+    made.configure_train(1, None, None, Nodes({70: node(0), 71: node(1)}))
     failed = [
         SimpleNamespace(
             has_error=lambda: True,

@@ -179,12 +179,22 @@ def test_a_server_killed_in_a_round_repeats_it(tmp_path):
 
 
 def test_a_client_that_lost_its_state_says_so():
-    kept = Kept().after(0, {"c": torch.zeros(1)}).after(2, {}).after(5, {})
+    kept = Kept().after("a", 0, {"c": torch.zeros(1)}).after("a", 2, {}).after("a", 5, {})
     assert sorted(kept.states) == [2, 5]
-    assert sorted(kept.after(2, {"c": torch.ones(1)}).states) == [2]  # a round that is repeated
+    assert sorted(kept.after("a", 2, {"c": torch.ones(1)}).states) == [2]  # a repeated round
     with pytest.warns(UserWarning, match="has lost its state of round 1, and continues without"):
-        assert kept.at(0) == {}
-    assert kept.at(-1) == {}
+        assert kept.at("a", 0) == {}
+    assert kept.at("a", -1) == {}
+
+
+def test_a_client_does_not_use_the_state_of_another_run(tmp_path):
+    kept = Kept().after("first", 1, {"c": torch.ones(1)})
+    assert kept.at("second", -1) == {}
+    with pytest.warns(UserWarning, match="has lost its state of round 2"):
+        assert kept.at("second", 1) == {}
+    assert list(kept.after("second", 0, {}).states) == [0]
+    kept.write(tmp_path / "client.pt")
+    assert Kept.read(tmp_path / "client.pt").at("first", 1)["c"] == 1
 
 
 def test_schedulers_and_vectorized_modules_are_refused():
@@ -193,10 +203,12 @@ def test_schedulers_and_vectorized_modules_are_refused():
             made = super().configure_optimizers()
             return [made], [torch.optim.lr_scheduler.StepLR(made, 2)]
 
-    module = Scheduled()
-    server = RemoteServer(module, seed=3, buffers="average")
-    client = RemoteClient(copy.deepcopy(module), samples(), trainer={"accelerator": "cpu"})
-    server.begin(*zip(*(client.work(i) for i in range(5)), strict=True))
+    server = RemoteServer(Scheduled(), seed=3, buffers="average")
+    with pytest.raises(FederationError, match="Scheduled has a learning rate scheduler"):
+        server.begin([12] * 5, [3] * 5)
+    server = RemoteServer(Net(), seed=3, buffers="average")
+    server.begin([12] * 5, [3] * 5)
+    client = RemoteClient(Scheduled(), samples(), trainer={"accelerator": "cpu"})
     with pytest.raises(FederationError, match="Scheduled has a learning rate scheduler"):
         client.train(server.tasks()[0], {})
     with pytest.raises(FederationError, match="pass the module itself"):
