@@ -11,6 +11,7 @@ import shutil
 import sys
 import warnings
 from argparse import ArgumentParser as PlainParser
+from argparse import Namespace as PlainNamespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -531,9 +532,34 @@ def export_parser() -> ArgumentParser:
     parser.add_argument("target", choices=["flower"], help="What runs the app.")
     parser.add_argument("config", help="A configuration of lightning-fl fit.")
     parser.add_argument(
-        "--output", type=str, default="app", help="Folder of the app, which must not exist."
+        "--output",
+        type=str,
+        default="app",
+        help="Folder of the app, which must not exist. Further options change the configuration,"
+        " such as --trainer.max_epochs=20.",
     )
     return parser
+
+
+def export_words(words: Sequence[str]) -> tuple[PlainNamespace, list[str]]:
+    """Return the options of ``lightning-fl export``, and those that change the configuration.
+
+    Args:
+        words: Arguments after ``lightning-fl export``.
+
+    Example:
+        >>> asked, rest = export_words(["flower", "digits.yaml", "--trainer.max_epochs=3"])
+        >>> asked.config, asked.output, rest
+        ('digits.yaml', 'app', ['--trainer.max_epochs=3'])
+    """
+    named = PlainParser(add_help=False, allow_abbrev=False)
+    named.add_argument("target", nargs="?")
+    named.add_argument("config", nargs="?")
+    named.add_argument("--output", default="app")
+    asked, rest = named.parse_known_args(words)
+    if {"-h", "--help"} & {*rest} or asked.target != "flower" or asked.config is None:
+        export_parser().parse_args(words)
+    return asked, rest
 
 
 def partition_words(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -688,11 +714,12 @@ class _PartsCLI(FederatedCLI):
         """Do nothing."""
 
 
-def read_config(path: str | Path) -> Configuration:
+def read_config(path: str | Path, *more: str) -> Configuration:
     """Return what a configuration of ``lightning-fl fit`` describes, without a Trainer.
 
     Args:
         path: The file, or the name of a configuration that comes with the package.
+        more: Further arguments of ``lightning-fl fit``, which change the configuration.
 
     Raises:
         FederationError: If the number of rounds is unlimited.
@@ -704,7 +731,8 @@ def read_config(path: str | Path) -> Configuration:
     """
     words, sys.argv = sys.argv, sys.argv[:1]  # Lightning warns where both have arguments
     try:
-        return start(_PartsCLI, with_shipped_configs(["fit", "--config", str(path)])).parts
+        words_of_fit = with_shipped_configs(["fit", "--config", str(path), *more])
+        return start(_PartsCLI, words_of_fit).parts
     finally:
         sys.argv = words
 
@@ -727,12 +755,13 @@ def main(args: ArgsType = None) -> None:
             print(f"Written to {_short(report(asked.runs, asked.output, asked.title))}")
             return
         if isinstance(words, list) and words[:1] == ["export"]:
-            asked = export_parser().parse_args(words[1:])
-            found = read_config(asked.config)
-            for path in write_flower_app(found, Path(asked.config), asked.output):
+            app, rest = export_words(words[1:])
+            found = read_config(app.config, *rest)
+            for path in write_flower_app(found, Path(app.config), app.output):
                 print(f"Written to {_short(path.absolute())}")
             if found.left_out:
-                print(f"Without {', '.join(found.left_out)}, which only a simulation has")
+                print(f"The app leaves out: {', '.join(found.left_out)}")
+            print(f"It waits for {len(found.data.num_samples)} SuperNodes: see its README.md")
             return
         cli: Callable[..., FederatedCLI] = FederatedCLI
         if isinstance(words, list) and words[:1] == ["partition"]:

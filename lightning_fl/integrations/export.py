@@ -47,6 +47,39 @@ checkpoint = ""
 model = "model.pt"
 """
 
+README = """\
+# {name}
+
+{rule} of {module} with {num_clients} clients, an app of Flower written by
+`lightning-fl export flower {source}`.
+
+The environments of the server and of the clients need lightning_fl:
+
+    pip install "lightning_fl[flower]=={version}"
+
+Flower can install it for each run from `pyproject.toml`, if a registry has this version. Otherwise,
+set `FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1` for `flwr run`, `flower-superlink` and
+`flower-supernode`.
+
+## Simulation
+
+One machine trains all {num_clients} clients (`pip install "flwr[simulation]"`):
+
+    flwr run . --federation-config "num-supernodes={num_clients}" --stream
+
+## Deployment
+
+Start a SuperLink and {num_clients} SuperNodes, with `partition-id` from 0 to {last}:
+
+    flower-superlink --insecure
+    flower-supernode --insecure --superlink HOST:9092 --node-config "partition-id=0"
+
+`--insecure` is for trials on one machine: see Flower's pages on TLS and node authentication. Then
+name the SuperLink in Flower's `config.toml` and run the app on it: `flwr run . NAME --stream`. The
+run waits until all {num_clients} clients have connected. In `client_app.py`, replace the samples of
+the simulation by those of the site.
+"""
+
 SERVER = '''\
 """The server of the federation in config.yaml."""
 
@@ -112,27 +145,40 @@ def write_flower_app(found: Configuration, source: Path, output: str | Path) -> 
         The files.
 
     Raises:
-        FederationError: If the folder is not empty, or the rule or the policy needs all clients in
-            one process.
+        FederationError: If the folder is not empty, the rule or the policy needs all clients in one
+            process, the parameters are in bfloat16, or the samples are a stream.
     """
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FederationError(f"{folder} exists and is not empty: choose another --output")
     found.server()  # refuses what cannot run
+    if found.trainer["precision"] in ("bf16-true", "bf16"):
+        raise FederationError(
+            "the parameters of precision: bf16-true are in bfloat16, which Flower cannot send: set"
+            " precision: bf16-mixed"
+        )
+    if found.data.stream_steps > 1:
+        raise FederationError(
+            f"stream_steps={found.data.stream_steps} changes the samples of a client from round to"
+            " round, which its server would not know: set stream_steps: 1"
+        )
     found.data.prepare_data()
     found.data.setup("fit")
     own = dict(_own_modules())
-    project = PROJECT.format(
-        source=source.name,
-        name=re.sub(r"[^a-z0-9]+", "-", source.stem.lower()).strip("-") or "federation",
-        rule=type(found.loop.options.aggregator).__name__,
-        module=type(found.module).__name__,
-        version=version("lightning_fl"),
-        num_rounds=found.num_rounds,
-        num_clients=len(found.data.num_samples),
-    )
+    num_clients = len(found.data.num_samples)
+    about = {
+        "source": source.name,
+        "name": re.sub(r"[^a-z0-9]+", "-", source.stem.lower()).strip("-") or "federation",
+        "rule": type(found.loop.options.aggregator).__name__,
+        "module": type(found.module).__name__,
+        "version": version("lightning_fl"),
+        "num_rounds": found.num_rounds,
+        "num_clients": num_clients,
+        "last": num_clients - 1,
+    }
     texts = {
-        "pyproject.toml": project,
+        "README.md": README.format(**about),
+        "pyproject.toml": PROJECT.format(**about),
         "config.yaml": found.text,
         "server_app.py": SERVER,
         "client_app.py": CLIENT,

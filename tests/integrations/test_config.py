@@ -33,6 +33,8 @@ federation:
   optimizer_state: keep
 """
 
+DIGITS = {"class_path": "Digits"}
+
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
@@ -86,7 +88,23 @@ def test_a_site_trains_its_own_samples(config):
     found = read_config(config)
     own = torch.utils.data.TensorDataset(torch.randn(50, 1, 8, 8), torch.arange(50) % 10)
     assert found.client(own).work(2) == (50, 2)  # in batches of 32, as in the configuration
-    assert found.client(own, batch_size=10).work(2) == (50, 5)
+
+
+def test_a_site_has_the_loader_and_the_hooks_of_the_configuration(config):
+    data = {"class_path": "Digits", "init_args": {"batch_size": 32, "drop_last": True}}
+    found = read_config(changed(data=data, federation={"aggregator": "FedAvg"}))
+    data = read_config(changed(data=data)).data
+    data.prepare_data()
+    data.setup("fit")
+    part = torch.utils.data.Subset(data.train, data.parts[0].tolist())  # whole numbers of pixels
+    server, tasks = found.server(), []
+    client = found.client(part)
+    assert client.work(0)[1] == len(part) // 32
+    server.begin([len(part)] * 10, [client.work(0)[1]] * 10, num_rounds=1)
+    tasks = server.tasks()
+    own, _ = client.train(tasks[0], {})
+    simulated, _ = read_config(Path("changed.yaml")).client().train(tasks[0], {})
+    assert torch.equal(own.delta, simulated.delta)
 
 
 def test_the_app_has_the_configuration_and_the_modules_that_it_names(config, monkeypatch):
@@ -99,7 +117,8 @@ def test_the_app_has_the_configuration_and_the_modules_that_it_names(config, mon
     monkeypatch.delitem(sys.modules, "my_rule")
     written = sorted(path.name for path in Path("app").iterdir())
     assert written == [
-        *("client_app.py", "config.yaml", "my_rule.py", "pyproject.toml", "server_app.py")
+        *("README.md", "client_app.py", "config.yaml", "my_rule.py", "pyproject.toml"),
+        "server_app.py",
     ]
     project = tomllib.loads(Path("app/pyproject.toml").read_text())
     assert project["tool"]["flwr"]["app"]["config"]["num-clients"] == 4
@@ -118,8 +137,19 @@ def test_what_an_app_does_not_have_is_said(config, capsys):
     faults = {"class_path": "lightning_fl.callbacks.ClientFaults", "init_args": {"dropout": 0.1}}
     path = changed(trainer={**options, "callbacks": [faults]}, vectorize=2)
     quick_cli.call("export", "flower", str(path), "--output", "app")
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("Without ClientFaults, trainer.limit_train_batches, vectorize,")
+    *_, left_out, last = capsys.readouterr().out.splitlines()
+    assert left_out == "The app leaves out: ClientFaults, trainer.limit_train_batches, vectorize"
+    assert last == "It waits for 4 SuperNodes: see its README.md"
+    assert 'federation-config "num-supernodes=4"' in Path("app/README.md").read_text()
+
+
+def test_further_options_change_the_configuration(config):
+    words = ("--trainer.max_epochs=7", "--output", "app", "--data.init_args.num_clients=3")
+    quick_cli.call("export", "flower", str(config), *words)
+    settings = tomllib.loads(Path("app/pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    assert settings["config"]["num-rounds"] == 7
+    assert settings["config"]["num-clients"] == 3
+    assert read_config("app/config.yaml").num_rounds == 7
 
 
 @pytest.mark.parametrize(
@@ -128,6 +158,8 @@ def test_what_an_app_does_not_have_is_said(config, capsys):
         ({"federation": {"aggregator": "PFNM"}}, "PFNM replaces the network"),
         ({"federation": {"policy": "RepresentationMatchingReinforce"}}, "lightning-fl: error"),
         ({"trainer": {"max_epochs": -1}}, "no number of rounds"),
+        ({"trainer": {"max_epochs": 3, "precision": "bf16-true"}}, "Flower cannot send"),
+        ({"data": {**DIGITS, "init_args": {"stream_steps": 2}}}, "stream_steps=2 changes"),
     ],
 )
 def test_what_an_app_cannot_do_is_refused_before_anything_is_written(
