@@ -216,21 +216,24 @@ def agreement(names: Sequence[str], chosen: Sequence[str]) -> dict[str, Any]:
     """Compare the parameters after a round with those of the bare loop.
 
     Returns:
-        By workload and contestant, the largest difference in each precision, and how far a round
-        moves a parameter.
+        By workload and contestant, the largest difference in each precision, the largest one
+        between single precision and the loop in double precision, and how far a round moves a
+        parameter.
     """
     found: dict[str, Any] = {}
     for name in names:
-        found[name] = {each: {} for each in chosen}
+        found[name], exact = {each: {} for each in chosen}, torch.empty(0)
         for dtype in (torch.float64, torch.float32):
             everyone = WORKLOADS[name]._replace(clients=WORKLOADS[name].cohort)
             problem = Federation(everyone, dtype=dtype)
             start = parameters_to_vector(problem.net.parameters()).detach()
             expected = bare(problem, 1).parameters
+            exact = expected if dtype == torch.float64 else exact
             for each, result in found[name].items():
                 with threads(CONTESTANTS[each].threads):
                     got = CONTESTANTS[each].run(problem, 1).parameters
                 result[str(dtype).removeprefix("torch.")] = float((got - expected).abs().max())
+                result["rounding"] = float((got.double() - exact).abs().max())
                 result["moved"] = float((expected - start).abs().max())
     return found
 
@@ -280,11 +283,12 @@ def agreement_command(parser: argparse.ArgumentParser, args: argparse.Namespace)
     """Compare results with the bare loop, in double and in single precision."""
     found = agreement(args.workloads, args.contestants)
     rows = [
-        [name, each, *(f"{one[what]:.1e}" for what in ("float64", "float32", "moved"))]
+        [name, each, *(f"{one[what]:.1e}" for what in ("float64", "float32", "rounding", "moved"))]
         for name, results in found.items()
         for each, one in results.items()
     ]
-    head = ["workload", "contestant", "float64", "float32", "moved in a round"]
+    columns = ["float64", "float32", "float32 to the loop in float64", "moved in a round"]
+    head = ["workload", "contestant", *columns]
     outcome = {"machine": machine(), "agreement": found}
     return publish(outcome, table(head, rows) + "\n", args)
 

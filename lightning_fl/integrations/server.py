@@ -44,6 +44,9 @@ from lightning_fl.types import (
     describe,
 )
 
+#: Options of the clients' Trainer that the server's module depends on.
+OF_SERVER = {"precision", "plugins", "gradient_clip_val", "gradient_clip_algorithm"}
+
 
 class RemoteServer:
     """Plan rounds and aggregate updates as a ``FederatedLoop`` does, for clients elsewhere.
@@ -68,7 +71,7 @@ class RemoteServer:
         local_parameters: Patterns of the parameters and buffers that stay with the clients.
         seed: Seed of the run; None means that of ``seed_everything``, or 0 without one.
         trainer: Options of the clients' Trainer, such as ``{"precision": "bf16-true"}``. The server
-            creates the module's layers and optimizer as that Trainer does.
+            creates the module's layers and optimizer as that Trainer does, on the CPU.
 
     Raises:
         FederationError: If an option is out of range, or the rule or the policy needs all clients
@@ -205,11 +208,15 @@ class RemoteServer:
 
         It also converts the module to the precision of the clients. Nothing is trained.
         """
-        trainer = trainer_of(self.trainer, StopAtOnce(), self.num_rounds or 1)
+        options = {name: self.trainer[name] for name in OF_SERVER & self.trainer.keys()}
+        if options.get("precision") in ("16-mixed", 16, "16"):  # which a CPU does not have
+            del options["precision"]
+        trainer = trainer_of(options | {"accelerator": "cpu"}, StopAtOnce(), self.num_rounds or 1)
         check_module(self.module)
+        # Lightning warns of a validation_step without a loader, and of a loader without one.
+        validation = [0] if is_overridden("validation_step", self.module) else None
         with quiet(), checked_optimizers(self.module, check_one_optimizer):
-            validates = is_overridden("validation_step", self.module)  # without a loader it warns
-            trainer.fit(self.module, [0] * num_batches, [0] if validates else None)
+            trainer.fit(self.module, [0] * num_batches, validation)
         return trainer
 
     def tasks(self) -> list[Task]:
@@ -427,7 +434,7 @@ class StopAtOnce(Callback):
 
 
 def trainer_of(options: Mapping[str, Any], callback: Callback, num_rounds: int) -> Trainer:
-    """Return a Trainer that neither validates nor writes files.
+    """Return a Trainer of one process that neither validates nor writes files.
 
     Args:
         options: Further options of the Trainer.
@@ -435,6 +442,7 @@ def trainer_of(options: Mapping[str, Any], callback: Callback, num_rounds: int) 
         num_rounds: Number of rounds of the run.
     """
     usual = {
+        "devices": 1,
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,

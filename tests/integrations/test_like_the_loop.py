@@ -314,6 +314,13 @@ def test_a_frozen_base_that_clients_have_is_not_sent(tmp_path):
         others.train(task, {})
 
 
+def test_a_server_needs_no_device_of_the_clients():
+    options = {"accelerator": "gpu", "devices": 4, "strategy": "ddp", "precision": "16-mixed"}
+    server = RemoteServer(Net(), seed=3, trainer=options)
+    server.begin([12] * 5, [3] * 5)
+    assert {p.device.type for p in server.module.parameters()} == {"cpu"}
+
+
 # --- options that both have -----------------------------------------------------------------------
 
 
