@@ -314,6 +314,17 @@ def test_a_frozen_base_that_clients_have_is_not_sent(tmp_path):
         others.train(task, {})
 
 
+@pytest.mark.filterwarnings("ignore:validation and test use the global model")
+def test_local_layers_begin_with_the_values_of_the_server():
+    local = {"local_parameters": ["net.2.*"]}
+    server, clients = begun(Net, options=local, of_clients=local)
+    task = server.tasks()[0]
+    expected, _ = clients[0].train(task, {})
+    clients[1].module.net[2].weight.data.add_(1)  # as in a module that is made without a seed
+    found, _ = clients[1].train(task, {})
+    assert torch.equal(found.delta, expected.delta)
+
+
 def test_a_server_needs_no_device_of_the_clients():
     options = {"accelerator": "gpu", "devices": 4, "strategy": "ddp", "precision": "16-mixed"}
     server = RemoteServer(Net(), seed=3, trainer=options)
