@@ -160,6 +160,12 @@ class RemoteServer:
         trainer = self._set_up_module(max(batches_per_epoch))
         if initial is not None:
             self.module.load_state_dict(initial)
+        for name, value in self.module.state_dict().items():
+            if not isinstance(value, Tensor):  # of get_extra_state
+                raise FederationError(
+                    f"{name} of the state_dict is a {type(value).__name__}, and only tensors can be"
+                    " sent to clients: keep it in a buffer, or use FederatedLoop"
+                )
         self.num_samples = torch.tensor(num_samples, dtype=torch.int64)
         self.batches_per_epoch = torch.tensor(batches_per_epoch, dtype=torch.int64)
         self.cohort_size = options.cohort_size(n)

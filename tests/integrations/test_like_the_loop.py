@@ -272,6 +272,20 @@ def test_weights_that_change_when_training_starts_are_refused():
         clients[0].train(server.tasks()[0], {})
 
 
+def test_a_state_that_is_no_tensor_is_refused():
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"calls": 3}
+
+    class Extended(Net):
+        def __init__(self):
+            super().__init__()
+            self.net[0] = Extra(4, 6).double()
+
+    with pytest.raises(FederationError, match=r"net\.0\._extra_state of the state_dict is a dict"):
+        begun(Extended)
+
+
 class Single(Net):
     def __init__(self):
         super().__init__()
