@@ -153,10 +153,8 @@ class RunReport(Callback):
             return
         _save(round_figure(loop.rows), folder / "rounds.png")
         has_begun = loop.aggregator.server.numel() > 0
-        if has_begun and (figure := loop.aggregator.plot()) is not None:
-            _save(figure, folder / "aggregator.png")
-        if (figure := loop.policy.plot(loop.rows)) is not None:
-            _save(figure, folder / "policy.png")
+        _save(loop.aggregator.plot() if has_begun else None, folder / "aggregator.png")
+        _save(loop.policy.plot(loop.rows), folder / "policy.png")
 
     @rank_zero_only
     def _write_clients(self, trainer: Trainer, accuracies: list[float] | str) -> None:
@@ -381,13 +379,16 @@ def write_partition(folder: Path, data: Any) -> list[Path]:
     manifest, files = data.manifest(), [folder / "partition.json"]
     folder.mkdir(parents=True, exist_ok=True)
     manifest.write(files[0])
-    labels = data.class_labels
-    if labels is not None and not labels.is_floating_point():
-        files.append(folder / "partition.png")
-        _save(plot(data.parts, labels), files[1])
-    return files
+    labels, picture = data.class_labels, folder / "partition.png"
+    has_classes = labels is not None and not labels.is_floating_point()
+    _save(plot(data.parts, labels) if has_classes else None, picture)
+    return [*files, picture] if has_classes else files
 
 
 @rank_zero_only
-def _save(figure: Figure, path: Path) -> None:
-    write_atomically(path, partial(figure.savefig, format="png", dpi=120))
+def _save(figure: Figure | None, path: Path) -> None:
+    """Write a figure; without one, remove that of an earlier run in the same folder."""
+    if figure is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_atomically(path, partial(figure.savefig, format="png", dpi=120))

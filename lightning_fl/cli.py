@@ -338,7 +338,8 @@ class FederatedCLI(LightningCLI):
             callbacks.append(JobNote(self.run_folder / JOB, self._job()))
         # Also without training: Lightning warns if a callback of the checkpoint is missing.
         if not any(isinstance(callback, RunReport) for callback in callbacks):
-            callbacks.append(RunReport())
+            before = [i for i, c in enumerate(callbacks) if isinstance(c, LogFiles)]
+            callbacks.insert(min(before, default=len(callbacks)), RunReport())
         if self.subcommand == "fit" and not any(isinstance(c, LogFiles) for c in callbacks):
             callbacks.append(LogFiles())
         if self.subcommand == "fit" and not config.fast_dev_run:

@@ -9,22 +9,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_fl.callbacks.report import run_folder
+from lightning_fl.callbacks.config import RunConfig
+from lightning_fl.callbacks.federated_loop import loop_of
+from lightning_fl.callbacks.report import RunReport, run_folder
 from lightning_fl.report.write import report
 from lightning_fl.types import FederationError
 
-#: Files of a run that trackers get at its end, if they exist.
-FILES = (
-    "report.html",
-    "rounds.png",
-    "aggregator.png",
-    "policy.png",
-    "rounds.csv",
-    "participation.csv",
-    "partition.json",
-    "config.yaml",
-    "environment.json",
-)
+#: Files that are written at the start of a fit, and those that exist after its first round.
+STARTED = ("partition.json", "environment.json")
+FINISHED = ("rounds.png", "aggregator.png", "policy.png", "participation.csv")
 
 
 class LogFiles(Callback):
@@ -37,12 +30,25 @@ class LogFiles(Callback):
     - MLflow keeps them as artifacts of the run.
     - TensorBoard shows the pictures; ``lightning-fl report`` writes the report.
 
-    The callback comes after :class:`~lightning_fl.callbacks.RunReport`, which writes the files. The
-    command line adds both.
+    Files that an earlier fit has left in the folder are not given. The callback comes after
+    :class:`~lightning_fl.callbacks.RunReport`, which writes the files. The command line adds both.
+
+    Raises:
+        FederationError: At the start of a fit, if there is no ``RunReport`` before this callback.
     """
 
     def __init__(self) -> None:
         self._folder: Path | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check that the files are written before they are given."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        before = callbacks[: callbacks.index(self)]
+        if stage == "fit" and not any(isinstance(callback, RunReport) for callback in before):
+            raise FederationError(
+                "LogFiles requires a RunReport before it, which writes the files: use"
+                " Trainer(callbacks=[FederatedLoop(...), RunReport(), LogFiles()])"
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the picture of the partition to the loggers."""
@@ -54,12 +60,14 @@ class LogFiles(Callback):
         """Write the report, and give it and the other files to the loggers."""
         if self._folder is None:
             return
-        if any(isinstance(logger, WandbLogger | MLFlowLogger) for logger in trainer.loggers):
-            try:
-                report(self._folder)
-            except FederationError as error:  # interrupted before the first round has ended
-                rank_zero_warn(f"there is no report: {error}")
-        self._give(trainer, *FILES)
+        names = self._config(trainer) + STARTED
+        if (loop := loop_of(trainer, "LogFiles")).rows:
+            path = loop.table_path(trainer)
+            assert path is not None  # there is a folder
+            names += (*FINISHED, path.name, *self._report(trainer))
+        else:  # files that look like those of a finished round are of an earlier fit
+            rank_zero_warn("there is no report: the fit ended before its first round")
+        self._give(trainer, *names)
         self._folder = None
 
     def on_exception(
@@ -67,6 +75,22 @@ class LogFiles(Callback):
     ) -> None:
         """Give the files so far to the loggers."""
         self.on_fit_end(trainer, pl_module)
+
+    def _config(self, trainer: Trainer) -> tuple[str, ...]:
+        """Return the name of the configuration, if this fit writes it."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        return ("config.yaml",) if any(isinstance(c, RunConfig) for c in callbacks) else ()
+
+    def _report(self, trainer: Trainer) -> tuple[str, ...]:
+        """Write the report for trackers that keep it, and return its name."""
+        if not any(isinstance(logger, WandbLogger | MLFlowLogger) for logger in trainer.loggers):
+            return ()
+        assert self._folder is not None
+        try:
+            return (report(self._folder).name,)
+        except FederationError as error:  # such as a table with another name
+            rank_zero_warn(f"there is no report: {error}")
+            return ()
 
     def _give(self, trainer: Trainer, *names: str) -> None:
         if self._folder is None:

@@ -156,6 +156,7 @@ def test_data_without_classes_are_split_without_a_picture(fit, linear, data, tmp
             (module.net(batch[0]) - batch[1]).square().mean()
         )
         module.validation_step = lambda batch, batch_idx: None
+    (tmp_path / "partition.png").write_text("of an earlier partition")
     fit(module, datamodule=data(train, val=train), rounds=1, callbacks=[RunReport()])
     assert names(tmp_path) == [name for name in ALL if name != "partition.png"]
     assert environment(tmp_path)["no train_acc"].startswith("NotImplementedError: Module [Linear]")

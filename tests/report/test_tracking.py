@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_fl.callbacks import FederatedLoop, RunReport
 from lightning_fl.policies import Schedule
-from lightning_fl.report import LogFiles
+from lightning_fl.report import LogFiles, tracking
+from lightning_fl.types import FederationError
 from tutorial import Net
 from two_classes import samples
 
@@ -152,3 +154,37 @@ def test_a_tracker_that_takes_no_files_does_not_fail_the_run(tmp_path, monkeypat
     with pytest.warns(UserWarning, match="TensorBoardLogger has not got .*png: division by zero"):
         trainer = fit(tmp_path, logger)
     assert trainer.current_epoch == ROUNDS
+
+
+class FailingAtOnce(Net):
+    """A module that fails at its first batch."""
+
+    def training_step(self, batch, batch_idx):
+        raise ValueError("at once")
+
+
+def test_files_of_an_earlier_fit_are_not_given(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(tracking, "_give_one", lambda logger, file: given.append(file.name))
+    fit(tmp_path, False)
+    for name in ("aggregator.png", "policy.png", "report.html", "config.yaml"):
+        (tmp_path / name).write_text("of an earlier fit")
+    with pytest.raises(ValueError, match="at once"), pytest.warns(UserWarning, match="no report"):
+        fit(tmp_path, DummyLogger(), module=FailingAtOnce())
+    assert (tmp_path / "rounds.csv").exists()  # as it was
+    assert set(given) == {"partition.png", "partition.json", "environment.json"}
+
+
+def test_pictures_of_an_earlier_fit_are_removed(tmp_path):
+    for name in ("aggregator.png", "policy.png", "mine.png"):
+        (tmp_path / name).write_text("of an earlier fit")
+    fit(tmp_path, False)
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        *("mine.png", "partition.png", "rounds.png")
+    }
+
+
+@pytest.mark.parametrize("callbacks", [[LogFiles()], [LogFiles(), RunReport()]])
+def test_a_report_must_come_first(tmp_path, callbacks):
+    with pytest.raises(FederationError, match="LogFiles requires a RunReport before it"):
+        fit(tmp_path, False, *callbacks)
