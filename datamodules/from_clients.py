@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -33,8 +33,8 @@ class FromClients(FederatedDataModule):
         options: Further options of :class:`FederatedDataModule`.
 
     Raises:
-        FederationError: If there is no client, a data set is empty or iterable-style, or
-            ``val_size`` holds out all samples of a client.
+        FederationError: If there is no client, two names are equal, or a data set is empty,
+            iterable-style or a tensor.
 
     Example:
         >>> def hospital(n):
@@ -55,8 +55,6 @@ class FromClients(FederatedDataModule):
         **options: Any,
     ) -> None:
         check_absent(options, "FromClients determines", "train", "partition", "num_clients", "keys")
-        if not isinstance(clients, Mapping):
-            clients = dict(enumerate(clients))  # type: ignore[arg-type]  # numbers are names, too
         super().__init__(
             train=None,
             val=val,
@@ -67,11 +65,9 @@ class FromClients(FederatedDataModule):
             keys=None,
             **options,
         )
-        self.clients = {str(name): data for name, data in clients.items()}
-        if not self.clients:
-            raise FederationError("clients must have at least one data set, got none")
+        self.clients = _named(clients)
         for name, data in self.clients.items():
-            check_map_style(data, f"the data set of client {name!r}")
+            _check_samples(data, f"the data set of client {name!r}")
 
     def load(self, train: bool) -> Any:
         """Return the samples of all clients, or the test samples."""
@@ -86,6 +82,45 @@ class FromClients(FederatedDataModule):
                 f"val_size={self.val_size} holds out all samples of client {lost[0]!r}: lower"
                 " val_size, pass val, or leave the client out"
             )
+
+
+def _named(clients: Any) -> dict[str, Any]:
+    """Return the data sets by the name of their client. Clients of a sequence have numbers."""
+    is_one = isinstance(clients, Dataset | Tensor | np.ndarray | str)
+    if is_one or not isinstance(clients, Iterable):
+        raise FederationError(
+            "clients must be a dictionary or list with one data set per client, got"
+            f" {type(clients).__name__}: to split one data set, call FederatedDataModule(train=...)"
+        )
+    pairs = clients.items() if isinstance(clients, Mapping) else enumerate(clients)
+    named: dict[str, Any] = {}
+    for name, data in pairs:
+        if str(name) in named:
+            raise FederationError(
+                f"two clients have the name {str(name)!r} (as a number and as a text): rename one"
+            )
+        named[str(name)] = data
+    if not named:
+        raise FederationError("clients must have at least one data set, got none")
+    return named
+
+
+def _check_samples(data: Any, name: str) -> None:
+    """Refuse what is no data set. The rows of tensors would be clients' samples without labels."""
+    arrays = Tensor | np.ndarray
+    is_columns = isinstance(data, list | tuple) and all(isinstance(x, arrays) for x in data)
+    if isinstance(data, arrays | Mapping | str) or (is_columns and data):
+        raise FederationError(
+            f"{name} must be a data set of samples, got {_kind(data)}: pass TensorDataset(x, y) for"
+            " tensors x and y"
+        )
+    check_map_style(data, name)
+
+
+def _kind(data: Any) -> str:
+    """Return the type of a value, with that of its items."""
+    kind = type(data).__name__
+    return f"{kind} of {type(data[0]).__name__}" if isinstance(data, list | tuple) else kind
 
 
 class ByClient(Dataset[Any]):

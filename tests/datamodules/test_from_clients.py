@@ -89,6 +89,37 @@ def test_wrong_clients_are_refused():
         FromClients([tensors(3)], num_clients=3)
 
 
+@pytest.mark.parametrize("clients", [tensors(3), "abc", torch.zeros(3, 2), None, Listed([1, 2])])
+def test_one_data_set_is_not_a_list_of_clients(clients):
+    with pytest.raises(FederationError, match=r"one data set per client, got \w+: to split one"):
+        FromClients(clients)
+
+
+@pytest.mark.parametrize(
+    ("client", "kind"),
+    [
+        (torch.zeros(3, 1), "Tensor"),
+        ((torch.zeros(3, 1), torch.ones(3)), "tuple of Tensor"),
+        ([torch.zeros(3, 1), torch.ones(3)], "list of Tensor"),
+        ({"x": torch.zeros(3, 1)}, "dict"),
+    ],
+)
+def test_columns_of_samples_are_no_data_set(client, kind):
+    with pytest.raises(FederationError, match=rf"got {kind}: pass TensorDataset\(x, y\)"):
+        FromClients({"a": tensors(3), "b": client})
+
+
+def test_names_that_are_equal_as_texts_are_refused():
+    with pytest.raises(FederationError, match="two clients have the name '1'"):
+        FromClients({1: tensors(3), "1": tensors(4)})
+
+
+def test_a_list_of_samples_is_a_client():
+    data = FromClients([tensors(3), [(torch.zeros(1), 1)] * 2], val_size=0)
+    data.setup("fit")
+    assert data.num_samples.tolist() == [3, 2]
+
+
 def test_a_client_without_samples_left_is_named():
     clients = {"large": tensors(50), "tiny": tensors(1)}
     with pytest.raises(FederationError, match="holds out all samples of client 'tiny': lower val_"):
