@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -15,7 +17,8 @@ from torch.utils.data import (
 
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.loader import Batches, Collate
-from lightning_fl.datamodules.storage import check_absent, check_map_style
+from lightning_fl.datamodules.splits import labels_of
+from lightning_fl.datamodules.storage import check_absent, check_map_style, in_memory, subset
 from lightning_fl.hooks import overrides
 from lightning_fl.partition import Partition
 from lightning_fl.runners.step_hooks import TRANSFER_HOOKS
@@ -29,9 +32,10 @@ class FromDataModule(FederatedDataModule):
     """Split the training samples of a LightningDataModule over clients.
 
     The data module prepares and loads its data, applies its transforms, and keeps its hooks for
-    transfers and checkpoints. Its loaders only name their data sets, batch size, ``drop_last`` and
-    ``collate_fn``: this class draws the batches of clients. Validation and test use the module's
-    own data sets in order; prediction uses its own loader.
+    transfers and checkpoints and its hyperparameters. Its loaders only name their data sets, batch
+    size, ``drop_last``, ``collate_fn`` and ``worker_init_fn``: this class draws the batches of
+    clients. Validation and test use the module's own data sets in order; prediction uses its own
+    loader.
 
     Args:
         datamodule: The data module.
@@ -49,8 +53,8 @@ class FromDataModule(FederatedDataModule):
             ``val_size`` is used if the data module has no validation loader.
 
     Raises:
-        FederationError: If a loader is not a ``DataLoader`` of a map-style data set, or has a
-            sampler of its own.
+        FederationError: If a loader is not a ``DataLoader`` of a map-style data set, or has
+            batches or a sampler of its own.
 
     Example:
         >>> import torch
@@ -113,9 +117,14 @@ class FromDataModule(FederatedDataModule):
         for name in (*TRANSFER_HOOKS, "state_dict", "load_state_dict", "on_exception"):
             if overrides(datamodule, name, LightningDataModule):
                 vars(self)[name] = getattr(datamodule, name)
+        for name in ("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams"):
+            if name in vars(datamodule):  # for loggers and checkpoints
+                vars(self)[name] = vars(datamodule)[name]
+        #: Stages for which the data module is set up.
         self._set_up: set[str] = set()
-        #: Function that makes a batch, by the name of the data set.
+        #: Functions that make a batch and that start a loader process, by the name of the data set.
         self._collates: dict[str, Any] = {}
+        self._worker_inits: dict[str, Any] = {}
 
     def prepare_data(self) -> None:
         """Call the hook of the data module, which gets the Trainer first."""
@@ -123,16 +132,51 @@ class FromDataModule(FederatedDataModule):
         self.datamodule.prepare_data()
 
     def teardown(self, stage: str) -> None:
-        """Call the hook of the data module."""
+        """Call the hook of the data module. What it releases is set up again by :meth:`setup`."""
         self.datamodule.teardown(stage)
+        if overrides(self.datamodule, "teardown", LightningDataModule):
+            self._set_up.clear()
 
     def setup(self, stage: str | None = None) -> None:
         """Set up the data module, and split its training samples; see the base class."""
         self.datamodule.trainer = self.trainer
+        if stage == "fit" and not self.parts:  # later, the loop has set the Trainer's option
+            self._warn_of_new_loaders()
         if stage == "predict":
             self._set_up_for("predict")
-        else:
-            super().setup(stage)
+            return
+        if "test" not in self._set_up:
+            self.test = None
+        if self.parts and stage != "test" and "fit" not in self._set_up:
+            self._load_again()
+        super().setup(stage)
+
+    def _warn_of_new_loaders(self) -> None:
+        """Warn if the Trainer is to ask for new loaders during a fit."""
+        if self.trainer is not None and self.trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+            rank_zero_warn(
+                f"reload_dataloaders_every_n_epochs has no effect: the loaders of"
+                f" {type(self.datamodule).__name__} are read once, and clients keep their samples"
+            )
+
+    def _load_again(self) -> None:
+        """Load the samples that the data module has released, and keep the split."""
+        name, labels, self.val = type(self.datamodule).__name__, labels_of(self.train), None
+        train = in_memory(self.load(train=True), "train")
+        if len(train) != (count := len(self.train)):
+            raise FederationError(
+                f"{name} has {len(train)} training samples after another setup, and had {count}:"
+                " make its split reproducible, or use a new FromDataModule"
+            )
+        again = labels_of(train)
+        if labels is not None and (again is None or not torch.equal(again, labels)):
+            rank_zero_warn(
+                f"{name} has other training samples after another setup, but clients keep their"
+                " indices: make its split reproducible, for example with a generator"
+            )
+        self.train, self.val = train, in_memory(self.val, "val")
+        if self.val is None and len(self.split.held_out):
+            self.val = subset(train, self.split.held_out)
 
     def _set_up_for(self, stage: str) -> None:
         if stage not in self._set_up:
@@ -153,36 +197,14 @@ class FromDataModule(FederatedDataModule):
 
     def _samples(self, name: str) -> Any:
         """Return the data set of a loader, and take over the loader's options."""
-        method, owner = f"{name}_dataloader", type(self.datamodule).__name__
-        loader = getattr(self.datamodule, method)()
+        method = f"{type(self.datamodule).__name__}.{name}_dataloader"
+        loader = getattr(self.datamodule, f"{name}_dataloader")()
         if isinstance(loader, list | tuple) and len(loader) == 1:
             (loader,) = loader
-        if name == "val" and isinstance(loader, list | tuple) and not loader:
+        is_absent = loader is None or (isinstance(loader, list | tuple) and not loader)
+        if name != "train" and is_absent:
             return None
-        if not isinstance(loader, DataLoader):
-            raise FederationError(
-                f"{owner}.{method} must return one DataLoader, got {type(loader).__name__}: combine"
-                " the data sets, for example with torch.utils.data.ConcatDataset"
-            )
-        check_map_style(loader.dataset, f"the data set of {owner}.{method}")
-        sampler = loader.sampler
-        if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-            raise FederationError(
-                f"{owner}.{method} returns a DataLoader with batches of its own (batch_sampler, or"
-                " batch_size=None), but batches are drawn from the samples of each client: return a"
-                " DataLoader with a batch_size"
-            )
-        if type(sampler) not in (RandomSampler, SequentialSampler, DistributedSampler):
-            raise FederationError(
-                f"{owner}.{method} returns a DataLoader with a {type(sampler).__name__}, which is"
-                " not used, since batches are drawn from the samples of each client: return a"
-                " DataLoader without a sampler"
-            )
-        if isinstance(sampler, RandomSampler) and sampler.replacement and not self.replacement:
-            raise FederationError(
-                f"{owner}.{method} draws samples with replacement: pass replacement=True, or return"
-                " a DataLoader without this sampler"
-            )
+        _check_loader(loader, method, self.replacement)
         option = "batch_size" if name == "train" else "eval_batch_size"
         if option in self._open:
             setattr(self, option, loader.batch_size)
@@ -192,6 +214,7 @@ class FromDataModule(FederatedDataModule):
             self._collates[name] = loader.collate_fn
             if name == "train":
                 self.collate_fn = loader.collate_fn
+        self._worker_inits[name] = loader.worker_init_fn
         return loader.dataset
 
     @property
@@ -206,7 +229,59 @@ class FromDataModule(FederatedDataModule):
 
     def _batches(self, data: Any) -> Batches:
         batches = super()._batches(data)
+        batches.worker_init = self._worker_inits.get("train")
         for name, own in (("val", self.val), ("test", self.test)):
-            if data is own and name in self._collates:
-                batches.collate = self._collates[name]
+            if data is own and name in self._worker_inits:
+                batches.collate = self._collates.get(name, batches.collate)
+                batches.worker_init = self._worker_inits[name]
         return batches
+
+
+def _check_loader(loader: Any, method: str, replacement: bool) -> None:
+    """Refuse a loader whose batches are not those of its data set."""
+    if not isinstance(loader, DataLoader):
+        raise FederationError(
+            f"{method} must return one DataLoader, got {type(loader).__name__}: combine the data"
+            " sets, for example with torch.utils.data.ConcatDataset"
+        )
+    check_map_style(loader.dataset, f"the data set of {method}")
+    if type(loader).__iter__.__module__.partition(".")[0] not in ("torch", "torchdata"):
+        raise FederationError(
+            f"{method} returns a {type(loader).__name__}, whose __iter__ would not be called, since"
+            " batches are drawn from the samples of each client: return a DataLoader, and change"
+            " samples in the data set, in collate_fn or in on_after_batch_transfer"
+        )
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise FederationError(
+            f"{method} returns a DataLoader with batches of its own (batch_sampler, or"
+            " batch_size=None), but batches are drawn from the samples of each client: return a"
+            " DataLoader with a batch_size"
+        )
+    _check_sampler(loader, method, replacement)
+
+
+def _check_sampler(loader: DataLoader[Any], method: str, replacement: bool) -> None:
+    """Refuse a sampler that does not draw each sample of the data set once."""
+    sampler: Any = loader.sampler
+    kind, count = type(sampler), len(loader.dataset)  # type: ignore[arg-type]
+    if kind not in (RandomSampler, SequentialSampler, DistributedSampler):
+        raise FederationError(
+            f"{method} returns a DataLoader with a {kind.__name__}, which is not used, since"
+            " batches are drawn from the samples of each client: return a DataLoader without a"
+            " sampler"
+        )
+    draws_again = kind is RandomSampler and sampler.replacement
+    if draws_again and not replacement:
+        raise FederationError(
+            f"{method} draws samples with replacement: pass replacement=True, or return a"
+            " DataLoader without this sampler"
+        )
+    drawn = len(sampler.dataset if kind is DistributedSampler else sampler.data_source)
+    if drawn == count and kind is RandomSampler and not draws_again:
+        drawn = len(sampler)  # its num_samples
+    if drawn != count:
+        raise FederationError(
+            f"{method} returns a DataLoader with a {kind.__name__} of {drawn} samples, but its data"
+            f" set has {count}, and all of them are used: return a DataLoader of a Subset, without"
+            " a sampler"
+        )

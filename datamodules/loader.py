@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from lightning_fl.datamodules.batches import Batch, OwnBatches
 from lightning_fl.datamodules.storage import InMemory, fits
@@ -38,6 +38,8 @@ class Batches(Dataset[Any]):
 
     def __init__(self, data: Any, collate: Collate, seed: int = 0) -> None:
         self.data, self.collate, self.seed = data, collate, seed
+        #: Function that a loader process calls first, with its index.
+        self.worker_init: Callable[[int], None] | None = None
         #: Indices of the stepwise batches that were fetched, ``[steps, n]`` each.
         self._waiting: deque[Tensor] = deque()
 
@@ -67,6 +69,16 @@ class Batches(Dataset[Any]):
             if hasattr(self.data, "__getitems__"):
                 return self.collate(self.data.__getitems__(index.tolist()))
             return self.collate([self.data[i] for i in index.tolist()])
+
+    def start_worker(self, worker: int) -> None:
+        """Call ``worker_init`` in a loader process. It finds its own data set there.
+
+        Args:
+            worker: Index of the loader process.
+        """
+        assert self.worker_init is not None
+        object.__setattr__(get_worker_info(), "dataset", self.data)  # the object is frozen
+        self.worker_init(worker)
 
     def local_steps(self) -> Callable[[int, bool], Any]:
         """Return a function that fetches the local steps of the next stepwise batch.
@@ -146,6 +158,7 @@ def round_loader(
         collate_fn=_identity,
         num_workers=num_workers,
         pin_memory=device.type == "cuda" and not is_near,
+        worker_init_fn=None if batches.worker_init is None else batches.start_worker,
         # Without this generator, every loader would draw a seed from the global generator.
         generator=torch.Generator(),
     )

@@ -1,15 +1,22 @@
 """The data of any LightningDataModule."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import (
     DataLoader,
+    Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
+    get_worker_info,
     random_split,
 )
 
@@ -169,6 +176,12 @@ class Streaming(IterableDataset):
         yield torch.zeros(4), 0
 
 
+class Scaled(DataLoader):
+    def __iter__(self):
+        for x, y in super().__iter__():
+            yield 1000 * x, y
+
+
 @pytest.mark.parametrize(
     ("loader", "match"),
     [
@@ -184,6 +197,20 @@ class Streaming(IterableDataset):
             lambda own: DataLoader(own, sampler=RandomSampler(own, replacement=True)),
             "draws samples with replacement: pass replacement=True",
         ),
+        (
+            lambda own: DataLoader(own, sampler=RandomSampler(range(10))),
+            "with a RandomSampler of 10 samples, but its data set has 50, .* of a Subset",
+        ),
+        (
+            lambda own: DataLoader(own, sampler=RandomSampler(own, num_samples=8)),
+            "with a RandomSampler of 8 samples, but its data set has 50",
+        ),
+        (
+            lambda own: DataLoader(own, sampler=SequentialSampler(range(7))),
+            "with a SequentialSampler of 7 samples, but its data set has 50",
+        ),
+        (lambda own: Scaled(own), "returns a Scaled, whose __iter__ would not be called"),
+        (lambda own: None, "train_dataloader must return one DataLoader, got NoneType"),
     ],
 )
 def test_loaders_whose_meaning_would_change_are_refused(loader, match):
@@ -193,6 +220,143 @@ def test_loaders_whose_meaning_would_change_are_refused(loader, match):
 
     with pytest.raises(FederationError, match=match):
         FromDataModule(Special()).setup("fit")
+
+
+def test_samplers_of_validation_are_checked_too():
+    class Special(Mine):
+        def val_dataloader(self):
+            return DataLoader(self.val, sampler=SequentialSampler(range(7)))
+
+    with pytest.raises(FederationError, match=r"Special.val_dataloader .* of 7 samples"):
+        FromDataModule(Special()).setup("fit")
+
+
+def test_samplers_of_all_samples_are_accepted():
+    class Special(Mine):
+        def train_dataloader(self):
+            return DataLoader(self.train, 5, sampler=DistributedSampler(self.train, 2, 0))
+
+        def val_dataloader(self):
+            return DataLoader(self.val, sampler=RandomSampler(range(10)))
+
+    data = FromDataModule(Special(), num_clients=5)
+    data.setup("fit")
+    assert data.num_samples.tolist() == [10] * 5
+
+
+@pytest.mark.parametrize("absent", [None, []])
+def test_loaders_that_are_absent_give_no_samples(absent):
+    class Special(Mine):
+        def val_dataloader(self):
+            return absent
+
+        test_dataloader = val_dataloader
+
+    data = FromDataModule(Special(), val_size=0)
+    data.setup("fit")
+    data.setup("test")
+    assert data.val is data.test is None
+
+
+class Opened(Dataset):
+    """A data set with a file that loader processes open and that a teardown closes."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.full((4,), float(self.file)), index % 2
+
+
+class Opening(LightningDataModule):
+    """A data module with an open file from its setup to its teardown."""
+
+    def setup(self, stage):
+        self.data = Opened(7)
+
+    def train_dataloader(self):
+        return DataLoader(self.data, batch_size=4)
+
+    def teardown(self, stage):
+        self.data.file = None
+
+
+@pytest.mark.parametrize("has_val", [True, False])
+def test_what_a_teardown_releases_is_set_up_again(tmp_path, has_val):
+    class Mine(Opening):
+        def val_dataloader(self):
+            return DataLoader(self.data, batch_size=4) if has_val else []
+
+    data, module = FromDataModule(Mine(), num_clients=4), Net()
+    made = trainer(tmp_path, FederatedLoop(seed=0), rounds=1)
+    made.fit(module, datamodule=data)
+    split = [part.tolist() for part in data.parts]
+    made.validate(module, datamodule=data, verbose=False)
+    trainer(tmp_path, FederatedLoop(seed=0), rounds=1).fit(module, datamodule=data)
+    assert [part.tolist() for part in data.parts] == split
+
+
+def test_samples_that_change_with_another_setup_are_noticed(tmp_path):
+    class Growing(Mine):
+        def setup(self, stage):
+            super().setup(stage)
+            self.train = TensorDataset(*(t[: 50 - self.cut] for t in self.train.dataset.tensors))
+
+    mine = Growing()
+    mine.cut = 0
+    data = FromDataModule(mine, num_clients=4)
+    data.setup("fit")
+    data.teardown("fit")
+    mine.cut = 1
+    with pytest.raises(FederationError, match="has 49 training samples after another setup, and h"):
+        data.setup("fit")
+    mine.cut = 0
+    mine.train_dataloader = lambda: DataLoader(
+        TensorDataset(torch.zeros(50, 4), torch.ones(50).long())
+    )
+    data.teardown("fit")
+    with pytest.warns(UserWarning, match="Growing has other training samples after another setup"):
+        data.setup("fit")
+
+
+def start(worker):
+    get_worker_info().dataset.file = 3
+
+
+def test_loader_processes_are_started_as_those_of_the_loader():
+    class Starting(LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(Opened(0), batch_size=4, num_workers=1, worker_init_fn=start)
+
+    data = FromDataModule(Starting(), num_clients=4, num_workers=1, val_size=0)
+    data.setup("fit")
+    x, _ = next(iter(data.train_dataloader()))
+    assert x.unique().tolist() == [3]
+
+
+def test_loaders_that_change_between_epochs_are_warned_of(tmp_path):
+    made = trainer(tmp_path, FederatedLoop(seed=0), rounds=1)
+    made.reload_dataloaders_every_n_epochs = 2
+    with pytest.warns(UserWarning, match="the loaders of Mine are read once"):
+        made.fit(Net(), datamodule=FromDataModule(Mine(), num_clients=4))
+
+
+def test_hyperparameters_are_those_of_the_data_module(tmp_path):
+    class Saving(Mine):
+        def __init__(self, augment=True):
+            super().__init__()
+            self.save_hyperparameters()
+
+    made = trainer(tmp_path, FederatedLoop(seed=0), rounds=1)
+    made.logger = CSVLogger(tmp_path)
+    made.fit(Net(), datamodule=FromDataModule(Saving(False), num_clients=4))
+    assert "augment: false" in Path(made.logger.log_dir, "hparams.yaml").read_text()
+    made.save_checkpoint(tmp_path / "one.ckpt")
+    saved = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    assert saved["datamodule_hyper_parameters"] == {"augment": False}
 
 
 def test_replacement_can_be_said():
