@@ -53,7 +53,8 @@ class FederatedDataModule(LightningDataModule):
             ``FromManifest``).
         batch_size: Samples per local step; None means all samples of a client.
         val_size: Validation samples to hold out: a fraction of ``train`` or a number of samples; 0
-            for none. The hold-out is stratified by label.
+            for none. The hold-out is stratified by label. With ``keys``, each client keeps at
+            least one sample.
         local_test_size: Fraction of each client's samples, in [0, 1), to hold out as local test
             samples for :class:`~lightning_fl.callbacks.PersonalizedEvaluation`. The hold-out is
             stratified by label.

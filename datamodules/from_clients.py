@@ -73,16 +73,6 @@ class FromClients(FederatedDataModule):
         """Return the samples of all clients, or the test samples."""
         return joined(self.clients) if train else self.test
 
-    def setup(self, stage: str | None = None) -> None:
-        """Hold out validation samples; see :meth:`FederatedDataModule.setup`."""
-        super().setup(stage)
-        if self.parts and len(self.parts) < len(self.clients):
-            lost = sorted(set(self.clients) - set(self.client_names or ()))
-            raise FederationError(
-                f"val_size={self.val_size} holds out all samples of client {lost[0]!r}: lower"
-                " val_size, pass val, or leave the client out"
-            )
-
 
 def _named(clients: Any) -> dict[str, Any]:
     """Return the data sets by the name of their client. Clients of a sequence have numbers."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fl.datamodules.federated import FederatedDataModule
@@ -111,7 +112,7 @@ class Examples(ByClient):
         names = sorted(self._examples)[:max_clients]
         if not names:
             raise FederationError(f"{path!r} has no clients under examples/")
-        super().__init__({name: self._size(name) for name in names})
+        super().__init__(self._sizes(names))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a loader process, which opens the file itself."""
@@ -133,6 +134,16 @@ class Examples(ByClient):
                 " be examples/<client>/<field>"
             )
         return self._file["examples"]
+
+    def _sizes(self, names: Sequence[str]) -> dict[str, int]:
+        """Return the number of samples of each client that has any, and warn of the others."""
+        sizes = {name: self._size(name) for name in names}
+        if empty := [name for name, size in sizes.items() if not size]:
+            rank_zero_warn(
+                f"{len(empty)} of {len(sizes)} clients in {self.path!r} have no samples and are"
+                f" left out: {', '.join(empty[:5])}{', ...' * (len(empty) > 5)}"
+            )
+        return {name: size for name, size in sizes.items() if size}
 
     def _size(self, client: str) -> int:
         """Return the number of samples of a client, after a check of its fields."""

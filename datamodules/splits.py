@@ -109,10 +109,11 @@ def split_samples(
     """
     classes = _class_labels(data, labels)
     strata = torch.zeros(len(data)) if classes is None else classes
-    held = _held_out(rule, strata, val_size, seed)
+    by, key_names = _split_by(rule, data, classes, keys)
+    required = by if rule.splits_by == "keys" else None
+    held = _held_out(rule, strata, val_size, seed, required, num_clients)
     is_kept = torch.ones(len(data), dtype=torch.bool)
     is_kept[held] = False
-    by, key_names = _split_by(rule, data, classes, keys)
     by = by[is_kept]
     clients = rule.count_clients(by) if num_clients is None else num_clients
     kept = is_kept.nonzero()[:, 0]
@@ -217,8 +218,18 @@ def hold_out(labels: Tensor, count: int, generator: torch.Generator) -> tuple[Te
     return order[mask].sort().values, order[~mask].sort().values
 
 
-def _held_out(rule: Partition, labels: Tensor, val_size: int | float, seed: int) -> Tensor:
-    """Return the samples that no client holds: those of the rule, or else ``val_size``."""
+def _held_out(
+    rule: Partition,
+    labels: Tensor,
+    val_size: int | float,
+    seed: int,
+    keys: Tensor | None,
+    num_clients: int | None,
+) -> Tensor:
+    """Return the samples that no client holds: those of the rule, or else ``val_size``.
+
+    If clients would lose all samples, one sample of each key is kept, at random.
+    """
     n = len(labels)
     if (held := rule.held_out(n)) is not None:
         return held
@@ -227,7 +238,26 @@ def _held_out(rule: Partition, labels: Tensor, val_size: int | float, seed: int)
         raise FederationError(
             f"val_size={val_size} holds out all {n} training samples: lower val_size"
         )
-    return hold_out(labels, count, generator(seed, RandomStream.HOLD_OUT))[1]
+    random = generator(seed, RandomStream.HOLD_OUT)
+    kept, held = hold_out(labels, count, random)
+    if keys is None or len(keys[kept].unique()) >= (num_clients or len(keys.unique())):
+        return held
+    free = _all_but_one(keys, random)
+    if count > len(free):
+        raise FederationError(
+            f"val_size={val_size} holds out {count} of {n} samples, but {n - len(free)} clients"
+            f" need at least one each: lower val_size to at most {len(free)} samples, or pass val"
+        )
+    return free[hold_out(labels[free], count, random)[1]]
+
+
+def _all_but_one(keys: Tensor, generator: torch.Generator) -> Tensor:
+    """Return the indices of all samples but a random one of each key."""
+    order = torch.randperm(len(keys), generator=generator)
+    _, first = np.unique(keys[order].numpy(), return_index=True)
+    is_free = torch.ones(len(keys), dtype=torch.bool)
+    is_free[order[torch.as_tensor(first)]] = False
+    return is_free.nonzero()[:, 0]
 
 
 def _local_tests(

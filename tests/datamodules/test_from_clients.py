@@ -120,10 +120,13 @@ def test_a_list_of_samples_is_a_client():
     assert data.num_samples.tolist() == [3, 2]
 
 
-def test_a_client_without_samples_left_is_named():
+def test_each_client_keeps_a_sample():
     clients = {"large": tensors(50), "tiny": tensors(1)}
-    with pytest.raises(FederationError, match="holds out all samples of client 'tiny': lower val_"):
-        FromClients(clients, val_size=25, seed=2).setup("fit")
+    data = FromClients(clients, val_size=25, seed=2)
+    data.setup("fit")
+    assert data.num_samples.tolist() == [25, 1]
+    with pytest.raises(FederationError, match=r"2 clients need .* to at most 49 samples, or p"):
+        FromClients(clients, val_size=50).setup("fit")
 
 
 @pytest.mark.parametrize(

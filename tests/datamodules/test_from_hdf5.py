@@ -79,6 +79,18 @@ def test_only_the_first_clients_are_read(tmp_path):
     assert data.client_names == ["f0000_14", "f0001_41"]
 
 
+def test_clients_without_samples_are_left_out_with_a_warning(tmp_path):
+    path = written(tmp_path / "train.h5")
+    with h5py.File(path, "a") as file:
+        file["examples/a_nobody/pixels"] = np.zeros((0, 4), dtype=np.float32)
+        file["examples/a_nobody/label"] = np.zeros(0, dtype=np.int32)
+    data = FromHDF5(path, val_size=0)
+    with pytest.warns(UserWarning, match="1 of 4 clients in .* are left out: a_nobody"):
+        data.setup("fit")
+    assert data.client_names == sorted(SIZES)
+    assert next(data.samples_of(0))[0].shape == (3, 4)
+
+
 def test_a_copy_for_a_loader_process_opens_the_file_itself(tmp_path):
     data = FromHDF5(written(tmp_path / "train.h5"), val_size=0)
     data.setup("fit")

@@ -198,6 +198,27 @@ def test_natural_clients_hold_what_validation_leaves_of_their_samples():
     assert sorted([*torch.cat(data.parts).tolist(), *held(data)]) == list(range(60))
 
 
+def test_natural_clients_do_not_vanish():
+    keys = torch.arange(60).clamp(min=39)  # 20 clients with one sample, one with 40
+    parts = []
+    for _ in range(2):
+        data = federated(partition=Natural(), num_clients=None, keys=keys, val_size=20, seed=1)
+        assert (data.num_clients, len(data.val)) == (21, 20)
+        assert sorted([*torch.cat(data.parts).tolist(), *held(data)]) == list(range(60))
+        parts.append(lists(data.parts))
+    assert parts[0] == parts[1]
+    with pytest.raises(FederationError, match="but 60 clients need at least one each: lower val_s"):
+        federated(partition=Natural(), num_clients=None, keys=range(60), val_size=0.1)
+
+
+def test_a_hold_out_that_leaves_all_clients_is_the_same_with_keys():
+    plain = federated(val_size=15)
+    keys = torch.arange(60) // 15
+    for options in ({"num_clients": None}, {"num_clients": 2, "keys": torch.arange(60)}):
+        data = federated(partition=Natural(), val_size=15, **{"keys": keys, **options})
+        assert held(data) == held(plain)
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
