@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.storage import check_absent, check_map_style
 from lightning_fl.extras import imported
+from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.partition import Natural, Partition
 from lightning_fl.types import FederationError
 
@@ -25,8 +27,9 @@ class FromHuggingFace(FederatedDataModule):
     Rows stay on disk (memory-mapped), and only those of a batch are read and decoded. A sample is
     ``(input, label)`` if ``input`` names one column, and a dictionary of columns if it names
     several. Without ``transform``, numbers become tensors, and images become tensors ``[channels,
-    height, width]`` with values from 0 to 1; texts stay strings. A format or transform that the
-    data set has itself (``set_format``, ``set_transform``) is kept.
+    height, width]`` with values from 0 to 1; texts stay strings. A label that is an image, such as
+    a mask, becomes a tensor of its values, ``[height, width]``. A format or transform that the data
+    set has itself (``set_format``, ``set_transform``) is kept.
 
     Requires the package datasets: ``pip install "lightning_fl[hf]"``.
 
@@ -41,7 +44,8 @@ class FromHuggingFace(FederatedDataModule):
             client, unless ``num_clients`` is smaller. None leaves the split to ``partition``.
         transform: Function of the input as ``datasets`` decodes it (a PIL image, text, list); with
             several input columns, of the dictionary with them and the label.
-        label_transform: Function of the label, for a single input column.
+        label_transform: Function of the label as ``datasets`` decodes it, for a single input
+            column. The partition uses the labels that it returns.
         partition: Rule of the split; None means :class:`~lightning_fl.partition.Natural` with
             ``partition_by``, otherwise :class:`~lightning_fl.partition.IID`.
         num_clients: Number of clients; None if the rule determines it.
@@ -103,7 +107,8 @@ class FromHuggingFace(FederatedDataModule):
         self.input, self.label = input, label
         self.partition_by, self.transforms = partition_by, (transform, label_transform)
         if not isinstance(dataset, str | Path):
-            self._rows("train")  # raises for unknown columns
+            for part in ("train", "val", "test"):
+                self._rows(part)  # raises for unknown columns
 
     def prepare_data(self) -> None:
         """Download the data set if it has a name, and is not in the cache of ``datasets``."""
@@ -114,8 +119,22 @@ class FromHuggingFace(FederatedDataModule):
         """Return the rows for training or for test."""
         if not train:
             return self._rows("test")
+        self._warn_of_unused()
         self.val = self._rows("val")
         return self._rows("train")
+
+    def _warn_of_unused(self) -> None:
+        """Warn of splits of a ``DatasetDict`` that are neither known by name nor given."""
+        data = self._opened()
+        if not isinstance(data, Mapping):
+            return
+        given = {id(part) for part in self._given.values()}
+        names = [n for n in data if n not in SPLITS.values() and id(data[n]) not in given]
+        if names:
+            rank_zero_warn(
+                f"the data set has splits that are not used: {', '.join(map(repr, names))}. To"
+                f" validate or test on one, pass it as val or test"
+            )
 
     def _opened(self) -> Any:
         """Return the data set; a folder or name is opened once."""
@@ -138,10 +157,10 @@ class FromHuggingFace(FederatedDataModule):
 
     def _rows(self, part: str) -> Rows | None:
         """Return the rows for ``train``, ``val`` or ``test``; None if there are none."""
-        data, names = self._opened(), {"train": "train", "val": "validation", "test": "test"}
+        data = self._opened()
         found = data if part == "train" else None
         if isinstance(data, Mapping):
-            found = data.get(names[part])
+            found = data.get(SPLITS[part])
             if found is None and part == "train":
                 raise FederationError(
                     f"the data set has no split 'train', only {', '.join(map(repr, data))}: pass"
@@ -151,17 +170,92 @@ class FromHuggingFace(FederatedDataModule):
             found = self._given[part]
         if found is None:
             return None
-        if isinstance(found, _package().IterableDataset):
-            raise FederationError(
-                "clients hold rows by index, but the data set streams: load it without"
-                " streaming=True"
-            )
-        check_map_style(found, part)
-        return Rows(found, self.input, self.label, self.partition_by, *self.transforms)
+        _check_rows(found, part)
+        label, key = self.label, self.partition_by
+        if part != "train":  # the server's rows belong to no client
+            label, key = getattr(self._rows("train"), "label", None), None
+        return Rows(found, self.input, label, key, *self.transforms)
+
+
+def _check_rows(data: Any, part: str) -> None:
+    """Refuse what is no ``Dataset`` of the package, or has no rows."""
+    package = _package()
+    if isinstance(data, package.IterableDataset):
+        raise FederationError(
+            "clients hold rows by index, but the data set streams: load it without streaming=True"
+        )
+    if not isinstance(data, package.Dataset):
+        use = "FederatedDataModule(train=...)" if part == "train" else "Dataset.from_generator(...)"
+        raise FederationError(
+            f"{part} must be a Dataset of the package datasets, got {type(data).__name__}: use"
+            f" {use} for other samples"
+        )
+    check_map_style(data, part)
+
+
+#: Names of the splits of a ``DatasetDict``.
+SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
 
 def _package() -> Any:
     return imported("datasets", "FromHuggingFace", "hf")
+
+
+def _columns(data: Any) -> list[str]:
+    """Return the columns of a row, which a transform of the data set may have made."""
+    if data.format["type"] == "custom" and len(data):
+        with seeded_rng(0):
+            return list(data[0])
+    return list(data.format["columns"])
+
+
+def _check_columns(names: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse unknown columns."""
+    if unknown := [name for name in names if name not in known]:
+        raise FederationError(
+            f"the data set has no column {unknown[0]!r}: choose from {list(known)}"
+        )
+
+
+def pixels(image: Any) -> Tensor:
+    """Return the tensor of a PIL image, ``[channels, height, width]``, from 0 to 1.
+
+    Raises:
+        FederationError: If there is no image, or its range of values is unknown.
+
+    Example:
+        >>> from PIL import Image
+        >>> pixels(Image.new("L", (2, 1), 255))
+        tensor([[[1., 1.]]])
+    """
+    if image is None:
+        raise FederationError("a row has no image: remove it, for example with filter")
+    if image.mode.startswith("I;16"):
+        return torch.from_numpy(np.array(image).astype(np.float32))[None] / 65535
+    if image.mode in ("I", "F"):
+        raise FederationError(
+            f"an image of mode {image.mode!r} has no known range of values: pass transform, a"
+            " function of the image that returns a tensor"
+        )
+    if image.mode not in ("L", "LA", "RGB", "RGBA"):  # such as a palette
+        image = image.convert("L" if image.mode == "1" else "RGB")
+    values = torch.from_numpy(np.array(image))
+    return (values[None] if values.ndim == 2 else values.permute(2, 0, 1)) / 255
+
+
+def mask(image: Any) -> Tensor:
+    """Return the values of a PIL image as they are, ``[height, width]``, such as a class per pixel.
+
+    Several channels come first, ``[channels, height, width]``.
+
+    Example:
+        >>> from PIL import Image
+        >>> mask(Image.new("L", (2, 1), 3))
+        tensor([[3, 3]])
+    """
+    values = np.array(image)
+    whole = torch.from_numpy(values if values.dtype.kind == "f" else values.astype(np.int64))
+    return whole if whole.ndim == 2 else whole.permute(2, 0, 1)
 
 
 class Rows(Dataset[Any]):
@@ -185,35 +279,51 @@ class Rows(Dataset[Any]):
         transform: Callable[[Any], Any] | None = None,
         label_transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        package, self._all = _package(), data
+        self._all = data
         self.is_pair = isinstance(input, str)
         self.inputs = [input] if isinstance(input, str) else list(input)
+        self._columns = _columns(data)
         self.label = self._label_column([*self.inputs, *([key] if key else [])], label)
         self.key, self.transform, self.label_transform = key, transform, label_transform
-        wanted = [*self.inputs, *([self.label] if self.label else [])]
-        for name in [*wanted, *([key] if key else [])]:
-            if name not in data.column_names:
-                raise FederationError(
-                    f"the data set has no column {name!r}: choose from {list(data.column_names)}"
-                )
-        self.wanted = list(dict.fromkeys(wanted))
-        selected = data.select_columns(self.wanted) if data.format["type"] != "custom" else data
-        is_raw = transform is not None or data.format["type"] is not None
-        self.data = selected if is_raw else selected.with_format("torch")
-        self._images = (
-            set()
-            if is_raw
-            else {
-                name for name in self.wanted if isinstance(data.features.get(name), package.Image)
-            }
-        )
+        self.wanted = list(dict.fromkeys([*self.inputs, *([self.label] if self.label else [])]))
+        _check_columns(self.wanted, self._columns)
+        _check_columns([key] if key else [], data.column_names)
+        #: Columns of a sample with the data set that reads them, and functions of their values.
+        self._views: list[tuple[list[str], Any]] = [(self.wanted, data)]
+        self._changes: dict[str, Callable[[Any], Any]] = {}
+        if data.format["type"] is None:
+            self._decode()
+        elif data.format["type"] != "custom":
+            self._views = [(self.wanted, data.select_columns(self.wanted))]
+
+    def _decode(self) -> None:
+        """Choose how columns are read if the data set has no format of its own.
+
+        Transforms get what the package decodes. Other values become tensors.
+        """
+        features, kind = self._all.features, _package().Image
+        images = {name for name in self.wanted if isinstance(features.get(name), kind)}
+        to_transforms = {self.label} if self.label_transform is not None else set()
+        if self.transform is not None:
+            to_transforms |= set(self.inputs if self.is_pair else self.wanted)
+        self._changes = {
+            name: pixels if name in self.inputs else mask for name in images - to_transforms
+        }
+        is_raw = images | to_transforms if self.transform is None else set(self.wanted)
+        raw = [name for name in self.wanted if name in is_raw]
+        rest = [name for name in self.wanted if name not in is_raw]
+        self._views = [
+            (names, self._all.select_columns(names).with_format(format))
+            for names, format in ((raw, None), (rest, "torch"))
+            if names
+        ]
 
     def _label_column(self, others: Sequence[str], label: str | None) -> str | None:
         """Return the column of the label; ``auto`` finds it by its type, or by its name."""
         if label != "auto":
             return label
         features = self._all.features or {}
-        rest = {name: kind for name, kind in features.items() if name not in others}
+        rest = {name: features.get(name) for name in self._columns if name not in others}
         classes = [n for n, kind in rest.items() if isinstance(kind, _package().ClassLabel)]
         found: list[str] = classes or [name for name in ("label", "labels") if name in rest]
         if len(found) == 1:
@@ -223,25 +333,34 @@ class Rows(Dataset[Any]):
             f"{which}: pass label, one of {found or list(rest)}, or None for no label"
         )
 
+    @property
+    def remedies(self) -> dict[str, str]:
+        """What to do if a rule lacks labels or keys."""
+        return {
+            "labels": "encode the column with class_encode_column of the data set, or pass"
+            " label_transform (such as Relabel)",
+            "keys": "pass partition_by, the column with the client of each row",
+        }
+
     def __len__(self) -> int:
-        return len(self.data)
+        return len(self._all)
 
     def __getitem__(self, index: int) -> Any:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, index: list[int]) -> list[Any]:
         """Return samples, which are read together."""
-        columns = self.data[index]
+        columns: dict[str, Any] = {}
+        for names, view in self._views:
+            read = view[index]
+            columns |= {name: read[name] for name in names}
         return [
             self._sample({name: self._value(name, columns[name][i]) for name in self.wanted})
             for i in range(len(index))
         ]
 
     def _value(self, name: str, value: Any) -> Any:
-        if name not in self._images:
-            return value
-        value = value if value.ndim == 3 else value[None]
-        return value / torch.iinfo(value.dtype).max
+        return self._changes[name](value) if name in self._changes else value
 
     def _sample(self, row: dict[str, Any]) -> Any:
         if not self.is_pair:
@@ -262,13 +381,17 @@ class Rows(Dataset[Any]):
 
     @cached_property
     def targets(self) -> Tensor | None:
-        """Label of each row, ``[n]``; None without labels, or if they are not single numbers."""
-        if self.label is None:
+        """Label of each row as in a sample, ``[n]``; None if labels are not single numbers."""
+        if self.label is None or self.label not in self._all.column_names:
             return None
         column = self._column(self.label)
         try:
-            return torch.from_numpy(np.array(column.to_numpy(zero_copy_only=False)))
-        except TypeError:  # texts or lists
+            if self.label_transform is None:
+                return torch.from_numpy(np.array(column.to_numpy(zero_copy_only=False)))
+            coded = column.dictionary_encode()
+            values = [self.label_transform(value) for value in coded.dictionary.to_pylist()]
+            return torch.as_tensor(values)[torch.tensor(coded.indices.to_pylist())]
+        except (TypeError, ValueError, NotImplementedError):  # texts, lists or missing labels
             return None
 
     @cached_property
@@ -276,12 +399,12 @@ class Rows(Dataset[Any]):
         """Return the client of each row as an index, and the names of the clients."""
         assert self.key is not None
         coded = self._column(self.key).dictionary_encode()
-        if coded.null_count:
-            raise FederationError(
-                f"the column {self.key!r} has no value in {coded.null_count} rows: remove these"
-                " rows"
-            )
         values = coded.dictionary.to_pylist()
+        nan = [code for code, value in enumerate(values) if value != value]
+        if missing := coded.null_count + int(np.isin(coded.indices.to_numpy(False), nan).sum()):
+            raise FederationError(
+                f"the column {self.key!r} has no value in {missing} rows: remove these rows"
+            )
         order = sorted(range(len(values)), key=values.__getitem__)
         rank = np.empty(len(values), dtype=np.int64)
         rank[order] = np.arange(len(values))

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.datamodules import FederatedDataModule, FromHuggingFace
+from lightning_fl.datamodules import FederatedDataModule, FromHuggingFace, from_hf
 from lightning_fl.partition import ByLabel, Natural
 from lightning_fl.types import FederationError
 from tutorial import Net, trainer
@@ -71,12 +71,101 @@ def test_colored_images_have_channels_first():
     assert torch.equal(data.train[3][0], torch.from_numpy(pixels[3]).permute(2, 0, 1) / 255)
 
 
+def pictures(*given):
+    """Rows with these images."""
+    columns = {"image": given, "label": [0] * len(given)}
+    features = datasets.Features(image=datasets.Image(), label=datasets.Value("int64"))
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+RED = Image.new("RGB", (4, 3), (255, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        (RED.quantize(4), [1, 0, 0]),
+        (RED.convert("CMYK"), [1, 0, 0]),
+        (RED.convert("RGBA"), [1, 0, 0, 1]),
+        (Image.new("1", (4, 3), 1), [1]),
+        (Image.fromarray(np.full((3, 4), 65535, dtype=np.uint16)), [1]),
+    ],
+)
+def test_images_of_each_mode_are_from_0_to_1(image, expected):
+    data = FromHuggingFace(pictures(image, image), num_clients=1, val_size=0)
+    data.setup("fit")
+    x = data.train[0][0]
+    assert (x.dtype, x.shape) == (torch.float32, (len(expected), 3, 4))
+    assert x[:, 0, 0].tolist() == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.parametrize("mode", ["F", "I"])
+def test_images_without_a_known_range_need_a_transform(mode):
+    with pytest.raises(FederationError, match=f"mode '{mode}' has no known range .*: pass transf"):
+        from_hf.pixels(Image.new(mode, (4, 3), 7))
+    rows = pictures(RED.convert("L").convert(mode))
+    data = FromHuggingFace(
+        rows, transform=lambda x: torch.tensor(np.array(x)), num_clients=1, val_size=0
+    )
+    data.setup("fit")
+    assert data.train[0][0].shape == (3, 4)
+
+
+@pytest.mark.parametrize("transform", [None, np.array])
+@pytest.mark.parametrize("mode", ["L", "P"])
+def test_a_mask_keeps_its_classes(transform, mode):
+    classes = Image.fromarray(np.array([[0, 1, 2], [2, 1, 0]], dtype=np.uint8))
+    if mode == "P":
+        classes.putpalette([0, 0, 0, 128, 0, 0, 0, 128, 0])
+    kinds = datasets.Features(image=datasets.Image(), mask=datasets.Image())
+    rows = datasets.Dataset.from_dict({"image": [RED], "mask": [classes]}, features=kinds)
+    data = FromHuggingFace(rows, label="mask", transform=transform, num_clients=1, val_size=0)
+    data.setup("fit")
+    y = data.train[0][1]
+    assert (y.dtype, y.tolist()) == (torch.int64, [[0, 1, 2], [2, 1, 0]])
+
+
 def test_rows_can_be_sent_to_loader_processes():
     data = FromHuggingFace(images()[0], partition_by="writer_id")
     data.setup("fit")
     sent = pickle.loads(pickle.dumps(data.train))
     assert torch.equal(sent[9][0], data.train[9][0])
     assert sent.key_names == data.train.key_names
+
+
+@pytest.mark.parametrize("transform", [None, torch.tensor])
+def test_labels_of_the_split_are_those_of_the_samples(transform):
+    rows = numbers().remove_columns("label").add_column("label", ["cat", "dog", "cow"] * 20)
+    data = FromHuggingFace(
+        rows,
+        input="x",
+        transform=transform,
+        label_transform={"cow": 0, "dog": 1, "cat": 2}.__getitem__,  # of texts, not of tensors
+        partition=ByLabel(),
+        num_clients=3,
+        val_size=0,
+    )
+    data.setup("fit")
+    for client, part in enumerate(data.parts):
+        assert {data.train[i][1] for i in part.tolist()} == {client}
+    assert data.class_counts.tolist() == [[20, 0, 0], [0, 20, 0], [0, 0, 20]]
+
+
+def test_advice_can_be_followed():
+    rows = numbers().remove_columns("label").add_column("label", ["cat", "dog"] * 30)
+    data = FromHuggingFace(rows, input="x", partition=ByLabel(), num_clients=2)
+    with pytest.raises(
+        FederationError, match=r"encode the column with class_encode_column .*, or p"
+    ):
+        data.setup("fit")
+    data = FromHuggingFace(
+        rows.class_encode_column("label"), input="x", partition=ByLabel(), num_clients=2
+    )
+    data.setup("fit")
+    with pytest.raises(
+        FederationError, match=r"needs a key for each .*: pass partition_by, the col"
+    ):
+        FromHuggingFace(numbers(), input="x", partition=Natural()).setup("fit")
 
 
 def test_a_transform_gets_what_the_package_decodes():
@@ -98,6 +187,22 @@ def test_a_format_of_the_user_is_kept():
     data = FromHuggingFace(doubled, input="x", num_clients=3)
     data.setup("fit")
     assert data.train[1][0].tolist() == pytest.approx([2 * x for x in numbers()[1]["x"]])
+
+
+def test_a_transform_of_the_user_may_make_columns():
+    rows = numbers().with_transform(
+        lambda batch: {"values": [2 * torch.tensor(x) for x in batch["x"]], "y": batch["label"]}
+    )
+    data = FromHuggingFace(rows, input="values", label="y", partition_by="site", val_size=0)
+    data.setup("fit")
+    assert data.train[1][0].tolist() == pytest.approx([2 * x for x in numbers()[1]["x"]])
+    assert data.class_labels is None
+    with pytest.raises(FederationError, match=r"no column 'x': choose from \['values', 'y'\]"):
+        FromHuggingFace(rows, input="x", label="y")
+    less = numbers()
+    less.set_format("torch", columns=["label"])
+    with pytest.raises(FederationError, match=r"no column 'x': choose from \['label'\]"):
+        FromHuggingFace(less, input="x")
 
 
 def test_several_columns_are_a_dictionary():
@@ -158,6 +263,35 @@ def test_splits_of_a_dictionary():
     assert len(data.test) == 5
 
 
+def test_splits_that_are_not_used_are_named():
+    parts = datasets.DatasetDict(train=numbers(), valid=numbers(10), more=numbers(8))
+    data = FromHuggingFace(parts, input="x", num_clients=3, test=parts["more"])
+    with pytest.warns(UserWarning, match="splits that are not used: 'valid'. To validate or test"):
+        data.setup("fit")
+
+
+def test_rows_of_the_server_need_no_client():
+    parts = datasets.DatasetDict(train=numbers(), test=numbers(8).remove_columns("site"))
+    data = FromHuggingFace(
+        parts, input="x", partition_by="site", val=numbers(5).remove_columns("site")
+    )
+    data.setup("fit")
+    data.setup("test")
+    assert (len(data.val), len(data.test), data.num_clients) == (5, 8, 7)
+    with pytest.raises(FederationError, match="no column 'x': choose from"):
+        FromHuggingFace(numbers(), input="x", num_clients=3, test=numbers(5).remove_columns("x"))
+
+
+def test_other_kinds_of_data_are_refused():
+    samples = torch.utils.data.TensorDataset(torch.zeros(3, 4))
+    with pytest.raises(
+        FederationError, match=r"train must be a Dataset .*, got TensorDataset: use F"
+    ):
+        FromHuggingFace(samples, input="x")
+    with pytest.raises(FederationError, match=r"val must be a Dataset of the package .*, got list"):
+        FromHuggingFace(numbers(), input="x", val=[{"x": [0.0] * 4, "label": 0}])
+
+
 def test_files_are_loaded_by_name(tmp_path):
     numbers().select_columns(["label", "site"]).to_csv(tmp_path / "rows.csv")
     data = FromHuggingFace(
@@ -214,8 +348,9 @@ def test_labels_that_are_not_clear_are_asked_for():
     assert data.train[0].shape == (4,)
 
 
-def test_rows_without_a_client_are_refused():
-    rows = numbers().remove_columns("site").add_column("site", [None, *WRITERS[1:]])
+@pytest.mark.parametrize("sites", [[None, *WRITERS[1:]], [float("nan"), *range(59)]])
+def test_rows_without_a_client_are_refused(sites):
+    rows = numbers().remove_columns("site").add_column("site", sites)
     data = FromHuggingFace(rows, input="x", partition_by="site")
     with pytest.raises(FederationError, match="'site' has no value in 1 rows"):
         data.setup("fit")
