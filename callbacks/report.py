@@ -54,6 +54,10 @@ PACKAGES = (
 )
 
 
+#: Maximum size of the picture of a split, classes times clients.
+MOST_CELLS = 10_000_000
+
+
 class RunReport(Callback):
     """Write the input files of ``lightning-fl report`` beside the table of rounds.
 
@@ -381,6 +385,8 @@ def write_partition(folder: Path, data: Any) -> list[Path]:
     manifest.write(files[0])
     labels, picture = data.class_labels, folder / "partition.png"
     has_classes = labels is not None and not labels.is_floating_point()
+    # Other numbers than classes, such as times, would make a picture of gigabytes.
+    has_classes = has_classes and len(labels.unique()) * len(data.parts) <= MOST_CELLS
     _save(plot(data.parts, labels) if has_classes else None, picture)
     return [*files, picture] if has_classes else files
 

@@ -26,7 +26,7 @@ from lightning_fl.datamodules.batches import (
 )
 from lightning_fl.datamodules.centralized import EpochBatches
 from lightning_fl.datamodules.loader import Batches, Collate, has_samples_in_front, round_loader
-from lightning_fl.datamodules.splits import Split, split_samples
+from lightning_fl.datamodules.splits import Split, split_samples, warn_of_other_labels
 from lightning_fl.datamodules.storage import AnyDataset, check_kind, in_memory, subset
 from lightning_fl.functional.randomness import run_seed, seeded_rng
 from lightning_fl.options import check_flag, check_integer, check_number
@@ -61,7 +61,8 @@ class FederatedDataModule(LightningDataModule):
         stream_steps: Number of steps of a data stream. The samples of each client are divided at
             random into this number of parts, and each round trains on one part. After the last
             part, the stream starts again.
-        labels: Labels of ``train`` for the rule, ``[n]``; None reads them from the data set.
+        labels: Labels of ``train`` for the rule, ``[n]``; None reads them from the data set
+            (``targets``, ``labels`` or the last tensor), which warns if samples have other labels.
         keys: Key of each training sample for ``Natural``, ``[n]``, names or numbers (such as
             speakers or writers); None reads the attribute ``keys`` of the data set.
         replacement: Draw each batch from all samples of the client, with replacement, instead of
@@ -271,6 +272,8 @@ class FederatedDataModule(LightningDataModule):
                 f"{count} validation samples cannot be shared by {processes} processes, because"
                 " each process needs at least one: raise val_size, or lower devices"
             )
+        if self.labels is None and split.labels is not None:
+            warn_of_other_labels(train, split.labels)
         # Assigned only after all checks: a second setup() would mistake the held-out samples for
         # samples passed as val.
         if self.val is None and len(split.held_out):
@@ -316,7 +319,7 @@ class FederatedDataModule(LightningDataModule):
     def class_counts(self) -> Tensor | None:
         """Number of present samples of each client and class, ``[num_clients, classes]``.
 
-        None if the classes are unknown. Classes are integers from 0.
+        None if the classes are unknown, or more than 100,000. Classes are integers from 0.
         """
         return self.split.class_counts(self.present)
 

@@ -8,12 +8,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from lightning_fl.functional.randomness import RandomStream, generator
+from lightning_fl.datamodules.storage import keys_of
+from lightning_fl.functional.randomness import RandomStream, generator, seeded_rng
 from lightning_fl.partition import Manifest, Partition, checksum
 from lightning_fl.types import FederationError
+
+#: Maximum number of classes that are counted.
+MOST_CLASSES = 100_000
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,14 @@ class Split:
             parts: Samples of each client.
 
         Returns:
-            Counts; None if labels are unknown or not integers from 0.
+            Counts; None if labels are unknown or not integers from 0 to ``MOST_CLASSES``.
         """
         labels = self.labels
         if labels is None or labels.is_floating_point() or int(labels.min()) < 0:
             return None
         classes = int(labels.max()) + 1
+        if classes > MOST_CLASSES:  # numbers that are no classes, such as times
+            return None
         return torch.stack([labels[part].bincount(minlength=classes) for part in parts])
 
     def manifest(self, rule: Partition, n: int, seed: int) -> Manifest:
@@ -136,11 +143,57 @@ def labels_of(data: Any) -> Tensor | None:
     return None
 
 
+def warn_of_other_labels(data: Any, labels: Tensor) -> None:
+    """Warn if labels are not those of the samples. A few samples are read.
+
+    Args:
+        data: Training samples.
+        labels: Label of each training sample, from the data set as a whole.
+    """
+    for index in torch.linspace(0, len(labels) - 1, 5).long().unique().tolist():
+        label = _label_of_sample(data, index)
+        if label is not None and label != labels[index]:
+            rank_zero_warn(
+                f"sample {index} has the label {label}, but the labels of {type(data).__name__} as"
+                f" a whole (targets or labels) have {labels[index]}, as before a target_transform."
+                f" The split and class counts use them; if they are wrong, {remedy(data, 'labels')}"
+            )
+            return
+
+
+def _label_of_sample(data: Any, index: int) -> int | None:
+    """Return the label of a sample; None if it is not the integer of a pair."""
+    try:
+        with seeded_rng(0):  # transforms may draw random numbers
+            sample = data[index]
+    except Exception:  # of a user's data set: the fit reads it, too, and reports the error
+        return None
+    if not isinstance(sample, tuple | list) or len(sample) != 2:
+        return None
+    label = sample[1]
+    if isinstance(label, Tensor | np.generic) and label.ndim == 0:
+        label = label.item()
+    return int(label) if isinstance(label, int) else None
+
+
+def remedy(data: Any, option: str) -> str:
+    """Return how to provide the labels or keys of a data set, for error messages.
+
+    Args:
+        data: Training samples. The attribute ``remedies`` has other advice than the option.
+        option: ``labels`` or ``keys``.
+    """
+    while isinstance(data, Subset):
+        data = data.dataset
+    remedies: dict[str, str] = getattr(data, "remedies", {})
+    return remedies.get(option, f"pass {option}=")
+
+
 def _class_labels(data: Any, given: Sequence[int] | None) -> Tensor | None:
     """Return one number per training sample, ``[n]``: given labels or those of the data set."""
     n, labels = len(data), labels_of(data) if given is None else _numbers(given)
     if labels is not None and labels.shape == (n,):
-        return labels
+        return labels if labels.is_floating_point() or labels.is_complex() else labels.long()
     if given is not None:
         got = "none" if labels is None else f"shape {tuple(labels.shape)}"
         raise FederationError(
@@ -167,10 +220,12 @@ def _split_by(
     """
     n, name = len(data), type(rule).__name__
     if rule.splits_by == "keys":
-        key_names = getattr(data, "key_names", None) if keys is None else None
-        keys = getattr(data, "keys", None) if keys is None else keys
-        if keys is None or callable(keys):
-            raise FederationError(f"{name} needs a key for each training sample: pass keys=")
+        key_names = None
+        if keys is None:
+            keys, key_names = keys_of(data)
+        if keys is None:
+            advice = remedy(data, "keys")
+            raise FederationError(f"{name} needs a key for each training sample: {advice}")
         # Keys may be names or numbers. Clients are in ascending order of their keys.
         distinct, codes = np.unique(np.asarray(keys), return_inverse=True)
         by = torch.as_tensor(codes)
@@ -184,7 +239,7 @@ def _split_by(
     if labels is None and rule.splits_by == "labels":
         raise FederationError(
             f"{name} needs a label for each training sample, but {type(data).__name__} has"
-            " neither targets nor labels (one number per sample): pass labels="
+            f" neither targets nor labels (one number per sample): {remedy(data, 'labels')}"
         )
     return (torch.zeros(n, dtype=torch.int64) if labels is None else labels), []
 

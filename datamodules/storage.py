@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
@@ -148,12 +149,30 @@ def in_memory(data: Any, name: str) -> Any:
         return None
     check_map_style(data, name)
     if type(data) is Subset and type(data.dataset) is TensorDataset:
-        return InMemory(*(t[torch.as_tensor(data.indices)] for t in data.dataset.tensors))
+        samples = InMemory(*(t[torch.as_tensor(data.indices)] for t in data.dataset.tensors))
+        keys, key_names = keys_of(data)
+        vars(samples).update({} if keys is None else {"keys": keys, "key_names": key_names})
+        return samples
     if type(data) is not TensorDataset:  # subclasses may change their samples
         return data
     samples = InMemory(*data.tensors)
     vars(samples).update(vars(data))  # such as keys and targets
     return samples
+
+
+def keys_of(data: Any) -> tuple[Any, Sequence[str] | None]:
+    """Return the keys of the samples, ``[n]``, and the names of keys that are indices, or None.
+
+    A ``Subset`` has those of its samples.
+
+    Args:
+        data: Map-style data set.
+    """
+    if isinstance(data, Subset):
+        keys, names = keys_of(data.dataset)
+        return None if keys is None else np.asarray(keys)[np.asarray(data.indices)], names
+    keys = getattr(data, "keys", None)
+    return None if callable(keys) else keys, getattr(data, "key_names", None)
 
 
 def subset(data: Any, index: Tensor) -> InMemory | Subset[Any]:

@@ -109,6 +109,7 @@ def test_a_second_try_after_an_error_holds_out_the_same_samples():
 # --- labels and keys ------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:sample 2 has the label")  # each attribute has other ones
 @pytest.mark.parametrize(
     "attributes",
     [
@@ -229,6 +230,66 @@ def test_a_hold_out_that_leaves_all_clients_is_the_same_with_keys():
 def test_keys_that_do_not_fit_are_refused(keys, words):
     with pytest.raises(FederationError, match=words):
         federated(partition=Natural(), num_clients=1, keys=keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint16, torch.uint32])
+def test_labels_may_be_integers_of_any_type(dtype):
+    labels = (torch.arange(60) % 2).to(dtype)
+    for partition in (IID(), Dirichlet(), ByLabel()):
+        data = federated(TensorDataset(torch.arange(60.0), labels), partition=partition, val_size=8)
+        assert data.class_counts.sum(0).tolist() == [26, 26]
+
+
+def test_large_numbers_are_no_classes_to_count():
+    data = federated(labels=1_700_000_000 + torch.arange(60) % 3, partition=ByLabel())
+    assert data.class_counts is None
+    assert [len(row) for row in data.manifest().class_counts] == [1] * 4
+
+
+def test_keys_of_a_subset_are_those_of_its_samples():
+    index = torch.randperm(60, generator=rng()).tolist()[:30]
+    keys = torch.arange(60) // 15
+    tensors = TensorDataset(torch.arange(60.0), torch.zeros(60))
+    tensors.keys, tensors.key_names = keys, list("abcd")
+    for train in (Subset(tensors, index), Subset(Subset(tensors, range(60)), index)):
+        data = federated(train, partition=Natural(), num_clients=None)
+        for client, part in enumerate(data.parts):
+            assert {int(keys[index[i]]) for i in part.tolist()} == {client}
+        assert data.client_names == list("abcd")
+
+
+class Mapped(torch.utils.data.Dataset):
+    """Samples whose labels may differ from ``targets``."""
+
+    def __init__(self, change):
+        self.targets, self.change, self.read = [i % 3 for i in range(60)], change, 0
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        self.read += 1
+        return torch.rand(2), self.change(index % 3)
+
+
+def test_labels_of_samples_that_differ_are_warned_of():
+    before = torch.get_rng_state()
+    with pytest.warns(UserWarning, match="sample 0 has the label 2, but .* have 0, .*pass labels="):
+        federated(Mapped(lambda label: 2 - label), partition=ByLabel(), num_clients=3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("change", [int, torch.tensor, float, str, lambda label: 1 / 0])
+def test_other_samples_are_not_compared(change):
+    data = Mapped(change)
+    federated(data, partition=ByLabel(), num_clients=3)
+    assert data.read <= 5
+
+
+def test_labels_that_are_given_are_not_compared():
+    data = Mapped(lambda label: 2 - label)
+    federated(data, partition=ByLabel(), num_clients=3, labels=[2 - i % 3 for i in range(60)])
+    assert not data.read
 
 
 def test_keys_may_be_names():
