@@ -90,6 +90,9 @@ class FederatedDataModule(LightningDataModule):
         tensor([16, 16, 16, 16, 16])
     """
 
+    #: How to provide test samples, for error messages.
+    test_remedy = "pass test="
+
     def __init__(
         self,
         train: AnyDataset | None = None,
@@ -451,7 +454,8 @@ class FederatedDataModule(LightningDataModule):
 
     def _test_samples(self) -> Any:
         if self.test is None:
-            raise FederationError(f"{type(self).__name__} has no test samples: pass test=")
+            name = type(self).__name__
+            raise FederationError(f"{name} has no test samples: {self.test_remedy}")
         return self.test
 
     def evaluation_loader(self, data: Any, shared: bool = True) -> DataLoader[Any]:

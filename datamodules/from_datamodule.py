@@ -69,6 +69,8 @@ class FromDataModule(FederatedDataModule):
         (tensor([10, 10, 10, 10, 10, 10]), 5)
     """
 
+    test_remedy = "return a DataLoader from test_dataloader of the data module"
+
     def __init__(
         self,
         datamodule: LightningDataModule,

@@ -34,8 +34,8 @@ class FromHDF5(FederatedDataModule):
     Args:
         path: File with the training samples.
         test_path: File with the test samples; those of all clients are pooled.
-        fields: Fields of a sample, in order. A sample is a tuple of them, or a single value if
-            there is one field.
+        fields: Fields of a sample, in order, or a single one. A sample is a tuple of them, or a
+            single value if there is one field.
         label: Field of the label, for histograms and stratified hold-outs. None means no labels.
         transform: Function of a sample.
         max_clients: Number of clients to read, in ascending order of their names; None means all.
@@ -46,11 +46,13 @@ class FromHDF5(FederatedDataModule):
         FederationError: If the package is missing, or a file does not have this layout.
     """
 
+    test_remedy = "pass test_path="
+
     def __init__(
         self,
         path: str,
         test_path: str | None = None,
-        fields: Sequence[str] = ("pixels", "label"),
+        fields: str | Sequence[str] = ("pixels", "label"),
         label: str | None = "label",
         transform: Callable[[Any], Any] | None = None,
         max_clients: int | None = None,
@@ -71,7 +73,8 @@ class FromHDF5(FederatedDataModule):
             **options,
         )
         self.path, self.test_path = path, test_path
-        self.fields, self.label, self.transform = list(fields), label, transform
+        self.fields = [fields] if isinstance(fields, str) else list(fields)
+        self.label, self.transform = label, transform
         if not self.fields:
             raise FederationError("fields must name at least one field, got none")
         self.max_clients = check_integer("max_clients", max_clients, min=1, optional=True)
@@ -149,10 +152,20 @@ class Examples(ByClient):
         """Return the number of samples of a client, after a check of its fields."""
         group = self._examples[client]
         wanted = [*self.fields, *([self.label] if self.label else [])]
+        if not hasattr(group, "keys"):
+            raise FederationError(
+                f"client {client!r} in {self.path!r} is a single array: the layout must be"
+                " examples/<client>/<field>"
+            )
         if missing := [field for field in wanted if field not in group]:
             raise FederationError(
                 f"client {client!r} in {self.path!r} has no field {missing[0]!r}: choose from"
                 f" {sorted(group)} for fields and label"
+            )
+        if scalars := [field for field in wanted if not group[field].shape]:
+            raise FederationError(
+                f"the field {scalars[0]!r} of client {client!r} in {self.path!r} is a single value,"
+                " not one per sample: leave it out of fields and label"
             )
         sizes = {len(group[field]) for field in wanted}
         if len(sizes) > 1:
@@ -175,7 +188,7 @@ class Examples(ByClient):
         """Return the fields of a client; those of the last one are kept."""
         if self._last[0] != owner:
             group = self._examples[self.key_names[owner]]
-            self._last = owner, [group[field][()] for field in self.fields]
+            self._last = owner, [_native(group[field][()]) for field in self.fields]
         return self._last[1]
 
     @cached_property
@@ -184,8 +197,18 @@ class Examples(ByClient):
         if self.label is None:
             return None
         each = [self._examples[name][self.label][()] for name in self.key_names]
-        labels = np.concatenate(each)
-        return torch.from_numpy(labels) if labels.dtype.kind in "iuf" else None
+        labels = _native(np.concatenate(each))
+        return torch.from_numpy(labels) if labels.dtype.kind in "biuf" else None
+
+    @property
+    def remedies(self) -> dict[str, str]:
+        """What to do if a rule lacks labels."""
+        return {"labels": "set label to a field with one number per sample"}
+
+
+def _native(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return an array in the byte order of this machine, as tensors need it."""
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
 def _value(value: Any) -> Any:
@@ -194,7 +217,7 @@ def _value(value: Any) -> Any:
         return value.decode()
     if isinstance(value, np.ndarray) and value.dtype.kind in "OS":
         return [_value(each) for each in value.tolist()]
-    tensor = torch.as_tensor(value)
+    tensor = torch.as_tensor(np.asarray(value))
     is_bytes = tensor.dtype == torch.uint8 and tensor.ndim > 0
     is_as_it_is = is_bytes or tensor.is_floating_point() or tensor.dtype == torch.bool
     return tensor if is_as_it_is else tensor.long()

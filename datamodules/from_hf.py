@@ -398,7 +398,13 @@ class Rows(Dataset[Any]):
     def _coded(self) -> tuple[np.ndarray[Any, Any], list[str]]:
         """Return the client of each row as an index, and the names of the clients."""
         assert self.key is not None
-        coded = self._column(self.key).dictionary_encode()
+        try:
+            coded = self._column(self.key).dictionary_encode()
+        except NotImplementedError as error:
+            raise FederationError(
+                f"the column {self.key!r} must have a name or number for each client, got values of"
+                f" type {self._all.features[self.key]}"
+            ) from error
         values = coded.dictionary.to_pylist()
         nan = [code for code, value in enumerate(values) if value != value]
         if missing := coded.null_count + int(np.isin(coded.indices.to_numpy(False), nan).sum()):

@@ -82,6 +82,7 @@ SHIPPED = (
     *("fit", "--config", DIGITS),
     *("--trainer.max_epochs=2", "--trainer.enable_model_summary=false"),
 )
+BORING = "lightning.pytorch.demos.boring_classes"
 FIT = (*SHIPPED, "--federation.policy.init_args.num_steps=2")
 
 
@@ -526,6 +527,25 @@ def test_a_class_that_does_not_exist_is_answered_with_those_that_do(cli, args, n
             "unknown option trainer.max_epoch: did you mean trainer.max_epochs",
         ),
         (["--data=Digitss"], "data: unknown class Digitss: did you mean Digits?"),
+        (
+            [
+                "--data={class_path: FromDataModule, init_args: {datamodule: {class_path:"
+                f" {BORING}.BoringDataModul}}}}}}"
+            ],
+            f"data.datamodule: unknown class {BORING}.BoringDataModul: module '{BORING}' has no"
+            f" attribute 'BoringDataModul': did you mean {BORING}.BoringDataModule?",
+        ),
+        (
+            [
+                "--data={class_path: FromClients, init_args: {clients: {a: {class_path:"
+                f" {BORING}.RandomDatasett}}}}}}}}"
+            ],
+            f"data.clients: unknown class {BORING}.RandomDatasett: module",
+        ),
+        (
+            ["--data={class_path: FromDataModule, init_args: {datamodule: {class_path: nope.X}}}"],
+            "data.datamodule: unknown class nope.X: No module named 'nope'",
+        ),
     ],
 )
 def test_a_mistyped_option_gets_two_lines_of_usage_and_what_was_meant(cli, tmp_path, args, message):

@@ -386,5 +386,5 @@ def test_a_test_without_a_test_loader_is_refused():
 
     data = FromDataModule(NoTest())
     data.setup("test")
-    with pytest.raises(FederationError, match="FromDataModule has no test samples"):
+    with pytest.raises(FederationError, match="has no test samples: return a DataLoader from"):
         data.test_dataloader()

@@ -73,6 +73,31 @@ def test_labels_and_indices_are_int64_and_images_stay_bytes(tmp_path):
     assert dtypes == [torch.uint8, torch.int64, torch.int64, torch.float32]
 
 
+@pytest.mark.parametrize(
+    ("pixels", "label"), [(">f4", "uint16"), (">f8", ">i4"), ("float32", "uint64"), ("f4", "bool")]
+)
+def test_numbers_of_any_type_and_byte_order_are_read(tmp_path, pixels, label):
+    path = written(
+        tmp_path / "other.h5",
+        lambda n: {
+            "pixels": np.arange(4 * n).reshape(n, 4).astype(pixels),
+            "label": (np.arange(n) % 2).astype(label),
+        },
+    )
+    data = FromHDF5(path, val_size=0)
+    data.setup("fit")
+    x, y = next(data.samples_of(0))
+    assert x.is_floating_point()
+    assert (x[2].tolist(), y.tolist()) == ([8, 9, 10, 11], [0, 1, 0])
+    assert data.class_counts.tolist() == [[2, 1], [3, 3], [5, 4]]
+
+
+def test_one_field_may_be_a_text(tmp_path):
+    data = FromHDF5(written(tmp_path / "train.h5"), fields="pixels", val_size=0)
+    data.setup("fit")
+    assert data.train[0].shape == (4,)
+
+
 def test_only_the_first_clients_are_read(tmp_path):
     data = FromHDF5(written(tmp_path / "train.h5"), max_clients=2, val_size=0)
     data.setup("fit")
@@ -116,6 +141,11 @@ def test_wrong_files_are_refused(tmp_path):
     refused(r"has no field 'tokens': choose from \['label', 'pixels'\]", path, fields=["tokens"])
     uneven = written(tmp_path / "uneven.h5", lambda n: {"pixels": [0.0] * n, "label": [1]})
     refused(r"different lengths \[1, 3\]", uneven)
+    single = written(tmp_path / "single.h5", lambda n: {"pixels": [0.0] * n, "label": 1})
+    refused("the field 'label' of client 'f0000_14' .* is a single value, not one per", single)
+    with h5py.File(tmp_path / "flat.h5", "w") as file:
+        file["examples/someone"] = [1.0, 2.0]
+    refused("client 'someone' in .* is a single array: the layout must be", tmp_path / "flat.h5")
     with pytest.raises(FederationError, match="fields must name at least one field"):
         FromHDF5(path, fields=[])
     with pytest.raises(FederationError, match="FromHDF5 determines num_clients itself"):

@@ -356,6 +356,12 @@ def test_rows_without_a_client_are_refused(sites):
         data.setup("fit")
 
 
+def test_clients_are_names_or_numbers():
+    data = FromHuggingFace(numbers(), input="label", label=None, partition_by="x")
+    with pytest.raises(FederationError, match=r"'x' must have a name or number .* type List"):
+        data.setup("fit")
+
+
 def test_streams_and_missing_data_are_refused(tmp_path):
     with pytest.raises(FederationError, match="load it without streaming=True"):
         FromHuggingFace(numbers().to_iterable_dataset(), input="x", num_clients=3)
