@@ -61,12 +61,13 @@ class LogFiles(Callback):
         if self._folder is None:
             return
         names = self._config(trainer) + STARTED
-        if (loop := loop_of(trainer, "LogFiles")).rows:
+        loop = loop_of(trainer, "LogFiles")
+        if loop.rows:  # otherwise such files are of an earlier fit
             path = loop.table_path(trainer)
             assert path is not None  # there is a folder
-            names += (*FINISHED, path.name, *self._report(trainer))
-        else:  # files that look like those of a finished round are of an earlier fit
-            rank_zero_warn("there is no report: the fit ended before its first round")
+            names += (*FINISHED, path.name)
+        if any(isinstance(logger, WandbLogger | MLFlowLogger) for logger in trainer.loggers):
+            names += self._report(has_rounds=bool(loop.rows))
         self._give(trainer, *names)
         self._folder = None
 
@@ -81,14 +82,14 @@ class LogFiles(Callback):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         return ("config.yaml",) if any(isinstance(c, RunConfig) for c in callbacks) else ()
 
-    def _report(self, trainer: Trainer) -> tuple[str, ...]:
-        """Write the report for trackers that keep it, and return its name."""
-        if not any(isinstance(logger, WandbLogger | MLFlowLogger) for logger in trainer.loggers):
-            return ()
+    def _report(self, has_rounds: bool) -> tuple[str, ...]:
+        """Write the report, and return its name."""
         assert self._folder is not None
         try:
+            if not has_rounds:
+                raise FederationError("the fit ended before the end of its first round")
             return (report(self._folder).name,)
-        except FederationError as error:  # such as a table with another name
+        except FederationError as error:
             rank_zero_warn(f"there is no report: {error}")
             return ()
 

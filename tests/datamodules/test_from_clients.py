@@ -64,6 +64,7 @@ def test_samples_of_one_client_are_read_together():
     one, two = Listed(range(4), many=True), Listed(range(10, 13), many=True)
     data = FromClients([one, two], val_size=0)
     data.setup("fit")
+    one.asked, two.asked = [], []
     assert [int(x) for x, _ in data.train.__getitems__([3, 0, 5, 4])] == [3, 0, 11, 10]
     assert (one.asked, two.asked) == ([[3, 0]], [[1, 0]])
 
