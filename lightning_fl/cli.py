@@ -100,8 +100,9 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
         return f"{key}: unknown class {found[1]}{did_you_mean(found[1], names)}{known}"
     reason = r"(module '[^']+' has no attribute '[^']+'|No module named '[^']+')"
     if found := re.search(rf"Problem with given class_path '([^']+)':\s+{reason}", message):
-        module = found[1].rpartition(".")[0]
-        similar = did_you_mean(found[1], [f"{module}.{name}" for name in dir(locate(module))])
+        module, _, name = found[1].rpartition(".")
+        owner = locate(module)
+        similar = did_you_mean(name, [] if owner is None else dir(owner))
         return f"{key}: unknown class {found[1]}: {found[2]}{similar}"
     inner = message[message.rfind('arser key "') :]
     types = [in_words(found) for found in re.findall(r"Expected an? (.+)", inner)]

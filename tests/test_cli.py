@@ -533,7 +533,7 @@ def test_a_class_that_does_not_exist_is_answered_with_those_that_do(cli, args, n
                 f" {BORING}.BoringDataModul}}}}}}"
             ],
             f"data.datamodule: unknown class {BORING}.BoringDataModul: module '{BORING}' has no"
-            f" attribute 'BoringDataModul': did you mean {BORING}.BoringDataModule?",
+            " attribute 'BoringDataModul': did you mean BoringDataModule?",
         ),
         (
             [
