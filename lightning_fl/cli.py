@@ -11,7 +11,6 @@ import shutil
 import sys
 import warnings
 from argparse import ArgumentParser as PlainParser
-from argparse import Namespace as PlainNamespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -548,7 +547,7 @@ def export_parser() -> ArgumentParser:
     return parser
 
 
-def export_words(words: Sequence[str]) -> tuple[PlainNamespace, list[str]]:
+def export_words(words: Sequence[str]) -> tuple[Any, list[str]]:
     """Return the options of ``lightning-fl export``, and those that change the configuration.
 
     Args:
