@@ -63,9 +63,8 @@ class LogFiles(Callback):
         names = self._config(trainer) + STARTED
         loop = loop_of(trainer, "LogFiles")
         if loop.rows:  # otherwise such files are of an earlier fit
-            path = loop.table_path(trainer)
-            assert path is not None  # there is a folder
-            names += (*FINISHED, path.name)
+            assert loop.csv_name is not None  # there is a folder
+            names += (*FINISHED, loop.csv_name)
         if any(isinstance(logger, WandbLogger | MLFlowLogger) for logger in trainer.loggers):
             names += self._report(has_rounds=bool(loop.rows))
         self._give(trainer, *names)
