@@ -405,6 +405,7 @@ class RemoteServer:
             "aggregator": type(self.rule).__name__,
             "policy": type(self.policy).__name__,
             "parameters": self.runner.num_parameters,
+            "buffers": self.options.buffer_policy,
             "exchange": exchange_id(self.runner, self.options.buffer_policy),
         }
 
@@ -415,7 +416,7 @@ class RemoteServer:
             "clients in a round": self.cohort_size,
             "min_clients": options.min_clients,
             "on_client_error": options.on_client_error,
-            "buffers": options.buffer_policy,
+            "training samples": int(self.num_samples.sum()),
             "sampler": describe(options.sampler),
             "aggregator": describe(self.rule),
             "policy": describe(self.policy),

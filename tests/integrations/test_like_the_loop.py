@@ -403,3 +403,10 @@ def test_a_server_that_resumes_with_other_options_says_so():
         UserWarning, match=r"clients in a round is 2, was 5.*alpha=0.2.*, was FedDyn"
     ):
         again.load_state_dict(first.state_dict())
+    more, _ = begun(Net, FedDyn(0.1))
+    more.num_samples[2] += 4
+    with pytest.warns(UserWarning, match="training samples is 64, was 60"):
+        more.load_state_dict(first.state_dict())
+    other, _ = begun(Net, FedDyn(0.1), options={"buffers": "server"})
+    with pytest.raises(FederationError, match="buffers 'average', and this federation has 'server"):
+        other.load_state_dict(first.state_dict())
