@@ -558,11 +558,7 @@ def export_words(words: Sequence[str]) -> tuple[Any, list[str]]:
         >>> asked.config, asked.output, rest
         ('digits.yaml', 'app', ['--trainer.max_epochs=3'])
     """
-    named = PlainParser(add_help=False, allow_abbrev=False)
-    named.add_argument("target", nargs="?")
-    named.add_argument("config", nargs="?")
-    named.add_argument("--output", default="app")
-    asked, rest = named.parse_known_args(words)
+    asked, rest = _split_words(words, "app", "target", "config")
     if {"-h", "--help"} & {*rest} or asked.target != "flower" or asked.config is None:
         export_parser().parse_args(words)
     return asked, rest
@@ -578,15 +574,21 @@ def partition_words(words: Sequence[str]) -> tuple[str, list[str]]:
         >>> partition_words(["digits.yaml", "--output", "out", "--data.init_args.num_clients=3"])
         ('out', ['fit', '--config', 'digits.yaml', '--data.init_args.num_clients=3'])
     """
-    named = PlainParser(add_help=False, allow_abbrev=False)
-    named.add_argument("config", nargs="?")
-    named.add_argument("--output", default=".")
-    asked, rest = named.parse_known_args(words)
+    asked, rest = _split_words(words, ".", "config")
     is_named = any(word.startswith("--config") for word in rest)
     if {"-h", "--help"} & {*rest} or not (asked.config or is_named):
         partition_parser().parse_args(["--help"] if "--help" in rest else words)
     config = ["--config", asked.config] if asked.config else []
     return asked.output, ["fit", *config, *rest]
+
+
+def _split_words(words: Sequence[str], output: str, *names: str) -> tuple[Any, list[str]]:
+    """Return ``--output`` and the arguments with these names, and all others."""
+    parser = PlainParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        parser.add_argument(name, nargs="?")
+    parser.add_argument("--output", default=output)
+    return parser.parse_known_args(words)
 
 
 class PartitionCLI(FederatedCLI):

@@ -253,15 +253,10 @@ class Resume:
                     f"it belongs to another federation: its {what} is {was!s:.100}, here it is"
                     f" {now}. To resume, {remedy}; to start a new run, remove ckpt_path"
                 )
-        changed = [
-            f"{name} is {value}, was {was}"
-            for name, value in self._options.items()
-            if (was := state["options"].get(name)) != value
-        ]
-        if changed:
+        if changed := changes(self._options, state["options"]):
             rank_zero_warn(
-                f"resuming {trainer.ckpt_path} with other options: {'; '.join(changed)}. The run"
-                " is resumed, but a single config does not reproduce it"
+                f"resuming {trainer.ckpt_path} with other options: {changed}. The run is resumed,"
+                " but a single config does not reproduce it"
             )
         self.checkpoint = checkpoint
 
@@ -339,6 +334,24 @@ class Resume:
         for name, rule in self._rules.items():
             with error_context(f"{type(rule).__name__} cannot resume"):
                 check_rule(rule, state[name])
+
+
+def changes(now: Mapping[str, Any], was: Mapping[str, Any]) -> str:
+    """Return a text that names the options that have changed; empty if none has.
+
+    Args:
+        now: Options of the run by name.
+        was: Options in its checkpoint.
+
+    Example:
+        >>> changes({"min_clients": 2, "buffers": "local"}, {"min_clients": 1, "buffers": "local"})
+        'min_clients is 2, was 1'
+    """
+    return "; ".join(
+        f"{name} is {value}, was {before}"
+        for name, value in now.items()
+        if (before := was.get(name)) != value
+    )
 
 
 @contextmanager

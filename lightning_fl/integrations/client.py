@@ -71,7 +71,8 @@ class RemoteClient:
             )
         data.prepare_data()
         data.setup("fit")
-        self._is_own = len(data.num_samples) == 1
+        # Another RemoteClient may have repeated the only client of this data module.
+        self._is_own = len({id(part) for part in data.parts}) == 1
         self.data, self.trainer = data, dict(trainer or {})
         self.options = {"buffers": "average"} | options  # the server warns of BatchNorm
 

@@ -151,19 +151,13 @@ def write_flower_app(found: Configuration, source: Path, output: str | Path) -> 
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FederationError(f"{folder} exists and is not empty: choose another --output")
-    found.server()  # refuses what cannot run
+    found.server()  # this and the next line refuse what cannot run
+    found.client()
     if found.trainer["precision"] in ("bf16-true", "bf16"):
         raise FederationError(
             "the parameters of precision: bf16-true are in bfloat16, which Flower cannot send: set"
             " precision: bf16-mixed"
         )
-    if found.data.stream_steps > 1:
-        raise FederationError(
-            f"stream_steps={found.data.stream_steps} changes the samples of a client from round to"
-            " round, which its server would not know: set stream_steps: 1"
-        )
-    found.data.prepare_data()
-    found.data.setup("fit")
     own = dict(_own_modules())
     num_clients = len(found.data.num_samples)
     about = {

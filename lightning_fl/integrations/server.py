@@ -25,7 +25,7 @@ from lightning_fl.federation.checks import (
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.frozen import digest
 from lightning_fl.federation.plan import draw_clients, draw_values
-from lightning_fl.federation.resume import load_unsaved, unsaved_values
+from lightning_fl.federation.resume import changes, load_unsaved, unsaved_values
 from lightning_fl.federation.round import is_finite, weights_and_losses
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.functional.randomness import run_seed
@@ -385,13 +385,8 @@ class RemoteServer:
                     f"the checkpoint has {name} {found!r}, and this federation has {value!r}: use"
                     " the same, or another file for a new run"
                 )
-        changed = [
-            f"{name} is {value}, was {was}"
-            for name, value in self._described().items()
-            if (was := state["options"].get(name)) != value
-        ]
-        if changed:
-            rank_zero_warn(f"resuming with other options: {'; '.join(changed)}")
+        if changed := changes(self._described(), state["options"]):
+            rank_zero_warn(f"resuming with other options: {changed}")
         self.module.load_state_dict(state["model"])
         load_unsaved(self.module, state["unsaved"])
         self.rule.load_state_dict(state["aggregator"])

@@ -155,8 +155,11 @@ def test_a_site_trains_its_own_samples_as_in_the_simulation(tmp_path, rule):
 
 
 def test_a_data_module_with_one_client_is_that_of_a_site():
-    client = RemoteClient(Net(), samples(clients=1), trainer={"accelerator": "cpu"})
-    assert client.work(3) == (12, 3)
+    data = samples(clients=1)
+    assert RemoteClient(Net(), data, trainer={"accelerator": "cpu"}).work(3) == (12, 3)
+    again = RemoteClient(Net(), data, trainer={"accelerator": "cpu"})  # for the next message
+    assert again.work(7) == (12, 3)
+    assert data.num_clients == 8
 
 
 def test_a_stream_is_refused():
