@@ -31,11 +31,13 @@ class RepresentationMatching(Term):
     A matching layer :math:`f_j` is linear if its source is flat, and a 3x3 convolution if its
     source is spatial. The non-linearity of the target follows. Max pooling between two points is
     reversed with the switches of the client model: before the matching layer if the pooling follows
-    a convolution, otherwise after it. The parameters :math:`\theta` are local to each client. They
-    are trained with the client's learning rate, kept across rounds, and never sent or averaged.
-    The state of the module does not contain them. The global model runs in the same mode as the
-    client model: it draws its own dropout masks, and normalizes by batch statistics if the client
-    model does.
+    a convolution, otherwise after it. With ``source="same"`` the source is :math:`a_j(x; w)`, no
+    pooling is reversed, and the input is not a target.
+
+    The parameters :math:`\theta` are local to each client. They are trained with the client's
+    learning rate, kept across rounds, and never sent or averaged. The state of the module does not
+    contain them. The global model runs in the same mode as the client model: it draws its own
+    dropout masks, and normalizes by batch statistics if the client model does.
 
     The sum grows with the number of features. Its relative weight depends on the scale of the
     input, on ``coefficient`` and on ``reduction``.
@@ -48,6 +50,9 @@ class RepresentationMatching(Term):
             non-linearities. The non-linearity of a target is applied only if the point itself is a
             non-linearity.
         seed: Seed of the initial matching layers of a client.
+        source: Layer of the client model from which a layer of the global model is reconstructed:
+            ``next``, the next higher one (the paper), or ``same``, the corresponding one (which the
+            paper found to be worse).
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the network cannot
@@ -75,10 +80,12 @@ class RepresentationMatching(Term):
         reduction: Literal["sum", "mean"] = "sum",
         points: Sequence[str] | None = None,
         seed: int = 0,
+        source: Literal["next", "same"] = "next",
     ) -> None:
         super().__init__()
         self.coefficient = check_number("coefficient", coefficient, min=0)
         self.reduction = check_choice("reduction", reduction, "sum", "mean")
+        self.source = check_choice("source", source, "next", "same")
         self.seed = check_integer("seed", seed, min=0)
         self.points = None if points is None else list(points)
         self.recorder: Recorder | None = None
@@ -95,24 +102,31 @@ class RepresentationMatching(Term):
                     f" activation {j} is {type(activation).__name__}"
                     f" {list(getattr(activation, 'shape', []))}: use other points"
                 )
-        pairs = list(zip(trace.activations, trace.activations[1:], strict=False))
         layers = []
         with seeded_rng(derive_seed(self.seed, RandomStream.MATCHING)):
-            for j, (target, source) in enumerate(pairs):
+            for at, j in self._pairs(len(trace.activations)):
+                source, target = trace.activations[at], trace.activations[j]
                 if source.ndim == 2:
                     layer: nn.Module = nn.Linear(source.shape[1], target[0].numel())
                 elif source.ndim == target.ndim and source.ndim in CONVOLUTIONS:
                     convolution = CONVOLUTIONS[source.ndim]
                     layer = convolution(source.shape[1], target.shape[1], 3, padding=1)
-                    self._check_poolings(j, trace)
+                    if at != j:
+                        self._check_poolings(j, trace)
                 else:
                     raise FederationError(
                         f"representation matching cannot reconstruct activation {j}, of shape"
-                        f" {list(target.shape[1:])}, from the next one, of shape"
+                        f" {list(target.shape[1:])}, from activation {at}, of shape"
                         f" {list(source.shape[1:])}: use other points"
                     )
                 layers.append(layer.to(source.dtype))
         self.layers = nn.ModuleList(layers)
+
+    def _pairs(self, points: int) -> list[tuple[int, int]]:
+        """Return the index of the source and of the target of each matching layer."""
+        if self.source == "same":
+            return [(j, j) for j in range(1, points)]
+        return [(j + 1, j) for j in range(points - 1)]
 
     def _check_poolings(self, j: int, trace: Trace) -> None:
         """Raise an error if the channels of a pooling differ from those to reconstruct."""
@@ -138,13 +152,11 @@ class RepresentationMatching(Term):
         assert self.recorder is not None
         assert client_model.trace is not None
         assert global_model.trace is not None
+        own, fixed = client_model.trace.activations, global_model.trace.activations
         errors = []
-        for j, layer in enumerate(self.layers):
-            source, target = (
-                client_model.trace.activations[j + 1],
-                global_model.trace.activations[j],
-            )
-            if source.ndim == 2:
+        for layer, (at, j) in zip(self.layers, self._pairs(len(own)), strict=True):
+            source, target = own[at], fixed[j]
+            if source.ndim == 2 or at == j:
                 guess = layer(source)
             else:
                 guess = self._spatial(layer, j, client_model.trace, target)

@@ -184,6 +184,28 @@ def _agree(module, fixed, x, guesses, target):
     assert mean.item() == pytest.approx(((guesses[0] - target[0]) ** 2).mean().item())
 
 
+def test_layers_are_reconstructed_from_the_same_layers():
+    """Without unpooling; the input, which both models share, is left out."""
+    torch.manual_seed(1)
+    x = images()
+    module, fixed = matched(conv_relu_pool, x, source="same")
+
+    def run(p):
+        a1 = F.conv2d(x, p["0.weight"], p["0.bias"], padding=1).relu()
+        a2 = F.conv2d(F.max_pool2d(a1, 2), p["3.weight"], p["3.bias"]).relu()
+        return [a1, a2, a2.flatten(1) @ p["6.weight"].T + p["6.bias"]]
+
+    own = run(dict(_named(module)))
+    target = run({n.removeprefix("net."): p for n, p in fixed.items()})
+    layers = module.terms[0].layers
+    guesses = [
+        _conv(own[0], layers[0]).relu(),
+        _conv(own[1], layers[1]).relu(),
+        own[2] @ layers[2].weight.T + layers[2].bias,
+    ]
+    _agree(module, fixed, x, guesses, target)
+
+
 def test_unpooling_is_torchs_own_where_windows_do_not_overlap():
     x = images()
     pooled, index = F.max_pool2d(x, 3, return_indices=True)
@@ -291,6 +313,7 @@ def test_networks_that_do_not_fit_are_refused(net, options, named):
         ({"coefficient": -1}, "coefficient"),
         ({"coefficient": float("nan")}, "coefficient"),
         ({"reduction": "max"}, "reduction"),
+        ({"source": "above"}, "source"),
     ],
 )
 def test_wrong_options_are_refused(options, named):
@@ -337,10 +360,11 @@ def federation(fit, blobs):
         terms=(),
         compile=False,
         client_state_memory_gb=1.0,
+        source="next",
         **options,
     ):
         torch.manual_seed(0)
-        every = [RepresentationMatching(coefficient=0.01), *terms]
+        every = [RepresentationMatching(coefficient=0.01, source=source), *terms]
         module = ClientModule(net(), terms=every).double()
         samples = blobs(96)
         if net is not mlp:
@@ -372,12 +396,13 @@ def same(one, other, atol=1e-12):
             torch.testing.assert_close(a[name], b[name], atol=atol, rtol=0)
 
 
+@pytest.mark.parametrize("source", ["next", "same"])
 @pytest.mark.parametrize("net", TERMS)
 @pytest.mark.parametrize("group_size", [1, 3])
-def test_vectorized_training_changes_nothing(federation, flat, net, group_size):
+def test_vectorized_training_changes_nothing(federation, flat, net, group_size, source):
     terms = [EntropyRegularizer(0.9), Proximal(0.1)]
-    plain, expected = federation(TERMS[net], terms=terms)
-    module, loop = federation(TERMS[net], group_size, terms=terms)
+    plain, expected = federation(TERMS[net], terms=terms, source=source)
+    module, loop = federation(TERMS[net], group_size, terms=terms, source=source)
     torch.testing.assert_close(flat(module), flat(plain), atol=1e-12, rtol=0)
     same(loop, expected)
 
