@@ -9,7 +9,7 @@ import yaml
 from PIL import Image
 
 import quick_cli
-from layouts import cifar_layout, speech_commands_layout
+from layouts import cifar_layout, speech_commands_layout, spoken_digits_layout
 from lightning_fl.datamodules import newsgroups
 from lightning_fl.files import read_text
 
@@ -137,6 +137,13 @@ def test_speech_commands(fit, tmp_path):
     ]
     rows = fit("speech_commands", "--federation.clients_per_round=1", *small)
     assert len(rows) > 1
+
+
+def test_spoken_digits(fit, tmp_path):
+    spoken_digits_layout(tmp_path)
+    small = [f"--data.init_args.{o}" for o in (f"root={tmp_path}", "val_size=0")]
+    rows = fit("spoken_digits", "--model.init_args.net.init_args={width: 2, hidden: 4}", *small)
+    assert len(rows) > 2
 
 
 def test_newsgroups(fit, monkeypatch):
