@@ -24,14 +24,19 @@ from statistics import mean, median, stdev
 from typing import Any, NamedTuple
 
 from runs import (
+    Arms,
     apart,
     check_options,
     fit_and_test_all,
+    given,
     machine_line,
     publish,
     result,
     rows,
+    rule,
+    split,
     table,
+    term,
 )
 
 CONFIGS = Path(__file__).parent / "methods"
@@ -41,30 +46,6 @@ RATES, TUNING_SEED = (0.01, 0.03, 0.1, 0.3), 0
 #: Columns of the table of rounds with the bytes of all clients.
 TRAFFIC = ("bytes_up", "bytes_down")
 
-
-def given(option: str, name: str, **init: Any) -> str:
-    """Return an option that names a class with its own options."""
-    return f"--{option}={json.dumps({'class_path': name, 'init_args': init})}"
-
-
-def rule(name: str, **init: Any) -> tuple[str, ...]:
-    """Return the option of an aggregation rule."""
-    return (given("federation.aggregator", name, **init),)
-
-
-def term(name: str, **init: Any) -> tuple[str, ...]:
-    """Return the option of a term of the loss."""
-    terms = [{"class_path": name, "init_args": init}]
-    return (f"--model.init_args.terms={json.dumps(terms)}",)
-
-
-def split(name: str, **init: Any) -> tuple[str, ...]:
-    """Return the option of a partition."""
-    return (given("data.init_args.partition", name, **init),)
-
-
-#: Options by name of a method or a split.
-Arms = Mapping[str, tuple[str, ...]]
 
 HETEROGENEITY: Arms = {
     "FedAvg": (),

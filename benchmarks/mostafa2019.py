@@ -10,7 +10,11 @@ and started again with more cells.
         --out runs/kws16 -- --model.init_args.net.init_args.width=16
 
 What follows ``--`` goes to ``fit`` and ``test``. Results of other options belong into another
-folder: it keeps the options, and refuses others.
+folder: it keeps the options, and refuses others. ``--with`` gives an option to the cells of
+one method only:
+
+    python benchmarks/mostafa2019.py --tasks mnist --methods fa fa_ah --out runs/window10
+        --with "fa_ah --federation.policy.init_args.window=10"
 
 ``--figure`` draws how the means of learning rate and local steps move (figure 3). ``--overhead 5``
 measures what matching, learning hyperparameters and weight divergence cost (table 4): five runs
@@ -22,9 +26,9 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 from statistics import mean, median, stdev
 from time import perf_counter
@@ -51,8 +55,17 @@ CONFIGS = Path(__file__).parents[1] / "configs" / "mostafa2019"
 TASKS, SPLITS = ("mnist", "cifar10", "kws"), ("iid", "noniid")
 #: How much matching weighs: in a small dense network its squares outweigh the cross-entropy.
 MATCHING = {"mnist": 0.1, "cifar10": 1.0, "kws": 1.0}
-METHODS = {"fa": "FA", "fa_wd": "FA+WD", "fa_rm_ah": "FA+RM+AH", "fa_rm": "FA+RM", "fa_ah": "FA+AH"}
-#: The paper's accuracies in percent: by task, participation and split, in the order of METHODS.
+#: The paper's methods, in the order of its tables.
+PUBLISHED = {
+    "fa": "FA",
+    "fa_wd": "FA+WD",
+    "fa_rm_ah": "FA+RM+AH",
+    "fa_rm": "FA+RM",
+    "fa_ah": "FA+AH",
+}
+#: And a variant that the paper mentions: layers are reconstructed from the same layers.
+METHODS = PUBLISHED | {"fa_rm_same": "FA+RM, same layers"}
+#: The paper's accuracies in percent: by task, participation and split, in the order of PUBLISHED.
 PAPER = {
     ("mnist", 1.0, "iid"): (97.9, 97.9, 97.9, 97.8, 98.0),
     ("mnist", 1.0, "noniid"): (94.7, 94.8, 94.7, 94.5, 95.5),
@@ -93,9 +106,16 @@ class Cell(NamedTuple):
         ]
 
 
-def run(cell: Cell, out: Path, extra: Sequence[str], environment: dict[str, str]) -> None:
-    """Train and test a cell, unless its result is there."""
-    fit_and_test(cell.folder(out), [*cell.options(), *extra], environment)
+def run(
+    cell: Cell,
+    out: Path,
+    extra: Sequence[str],
+    own: Mapping[str, Sequence[str]],
+    environment: dict[str, str],
+) -> None:
+    """Train and test a cell with options for all and for its method, unless its result is there."""
+    given = [*cell.options(), *extra, *own.get(cell.method, ())]
+    fit_and_test(cell.folder(out), given, environment)
 
 
 def settings(cell: Cell, out: Path) -> dict[str, str]:
@@ -129,12 +149,17 @@ def markdown(found: dict[Cell, dict[str, Any]], out: Path) -> str:
         groups = {(c.participation, c.split) for c in found if c.task == task}
         if not groups:
             continue
-        head = ["test accuracy, % (paper)", *METHODS.values()]
-        lines = [head, ["---"] + ["---:"] * len(METHODS)]
+        shown = [
+            m
+            for m in METHODS
+            if m in PUBLISHED or any((c.task, c.method) == (task, m) for c in found)
+        ]
+        head = ["test accuracy, % (paper)", *(METHODS[method] for method in shown)]
+        lines = [head, ["---"] + ["---:"] * len(shown)]
         for participation, split in sorted(groups, key=lambda g: (-g[0], g[1])):
             line = [f"C={participation:g}, {'IID' if split == 'iid' else 'non-IID'}"]
-            paper = PAPER.get((task, participation, split), (None,) * len(METHODS))
-            for method, printed in zip(METHODS, paper, strict=True):
+            paper = PAPER.get((task, participation, split), ())
+            for method, printed in zip_longest(shown, paper):
                 each = [
                     100 * result["test_acc"]
                     for c, result in found.items()
@@ -232,11 +257,11 @@ def overhead(
 
 def overhead_table(found: dict[str, dict[str, list[float]]]) -> str:
     """Show table 4: seconds per round and the ratio to FA; medians over repeats."""
-    head = ["seconds per round (relative to FA)", *METHODS.values()]
-    lines = [head, ["---"] + ["---:"] * len(METHODS)]
+    head = ["seconds per round (relative to FA)", *PUBLISHED.values()]
+    lines = [head, ["---"] + ["---:"] * len(PUBLISHED)]
     for task, methods in found.items():
         base, line = methods.get("fa", []), [task]
-        for method in METHODS:
+        for method in PUBLISHED:
             each = methods.get(method, [])
             ratios = [a / b for a, b in zip(each, base, strict=False)]
             line.append(f"{median(each):.3f} ({median(ratios):.2f})" if ratios else "-")
@@ -250,9 +275,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[Cell, dict[str, Any]]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(PUBLISHED))
     parser.add_argument("--participation", nargs="+", type=float, default=[1.0, 0.5], metavar="C")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument(
+        "--with",
+        action="append",
+        default=[],
+        dest="own",
+        metavar="'METHOD OPTION'",
+        help="an option for the cells of one method; may be given several times",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="cells at the same time")
     parser.add_argument("--gpus", type=int, default=0, help="deal the cells to so many GPUs")
     parser.add_argument("--out", type=Path, default=Path("runs", "mostafa2019"))
@@ -270,13 +303,19 @@ def main(arguments: Sequence[str] | None = None) -> dict[Cell, dict[str, Any]]:
         Cell(*what)
         for what in product(args.tasks, args.splits, args.participation, args.methods, args.seeds)
     ]
-    if wrong := check_options(args.out, extra):
+    own: dict[str, list[str]] = {}
+    for each in args.own:
+        method, _, option = each.partition(" ")
+        if method not in METHODS or not option:
+            parser.error(f"--with must be a method of {list(METHODS)} and an option, got {each!r}")
+        own.setdefault(method, []).append(option)
+    if wrong := check_options(args.out, [*extra, *args.own]):
         parser.error(wrong)
     waiting = []
     with ThreadPoolExecutor(args.jobs) as pool:
         for i, cell in enumerate(cells):
             device = {"CUDA_VISIBLE_DEVICES": str(i % args.gpus)} if args.gpus else {}
-            waiting.append(pool.submit(run, cell, args.out, extra, device))
+            waiting.append(pool.submit(run, cell, args.out, extra, own, device))
     for each in waiting:
         each.result()  # raises what a worker raised
     found = results(cells, args.out)

@@ -17,241 +17,15 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
+from experiments import EXPERIMENTS, Experiment
 from runs import apart, check_options, fit_and_test_all, machine_line, newest, publish, result, rows
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-
-
-class Experiment(NamedTuple):
-    """What is compared.
-
-    Args:
-        title: Heading.
-        question: What it asks, a line.
-        config: The file that all arms share.
-        arms: Options of each, by the name that it has in the table.
-        figures: Columns: of the table of rounds (the last round that has it), ``test_acc``, ``R60``
-            (the first round with a validation accuracy of 60 %), ``groups`` (the share of pairs
-            of clients that are rightly in one cluster or in two), or ``val_acc, 20 s`` (the last
-            validation accuracy in that virtual time).
-        curve: What is drawn.
-        across: Column over which it is drawn: ``round`` or ``virtual_time``.
-    """
-
-    title: str
-    question: str
-    config: str
-    arms: dict[str, tuple[str, ...]]
-    figures: tuple[str, ...] = ("test_acc",)
-    curve: str = "val_acc"
-    across: str = "round"
-
-
-#: A model for all, averaged, in the place of a rule of its own.
-FEDAVG = "--federation.aggregator=FedAvg"
-#: Options that make the config of clusters one of four groups.
-FOUR = "--data.init_args.client_rotations=[0,90,180,270]"
-PERSONAL = '--trainer.callbacks=[{"class_path":"PersonalizedEvaluation","init_args":%s}]'
-SGD = '--model.init_args.optimizer={"class_path":"torch.optim.SGD","init_args":{"lr":%s}}'
-#: FedEM's component as a model for all.
-ONE_MODEL = (
-    '--model={"class_path":"ClientModule","init_args":{"net":{"class_path":"MLPClassifier",'
-    '"init_args":{"sizes":[784,50,10]}}}}'
-)
-MILD = (
-    '--data.init_args.partition={"class_path":"Dirichlet","init_args":{"alpha":0.4,"min_size":50}}'
-)
-#: The candidates of the config of policies.
-RATES = (0.001, 0.01, 0.03, 0.1, 0.3)
-#: Synchronous rounds in the config of asynchronous ones.
-SYNCHRONOUS = (
-    '--federation.aggregator={"class_path":"FedAvg","init_args":{"weighting":"uniform"}}',
-    "--federation.sampler=UniformSampler",
-)
-
-EXPERIMENTS = {
-    "fedprox": Experiment(
-        "FedProx",
-        "Nine of the ten clients of a round are stragglers. Are their partial updates used or"
-        " dropped?",
-        "fedprox_mnist",
-        {
-            "FedProx, mu = 1": (),
-            "FedAvg, stragglers kept": ("--model.init_args.terms=[]",),
-            "FedAvg, stragglers dropped": (
-                "--model.init_args.terms=[]",
-                "--federation.policy.init_args.drop=true",
-            ),
-            "FedAvg, no stragglers": (
-                "--model.init_args.terms=[]",
-                "--federation.policy.init_args.fraction=0",
-            ),
-        },
-    ),
-    "fedopt": Experiment(
-        "Server optimizers",
-        "What do server optimizers gain over averaging?",
-        "fedopt_mnist",
-        {
-            "FedAdam": (),
-            "FedYogi": ("--federation.aggregator=FedYogi", "--federation.aggregator.lr=0.01"),
-            "FedAdagrad": ("--federation.aggregator=FedAdagrad", "--federation.aggregator.lr=0.01"),
-            "FedAvgM": ("--federation.aggregator=FedAvgM", "--federation.aggregator.lr=1"),
-            "FedAvg": (FEDAVG,),
-        },
-    ),
-    "fedavgplus": Experiment(
-        "FedAvg+",
-        "What does a client gain by local fine-tuning?",
-        "fedavgplus_mnist",
-        {
-            "FedAvg+": (),
-            "FedAvg": (
-                FEDAVG,
-                '--federation.policy={"class_path":"Schedule","init_args":'
-                '{"lr":0.02,"local_epochs":5}}',
-            ),
-        },
-        ("server/mean", "personal/mean", "personal/worst", "local/mean", "test_acc"),
-    ),
-    "clustered2": Experiment(
-        "Clustered FL, two groups",
-        "Every second client has images that are upside down. Does the rule identify the two"
-        " groups?",
-        "clustered_mnist",
-        {"ClusteredFL": (), "FedAvg": (FEDAVG,)},
-        ("server/mean", "server/worst", "clusters", "groups"),
-        "server/mean",
-    ),
-    "clustered4": Experiment(
-        "Clustered FL, four groups",
-        "The same with four groups, whose images are rotated by multiples of 90 degrees.",
-        "clustered_mnist",
-        {"ClusteredFL": (FOUR,), "FedAvg": (FOUR, FEDAVG)},
-        ("server/mean", "server/worst", "clusters", "groups"),
-        "server/mean",
-    ),
-    "pfedme": Experiment(
-        "pFedMe",
-        "Personal models of clients with two digits each.",
-        "pfedme_mnist",
-        {
-            "pFedMe": (),
-            "FedAvg": (SGD % 0.02, "--federation.optimizer_state=reset"),
-        },
-        ("server/mean", "kept/mean", "kept/worst", "personal/mean", "personal/worst"),
-    ),
-    "fedem": Experiment(
-        "FedEM",
-        "A mixture of three models for each client. Each client has two digits.",
-        "fedem_mnist",
-        {
-            "FedEM": (),
-            "FedEM, no server": (
-                "--federation.aggregator=Gossip",
-                "--federation.aggregator.graph=erdos_renyi",
-            ),
-            "FedAvg": (ONE_MODEL,),
-        },
-        ("server/mean", "server/worst", "test_acc"),
-        "server/mean",
-    ),
-    "fedem-mild": Experiment(
-        "FedEM, mild skew",
-        "The same with mild label skew, Dirichlet(0.4).",
-        "fedem_mnist",
-        {"FedEM": (MILD,), "FedAvg": (MILD, ONE_MODEL)},
-        ("server/mean", "server/worst", "test_acc"),
-        "server/mean",
-    ),
-    "drift": Experiment(
-        "SCAFFOLD",
-        "Clients with two digits drift apart in a local epoch. What do control variates gain?",
-        "scaffold_mnist",
-        {
-            "SCAFFOLD, option II": (),
-            "SCAFFOLD, option I": ("--federation.aggregator.init_args.option=I",),
-            "FedAvg": (FEDAVG,),
-        },
-    ),
-    "steps": Experiment(
-        "FedNova",
-        "Half of the sampled clients make fewer local steps. What does normalization gain?",
-        "fednova_mnist",
-        {"FedNova": (), "FedAvg": (FEDAVG,)},
-    ),
-    "gossip": Experiment(
-        "Gossip",
-        "How accurate is averaging among neighbors in a graph, without a server?",
-        "gossip_mnist",
-        {
-            "ring": (),
-            "grid": ("--federation.aggregator.init_args.graph=grid",),
-            "Erdos-Renyi": ("--federation.aggregator.init_args.graph=erdos_renyi",),
-            "complete": ("--federation.aggregator.init_args.graph=complete",),
-            "FedAvg": (FEDAVG,),
-        },
-        ("test_acc", "consensus_distance"),
-    ),
-    "control": Experiment(
-        "FedControl",
-        "Aggregation weights from sample counts, the decrease of the loss and the sum of past"
-        " losses, on Fashion-MNIST.",
-        "fedcontrol_fashion",
-        {
-            "FedControl, lambda = 0.8": (),
-            "FedControl, lambda = 1": ("--federation.aggregator.init_args.decay=1.0",),
-            "FedCostWAvg": ("--federation.aggregator=FedCostWAvg",),
-            "FedAvg": (FEDAVG,),
-        },
-        ("test_acc", "R60"),
-    ),
-    "asynchronous": Experiment(
-        "Asynchronous rounds",
-        "The speeds of clients are log-normal: the slowest of 30 takes about eight times as long"
-        " as the median. What does the server gain if it does not wait, at equal virtual time?",
-        "fedbuff_mnist",
-        {
-            "FedBuff, 30 clients train": ("--trainer.max_epochs=80",),
-            "FedAvg, rounds of 30": (
-                *SYNCHRONOUS,
-                "--federation.clients_per_round=30",
-                "--trainer.max_epochs=8",
-            ),
-            "FedAvg, rounds of 30, deadline 1.5 s": (
-                *SYNCHRONOUS,
-                "--federation.clients_per_round=30",
-                "--trainer.max_epochs=18",
-                '--trainer.callbacks=[{"class_path":"ClientFaults","init_args":'
-                '{"step_seconds":0.01,"speed_sigma":1.0,"deadline":1.5}}]',
-            ),
-        },
-        ("val_acc, 10 s", "val_acc, 20 s"),
-        across="virtual_time",
-    ),
-    "policy": Experiment(
-        "Policies",
-        "Policies that learn one of five learning rates, compared with each fixed rate.",
-        "personalized_policy_mnist",
-        {
-            "contribution": (),
-            "reward": ("--federation.policy.init_args.method=reward",),
-            **{
-                f"lr {rate:g}": (
-                    '--federation.policy={"class_path":"Schedule","init_args":'
-                    f'{{"lr":{rate},"num_steps":5}}}}',
-                )
-                for rate in RATES
-            },
-        },
-    ),
-}
 
 
 def options(experiment: Experiment, arm: str, seed: int) -> list[str]:
@@ -270,8 +44,9 @@ def figure_of(place: Path, name: str) -> float:
     table = rows(place)
     if name == "test_acc":
         return float((result(place) or {})[name])
-    if name == "R60":
-        reached = [int(row["round"]) for row in table if float(row["val_acc"] or 0) >= 0.6]
+    if name[0] == "R":
+        share = int(name[1:]) / 100
+        reached = [int(row["round"]) for row in table if float(row["val_acc"] or 0) >= share]
         return float(reached[0]) if reached else float("nan")
     if name == "groups":
         return found_groups(place)

@@ -165,3 +165,30 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table in Markdown, numbers to the right of the first column."""
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+# --- options ------------------------------------------------------------------------------------
+
+#: Options by name of a method or a split.
+Arms = Mapping[str, tuple[str, ...]]
+
+
+def given(option: str, name: str, **init: Any) -> str:
+    """Return an option that names a class with its own options."""
+    return f"--{option}={json.dumps({'class_path': name, 'init_args': init})}"
+
+
+def rule(name: str, **init: Any) -> tuple[str, ...]:
+    """Return the option of an aggregation rule."""
+    return (given("federation.aggregator", name, **init),)
+
+
+def term(name: str, **init: Any) -> tuple[str, ...]:
+    """Return the option of a term of the loss."""
+    terms = [{"class_path": name, "init_args": init}]
+    return (f"--model.init_args.terms={json.dumps(terms)}",)
+
+
+def split(name: str, **init: Any) -> tuple[str, ...]:
+    """Return the option of a partition."""
+    return (given("data.init_args.partition", name, **init),)

@@ -71,6 +71,22 @@ def test_cells_run_once_and_tables_show_means(mostafa, commands, tmp_path, capsy
     assert capsys.readouterr().out.endswith(text + "\n")
 
 
+def test_a_method_can_have_options_of_its_own(mostafa, commands, tmp_path, capsys):
+    given = ["--tasks", "mnist", "--splits", "iid", "--participation", "1", "--seeds", "1"]
+    given += ["--out", str(tmp_path), "--methods", "fa", "fa_rm_same"]
+    mostafa.main([*given, "--with", "fa_rm_same --a=1", "--with=fa_rm_same --b=2", "--", "c=3"])
+    fits = [line for line in commands if "fit" in line]
+    assert [("--a=1" in line, "--b=2" in line) for line in fits] == [(False,) * 2, (True,) * 2]
+    assert all("c=3" in line for line in commands)
+    assert "| FA+AH | FA+RM, same layers |" in capsys.readouterr().out
+    noted = json.loads((tmp_path / "options.json").read_text())
+    assert noted == ["c=3", "fa_rm_same --a=1", "fa_rm_same --b=2"]
+    for wrong, words in ((["--", "c=3"], "another --out"), (["--with", "fb x"], "got 'fb x'")):
+        with pytest.raises(SystemExit):
+            mostafa.main([*given, *wrong])
+        assert words in capsys.readouterr().err
+
+
 def test_a_cell_that_fails_is_named_and_the_others_go_on(mostafa, commands, tmp_path, capsys):
     given = ["--tasks", "mnist", "--methods", "fa", "--seeds", "1", "--out", str(tmp_path)]
     found = mostafa.main([*given, "--", "fail"])
@@ -102,7 +118,7 @@ def test_figure_3(mostafa, commands, tmp_path):
 
 def test_overhead_is_a_ratio_of_runs_of_as_many_steps(mostafa, commands, tmp_path, capsys):
     mostafa.main(["--tasks", "mnist", "--overhead", "2", "--out", str(tmp_path)])
-    assert len(commands) == 2 * len(mostafa.METHODS)
+    assert len(commands) == 2 * len(mostafa.PUBLISHED)
     assert sum(any("num_steps: [10]" in a for a in line) for line in commands) == 2 * 2
     row = capsys.readouterr().out.splitlines()[2]
     fast, slow = "2.100 (1.00)", "3.100 (1.48)"
