@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from runs import (
     Arms,
+    Run,
     apart,
     check_options,
     fit_and_test_all,
@@ -142,7 +143,7 @@ FAIRNESS: Arms = {
 }
 
 
-class Run(NamedTuple):
+class Case(NamedTuple):
     """A run of a method.
 
     Args:
@@ -226,7 +227,7 @@ EXPERIMENTS = {
 }
 
 
-def options(name: str, run: Run) -> list[str]:
+def options(name: str, run: Case) -> list[str]:
     """Return the options of a run."""
     experiment = EXPERIMENTS[name]
     files = [f"--config={CONFIGS / file}.yaml" for file in (name, run.data)]
@@ -238,19 +239,19 @@ def options(name: str, run: Run) -> list[str]:
     return [*files, f"--seed_everything={run.seed}", *given]
 
 
-def folder(out: Path, name: str, run: Run) -> Path:
+def folder(out: Path, name: str, run: Case) -> Path:
     """Return the folder of a run."""
     words = [run.method, run.split, *([] if run.lr is None else [f"lr {run.lr:g}"]), str(run.seed)]
     safe = ("".join(c if c.isalnum() or c == "." else "_" for c in word) for word in words)
     return out / name / run.data / "-".join(safe)
 
 
-def tuning(name: str, data: str) -> Iterator[Run]:
+def tuning(name: str, data: str) -> Iterator[Case]:
     """Yield the runs from which learning rates are chosen."""
     experiment = EXPERIMENTS[name]
     if experiment.tuned_on is not None:
         for method, rate in product(experiment.arms, RATES):
-            yield Run(data, method, experiment.tuned_on, TUNING_SEED, rate)
+            yield Case(data, method, experiment.tuned_on, TUNING_SEED, rate)
 
 
 def tuned(name: str, data: str, out: Path) -> dict[str, float | None]:
@@ -267,12 +268,12 @@ def tuned(name: str, data: str, out: Path) -> dict[str, float | None]:
     return {method: max(each, key=lambda lr: each[lr]) for method, each in complete.items()}
 
 
-def runs(name: str, data: str, seeds: Sequence[int], out: Path) -> Iterator[Run]:
+def cases(name: str, data: str, seeds: Sequence[int], out: Path) -> Iterator[Case]:
     """Yield the runs of a table whose learning rates are known."""
     experiment, rates = EXPERIMENTS[name], tuned(name, data, out)
     for seed, split_name, method in product(seeds, experiment.splits, experiment.arms):
         if method in rates:
-            yield Run(data, method, split_name, seed, rates[method])
+            yield Case(data, method, split_name, seed, rates[method])
 
 
 def named(column: str, method: str) -> str:
@@ -311,7 +312,7 @@ def cells(
     found: list[str] = []
     done: list[Path] = []
     for each in splits:
-        places = [folder(out, name, Run(data, method, each, seed, lr)) for seed in seeds]
+        places = [folder(out, name, Case(data, method, each, seed, lr)) for seed in seeds]
         places = [place for place in places if result(place) is not None]
         for column, (_, scale) in experiment.columns.items():
             values = [figure(place, named(column, method)) for place in places]
@@ -357,14 +358,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"unknown method {unknown[0]!r}: choose from {list(experiment.arms)}")
     if wrong := check_options(args.out, extra):
         parser.error(wrong)
+    failed: list[str] = []
     for data in args.data:
-        for wanted in (tuning(name, data), runs(name, data, args.seeds, args.out)):
-            chosen = [run for run in wanted if run.method in (args.methods or experiment.arms)]
-            lines = [(folder(args.out, name, r), [*options(name, r), *extra]) for r in chosen]
-            fit_and_test_all(lines, args.jobs)
+        for wanted in (tuning(name, data), cases(name, data, args.seeds, args.out)):
+            lines = [
+                Run(folder(args.out, name, case), [*options(name, case), *extra])
+                for case in wanted
+                if case.method in (args.methods or experiment.arms)
+            ]
+            failed += fit_and_test_all(lines, args.jobs)
     text = [f"# {experiment.title}", experiment.text, machine_line()]
     text += [section(name, data, args.seeds, args.out) for data in args.data]
-    publish("\n\n".join(text) + "\n", args.markdown)
+    publish("\n\n".join(text) + "\n", args.markdown, failed)
 
 
 if __name__ == "__main__":

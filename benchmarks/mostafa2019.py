@@ -26,8 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from itertools import product, zip_longest
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -40,10 +39,11 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from runs import (
+    Run,
     apart,
     check_options,
     command,
-    fit_and_test,
+    fit_and_test_all,
     machine_line,
     newest,
     publish,
@@ -104,18 +104,6 @@ class Cell(NamedTuple):
             f"--federation.client_fraction={self.participation}",
             *[f"--model.init_args.terms.coefficient={MATCHING[self.task]}"] * ("rm" in self.method),
         ]
-
-
-def run(
-    cell: Cell,
-    out: Path,
-    extra: Sequence[str],
-    own: Mapping[str, Sequence[str]],
-    environment: dict[str, str],
-) -> None:
-    """Train and test a cell with options for all and for its method, unless its result is there."""
-    given = [*cell.options(), *extra, *own.get(cell.method, ())]
-    fit_and_test(cell.folder(out), given, environment)
 
 
 def settings(cell: Cell, out: Path) -> dict[str, str]:
@@ -311,17 +299,19 @@ def main(arguments: Sequence[str] | None = None) -> dict[Cell, dict[str, Any]]:
         own.setdefault(method, []).append(option)
     if wrong := check_options(args.out, [*extra, *args.own]):
         parser.error(wrong)
-    waiting = []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for i, cell in enumerate(cells):
-            device = {"CUDA_VISIBLE_DEVICES": str(i % args.gpus)} if args.gpus else {}
-            waiting.append(pool.submit(run, cell, args.out, extra, own, device))
-    for each in waiting:
-        each.result()  # raises what a worker raised
+    runs = [
+        Run(
+            cell.folder(args.out),
+            [*cell.options(), *extra, *own.get(cell.method, ())],
+            {"CUDA_VISIBLE_DEVICES": str(i % args.gpus)} if args.gpus else {},
+        )
+        for i, cell in enumerate(cells)
+    ]
+    failed = fit_and_test_all(runs, args.jobs)
     found = results(cells, args.out)
     if args.figure:
         figure(found, args.out, args.figure)
-    publish(markdown(found, args.out), args.markdown)
+    publish(markdown(found, args.out), args.markdown, failed)
     return found
 
 

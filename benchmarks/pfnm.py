@@ -25,7 +25,18 @@ import torch
 from matplotlib.axes import Axes
 
 from lightning_fl.functional.networks import Layers, MatchingOptions, match_networks
-from runs import apart, check_options, fit_and_test_all, machine_line, newest, publish, result, rows
+from runs import (
+    Run,
+    apart,
+    check_options,
+    fit_and_test_all,
+    given,
+    machine_line,
+    newest,
+    publish,
+    result,
+    rows,
+)
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 #: Options of the data: its inputs, and what the paper's table 1 has for it.
@@ -180,13 +191,6 @@ GRID: dict[str, tuple[float, ...]] = {
 }
 
 
-class Run(NamedTuple):
-    """What is run: where it leaves what it finds, and its options."""
-
-    place: Path
-    options: list[str]
-
-
 def point(out: Path, figure: str, data: str, split: str, value: int, seed: int) -> dict[str, Run]:
     """Return the runs of a point of a sweep."""
     sweep, (inputs, options) = SWEEPS[figure], DATA[data]
@@ -202,16 +206,15 @@ def point(out: Path, figure: str, data: str, split: str, value: int, seed: int) 
     ]
     lr = 0.01 if data == "mnist" else 0.001
     place = out / "points" / f"{data}-{split}-J{clients}-C{depth}-{seed}"
-    found = {}
-    for name, more in (("pfnm", [CALLBACK % (STUDENT % (inputs, lr))]), ("downpour", [])):
-        config = ["--config", str(CONFIGS / f"{name}_mnist.yaml")]
-        found[name] = Run(place.with_name(f"{place.name}-{name}"), [*config, *options, *more])
-    if data == "cifar10":  # the server's Adam has the clients' rate
-        found["downpour"].options.append(
-            '--federation.aggregator.init_args.optimizer={"class_path":"torch.optim.Adam",'
-            '"init_args":{"lr":0.001}}'
+    adam = given("federation.aggregator.init_args.optimizer", "torch.optim.Adam", lr=lr)
+    own = {"pfnm": CALLBACK % (STUDENT % (inputs, lr)), "downpour": adam}
+    return {
+        name: Run(
+            place.with_name(f"{place.name}-{name}"),
+            ["--config", str(CONFIGS / f"{name}_mnist.yaml"), *options, more],
         )
-    return found
+        for name, more in own.items()
+    }
 
 
 def runs(args: argparse.Namespace) -> list[Run]:
@@ -569,13 +572,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(given)
     if wrong := check_options(args.out, extra):
         parser.error(wrong)
+    failed: list[str] = []
     if not args.show:
-        fit_and_test_all(((run.place, [*run.options, *extra]) for run in runs(args)), args.jobs)
+        wanted = (run._replace(options=[*run.options, *extra]) for run in runs(args))
+        failed = fit_and_test_all(wanted, args.jobs)
     torch.set_num_threads(1)
     text = [machine_line()]
     for name in args.figures:
         text += PAGES[name](args)
-    publish("\n\n".join(text) + "\n", args.markdown)
+    publish("\n\n".join(text) + "\n", args.markdown, failed)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,17 @@ import numpy as np
 import torch
 
 from experiments import EXPERIMENTS, Experiment
-from runs import apart, check_options, fit_and_test_all, machine_line, newest, publish, result, rows
+from runs import (
+    Run,
+    apart,
+    check_options,
+    fit_and_test_all,
+    machine_line,
+    newest,
+    publish,
+    result,
+    rows,
+)
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -160,11 +170,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if wrong := check_options(args.out, extra):
         parser.error(wrong)
     wanted = (
-        (folder(args.out, name, arm, seed), [*options(EXPERIMENTS[name], arm, seed), *extra])
+        Run(folder(args.out, name, arm, seed), [*options(EXPERIMENTS[name], arm, seed), *extra])
         for name, seed in product(args.experiments, args.seeds)
         for arm in EXPERIMENTS[name].arms
     )
-    fit_and_test_all(wanted, args.jobs)
+    failed = fit_and_test_all(wanted, args.jobs)
     text = [machine_line()]
     for name in args.experiments:
         if any(result(place) for place in _places(name, args.out, args.seeds)):
@@ -173,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 png = args.markdown.with_name(f"{args.markdown.stem}-{name}.png")
                 picture(name, args.out, args.seeds, png)
                 text.append(f"![{name}]({png.name})")
-    publish("\n\n".join(text) + "\n", args.markdown)
+    publish("\n\n".join(text) + "\n", args.markdown, failed)
 
 
 if __name__ == "__main__":

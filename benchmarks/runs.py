@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning
 import torch
@@ -63,31 +63,47 @@ def command(
 
 def fit_and_test(
     folder: Path, options: Sequence[str], environment: Mapping[str, str] | None = None
-) -> None:
-    """Train and test, unless the result is there; what was cut short goes on."""
+) -> bool:
+    """Train and test, unless the result is there; what was cut short goes on.
+
+    Returns:
+        Whether the result is there.
+    """
     result = folder / "result.json"
     if result.exists():
-        return
+        return True
     start = perf_counter()
     for name in ("fit", "test"):
         if (done := command(name, folder, options, environment)) is None:
-            return
+            return False
     figures = re.findall(r"(test_\w+(?:/\w+)?)\D+(\d\.\d+(?:e-\d+)?)", done.stdout)
     tested = {name: float(value) for name, value in figures}
     if "test_acc" not in tested:
         print(f"{folder.name} has no test_acc:\n{done.stdout[-2000:]}", file=sys.stderr)
-        return
+        return False
     found = {**tested, "rounds": len(rows(folder)), "seconds": perf_counter() - start}
     result.write_text(json.dumps(found) + "\n")
     print(f"{folder.name}: {100 * found['test_acc']:.2f} %", file=sys.stderr)
+    return True
 
 
-def fit_and_test_all(runs: Iterable[tuple[Path, Sequence[str]]], jobs: int) -> None:
-    """Do :func:`fit_and_test` for each folder and its options, several at the same time."""
+class Run(NamedTuple):
+    """What is run: the folder where it leaves its results, its options, and its environment."""
+
+    place: Path
+    options: Sequence[str]
+    environment: Mapping[str, str] = {}
+
+
+def fit_and_test_all(runs: Iterable[Run], jobs: int) -> list[str]:
+    """Do :func:`fit_and_test` for each run, several at the same time.
+
+    Returns:
+        The names of those that failed.
+    """
     with ThreadPoolExecutor(jobs) as pool:
-        waiting = [pool.submit(fit_and_test, folder, options) for folder, options in runs]
-    for each in waiting:
-        each.result()  # raises what a worker raised
+        waiting = {run.place.name: pool.submit(fit_and_test, *run) for run in runs}
+    return [name for name, each in waiting.items() if not each.result()]
 
 
 def result(folder: Path) -> dict[str, Any] | None:
@@ -127,12 +143,14 @@ def check_options(out: Path, extra: Sequence[str]) -> str | None:
     return None
 
 
-def publish(text: str, path: Path | None) -> None:
-    """Print a page, and write it where a path is given."""
+def publish(text: str, path: Path | None, failed: Sequence[str] = ()) -> None:
+    """Print a page, and write it where a path is given; exit with an error if runs failed."""
     print(text)
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    if failed:
+        sys.exit(f"{len(failed)} runs failed, the tables lack them: {', '.join(failed)}")
 
 
 def machine() -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from runs import apart, check_options, fit_and_test_all, machine_line, publish, result, rows
+from runs import Run, apart, check_options, fit_and_test_all, machine_line, publish, result, rows
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4)
@@ -241,13 +241,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(own)
     if wrong := check_options(args.out, extra):
         parser.error(wrong)
+    failed: list[str] = []
     if not args.show:
         wanted = (
-            (folder(args.out, part, arm, seed), [*options(part, arm, seed), *extra])
+            Run(folder(args.out, part, arm, seed), [*options(part, arm, seed), *extra])
             for part in args.parts
             for arm, seed in product(PARTS[part][1], args.seeds)
         )
-        fit_and_test_all(wanted, args.jobs)
+        failed = fit_and_test_all(wanted, args.jobs)
     tables = {"faults": fault_table, "attacks": attack_tables, "privacy": privacy_table}
     text = [machine_line()]
     text += [f"## {part}\n\n{tables[part](args.out, args.seeds)}" for part in args.parts]
@@ -255,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.markdown.parent.mkdir(parents=True, exist_ok=True)
         png = args.markdown.with_name(f"{args.markdown.stem}-faults.png")
         time_picture(args.out, args.seeds[0], png)
-    publish("\n\n".join(text) + "\n", args.markdown)
+    publish("\n\n".join(text) + "\n", args.markdown, failed)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import fedjax
@@ -22,33 +23,47 @@ import haiku as hk
 import jax
 import numpy as np
 
-#: Workloads with a network of their own.
-PUBLISHED = ("blazefl", "pfl", "femnist")
+
+def pool(x: jax.Array) -> jax.Array:
+    """Halve maps by max pooling."""
+    return hk.max_pool(x, (2, 2, 1), (2, 2, 1), "VALID")
 
 
-def layers(shape: tuple[int, ...]) -> list:
-    """The network for samples of this shape; channels come last."""
+def dropout(rate: float) -> Callable[[jax.Array], jax.Array]:
+    """Drop out a share of the activations."""
+    return lambda x: hk.dropout(hk.next_rng_key(), rate, x)
+
+
+def layers(shape: tuple[int, ...], workload: str, classes: int) -> list:
+    """The network of a workload for samples of this shape; channels come last."""
+    relu, flat = jax.nn.relu, hk.Flatten()
+    if workload == "blazefl":
+        convs = [hk.Conv2D(6, 5, padding="VALID"), relu, pool]
+        convs += [hk.Conv2D(16, 5, padding="VALID"), relu, pool, flat]
+        return [*convs, hk.Linear(120), relu, hk.Linear(84), relu, hk.Linear(classes)]
+    if workload in ("pfl", "femnist"):
+        convs = [hk.Conv2D(32, 3, padding="VALID"), relu, hk.Conv2D(64, 3, padding="VALID"), relu]
+        convs += [pool, dropout(0.25), flat]
+        return [*convs, hk.Linear(128), relu, dropout(0.5), hk.Linear(classes)]
     if shape == (784,):
-        return [hk.Linear(100), jax.nn.relu, hk.Linear(100), jax.nn.relu, hk.Linear(10)]
-    convs: list = []
+        return [hk.Linear(100), relu, hk.Linear(100), relu, hk.Linear(classes)]
+    convs = []
     if shape == (32, 32, 3):
         for maps in (32, 64):
-            convs += [hk.Conv2D(maps, 5), hk.MaxPool(2, 2, "VALID", channel_axis=-1), jax.nn.relu]
+            convs += [hk.Conv2D(maps, 5), pool, relu]
     elif shape == (32, 32, 1):
         for i in range(4):
-            convs += [hk.Conv2D(64, 3)]
-            convs += [hk.MaxPool(2, 2, "VALID", channel_axis=-1)] if i % 2 else []
-            convs += [jax.nn.relu]
+            convs += [hk.Conv2D(64, 3), *[pool] * (i % 2), relu]
     else:
         raise ValueError(f"no network for samples of shape {shape}")
-    return [*convs, hk.Flatten(), hk.Linear(1024), jax.nn.relu, hk.Linear(10)]
+    return [*convs, flat, hk.Linear(1024), relu, hk.Linear(classes)]
 
 
-def model(shape: tuple[int, ...]) -> fedjax.Model:
+def model(shape: tuple[int, ...], workload: str, classes: int) -> fedjax.Model:
     """The network with its loss."""
     return fedjax.create_model_from_haiku(
         transformed_forward_pass=hk.transform(
-            lambda batch: hk.Sequential(layers(shape))(batch["x"])
+            lambda batch: hk.Sequential(layers(shape, workload, classes))(batch["x"])
         ),
         sample_batch={"x": np.zeros((1, *shape), np.float32), "y": np.zeros(1, np.int32)},
         train_loss=lambda batch, logits: fedjax.metrics.unreduced_cross_entropy_loss(
@@ -62,21 +77,19 @@ def main() -> None:
     w, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     # XLA makes as many threads as there are cores for it.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: w["threads"]])
-    if w["name"] in PUBLISHED:
-        raise ValueError(f"the network of {w['name']} is not written in Haiku")
     shape = (*w["shape"][1:], w["shape"][0])
     rng = np.random.default_rng(0)
     federation = fedjax.InMemoryFederatedData(
         {
             client: {
                 "x": rng.standard_normal((w["samples"], *shape), np.float32),
-                "y": rng.integers(10, size=w["samples"], dtype=np.int32),
+                "y": rng.integers(w["classes"], size=w["samples"], dtype=np.int32),
             }
             for client in range(w["clients"])
         }
     )
     sampler = fedjax.client_samplers.UniformGetClientSampler(federation, w["cohort"], seed=0)
-    net = model(shape)
+    net = model(shape, w["name"], w["classes"])
     fedjax.set_for_each_client_backend("jit")
     algorithm = fedjax.algorithms.fed_avg.federated_averaging(
         grad_fn=fedjax.model_grad(net),

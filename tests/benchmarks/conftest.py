@@ -21,7 +21,7 @@ def script(monkeypatch):
         return module
 
     yield load
-    for name in ("contestants", "costs", "records", "runs"):
+    for name in ("contestants", "costs", "experiments", "records", "runs"):
         sys.modules.pop(name, None)
 
 

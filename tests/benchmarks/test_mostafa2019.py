@@ -89,8 +89,9 @@ def test_a_method_can_have_options_of_its_own(mostafa, commands, tmp_path, capsy
 
 def test_a_cell_that_fails_is_named_and_the_others_go_on(mostafa, commands, tmp_path, capsys):
     given = ["--tasks", "mnist", "--methods", "fa", "--seeds", "1", "--out", str(tmp_path)]
-    found = mostafa.main([*given, "--", "fail"])
-    assert found == {}
+    given += ["--splits", "iid", "noniid", "--participation", "1"]
+    with pytest.raises(SystemExit, match=r"2 runs failed.*: mnist-iid-1-fa-1, mnist-noniid-1-fa-1"):
+        mostafa.main([*given, "--", "fail"])
     assert "mnist-iid-1-fa-1 failed:\nno data" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         mostafa.main([*given, "--", "--trainer.max_epochs=3"])
@@ -102,7 +103,7 @@ def test_a_worker_that_raises_is_heard(mostafa, monkeypatch, tmp_path):
     def broken(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(mostafa, "run", broken)
+    monkeypatch.setattr(sys.modules["runs"], "fit_and_test", broken)
     with pytest.raises(OSError, match="disk full"):
         mostafa.main(["--tasks", "mnist", "--seeds", "1", "--out", str(tmp_path)])
 

@@ -1,5 +1,7 @@
 """The script runs each arm once, and shows tables; no accuracy is judged."""
 
+import sys
+
 import pytest
 
 import quick_cli
@@ -30,6 +32,13 @@ def test_arms_run_once_and_tables_show_them(trust, commands, tmp_path, capsys):
     assert "| FedAvg, no faults | 90.0 ± 0.0 | 37.5 ± 0.0 % | 7 ± 0 | 7 ± 0 |" in text
     assert "| z = 1 | 2.50 | 90.0 ± 0.0 | 0.25 ± 0.00 |" in text
     assert (page.parent / "trust-faults.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_fails_fails_the_script(trust, commands, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys.modules["runs"], "command", lambda *_: None)
+    with pytest.raises(SystemExit, match=f"{len(trust.PRIVACY)} runs failed, the tables lack them"):
+        trust.main(["--parts", "privacy", "--out", str(tmp_path)])
+    assert "| z = 1 | - | - | - |" in capsys.readouterr().out
 
 
 def test_attacks_have_a_table_each(trust, commands, tmp_path, monkeypatch, capsys):
