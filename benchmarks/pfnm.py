@@ -24,7 +24,12 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
 
-from lightning_fl.functional.networks import Layers, MatchingOptions, match_networks
+from lightning_fl.aggregators.matching_search import SEARCHED, narrowest
+from lightning_fl.functional.networks import (
+    Layers,
+    MatchingOptions,
+    match_networks,
+)
 from runs import (
     Run,
     apart,
@@ -36,6 +41,7 @@ from runs import (
     publish,
     result,
     rows,
+    table,
 )
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -59,7 +65,13 @@ SPLITS: dict[str, list[str]] = {
     ],
 }
 CALLBACK = '--trainer.callbacks+={"class_path":"MatchingBaselines","init_args":%s}'
-STUDENT = '{"student":{"class_path":"MLPClassifier","init_args":{"sizes":[%d,500,10]}},"lr":%s}'
+STUDENT = '{"student":{"class_path":"MLPClassifier","init_args":{"sizes":%s}},"lr":%s}'
+#: The paper's options of neural matching: sigma is chosen by training accuracy, and a layer of 700
+#: neurons or more grows by one neuron per client.
+PAPER = tuple(
+    f"--federation.aggregator.init_args.{option}"
+    for option in ("gamma=1", "prior_variance=10", "tolerance=0", "max_width=700")
+)
 #: What is drawn: the name in a result, and in the legend.
 SERIES = {
     "test_acc": "neural matching",
@@ -184,6 +196,28 @@ STREAMING = {
     "ensemble/weighted": "weighted ensemble",
     "ensemble/average": "naive average",
 }
+#: Pages that match the networks of runs again: their sweep, and its values.
+AGAIN = {
+    "sensitivity": ("clients", (25,)),
+    "variance": ("clients", SWEEPS["clients"].values),
+    "selection": ("depth", SWEEPS["depth"].values),
+}
+#: Ways to choose gamma, sigma and sigma0: values to try, the loss of training accuracy that a
+#: narrower network may have, and other options.
+CHOICES: dict[str, tuple[tuple[tuple[float, ...], ...], float, dict[str, Any]]] = {
+    "the narrowest network within half a point (default)": (SEARCHED, 0.005, {}),
+    "the most accurate network": (SEARCHED, 0.0, {}),
+    "gamma = 1, sigma0² = 10, the best sigma (the paper)": (
+        ((1.0,), SEARCHED[1], (10.0,)),
+        0.0,
+        {},
+    ),
+    "the most accurate network, with the limits of the authors' program": (
+        SEARCHED,
+        0.0,
+        {"popularity": 1.0, "cap": 10, "max_width": 700},
+    ),
+}
 GRID: dict[str, tuple[float, ...]] = {
     "client_variance": (0.01, 0.1, 0.5, 1.0, 2.0),
     "prior_variance": (1.0, 5.0, 10.0, 50.0),
@@ -207,11 +241,12 @@ def point(out: Path, figure: str, data: str, split: str, value: int, seed: int) 
     lr = 0.01 if data == "mnist" else 0.001
     place = out / "points" / f"{data}-{split}-J{clients}-C{depth}-{seed}"
     adam = given("federation.aggregator.init_args.optimizer", "torch.optim.Adam", lr=lr)
-    own = {"pfnm": CALLBACK % (STUDENT % (inputs, lr)), "downpour": adam}
+    student = STUDENT % ([inputs, *[500] * depth, 10], lr)
+    own = {"pfnm": (*PAPER, CALLBACK % student), "downpour": (adam,)}
     return {
         name: Run(
             place.with_name(f"{place.name}-{name}"),
-            ["--config", str(CONFIGS / f"{name}_mnist.yaml"), *options, more],
+            ["--config", str(CONFIGS / f"{name}_mnist.yaml"), *options, *more],
         )
         for name, more in own.items()
     }
@@ -228,9 +263,10 @@ def runs(args: argparse.Namespace) -> list[Run]:
                 found += point(args.out, figure, data, split, value, seed).values()
         elif figure in ARMS:
             found += [arm_run(args.out, figure, a, s) for s, a in product(args.seeds, ARMS[figure])]
-        elif figure == "sensitivity":
-            for split in SPLITS:
-                found.append(point(args.out, "clients", "mnist", split, 25, args.seeds[0])["pfnm"])
+        elif figure in AGAIN:
+            sweep, values = AGAIN[figure]
+            for data, split, value in product(args.data, SPLITS, values):
+                found.append(point(args.out, sweep, data, split, value, args.seeds[0])["pfnm"])
     return list({run.place: run for run in found}.values())
 
 
@@ -282,14 +318,16 @@ def sweep_page(args: argparse.Namespace, figure: str) -> list[str]:
                 "stacked": "neurons of all local networks",
             }
             lines = [[sweep.label, *map(str, sweep.values)]]
-            lines.append(["---"] + ["---:"] * len(sweep.values))
             for name, label in names.items():
                 if name in found:
                     scale = 1 if name in ("width", "stacked") else 100
                     each = [shown_mean(found[name].get(v, []), scale) for v in sweep.values]
                     lines.append([label, *each])
             trials = max(len(each) for each in found["test_acc"].values())
-            text += [f"### {data}, {split}, {trials} trial{'s' * (trials > 1)}", as_table(lines)]
+            text += [
+                f"### {data}, {split}, {trials} trial{'s' * (trials > 1)}",
+                table(lines[0], lines[1:]),
+            ]
             curves(axes[row, 2 * column], found, SERIES, 100)
             axes[row, 2 * column].set(title=f"{data}, {split}", ylabel="test accuracy, %")
             curves(axes[row, 2 * column + 1], found, {"width": "merged", "stacked": "all"}, 1)
@@ -318,7 +356,6 @@ def arms_page(args: argparse.Namespace, figure: str, question: str) -> list[str]
     """Return a table of arms, and draw their rounds."""
     names = ["test_acc", *(name for name in SERIES if "/" in name)]
     lines = [["", *(SERIES[name] if "/" in name else "test accuracy" for name in names), "neurons"]]
-    lines.append(["---"] + ["---:"] * (len(names) + 1))
     shown, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for arm in ARMS[figure]:
         places = [arm_run(args.out, figure, arm, seed).place for seed in args.seeds]
@@ -342,7 +379,7 @@ def arms_page(args: argparse.Namespace, figure: str, question: str) -> list[str]
     return [
         f"## {figure.capitalize()}",
         question,
-        as_table(lines),
+        table(lines[0], lines[1:]),
         *saved(args, shown, figure),
     ]
 
@@ -352,8 +389,8 @@ def draw_rounds(
 ) -> None:
     """Draw a column of tables of rounds: mean and range."""
     found: dict[int, list[float]] = {}
-    for table in tables:
-        for row in table:
+    for each in tables:
+        for row in each:
             if row.get(name):
                 found.setdefault(int(row["round"]), []).append(float(row[name]))
     curves(axes, {name: found}, {name: label}, 1)
@@ -362,76 +399,160 @@ def draw_rounds(
 # --- in this process ------------------------------------------------------------------------------
 
 
+class Saved:
+    """The networks of the clients of a run, to be matched again with other options.
+
+    Args:
+        place: Folder of the run.
+        data: Name of the data set.
+    """
+
+    def __init__(self, place: Path, data: str) -> None:
+        checkpoint = torch.load(newest(place, "last.ckpt"), map_location="cpu", weights_only=True)
+        state = checkpoint["callbacks"]["MatchingBaselines"]
+        #: Networks and their class counts.
+        self.networks: list[Layers] = [
+            list(zip(flat[::2], flat[1::2], strict=True)) for flat in state["networks"]
+        ]
+        self.counts: torch.Tensor | None = state["class_counts"]
+        self.train, self.test = samples(place, data)
+
+    def matched(self, options: MatchingOptions) -> Merged:
+        """Return the merged network, in figures."""
+        random = torch.Generator().manual_seed(0)
+        found = match_networks(self.networks, self.counts, options, generator=random)
+        train, test = (accuracy(found.layers, *each) for each in (self.train, self.test))
+        return Merged(train, test, sum(found.widths))
+
+
+class Merged(NamedTuple):
+    """Accuracies of a merged network on training and test samples, and its number of neurons."""
+
+    train: float
+    test: float
+    neurons: int
+
+    def __str__(self) -> str:
+        return f"{100 * self.train:.1f}, {100 * self.test:.1f} ({self.neurons})"
+
+
 def sensitivity_page(args: argparse.Namespace) -> list[str]:
     """Match the networks of 25 clients again, with other options."""
-    shown, axes = plt.subplots(
-        len(SPLITS), len(GRID["gamma"]), figsize=(11, 6.5), layout="constrained", squeeze=False
-    )
     text = [
         "## Sensitivity",
-        "Supplement 4.3: the networks of 25 clients on MNIST, merged with different"
-        " hyperparameters. Values are the test accuracy in percent and, in parentheses, the number"
-        " of neurons of the merged network (of 1250).",
+        "Supplement, figure 4: the networks of 25 clients, merged with different hyperparameters."
+        " Values are the accuracy in percent on the training and on the test samples and, in"
+        " parentheses, the number of neurons of the merged network (of 1250).",
     ]
-    for row, split in enumerate(SPLITS):
-        place = point(args.out, "clients", "mnist", split, 25, args.seeds[0])["pfnm"].place
+    shown, axes = plt.subplots(
+        len(args.data) * len(SPLITS),
+        len(GRID["gamma"]),
+        figsize=(11, 3.3 * len(args.data) * len(SPLITS)),
+        layout="constrained",
+        squeeze=False,
+    )
+    for row, (data, split) in zip(axes, product(args.data, SPLITS), strict=True):
+        place = point(args.out, "clients", data, split, 25, args.seeds[0])["pfnm"].place
         if result(place) is None:
             continue
-        networks, counts = saved_networks(place)
-        x, y = test_samples(place)
-        lines = [[f"{split}: gamma, sigma²", *(f"sigma0² = {v:g}" for v in GRID["prior_variance"])]]
-        lines.append(["---"] + ["---:"] * len(GRID["prior_variance"]))
-        for column, gamma in enumerate(GRID["gamma"]):
+        saved_run = Saved(place, data)
+        lines = [["gamma, sigma²", *(f"sigma0² = {v:g}" for v in GRID["prior_variance"])]]
+        for panel, gamma in zip(row, GRID["gamma"], strict=True):
             heat = []
-            for client_variance in GRID["client_variance"]:
+            for variance in GRID["client_variance"]:
                 found = [
-                    match_networks(
-                        networks, counts, MatchingOptions(client_variance, prior_variance, gamma)
-                    )
-                    for prior_variance in GRID["prior_variance"]
+                    saved_run.matched(MatchingOptions(variance, prior, gamma))
+                    for prior in GRID["prior_variance"]
                 ]
-                heat.append([100 * accuracy(each.layers, x, y) for each in found])
-                widths = [each.widths[0] for each in found]
-                line = [f"{a:.1f} ({w})" for a, w in zip(heat[-1], widths, strict=True)]
-                lines.append([f"{gamma:g}, {client_variance:g}", *line])
-            image = axes[row, column].imshow(heat, cmap="viridis", vmin=60, vmax=100)
-            axes[row, column].set(
-                title=f"{split}, gamma = {gamma:g}",
-                xticks=range(len(GRID["prior_variance"])),
-                xticklabels=[f"{v:g}" for v in GRID["prior_variance"]],
-                yticks=range(len(GRID["client_variance"])),
-                yticklabels=[f"{v:g}" for v in GRID["client_variance"]],
-                xlabel="sigma0²",
-                ylabel="sigma²",
-            )
-            for i, values in enumerate(heat):
-                for j, value in enumerate(values):
-                    axes[row, column].text(
-                        j, i, f"{value:.0f}", ha="center", va="center", color="w"
-                    )
-        text.append(as_table(lines))
-    shown.colorbar(image, ax=axes, label="test accuracy, %", shrink=0.6)
+                heat.append([100 * each.train for each in found])
+                lines.append([f"{gamma:g}, {variance:g}", *map(str, found)])
+            draw_heat(panel, heat, f"{data}, {split}, gamma = {gamma:g}")
+        text += [f"### {data}, {split}", table(lines[0], lines[1:])]
     return [*text, *saved(args, shown, "sensitivity")]
 
 
-def saved_networks(place: Path) -> tuple[list[Layers], torch.Tensor | None]:
-    """Return the clients' networks of a run, and their class counts."""
-    checkpoint = torch.load(newest(place, "last.ckpt"), map_location="cpu", weights_only=True)
-    state = checkpoint["callbacks"]["MatchingBaselines"]
-    networks = [list(zip(flat[::2], flat[1::2], strict=True)) for flat in state["networks"]]
-    return networks, state["class_counts"]
+def draw_heat(axes: Axes, heat: list[list[float]], title: str) -> None:
+    """Draw training accuracies over both variances."""
+    axes.imshow(heat, cmap="viridis")
+    axes.set(title=title, xlabel="sigma0²", ylabel="sigma²")
+    axes.set_xticks(range(len(heat[0])), [f"{v:g}" for v in GRID["prior_variance"]])
+    axes.set_yticks(range(len(heat)), [f"{v:g}" for v in GRID["client_variance"]])
+    for i, values in enumerate(heat):
+        for j, value in enumerate(values):
+            axes.text(j, i, f"{value:.0f}", ha="center", va="center", color="w")
 
 
-def test_samples(place: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return MNIST's test samples as the networks of a run see them."""
-    from lightning_fl.datamodules import MNIST
+def variance_page(args: argparse.Namespace) -> list[str]:
+    """Match the networks of all numbers of clients again, with other variances."""
+    text = [
+        "## Variance",
+        "Supplement, figure 5: sigma² with sigma0² = 10 and gamma = 1. Values as above.",
+    ]
+    clients = SWEEPS["clients"].values
+    for data, split in product(args.data, SPLITS):
+        cells = {variance: ["-"] * len(clients) for variance in GRID["client_variance"]}
+        for column, value in enumerate(clients):
+            place = point(args.out, "clients", data, split, value, args.seeds[0])["pfnm"].place
+            if result(place) is not None:
+                saved_run = Saved(place, data)
+                for variance, cell in cells.items():
+                    cell[column] = str(saved_run.matched(MatchingOptions(variance, 10.0, 1.0)))
+        lines = [[f"{variance:g}", *cell] for variance, cell in cells.items()]
+        head = ["sigma²", *(f"J = {value}" for value in clients)]
+        text += [f"### {data}, {split}", table(head, lines)]
+    return text
+
+
+def selection_page(args: argparse.Namespace) -> list[str]:
+    """Match the networks of ten clients again, with options chosen in other ways."""
+    text = [
+        "## Selection",
+        "The networks of ten clients, with gamma, sigma and sigma0 chosen by training accuracy in"
+        " several ways. Values as above.",
+    ]
+    depths = SWEEPS["depth"].values
+    for data, split in product(args.data, SPLITS):
+        cells = {name: ["-"] * len(depths) for name in CHOICES}
+        for column, value in enumerate(depths):
+            place = point(args.out, "depth", data, split, value, args.seeds[0])["pfnm"].place
+            if result(place) is not None:
+                saved_run = Saved(place, data)
+                for name, cell in cells.items():
+                    cell[column] = str(selected(saved_run, name))
+        head = ["", *(f"C = {value}" for value in depths)]
+        lines = [[name, *cell] for name, cell in cells.items()]
+        text += [f"### {data}, {split}", table(head, lines)]
+    return text
+
+
+def selected(saved_run: Saved, name: str) -> Merged:
+    """Return the merged network that a way to choose gamma, sigma and sigma0 selects."""
+    values, tolerance, options = CHOICES[name]
+    tried = [
+        MatchingOptions(client_variance, prior_variance, gamma, **options)
+        for gamma, client_variance, prior_variance in product(*values)
+    ]
+    found = {each: saved_run.matched(each) for each in tried}
+    best, _ = narrowest(tried, tolerance, lambda each: (found[each].train, found[each].neurons))
+    return found[best]
+
+
+Samples = tuple[torch.Tensor, torch.Tensor]
+
+
+def samples(place: Path, data: str) -> tuple[Samples, Samples]:
+    """Return all training and test samples as the networks of a run see them."""
+    from lightning_fl.datamodules import CIFAR10, MNIST
 
     config = newest(place, "config.yaml").read_text()
     root = config.partition("\n    root: ")[2].partition("\n")[0]
-    data = MNIST(root=None if root == "null" else root)
-    data.setup("test")
-    batch = data.on_after_batch_transfer(tuple(data.test.tensors), 0)  # type: ignore[union-attr]
-    return batch[0].flatten(1), batch[1]
+    kind = MNIST if data == "mnist" else CIFAR10
+    module = kind(root=None if root == "null" else root, val_size=0)
+    module.setup("fit")
+    module.setup("test")
+    both: Any = (module.train, module.test)
+    train, test = (module.on_after_batch_transfer(tuple(each.tensors), 0) for each in both)
+    return (train[0].flatten(1), train[1]), (test[0].flatten(1), test[1])
 
 
 def accuracy(layers: Layers, x: torch.Tensor, y: torch.Tensor) -> float:
@@ -454,17 +575,15 @@ def cost_page(args: argparse.Namespace) -> list[str]:
     tidy(left, "clients J", legend=False)
     tidy(right, "neurons of a client", legend=False)
     first = [["clients, with 100 neurons each", *map(str, by_clients)]]
-    first += [["---"] + ["---:"] * len(by_clients)]
     first += [["seconds", *(f"{value:.2f}" for value in by_clients.values())]]
     second = [["neurons per client, with 10 clients", *map(str, by_width)]]
-    second += [["---"] + ["---:"] * len(by_width)]
     second += [["seconds", *(f"{value:.2f}" for value in by_width.values())]]
     return [
         "## Cost",
         "Time of one matching with five sweeps, 784 inputs and ten classes. Half of the neurons are"
         " common to all clients, up to noise. One thread; minimum of three runs.",
-        as_table(first),
-        as_table(second),
+        table(first[0], first[1:]),
+        table(second[0], second[1:]),
         *saved(args, shown, "cost"),
     ]
 
@@ -502,11 +621,6 @@ def shown_mean(values: Sequence[float], scale: int) -> str:
     digits = 1 if scale == 100 else 0
     spread = f" ± {scale * stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{scale * mean(values):.{digits}f}{spread}"
-
-
-def as_table(lines: Sequence[Sequence[str]]) -> str:
-    """Return lines as a table of Markdown."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def tidy(axes: Axes, label: str, legend: bool = True) -> None:
@@ -554,6 +668,8 @@ PAGES: dict[str, Callable[[argparse.Namespace], list[str]]] = {
         " round, with the mean of the updates of local SGD (`FedOpt`).",
     ),
     "sensitivity": sensitivity_page,
+    "variance": variance_page,
+    "selection": selection_page,
     "cost": cost_page,
 }
 

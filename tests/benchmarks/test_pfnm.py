@@ -47,25 +47,55 @@ def test_arms(pfnm, commands, tmp_path):
     assert "| StreamingPFNM | 90.0 | 95.0 |" in page.read_text()
 
 
-def test_sensitivity_and_cost(pfnm, tmp_path, monkeypatch):
+@pytest.fixture
+def again(pfnm, tmp_path, monkeypatch):
+    """Leave two networks of two neurons at a point; return a function that shows pages of them."""
     monkeypatch.setattr(
         pfnm, "GRID", {"client_variance": (0.5,), "prior_variance": (1.0, 9.0), "gamma": (1.0, 5.0)}
     )
-    place = pfnm.point(tmp_path, "clients", "mnist", "homogeneous", 25, 1)["pfnm"].place
-    run = place / "version_0"
-    run.mkdir(parents=True)
-    (place / "result.json").write_text('{"test_acc": 0.9}')
-    flat = [torch.eye(2), torch.zeros(2), torch.eye(2), torch.zeros(2)]
-    state = {"networks": [flat, flat], "class_counts": torch.ones(2, 2)}
-    torch.save({"callbacks": {"MatchingBaselines": state}}, run / "last.ckpt")
-    samples = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1])
-    monkeypatch.setattr(pfnm, "test_samples", lambda place: samples)
+    both = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1])
+    half = both[0], torch.tensor([0, 0])
+    monkeypatch.setattr(pfnm, "samples", lambda place, data: (both, half))
+
+    def show(sweep, value, *pages):
+        place = pfnm.point(tmp_path, sweep, "mnist", "homogeneous", value, 1)["pfnm"].place
+        run = place / "version_0"
+        run.mkdir(parents=True)
+        (place / "result.json").write_text('{"test_acc": 0.9}')
+        flat = [torch.eye(2), torch.zeros(2), torch.eye(2), torch.zeros(2)]
+        state = {"networks": [flat, flat], "class_counts": torch.ones(2, 2)}
+        torch.save({"callbacks": {"MatchingBaselines": state}}, run / "last.ckpt")
+        page = tmp_path / "pfnm.md"
+        given = ["--figures", *pages, "--data", "mnist", "--seeds", "1", "--out", str(tmp_path)]
+        pfnm.main([*given, "--show", "--markdown", str(page)])
+        return page.read_text()
+
+    return show
+
+
+def test_sensitivity_and_cost(pfnm, again, monkeypatch):
     monkeypatch.setattr(pfnm, "seconds", lambda clients, width: clients * width / 1000)
-    page = tmp_path / "pfnm.md"
-    given = ["--figures", "sensitivity", "cost", "--seeds", "1", "--out", str(tmp_path)]
-    pfnm.main([*given, "--show", "--markdown", str(page)])
-    assert "| 1, 0.5 | 100.0 (2) | 100.0 (2) |" in page.read_text()
-    assert "| seconds | 0.50 | 1.00 |" in page.read_text()
+    text = again("clients", 25, "sensitivity", "variance", "cost")
+    assert "| 1, 0.5 | 100.0, 50.0 (2) | 100.0, 50.0 (2) |" in text
+    assert "| 0.5 | - | - | - | - | 100.0, 50.0 (2) | - |" in text
+    assert "| seconds | 0.50 | 1.00 |" in text
+
+
+def test_the_ways_to_choose_options(pfnm, again, monkeypatch):
+    figures = {0.001: (0.9, 3), 1.0: (0.95, 9), 50.0: (0.949, 4)}
+
+    def matched(self, options):
+        train, neurons = figures[options.gamma]
+        limited = 1 if options.max_width else 0
+        return pfnm.Merged(train, options.prior_variance / 100, neurons - limited)
+
+    monkeypatch.setattr(pfnm.Saved, "matched", matched)
+    text = again("depth", 3, "selection")
+    empty = "| - | - |"
+    assert f"half a point (default) {empty} 94.9, 1.0 (4) |" in text
+    assert f"| the most accurate network {empty} 95.0, 1.0 (9) |" in text
+    assert f"(the paper) {empty} 95.0, 10.0 (9) |" in text
+    assert f"authors' program {empty} 95.0, 1.0 (8) |" in text
 
 
 def test_matching_is_timed(pfnm):
