@@ -43,7 +43,7 @@ def test_arms(pfnm, commands, tmp_path):
     page = tmp_path / "pfnm.md"
     given = ["--figures", "streaming", "communication", "--seeds", "1", "--out", str(tmp_path)]
     pfnm.main([*given, "--markdown", str(page)])
-    assert len(commands) == 2 * (4 + 8)
+    assert len(commands) == 2 * (4 + 12)
     assert "| StreamingPFNM | 90.0 | 95.0 |" in page.read_text()
 
 
