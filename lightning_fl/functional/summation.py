@@ -38,7 +38,7 @@ BITS = 32
 BINS = 3
 #: Number of rows, and of elements, to add at once on a CPU, limited by its cache, and on other
 #: devices.
-ROWS, PIECE, DEVICE_PIECE = 16, 2**17, 2**22
+ROWS, PIECE, DEVICE_PIECE = 16, 2**18, 2**22
 #: Number of elements from which compiled code is used, if it is permitted.
 LARGE = 2**17
 
@@ -159,11 +159,13 @@ def _add_in_cache(total: Tensor, rows: Tensor, factors: Tensor) -> None:
         width = max(PIECE // len(some), 1)
         memory = total.new_empty(2, len(some), min(width, total.shape[1]))
         for state, piece in zip(total.split(width, 1), some.split(width, 1), strict=True):
-            addends, rounded = memory[..., : piece.shape[1]]
-            rest = torch.mul(addends.copy_(piece).mul_(factor[:, None]), state[-1], out=rounded)
-            for at in _too_large(rest):
-                _shift(state, at, _scale_for(addends[:, at].abs().amax(0)))
-            _add_slices(state, addends.mul_(state[-1]), rounded)
+            addends, rest = memory[..., : piece.shape[1]]
+            torch.mul(piece, factor[:, None], out=addends)
+            torch.mul(addends, state[-1], out=rest)
+            if at := _too_large(rest):
+                _shift(state, at[0], _scale_for(addends[:, at[0]].abs().amax(0)))
+                torch.mul(addends, state[-1], out=rest)
+            _add_slices(state, rest, addends)
 
 
 def _too_large(rest: Tensor) -> list[Any]:
@@ -185,10 +187,10 @@ def _shift(state: Tensor, at: Any, scale: Tensor) -> None:
 
 
 def _add_slices(state: Tensor, rest: Tensor, rounded: Tensor) -> None:
-    """Add scaled addends ``rest``, ``[k, P]``, to the bins, and overwrite them."""
+    """Add scaled addends ``rest``, ``[k, P]``, to the bins; both arguments are overwritten."""
     for i, (unit_bin, anchor) in enumerate(zip(state[:-1], _ANCHORS, strict=True)):
         torch.add(rest, anchor, out=rounded).sub_(anchor)
-        unit_bin += rounded.sum(0)
+        unit_bin += rounded.sum(0) if len(rounded) > 1 else rounded[0]
         if i + 1 < BINS:
             rest -= rounded
 
