@@ -25,11 +25,14 @@ import torch
 from matplotlib.axes import Axes
 
 from lightning_fl.aggregators.matching_search import SEARCHED, narrowest
+from lightning_fl.datamodules import CIFAR10, MNIST
 from lightning_fl.functional.networks import (
     Layers,
     MatchingOptions,
     match_networks,
 )
+from lightning_fl.models import MLPClassifier
+from lightning_fl.partition import IID, Dirichlet
 from runs import (
     Run,
     apart,
@@ -64,6 +67,7 @@ SPLITS: dict[str, list[str]] = {
         '{"alpha":0.2,"min_size":32}}'
     ],
 }
+ROOT = "--data.init_args.root="
 CALLBACK = '--trainer.callbacks+={"class_path":"MatchingBaselines","init_args":%s}'
 STUDENT = '{"student":{"class_path":"MLPClassifier","init_args":{"sizes":%s}},"lr":%s}'
 #: The paper's options of neural matching: sigma is chosen by training accuracy, and a layer of 700
@@ -230,6 +234,8 @@ CHOICES: dict[str, tuple[tuple[tuple[float, ...], ...], float, dict[str, Any]]] 
         {"popularity": 1.0, "cap": 10, "max_width": 700},
     ),
 }
+#: Widths and numbers of hidden layers of the networks that are trained as by the authors' program.
+COMPACT = ((50, 1), (50, 2), (50, 3), (100, 1), (100, 2))
 GRID: dict[str, tuple[float, ...]] = {
     "client_variance": (0.01, 0.1, 0.5, 1.0, 2.0),
     "prior_variance": (1.0, 5.0, 10.0, 50.0),
@@ -411,41 +417,53 @@ def draw_rounds(
 # --- in this process ------------------------------------------------------------------------------
 
 
-class Saved:
-    """The networks of the clients of a run, to be matched again with other options.
+Samples = tuple[torch.Tensor, torch.Tensor]
+
+
+class Saved(NamedTuple):
+    """Networks of clients, to be matched with any options.
 
     Args:
-        place: Folder of the run.
-        data: Name of the data set.
+        networks: Of the clients.
+        counts: Samples of each class that the clients have.
+        train: Training samples, all, as the networks see them.
+        test: Test samples.
     """
 
-    def __init__(self, place: Path, data: str) -> None:
+    networks: Sequence[Layers]
+    counts: torch.Tensor | None
+    train: Samples
+    test: Samples
+
+    @classmethod
+    def of(cls, place: Path, data: str) -> Saved:
+        """Return the networks of a run in a folder on a data set."""
         checkpoint = torch.load(newest(place, "last.ckpt"), map_location="cpu", weights_only=True)
         state = checkpoint["callbacks"]["MatchingBaselines"]
-        #: Networks and their class counts.
-        self.networks: list[Layers] = [
-            list(zip(flat[::2], flat[1::2], strict=True)) for flat in state["networks"]
-        ]
-        self.counts: torch.Tensor | None = state["class_counts"]
-        self.train, self.test = samples(place, data)
+        return cls(
+            [list(zip(flat[::2], flat[1::2], strict=True)) for flat in state["networks"]],
+            state["class_counts"],
+            *samples(place, data),
+        )
 
     def matched(self, options: MatchingOptions) -> Merged:
         """Return the merged network, in figures."""
         random = torch.Generator().manual_seed(0)
         found = match_networks(self.networks, self.counts, options, generator=random)
         train, test = (accuracy(found.layers, *each) for each in (self.train, self.test))
-        return Merged(train, test, sum(found.widths))
+        return Merged(train, test, found.widths)
 
 
 class Merged(NamedTuple):
-    """Accuracies of a merged network on training and test samples, and its number of neurons."""
+    """Accuracies of a merged network on training and test samples, and widths of its layers."""
 
     train: float
     test: float
-    neurons: int
+    widths: Sequence[int]
 
     def __str__(self) -> str:
-        return f"{100 * self.train:.1f}, {100 * self.test:.1f} ({self.neurons})"
+        widths = " + ".join(map(str, self.widths))
+        return f"{100 * self.train:.1f}, {100 * self.test:.1f} ({widths})"
 
 
 def sensitivity_page(args: argparse.Namespace) -> list[str]:
@@ -467,7 +485,7 @@ def sensitivity_page(args: argparse.Namespace) -> list[str]:
         place = point(args.out, "clients", data, split, 25, args.seeds[0])["pfnm"].place
         if result(place) is None:
             continue
-        saved_run = Saved(place, data)
+        saved_run = Saved.of(place, data)
         lines = [["gamma, sigma²", *(f"sigma0² = {v:g}" for v in GRID["prior_variance"])]]
         for panel, gamma in zip(row, GRID["gamma"], strict=True):
             heat = []
@@ -506,7 +524,7 @@ def variance_page(args: argparse.Namespace) -> list[str]:
         for column, value in enumerate(clients):
             place = point(args.out, "clients", data, split, value, args.seeds[0])["pfnm"].place
             if result(place) is not None:
-                saved_run = Saved(place, data)
+                saved_run = Saved.of(place, data)
                 for variance, cell in cells.items():
                     cell[column] = str(saved_run.matched(MatchingOptions(variance, 10.0, 1.0)))
         lines = [[f"{variance:g}", *cell] for variance, cell in cells.items()]
@@ -520,21 +538,44 @@ def selection_page(args: argparse.Namespace) -> list[str]:
     text = [
         "## Selection",
         "The networks of ten clients, with gamma, sigma and sigma0 chosen by training accuracy in"
-        " several ways. Values as above.",
+        " several ways. Values as above, with the number of neurons of each hidden layer.",
     ]
-    depths = SWEEPS["depth"].values
     for data, split in product(args.data, SPLITS):
-        cells = {name: ["-"] * len(depths) for name in CHOICES}
-        for column, value in enumerate(depths):
-            place = point(args.out, "depth", data, split, value, args.seeds[0])["pfnm"].place
-            if result(place) is not None:
-                saved_run = Saved(place, data)
-                for name, cell in cells.items():
-                    cell[column] = str(selected(saved_run, name))
-        head = ["", *(f"C = {value}" for value in depths)]
-        lines = [[name, *cell] for name, cell in cells.items()]
-        text += [f"### {data}, {split}", table(head, lines)]
+        found = {}
+        for depth in SWEEPS["depth"].values:
+            place = point(args.out, "depth", data, split, depth, args.seeds[0])["pfnm"].place
+            found[f"C = {depth}"] = None if result(place) is None else Saved.of(place, data)
+        text += [f"### {data}, {split}", choices(found)]
     return text
+
+
+def compactness_page(args: argparse.Namespace) -> list[str]:
+    """Match networks that are trained as by the authors' program, with options chosen likewise."""
+    text = [
+        "## Compactness",
+        "MNIST, ten clients, with networks that are trained as by the authors' program: inputs from"
+        " 0 to 1, all 60,000 training samples, weights from a normal distribution with standard"
+        " deviation 0.1 and biases of 0.1, ten epochs of Adam (amsgrad) with learning rate 0.01."
+        " Values as above.",
+    ]
+    for split in SPLITS:
+        found = {
+            f"{' + '.join([str(width)] * depth)} each": trained(
+                args.out / "compactness", args.root, split, width, depth, args.seeds[0]
+            )
+            for width, depth in COMPACT
+        }
+        text += [f"### mnist, {split}", choices(found)]
+    return text
+
+
+def choices(found: Mapping[str, Saved | None]) -> str:
+    """Return a table: what each way to choose options makes of several sets of networks."""
+    lines = [
+        [name, *("-" if each is None else str(selected(each, name)) for each in found.values())]
+        for name in CHOICES
+    ]
+    return table(["", *found], lines)
 
 
 def selected(saved_run: Saved, name: str) -> Merged:
@@ -545,17 +586,12 @@ def selected(saved_run: Saved, name: str) -> Merged:
         for gamma, client_variance, prior_variance in product(*values)
     ]
     found = {each: saved_run.matched(each) for each in tried}
-    best, _ = narrowest(tried, tolerance, lambda each: (found[each].train, found[each].neurons))
+    best, _ = narrowest(tried, tolerance, lambda each: (found[each].train, sum(found[each].widths)))
     return found[best]
-
-
-Samples = tuple[torch.Tensor, torch.Tensor]
 
 
 def samples(place: Path, data: str) -> tuple[Samples, Samples]:
     """Return all training and test samples as the networks of a run see them."""
-    from lightning_fl.datamodules import CIFAR10, MNIST
-
     config = newest(place, "config.yaml").read_text()
     root = config.partition("\n    root: ")[2].partition("\n")[0]
     kind = MNIST if data == "mnist" else CIFAR10
@@ -565,6 +601,43 @@ def samples(place: Path, data: str) -> tuple[Samples, Samples]:
     both: Any = (module.train, module.test)
     train, test = (module.on_after_batch_transfer(tuple(each.tensors), 0) for each in both)
     return (train[0].flatten(1), train[1]), (test[0].flatten(1), test[1])
+
+
+def trained(out: Path, root: str | None, split: str, width: int, depth: int, seed: int) -> Saved:
+    """Return ten networks trained as by the authors' program; they are kept in a folder."""
+    module = MNIST(root=root, val_size=0)
+    module.setup("fit")
+    module.setup("test")
+    (x, y), test = (
+        (images.flatten(1) / 255, labels)
+        for images, labels in (each.tensors for each in (module.train, module.test))
+    )
+    rule = IID(stratified=True) if split == "homogeneous" else Dirichlet(0.2, min_size=32)
+    parts = rule(y, 10, torch.Generator().manual_seed(seed))
+    path = out / f"{split}-{width}-{depth}-{seed}.pt"
+    if not path.exists():
+        torch.manual_seed(seed)
+        networks = [trained_alone(x[part], y[part], [784, *[width] * depth, 10]) for part in parts]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(networks, path)
+    counts = torch.stack([y[part].bincount(minlength=10) for part in parts])
+    return Saved(torch.load(path, weights_only=True), counts, (x, y), test)
+
+
+def trained_alone(x: torch.Tensor, y: torch.Tensor, sizes: Sequence[int]) -> Layers:
+    """Train a network as the authors' program does; return its layers."""
+    net = MLPClassifier(sizes)
+    linear = [each for each in net if isinstance(each, torch.nn.Linear)]
+    for each in linear:
+        torch.nn.init.normal_(each.weight, std=0.1)
+        torch.nn.init.constant_(each.bias, 0.1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=1e-6, amsgrad=True)
+    for _ in range(10):
+        for batch in torch.randperm(len(x)).split(32):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(net(x[batch]), y[batch]).backward()
+            optimizer.step()
+    return [(each.weight.detach(), each.bias.detach()) for each in linear]
 
 
 def accuracy(layers: Layers, x: torch.Tensor, y: torch.Tensor) -> float:
@@ -684,6 +757,7 @@ PAGES: dict[str, Callable[[argparse.Namespace], list[str]]] = {
     "sensitivity": sensitivity_page,
     "variance": variance_page,
     "selection": selection_page,
+    "compactness": compactness_page,
     "cost": cost_page,
 }
 
@@ -700,6 +774,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--show", action="store_true", help="run nothing, show what is there")
     parser.add_argument("--markdown", type=Path, help="write tables here, pictures beside them")
     args = parser.parse_args(given)
+    roots = [option.partition("=")[2] for option in extra if option.startswith(ROOT)]
+    args.root = roots[-1] if roots else None
     if wrong := check_options(args.out, extra):
         parser.error(wrong)
     failed: list[str] = []

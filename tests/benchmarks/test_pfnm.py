@@ -1,9 +1,12 @@
 """The script runs each point once, and shows tables and pictures; no accuracy is judged."""
 
+import re
+
 import pytest
 import torch
 
 import quick_cli
+from lightning_fl.datamodules import InMemory
 
 
 @pytest.fixture
@@ -87,7 +90,7 @@ def test_the_ways_to_choose_options(pfnm, again, monkeypatch):
     def matched(self, options):
         train, neurons = figures[options.gamma]
         limited = 1 if options.max_width else 0
-        return pfnm.Merged(train, options.prior_variance / 100, neurons - limited)
+        return pfnm.Merged(train, options.prior_variance / 100, (neurons - limited,))
 
     monkeypatch.setattr(pfnm.Saved, "matched", matched)
     text = again("depth", 3, "selection")
@@ -96,6 +99,38 @@ def test_the_ways_to_choose_options(pfnm, again, monkeypatch):
     assert f"| the most accurate network {empty} 95.0, 1.0 (9) |" in text
     assert f"(the paper) {empty} 95.0, 10.0 (9) |" in text
     assert f"authors' program {empty} 95.0, 1.0 (8) |" in text
+
+
+def test_networks_trained_as_by_the_authors_are_kept(pfnm, tmp_path, monkeypatch):
+    random = torch.Generator().manual_seed(0)
+    y = torch.arange(640) % 10
+    x = torch.randint(20, (640, 1, 28, 28), dtype=torch.uint8, generator=random)
+    x[torch.arange(640), 0, y] = 255  # a row of white pixels tells the class
+
+    class Images:
+        def __init__(self, root, val_size):
+            assert (root, val_size) == ("images", 0)
+            self.train = self.test = InMemory(x, y)
+
+        def setup(self, stage):
+            pass
+
+    monkeypatch.setattr(pfnm, "MNIST", Images)
+    monkeypatch.setattr(pfnm, "COMPACT", ((4, 1), (3, 2)))
+    given = ["--figures", "compactness", "--seeds", "1", "--out", str(tmp_path)]
+    page = tmp_path / "pfnm.md"
+    given += ["--markdown", str(page), "--", "--data.init_args.root=images"]
+    pfnm.main(given)
+    text = page.read_text()
+    assert "| 4 each | 3 + 3 each |" in text
+    row = next(line for line in text.splitlines() if line.startswith("| the most accurate"))
+    accuracies, widths = re.findall(r"([\d.]+), [\d.]+ \(", row), re.findall(r"\((.*?)\)", row)
+    assert min(map(float, accuracies)) > 30  # chance is 10
+    assert 4 <= int(widths[0]) <= 40
+    assert all(3 <= int(width) <= 30 for width in widths[1].split(" + "))
+    monkeypatch.delattr(pfnm, "trained_alone")
+    pfnm.main(given)
+    assert page.read_text() == text
 
 
 def test_matching_is_timed(pfnm):
