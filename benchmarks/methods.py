@@ -367,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if case.method in (args.methods or experiment.arms)
             ]
             failed += fit_and_test_all(lines, args.jobs)
-    text = [f"# {experiment.title}", experiment.text, machine_line()]
+    text = [f"# {experiment.title}", experiment.text, machine_line(args.out)]
     text += [section(name, data, args.seeds, args.out) for data in args.data]
     publish("\n\n".join(text) + "\n", args.markdown, failed)
 

@@ -132,7 +132,7 @@ def results(cells: Sequence[Cell], out: Path) -> dict[Cell, dict[str, Any]]:
 
 def markdown(found: dict[Cell, dict[str, Any]], out: Path) -> str:
     """Show means and standard deviations over seeds beside the paper's, a table a task."""
-    text = [machine_line()]
+    text = [machine_line(out)]
     for task in TASKS:
         groups = {(c.participation, c.split) for c in found if c.task == task}
         if not groups:

@@ -34,6 +34,7 @@ from lightning_fl.functional.networks import (
 from lightning_fl.models import MLPClassifier
 from lightning_fl.partition import IID, Dirichlet
 from runs import (
+    ROOT,
     Run,
     apart,
     check_options,
@@ -67,7 +68,6 @@ SPLITS: dict[str, list[str]] = {
         '{"alpha":0.2,"min_size":32}}'
     ],
 }
-ROOT = "--data.init_args.root="
 CALLBACK = '--trainer.callbacks+={"class_path":"MatchingBaselines","init_args":%s}'
 STUDENT = '{"student":{"class_path":"MLPClassifier","init_args":{"sizes":%s}},"lr":%s}'
 #: The paper's options of neural matching: sigma is chosen by training accuracy, and a layer of 700
@@ -783,7 +783,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wanted = (run._replace(options=[*run.options, *extra]) for run in runs(args))
         failed = fit_and_test_all(wanted, args.jobs)
     torch.set_num_threads(1)
-    text = [machine_line()]
+    text = [machine_line(args.out)]
     for name in args.figures:
         text += PAGES[name](args)
     publish("\n\n".join(text) + "\n", args.markdown, failed)

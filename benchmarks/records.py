@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -19,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from runs import table
+from runs import commit, table
 
 HERE = Path(__file__).parent
 FOLDER, PAGE = HERE / "records", HERE.parent / "docs" / "performance.md"
@@ -57,11 +56,9 @@ WORKLOADS = {
 
 def header() -> dict[str, Any]:
     """Return time, commit and command line of a measurement that begins."""
-    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude", "*"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "time": datetime.now(UTC).isoformat(),
-        "commit": commit or "unknown",
+        "commit": commit(),
         "command": shlex.join(["python", "benchmarks/speed.py", *sys.argv[1:]]),
     }
 

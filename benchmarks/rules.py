@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for arm in EXPERIMENTS[name].arms
     )
     failed = fit_and_test_all(wanted, args.jobs)
-    text = [machine_line()]
+    text = [machine_line(args.out)]
     for name in args.experiments:
         if any(result(place) for place in _places(name, args.out, args.seeds)):
             text.append(table(name, args.out, args.seeds))

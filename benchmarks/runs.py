@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -24,6 +25,10 @@ import torch
 #: 13 seconds on imports.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["lightning_fl.cli", "torchvision", "torch.utils.tensorboard"])
+#: Files of a run, and of a folder of runs.
+RESULT, OPTIONS = "result.json", "options.json"
+#: Option that names the folder of the data.
+ROOT = "--data.init_args.root="
 
 
 def call(
@@ -69,7 +74,7 @@ def fit_and_test(
     Returns:
         Whether the result is there.
     """
-    result = folder / "result.json"
+    result = folder / RESULT
     if result.exists():
         return True
     start = perf_counter()
@@ -81,7 +86,7 @@ def fit_and_test(
     if "test_acc" not in tested:
         print(f"{folder.name} has no test_acc:\n{done.stdout[-2000:]}", file=sys.stderr)
         return False
-    found = {**tested, "rounds": len(rows(folder)), "seconds": perf_counter() - start}
+    found = {**tested, "rounds": len(rows(folder)), "seconds": perf_counter() - start} | origin()
     result.write_text(json.dumps(found) + "\n")
     print(f"{folder.name}: {100 * found['test_acc']:.2f} %", file=sys.stderr)
     return True
@@ -108,7 +113,7 @@ def fit_and_test_all(runs: Iterable[Run], jobs: int) -> list[str]:
 
 def result(folder: Path) -> dict[str, Any] | None:
     """Return what a run has found; None if it has not ended."""
-    path = folder / "result.json"
+    path = folder / RESULT
     found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
     return found
 
@@ -131,16 +136,26 @@ def apart(arguments: Sequence[str] | None) -> tuple[list[str], list[str]]:
 
 
 def check_options(out: Path, extra: Sequence[str]) -> str | None:
-    """Note the options of a folder of results; say what is wrong if it holds others."""
+    """Note the options of a folder of results; say what is wrong if it holds others.
+
+    The folder of the data may differ.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    options = out / "options.json"
-    if options.exists() and json.loads(options.read_text()) != list(extra):
-        return (
-            f"{out} holds results with the options {json.loads(options.read_text())}, not"
-            f" {list(extra)}: choose another --out"
-        )
+    options = out / OPTIONS
+    if options.exists():
+        before = json.loads(options.read_text())
+        if without_root(before) != without_root(extra):
+            return (
+                f"{out} holds results with the options {before}, not {list(extra)}: choose another"
+                " --out"
+            )
     options.write_text(json.dumps(list(extra)))
     return None
+
+
+def without_root(options: Sequence[str]) -> list[str]:
+    """Return options without the folder of the data."""
+    return [option for option in options if not option.startswith(ROOT)]
 
 
 def publish(text: str, path: Path | None, failed: Sequence[str] = ()) -> None:
@@ -174,9 +189,33 @@ def _processor() -> str | None:
     return names[0] if names else platform.processor() or None
 
 
-def machine_line() -> str:
-    """Return the machine in a line, for the top of a page."""
-    return f"Machine: {', '.join(f'{k} {v}' for k, v in machine().items() if v is not None)}."
+def origin() -> dict[str, str]:
+    """Return machine, commit and date, for a result."""
+    text = ", ".join(f"{k} {v}" for k, v in machine().items() if v is not None)
+    return {"machine": text, "commit": commit(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+
+
+def commit() -> str:
+    """Return the commit of this program."""
+    folder = str(Path(__file__).parent)
+    git = ["git", "-C", folder, "describe", "--always", "--dirty", "--exclude", "*"]
+    done = subprocess.run(git, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def machine_line(out: Path | None = None) -> str:
+    """Return machines, commits and dates of the results in a folder, for the top of a page.
+
+    Without a folder, or if its results do not tell, those of now.
+    """
+    found = [json.loads(path.read_text()) for path in out.rglob(RESULT)] if out else []
+    origins = [each for each in found if "machine" in each] or [origin()]
+    lists = {
+        name: sorted({each[name] for each in origins}) for name in ("machine", "commit", "date")
+    }
+    return "\n\n".join(
+        f"{name.capitalize()}: {'; '.join(values)}." for name, values in lists.items()
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         failed = fit_and_test_all(wanted, args.jobs)
     tables = {"faults": fault_table, "attacks": attack_tables, "privacy": privacy_table}
-    text = [machine_line()]
+    text = [machine_line(args.out)]
     text += [f"## {part}\n\n{tables[part](args.out, args.seeds)}" for part in args.parts]
     if args.markdown and "faults" in args.parts:
         args.markdown.parent.mkdir(parents=True, exist_ok=True)
