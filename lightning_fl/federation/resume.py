@@ -74,6 +74,8 @@ NOT_OF_A_FEDERATION = (
     "it was not written by a federation, so it cannot be resumed: load its parameters into the"
     " module and start a new fit without ckpt_path"
 )
+#: Attribute of rules that have ended a round.
+HAS_RUN = "_has_run"
 #: Remedies if a checkpoint belongs to another federation.
 REMEDIES = {
     "seed": "set seed_everything to the value in the checkpoint",
@@ -175,13 +177,27 @@ class Resume:
     def begin(self, fit: Fit) -> None:
         """Restore the checkpoint if there is one; otherwise record the boundary before the fit."""
         if fit.trainer.ckpt_path is None or self.pending == NOT_BEGUN:
+            if not self.progress.round:
+                self._check_new()
             self.note(fit, is_begun=False)
             return
         self.restore(fit)
         fit.planner.forget()
 
+    def _check_new(self) -> None:
+        """Check that the rules hold no state of another run."""
+        for name, rule in self._rules.items():
+            if vars(rule).get(HAS_RUN) and rule.state_dict():
+                learned = ", which may load its state_dict" if name == "policy" else ""
+                raise FederationError(
+                    f"the {name} {type(rule).__name__} has the state of an earlier run: create a"
+                    f" new {name} for each FederatedLoop{learned}"
+                )
+
     def close_round(self, fit: Fit) -> None:
         """Record the boundary after a round, which all other callbacks have ended."""
+        for rule in self._rules.values():
+            vars(rule)[HAS_RUN] = True
         metrics = fit.trainer.callback_metrics
         self.progress.table.complete(metrics)
         self.progress.monitored = fit.schedulers.monitored(metrics)

@@ -35,7 +35,7 @@ from lightning_fl.types import (
 )
 
 #: Number of updates, and their size in bytes, that the aggregator gets together.
-MOST_WAITING, WAITING_BYTES = 16, 2**26
+MOST_WAITING, WAITING_BYTES = 16, 2**27
 
 
 @dataclass
@@ -297,7 +297,7 @@ class Round:
             self._give(update)
             return
         own = {name: value.clone() for name, value in update.extras.items()}
-        self._waiting.append(replace(update, delta=update.delta.clone(), extras=own))
+        self._waiting.append(replace(update, extras=own))
         if sum(len(each.clients) for each in self._waiting) >= MOST_WAITING:
             self._pass_on_all()
 

@@ -159,6 +159,8 @@ class ClientRunner(ABC):
         self._ratio, self._own_lr = 1.0, list[Any]()
         #: Terms that are added to the gradients of the clients in training.
         self.gradient_terms: list[GradientTerm] = []
+        #: Parameters to whose gradients the terms have added in this step.
+        self.completed: set[str] = set()
         #: Phases of local training, and the number of local steps before the Lightning batch.
         self.phases, self.steps_before = PhasedTraining(), 0
         #: Parameter groups that do not hold all their parameters in a step, and all of these.
@@ -312,7 +314,7 @@ class ClientRunner(ABC):
 
     @abstractmethod
     def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
-        """Return the client updates, ``[k, P]``, and counters, ``[k, C]``.
+        """Return the client updates, ``[k, P]``, in new memory, and counters, ``[k, C]``.
 
         Args:
             state: The state that the clients started from.
@@ -383,10 +385,12 @@ class ClientRunner(ABC):
         Gradients of parameters that clients do not train in this step are removed.
         """
         params = self.client_parameters()
+        self.completed.clear()
         for term in self.gradient_terms:
             for name, value in term(params).items():
                 param = self._trained_tensor(name)
                 if param.requires_grad:
+                    self.completed.add(name)
                     value = value.reshape(param.shape).to(param.dtype)
                     param.grad = value.clone() if param.grad is None else param.grad.add_(value)
         self.hold_gradients()
@@ -462,7 +466,7 @@ class ClientRunner(ABC):
 
     def _ratios(self, lr: Sequence[float]) -> list[float]:
         """Reset the record of steps and return the clients' rates as ratios to the optimizer's."""
-        self._step_rates, self.gradient_terms = [], []
+        self._step_rates, self.gradient_terms, self.completed = [], [], set()
         for rate in lr:
             if rate != self.base_lr and not self.base_lr:
                 raise FederationError(

@@ -44,7 +44,10 @@ class VectorizedStep:
         self.graphs: Graphs | None = None
         #: Whether the last step has also updated the parameters.
         self.has_updated = False
-        self._shapes: set[tuple[torch.Size, ...]] = set()
+        #: Clients with a gradient, ``[k]``, of each parameter of which another client has none.
+        self.partial: Tensors = {}
+        #: Whether to compile for batch shapes. The first has been checked by :func:`tune`.
+        self._shapes: dict[tuple[torch.Size, ...], bool] = {}
         self._gradients: Tensors = {}
         self._rewrites = rewrites
         self._has_warned = False
@@ -67,7 +70,7 @@ class VectorizedStep:
         Returns:
             The sum of losses, for the backward pass, and the outcome of the step.
         """
-        self.has_updated = False
+        self.has_updated, self.partial = False, {}
         if isinstance(samples, Padded) and self.stacks.channels_last:
             samples = samples._replace(tensors=tree_map(self.stacks.laid_out, samples.tensors))
         if not self.stacks.maps or (isinstance(samples, Collated) and not self._can_stack(samples)):
@@ -101,16 +104,32 @@ class VectorizedStep:
         """
         rows, outcomes = active.nonzero()[:, 0], []
         known: Tensors = {}
+        trained: dict[str, list[int]] = {}
         for row in rows.tolist():
             with self.stacks.client(row), torch.enable_grad():
                 outcome, grads = self.local.by_itself({}, samples.client(row))
             for name, grad in grads.items():
-                if name not in known:
-                    known[name] = self._gradient_memory(name).zero_()
-                known[name][row] = grad
+                known.setdefault(name, self._gradient_memory(name))[row] = grad
+                trained.setdefault(name, []).append(row)
             outcomes.append(tree_map(lambda t: t.detach(), outcome))
+        for name, clients in trained.items():
+            if others := set(range(self.stacks.count)).difference(clients):
+                known[name][list(others)] = 0
+        self._note_partial(trained, len(rows))
         stacked = tree_map(lambda *t: scattered(torch.stack(t), rows, self.stacks.count), *outcomes)
         return _with_gradients(stacked.loss, self.stacks.params, known), stacked
+
+    def _note_partial(self, trained: Mapping[str, list[int]], count: int) -> None:
+        """Note the parameters with a gradient of only some of the clients.
+
+        Args:
+            trained: Clients with a gradient, by the name of the parameter.
+            count: Number of clients that make a step.
+        """
+        for name, clients in trained.items():
+            if len(clients) < count:
+                self.partial[name] = torch.zeros(self.stacks.count, dtype=torch.bool)
+                self.partial[name][clients] = True
 
     def _gradient_memory(self, name: str) -> Tensor:
         """Return memory for a gradient; it is reused, since allocating takes longer than a copy."""
@@ -175,13 +194,23 @@ class VectorizedStep:
         """Make the step of each group of clients with batches of the same shape."""
         if is_whole and len(groups) == 1:
             return self._all(groups[0][1], None, rate)
-        outcomes = [self._some(rows, batch) for rows, batch in groups]
+        outcomes, trained = [], dict[str, list[int]]()
+        for rows, batch in groups:
+            outcome, used = self._some(rows, batch)
+            outcomes.append(outcome)
+            for name in used:
+                trained.setdefault(name, []).extend(rows.tolist())
         total = torch.stack([outcome.loss.sum() for outcome in outcomes]).sum()
         at = torch.cat([rows for rows, _ in groups])
+        self._note_partial(trained, len(at))
         return total, tree_map(lambda *t: scattered(torch.cat(t), at, self.stacks.count), *outcomes)
 
-    def _some(self, rows: Tensor, batch: Any) -> Outcome:
-        """Make the step of some clients; their batches are ``[len(rows), ...]``."""
+    def _some(self, rows: Tensor, batch: Any) -> tuple[Outcome, list[str]]:
+        """Make the step of some clients; their batches are ``[len(rows), ...]``.
+
+        Returns:
+            The outcome, and the names of the parameters that get a gradient.
+        """
         stacks = self.stacks
         params: Tensors = select(dict(stacks.params), rows)
         outcome = self.local.many(
@@ -197,7 +226,8 @@ class VectorizedStep:
         for name, param in stacks.params.items():  # the step may write, as an EMA teacher does
             if params[name]._version:
                 param.data.index_copy_(0, placed(rows, param), params[name].detach())
-        return outcome
+        nodes = nodes_of(outcome.loss)
+        return outcome, [name for name, param in params.items() if param.grad_fn in nodes]
 
     def _all(self, batch: Any, weight: Tensor | None, rate: float | None) -> tuple[Tensor, Outcome]:
         """Make the step of all clients; their batches are ``[k, ...]``."""
@@ -215,6 +245,13 @@ class VectorizedStep:
                     f"the vectorized step is not compiled: {type(error).__name__}: {error}"
                 )
         outcome = self.local.many(*tensors, **how)
+        if self.graphs is not None and len(self._shapes) < MOST_GRAPHS:
+            # A graph returns zeros for a parameter without a gradient.
+            nodes = nodes_of(outcome.loss)
+            trained = [param for param in params.values() if param.requires_grad]
+            self._shapes[shape_of(batch)] = all(
+                torch.autograd.graph.get_gradient_edge(param).node in nodes for param in trained
+            )
         return outcome.loss.sum(), outcome
 
     def _compiled(
@@ -231,11 +268,29 @@ class VectorizedStep:
         return _with_gradients(outcome.loss, self.stacks.params, grads), outcome
 
     def _is_worth_a_graph(self, batch: Any) -> bool:
-        """Return whether to compile for a batch's shape: only the first shapes are frequent."""
-        shape = tuple(t.shape for t in tree_leaves(batch))
-        if len(self._shapes) < MOST_GRAPHS:
-            self._shapes.add(shape)
-        return shape in self._shapes
+        """Return whether to compile for a batch's shape: only the first shapes are frequent.
+
+        A step with another shape than the first is made once without a graph, to see whether it
+        uses all parameters.
+        """
+        if not self._shapes:
+            self._shapes[shape_of(batch)] = True
+        return self._shapes.get(shape_of(batch), False)
+
+
+def shape_of(batch: Any) -> tuple[torch.Size, ...]:
+    """Return the shapes of a batch's tensors."""
+    return tuple(t.shape for t in tree_leaves(batch))
+
+
+def nodes_of(loss: Tensor) -> set[Any]:
+    """Return all nodes of the graph of a loss."""
+    found, waiting = set[Any](), [loss.grad_fn]
+    while waiting:
+        if (node := waiting.pop()) is not None and node not in found:
+            found.add(node)
+            waiting += [node for node, _ in node.next_functions]
+    return found
 
 
 class _Known(torch.autograd.Function):

@@ -89,7 +89,7 @@ class VmapRunner(ClientRunner):
         self._start: list[Tensor] = []
         #: Values before the step, and optimizer states, of parameters that only some clients train.
         self._held_before: dict[str, tuple[Tensor, Tensors]] = {}
-        #: Whether the optimizer is known to support clients in different phases.
+        #: Whether the optimizer is known to support clients that train different parameters.
         self._is_per_client = False
 
     # --- clients ----------------------------------------------------------------------------------
@@ -258,6 +258,7 @@ class VmapRunner(ClientRunner):
         may_have_written = not self.stacks.maps or versions != self.stacks.versions()
         if self._client_ratios is not None and self.evaluations == 1 and may_have_written:
             self._note_start()
+        self._note_held()
         if self.step == 0:
             self.first_losses = outcome.task_loss
         self.logs.note(outcome, samples, self.sizes[self.step], active)
@@ -268,7 +269,6 @@ class VmapRunner(ClientRunner):
         """Return the tensors that :meth:`after_step` restores for clients that are done."""
         if self._client_ratios is not None:
             self._note_start()
-        self._note_held()
         if active.all():
             return {}
         return {name: tensor.clone() for name, tensor in self._stepped().items()}
@@ -304,7 +304,15 @@ class VmapRunner(ClientRunner):
                 optimizer has values that all clients share or evaluates the loss several times.
         """
         super().start_phases(ends)
-        if not self.phases or self.phases.is_aligned or self._is_per_client:
+        if self.phases and not self.phases.is_aligned:
+            self._check_per_client(
+                "vectorized clients that change from phase to phase in different local steps are",
+                "Set num_steps instead of local_epochs in the phases and in the policy, choose",
+            )
+
+    def _check_per_client(self, what: str, remedy: str) -> None:
+        """Check that a step of the optimizer can be undone for some of the clients."""
+        if self._is_per_client:
             return
         reason = "it evaluates the loss several times in a step" if self.evaluations > 1 else ""
         try:
@@ -313,10 +321,8 @@ class VmapRunner(ClientRunner):
             reason = "clients share a part of its state, such as a step counter"
         if reason:
             raise FederationError(
-                "vectorized clients that change from phase to phase in different local steps are"
-                f" not supported with {type(self.optimizer).__name__}, because {reason}. Set"
-                " num_steps instead of local_epochs in the phases and in the policy, choose SGD"
-                " without dampening, or train the module without VectorizedClients"
+                f"{what} not supported with {type(self.optimizer).__name__}, because {reason}."
+                f" {remedy} SGD without dampening, or train the module without VectorizedClients"
             )
         self._is_per_client = True
 
@@ -325,8 +331,15 @@ class VmapRunner(ClientRunner):
             return {}
         return self.phases.held(self.steps_before + self.step, self.active[self.step])
 
+    @torch.no_grad()
     def _note_held(self) -> None:
         """Record parameters that only some clients train in this step, and their states."""
+        if partial := self.vectorized.partial:
+            self._check_per_client(
+                "vectorized clients of which only some use a parameter"
+                f" ({next(iter(partial))}) in a local step are",
+                "Choose",
+            )
         self._held_before = {
             name: (
                 self.stacks.params[name].detach().clone(),
@@ -336,16 +349,29 @@ class VmapRunner(ClientRunner):
                     if isinstance(value, Tensor)
                 },
             )
-            for name, clients in self._held().items()
-            if clients is not None
+            for name in self._trained_by(partial)
         }
+
+    def _trained_by(self, partial: Mapping[str, Tensor]) -> Tensors:
+        """Return the clients, ``[k]``, that train each parameter that only some clients train.
+
+        Args:
+            partial: The clients with a gradient of each parameter of which others have none.
+        """
+        found = {name: clients for name, clients in self._held().items() if clients is not None}
+        for name, clients in partial.items():
+            found[name] = found[name] & clients if name in found else clients
+        return found
 
     def _restore_held(self) -> None:
         """Undo the step of parameters for the clients that do not train them."""
-        held = self._held() if self._held_before else {}
-        for name, (before, states) in self._held_before.items():
-            param, clients = self.stacks.params[name], held[name]
-            assert clients is not None
+        if not self._held_before:
+            return
+        partial = self.vectorized.partial.items()
+        without = {name: clients for name, clients in partial if name not in self.completed}
+        for name, clients in self._trained_by(without).items():
+            before, states = self._held_before[name]
+            param = self.stacks.params[name]
             now = param.detach()
             now.copy_(torch.where(beside(clients, now), now, before))
             for key, value in self.optimizer.state.get(param, {}).items():

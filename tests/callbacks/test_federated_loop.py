@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.aggregators import FedAvg
+from lightning_fl.aggregators import FedAvg, FedAvgM
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.federation.plan import Planner
@@ -1168,6 +1168,39 @@ def test_a_loop_that_has_run_is_refused_by_another_trainer(fit, foreign):
     loop = fit(foreign(), rounds=2)
     with pytest.raises(FederationError, match="FederatedLoop is at round 2"):
         fit(foreign(), loop)
+
+
+def test_a_rule_with_state_of_an_earlier_run_is_refused(fit, foreign):
+    rule = FedAvgM()
+    fit(foreign(), FederatedLoop(rule, buffers="average"), rounds=2)
+    with pytest.raises(FederationError, match="aggregator FedAvgM has the state of an earlier run"):
+        fit(foreign(), FederatedLoop(rule, buffers="average"), rounds=2)
+
+
+def test_a_rule_without_state_serves_many_runs(fit, foreign):
+    rule, policy = FedAvg(), Schedule(num_steps=2)
+    modules = [foreign(), foreign()]
+    for module in modules:
+        fit(module, FederatedLoop(rule, policy, buffers="average"), rounds=2)
+    assert same(modules[0].state_dict(), modules[1].state_dict())
+
+
+def test_a_new_policy_may_continue_with_what_another_has_learned(fit, foreign):
+    def policy():
+        return DiscreteGaussianReinforce({"num_steps": [1, 2, 3, 4]}, policy_lr=0.5)
+
+    first, second = policy(), policy()
+    fit(foreign(), FederatedLoop(policy=first, buffers="average", seed=0), rounds=4)
+    with pytest.raises(
+        FederationError, match=r"policy DiscreteGaussianR.* may load its state_dict"
+    ):
+        fit(foreign(), FederatedLoop(policy=first, buffers="average", seed=0), rounds=1)
+    second.load_state_dict(first.state_dict())
+    assert same(second.state_dict(), first.state_dict())
+    assert (
+        len(fit(foreign(), FederatedLoop(policy=second, buffers="average", seed=0), rounds=1).rows)
+        == 1
+    )
 
 
 def test_a_second_fit_of_the_same_trainer_goes_on(foreign, data, trainer):

@@ -11,8 +11,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_fl import ClientModule, VectorizedClients
+from lightning_fl.aggregators import FedAvg, Scaffold
+from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.policies import Schedule
+from lightning_fl.types import FederationError
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -264,3 +267,85 @@ class Listed(Odd):
 def test_parameters_that_are_reached_by_a_list_train_one_client_after_another(agree, tiny, ragged):
     with pytest.warns(UserWarning, match="does not access them as attributes"):
         agree(lambda: tiny(Listed), group_size=(4,), datamodule=ragged)
+
+
+class Forked(Odd):
+    """Uses one of two layers, by the labels of the batch."""
+
+    def __init__(self, optimizer):
+        super().__init__()
+        self.optimizer = optimizer
+        self.one, self.other = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def chosen(self, batch):
+        return self.one if batch[1].double().mean() > 1 else self.other
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.chosen(batch)(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+
+
+class ForkedBySize(Forked):
+    """Uses one of two layers, by the size of the batch."""
+
+    def chosen(self, batch):
+        return self.one if len(batch[1]) > 7 else self.other
+
+
+decayed = functools.partial(momentum, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("kind", [Forked, ForkedBySize])
+@pytest.mark.parametrize(
+    ("optimizer", "rule"), [(sgd, FedAvg), (momentum, FedAvg), (decayed, FedAvg), (sgd, Scaffold)]
+)
+@pytest.mark.filterwarnings("ignore:.*is trained one client after another")
+def test_a_layer_stands_still_for_clients_that_do_not_use_it_in_a_step(
+    train, flat, tiny, ragged, kind, optimizer, rule
+):
+    def trained(**options):
+        module = tiny(kind, optimizer)
+        federation = {"policy": Schedule(num_steps=5), "aggregator": rule()}
+        train(module, datamodule=ragged(), federation=federation, **options)
+        return flat(module)
+
+    expected = trained()
+    for steps in (1, 3):
+        found = trained(group_size=4, steps_per_batch=steps)
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [Forked, ForkedBySize])
+@pytest.mark.filterwarnings("ignore:.*is trained one client after another")
+def test_a_layer_that_only_some_clients_use_is_refused_if_they_share_a_step_counter(
+    fit, tiny, ragged, kind
+):
+    module = VectorizedClients(tiny(kind, functools.partial(torch.optim.Adam, lr=0.1)))
+    loop = FederatedLoop(policy=Schedule(num_steps=5), csv_name=None, seed=1)
+    with pytest.raises(FederationError, match=r"only some use a parameter \((one|other)\..*Adam"):
+        fit(module, loop, ragged(), rounds=2)
+
+
+class Narrow(Forked):
+    """Uses both layers, but for small batches only one."""
+
+    def training_step(self, batch, batch_idx):
+        out = self.one(batch[0])
+        if len(out) > 7:
+            out = out + self.other(batch[0])
+        return F.cross_entropy(out, batch[1])
+
+
+def test_a_graph_for_smaller_batches_leaves_out_what_they_do_not_use(
+    agree, tiny, data, blobs, uncompiled
+):
+    agree(
+        lambda: tiny(Narrow, decayed),
+        group_size=(4,),
+        steps_per_batch=(1, 3),
+        datamodule=lambda: data(blobs(60), num_clients=4, batch_size=10),
+        compile=True,
+        federation={"policy": Schedule(num_steps=4)},
+    )
