@@ -35,7 +35,7 @@ from lightning_fl.types import (
 )
 
 #: Number of updates, and their size in bytes, that the aggregator gets together.
-MOST_WAITING, WAITING_BYTES = 16, 2**27
+MOST_WAITING, WAITING_BYTES = 16, 2**26
 
 
 @dataclass
