@@ -1,5 +1,6 @@
 """The order of hooks in a round, and the steps that a client's module and its schedulers count."""
 
+import copy
 import math
 import re
 
@@ -384,7 +385,7 @@ def test_the_stepping_batches_are_those_of_the_longest_client(
         return configure()
 
     module.configure_optimizers = ask
-    policy, expected = RUNS[name]
+    policy, expected = copy.deepcopy(RUNS[name])
     federated = uneven(data, train=blobs(60))
     loop = FederatedLoop(policy=policy, seed=2, monitor="val_loss")
     policy.monitor = "accuracy"
