@@ -1,11 +1,8 @@
 """Seconds per round of BlazeFL with its own FedAvg, in the faster of its parallel modes.
 
-Its environment, then a run. Releases for this Python are pure Python, but ask for a newer one:
+Its environment, then a run:
 
-    python -m venv .peers/blazefl
-    .peers/blazefl/bin/pip install torch==2.14.1 numpy==2.4.6 tqdm
-    .peers/blazefl/bin/pip install --no-deps --ignore-requires-python blazefl==2.0.3
-
+    benchmarks/peers/install.sh blazefl
     .peers/blazefl/bin/python benchmarks/peers/run_blazefl.py '<json>' OUT.json
 """
 

@@ -1,11 +1,8 @@
-r"""Seconds per round of FedJAX: its federated averaging with the jit backend.
+"""Seconds per round of FedJAX: its federated averaging with the jit backend.
 
 Its environment, then a run:
 
-    python -m venv .peers/fedjax
-    .peers/fedjax/bin/pip install fedjax==0.0.17 jax==0.5.3 jaxlib==0.5.3 dm-haiku==0.0.17 \
-        optax==0.2.8 numpy==2.4.6 scipy==1.17.1
-
+    benchmarks/peers/install.sh fedjax
     .peers/fedjax/bin/python benchmarks/peers/run_fedjax.py '<json>' OUT.json
 """
 

@@ -2,9 +2,7 @@
 
 Its environment, then a run:
 
-    python -m venv .peers/flower
-    .peers/flower/bin/pip install "flwr[simulation]==1.41.0" ray==2.55.1 torch==2.14.1 numpy==2.4.6
-
+    benchmarks/peers/install.sh flower
     .peers/flower/bin/python benchmarks/peers/run_flower.py '<json>' OUT.json
 """
 

@@ -2,9 +2,7 @@
 
 Its environment, then a run:
 
-    python -m venv .peers/pfl
-    .peers/pfl/bin/pip install pfl==0.6.0 torch==2.14.1 numpy==2.4.6
-
+    benchmarks/peers/install.sh pfl
     .peers/pfl/bin/python benchmarks/peers/run_pfl.py '<json>' OUT.json
 """
 
