@@ -113,8 +113,8 @@ class VectorizedStep:
                 trained.setdefault(name, []).append(row)
             outcomes.append(tree_map(lambda t: t.detach(), outcome))
         for name, clients in trained.items():
-            if others := set(range(self.stacks.count)).difference(clients):
-                known[name][list(others)] = 0
+            for other in set(range(self.stacks.count)).difference(clients):
+                known[name][other] = 0
         self._note_partial(trained, len(rows))
         stacked = tree_map(lambda *t: scattered(torch.stack(t), rows, self.stacks.count), *outcomes)
         return _with_gradients(stacked.loss, self.stacks.params, known), stacked

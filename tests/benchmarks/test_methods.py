@@ -72,4 +72,4 @@ def test_every_run_is_a_config_that_parses(methods):
         for arm, data, split in zip(
             experiment.arms, cycle(methods.DATA), cycle(experiment.splits), strict=False
         ):
-            quick_cli.parse(*methods.options(name, methods.Run(data, arm, split, 1, 0.1)))
+            quick_cli.parse(*methods.options(name, methods.Case(data, arm, split, 1, 0.1)))
