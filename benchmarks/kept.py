@@ -18,6 +18,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from lightning_fl.files import write_atomically
 from runs import OPTIONS, RESULT, check_options, rows, without_root
 
 RESULTS = Path(__file__).with_name("results")
@@ -33,13 +34,12 @@ def save(folder: Path, path: Path) -> int:
     for result in folder.rglob(RESULT):
         name = result.parent.relative_to(folder).as_posix()
         table = rows(result.parent)
-        step = ceil(len(table) / MOST_ROWS)
-        kept = table[:-1][::step] + table[-1:] if step > 1 else table
+        step = max(ceil((len(table) - 1) / (MOST_ROWS - 1)), 1)
+        kept = [*table[:-1:step], table[-1]]
         columns = {column: [row[column] for row in kept] for column in table[0]}
         found[name] = {"result": json.loads(result.read_text()), "rounds": columns}
     lines = [{"options": options}, *({"run": name} | found[name] for name in sorted(found))]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
     return len(found)
 
 

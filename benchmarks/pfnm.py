@@ -558,10 +558,11 @@ def compactness_page(args: argparse.Namespace) -> list[str]:
         " deviation 0.1 and biases of 0.1, ten epochs of Adam (amsgrad) with learning rate 0.01."
         " Values as above.",
     ]
+    images = loaded(MNIST, args.root)
     for split in SPLITS:
         found = {
             f"{' + '.join([str(width)] * depth)} each": trained(
-                args.out / "compactness", args.root, split, width, depth, args.seeds[0]
+                images, args.out / "compactness", split, width, depth, args.seeds[0]
             )
             for width, depth in COMPACT
         }
@@ -594,24 +595,24 @@ def samples(place: Path, data: str) -> tuple[Samples, Samples]:
     """Return all training and test samples as the networks of a run see them."""
     config = newest(place, "config.yaml").read_text()
     root = config.partition("\n    root: ")[2].partition("\n")[0]
-    kind = MNIST if data == "mnist" else CIFAR10
-    module = kind(root=None if root == "null" else root, val_size=0)
-    module.setup("fit")
-    module.setup("test")
+    module = loaded(MNIST if data == "mnist" else CIFAR10, None if root == "null" else root)
     both: Any = (module.train, module.test)
     train, test = (module.on_after_batch_transfer(tuple(each.tensors), 0) for each in both)
     return (train[0].flatten(1), train[1]), (test[0].flatten(1), test[1])
 
 
-def trained(out: Path, root: str | None, split: str, width: int, depth: int, seed: int) -> Saved:
-    """Return ten networks trained as by the authors' program; they are kept in a folder."""
-    module = MNIST(root=root, val_size=0)
+def loaded(kind: type[Any], root: str | None) -> Any:
+    """Return a data module with all training and test samples."""
+    module = kind(root=root, val_size=0)
     module.setup("fit")
     module.setup("test")
-    (x, y), test = (
-        (images.flatten(1) / 255, labels)
-        for images, labels in (each.tensors for each in (module.train, module.test))
-    )
+    return module
+
+
+def trained(images: Any, out: Path, split: str, width: int, depth: int, seed: int) -> Saved:
+    """Return ten networks trained as by the authors' program; they are kept in a folder."""
+    both = (images.train.tensors, images.test.tensors)
+    (x, y), test = ((pixels.flatten(1) / 255, labels) for pixels, labels in both)
     rule = IID(stratified=True) if split == "homogeneous" else Dirichlet(0.2, min_size=32)
     parts = rule(y, 10, torch.Generator().manual_seed(seed))
     path = out / f"{split}-{width}-{depth}-{seed}.pt"

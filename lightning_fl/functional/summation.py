@@ -162,22 +162,22 @@ def _add_in_cache(total: Tensor, rows: Tensor, factors: Tensor) -> None:
             addends, rest = memory[..., : piece.shape[1]]
             torch.mul(piece, factor[:, None], out=addends)
             torch.mul(addends, state[-1], out=rest)
-            if at := _too_large(rest):
-                _shift(state, at[0], _scale_for(addends[:, at[0]].abs().amax(0)))
+            if (at := _too_large(rest)) is not None:
+                _shift(state, at, _scale_for(addends[:, at].abs().amax(0)))
                 torch.mul(addends, state[-1], out=rest)
             _add_slices(state, rest, addends)
 
 
-def _too_large(rest: Tensor) -> list[Any]:
-    """Return an index of the coordinates with bins to shift up, in a list, empty if none."""
+def _too_large(rest: Tensor) -> Tensor | slice | None:
+    """Return an index of the coordinates with bins to shift up, or None."""
     low, high = map(float, rest.aminmax())
     if -_LIMIT < low <= high < _LIMIT:
-        return []
+        return None
     found = (~(rest.abs().amax(0) < _LIMIT)).nonzero()[:, 0]
-    return [found if len(found) < rest.shape[1] // 8 else slice(None)]
+    return found if len(found) < rest.shape[1] // 8 else slice(None)
 
 
-def _shift(state: Tensor, at: Any, scale: Tensor) -> None:
+def _shift(state: Tensor, at: Tensor | slice, scale: Tensor) -> None:
     """Shift the bins of some coordinates up to a scale."""
     part = state[:, at]
     if part[:-1].any():

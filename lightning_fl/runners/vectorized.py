@@ -103,15 +103,15 @@ class VectorizedStep:
         done makes no step, since a module may count its steps.
         """
         rows, outcomes = active.nonzero()[:, 0], []
-        known: Tensors = {}
         trained: dict[str, list[int]] = {}
         for row in rows.tolist():
             with self.stacks.client(row), torch.enable_grad():
                 outcome, grads = self.local.by_itself({}, samples.client(row))
             for name, grad in grads.items():
-                known.setdefault(name, self._gradient_memory(name))[row] = grad
+                self._gradient_memory(name)[row] = grad
                 trained.setdefault(name, []).append(row)
             outcomes.append(tree_map(lambda t: t.detach(), outcome))
+        known = {name: self._gradient_memory(name) for name in trained}
         for name, clients in trained.items():
             for other in set(range(self.stacks.count)).difference(clients):
                 known[name][other] = 0
@@ -196,9 +196,9 @@ class VectorizedStep:
             return self._all(groups[0][1], None, rate)
         outcomes, trained = [], dict[str, list[int]]()
         for rows, batch in groups:
-            outcome, used = self._some(rows, batch)
+            outcome, names = self._some(rows, batch)
             outcomes.append(outcome)
-            for name in used:
+            for name in names:
                 trained.setdefault(name, []).extend(rows.tolist())
         total = torch.stack([outcome.loss.sum() for outcome in outcomes]).sum()
         at = torch.cat([rows for rows, _ in groups])
@@ -226,8 +226,7 @@ class VectorizedStep:
         for name, param in stacks.params.items():  # the step may write, as an EMA teacher does
             if params[name]._version:
                 param.data.index_copy_(0, placed(rows, param), params[name].detach())
-        nodes = nodes_of(outcome.loss)
-        return outcome, [name for name, param in params.items() if param.grad_fn in nodes]
+        return outcome, used(outcome.loss, params)
 
     def _all(self, batch: Any, weight: Tensor | None, rate: float | None) -> tuple[Tensor, Outcome]:
         """Make the step of all clients; their batches are ``[k, ...]``."""
@@ -247,11 +246,8 @@ class VectorizedStep:
         outcome = self.local.many(*tensors, **how)
         if self.graphs is not None and len(self._shapes) < MOST_GRAPHS:
             # A graph returns zeros for a parameter without a gradient.
-            nodes = nodes_of(outcome.loss)
-            trained = [param for param in params.values() if param.requires_grad]
-            self._shapes[shape_of(batch)] = all(
-                torch.autograd.graph.get_gradient_edge(param).node in nodes for param in trained
-            )
+            count = sum(param.requires_grad for param in params.values())
+            self._shapes[shape_of(batch)] = len(used(outcome.loss, params)) == count
         return outcome.loss.sum(), outcome
 
     def _compiled(
@@ -283,14 +279,18 @@ def shape_of(batch: Any) -> tuple[torch.Size, ...]:
     return tuple(t.shape for t in tree_leaves(batch))
 
 
-def nodes_of(loss: Tensor) -> set[Any]:
-    """Return all nodes of the graph of a loss."""
-    found, waiting = set[Any](), [loss.grad_fn]
+def used(loss: Tensor, params: Tensors) -> list[str]:
+    """Return the names of the trained parameters in the graph of a loss."""
+    nodes, waiting = set[Any](), [loss.grad_fn]
     while waiting:
-        if (node := waiting.pop()) is not None and node not in found:
-            found.add(node)
+        if (node := waiting.pop()) is not None and node not in nodes:
+            nodes.add(node)
             waiting += [node for node, _ in node.next_functions]
-    return found
+    return [
+        name
+        for name, param in params.items()
+        if param.requires_grad and torch.autograd.graph.get_gradient_edge(param).node in nodes
+    ]
 
 
 class _Known(torch.autograd.Function):

@@ -1197,10 +1197,8 @@ def test_a_new_policy_may_continue_with_what_another_has_learned(fit, foreign):
         fit(foreign(), FederatedLoop(policy=first, buffers="average", seed=0), rounds=1)
     second.load_state_dict(first.state_dict())
     assert same(second.state_dict(), first.state_dict())
-    assert (
-        len(fit(foreign(), FederatedLoop(policy=second, buffers="average", seed=0), rounds=1).rows)
-        == 1
-    )
+    loop = fit(foreign(), FederatedLoop(policy=second, buffers="average", seed=0), rounds=1)
+    assert len(loop.rows) == 1
 
 
 def test_a_second_fit_of_the_same_trainer_goes_on(foreign, data, trainer):
