@@ -124,6 +124,8 @@ CONTESTANTS: dict[str, Contestant] = {
         processes=2, group_size=10, compile=True
     ),
     "auto": _library(group_size="auto"),
+    "auto, torch's default products": _library(group_size="auto", fast_matmul=False),
+    "auto, not channels last": _library(group_size="auto", channels_last=False),
     "library, sequential, with matching": _library(matching=True),
     "vectorized, groups of 10, compiled, fast matmul, with matching": _library(
         matching=True, group_size=10, compile=True
