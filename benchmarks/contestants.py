@@ -26,7 +26,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -40,7 +40,11 @@ from lightning_fl.models import CifarCNN, KeywordCNN, MLPClassifier
 from lightning_fl.objectives import RepresentationMatching
 from lightning_fl.policies import Schedule
 from lightning_fl.types import RoundPlan
-from peers.networks import PUBLISHED
+
+# The scripts of other libraries import these modules by these names, in their own environments.
+sys.path.append(str(Path(__file__).with_name("peers")))
+from networks import PUBLISHED, accuracy
+from samples import drawn
 
 SEED, LR = 0, 0.1
 #: More clients than these are not given to :func:`fit_per_client`: its time is scaled up from them.
@@ -108,12 +112,9 @@ class Federation:
     ) -> None:
         self.workload, self.device = workload, torch.device(device)
         w = workload
-        # Contestants but the library train the first clients: which does not matter for time.
         self.clients, self.steps, self.batch_size = w.cohort, w.steps, w.batch_size
-        random = torch.Generator().manual_seed(SEED)
-        n = w.clients * w.samples
-        x = torch.randn(n, *w.shape, generator=random)
-        self.data = InMemory(x.to(dtype), torch.randint(w.classes, (n,), generator=random))
+        x, y = map(torch.from_numpy, drawn(w.clients * w.samples, w.shape, w.classes))
+        self.data = InMemory(x.to(dtype), y)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
             self.net = w.net().to(dtype)
@@ -136,8 +137,19 @@ class Federation:
         self.net.zero_grad()
         return int(counter.get_total_flops())
 
+    def accuracy(self, parameters: Tensor) -> float:
+        """Return the accuracy of parameters on the test samples."""
+        net = copy.deepcopy(self.net).float()
+        vector_to_parameters(parameters.float().cpu(), net.parameters())
+        return accuracy(net, self.workload.shape, self.workload.classes)
+
     def order(self, round: int, clients: int) -> list[list[Tensor]]:
-        """Return the indices of each client's batches in a round, as the library draws them."""
+        """Return the indices of each client's batches in a round, as the library draws them.
+
+        Clients are sampled, if not all of them take part.
+        """
+        random = torch.Generator().manual_seed(round)
+        sampled = torch.randperm(self.workload.clients, generator=random)[: self.clients]
         return [
             list(
                 islice(
@@ -149,7 +161,7 @@ class Federation:
                     self.steps,
                 )
             )
-            for client in range(clients)
+            for client in sampled.sort().values.tolist()[:clients]
         ]
 
 

@@ -41,7 +41,14 @@ of its own. What is slower than the loop or than another library stands here, to
 | share of peak | floating-point operations of forward and backward pass per second, relative to a product of 2048 x 2048 matrices in float32 by torch's default library; others may be faster |
 | first round | seconds from the start of the process to the end of the first round |
 | MiB | peak memory of the process |
+| accuracy | of the model after the last round, on test samples: who trains less is less accurate |
 """  # noqa: E501  # a table
+#: Columns of what a turn wrote: title and format.
+COLUMNS = {
+    "first": ("first round", ",.1f"),
+    "MiB": ("MiB", ",.1f"),
+    "accuracy": ("accuracy", ".1%"),
+}
 WORKLOADS = {
     "W1": "MLP 784-100-100-10, 10 clients, 30 steps of 64 samples",
     "W2": "MLP 784-100-100-10, 100 clients, 30 steps of 64 samples",
@@ -92,16 +99,22 @@ def best_loop(turns: dict[str, Any]) -> float:
 
 def figures(workload: dict[str, Any], peak: float) -> Iterator[list[str]]:
     """Yield the row of each contestant of a workload."""
-    loop = best_loop(workload["turns"])
+    loop, columns = best_loop(workload["turns"]), measured_columns(workload)
     for name, turns in workload["turns"].items():
         time = seconds(turns)
         rate = workload["steps"] / time
         row = [name, f"{time:.4f}" if time < 1 else f"{time:.2f}", f"{loop / time:.2f}"]
         row += [f"{rate:,.0f}", f"{100 * rate * workload['flops'] / peak:.0f} %"]
-        for key in ("first", "MiB"):
+        for key in columns:
             values = [turn[key] for turn in turns if key in turn]
-            row.append(f"{median(values):,.1f}" if values else "")
+            row.append(format(median(values), COLUMNS[key][1]) if values else "")
         yield row
+
+
+def measured_columns(workload: dict[str, Any]) -> list[str]:
+    """Return the columns of turns that a measurement has: older ones lack some."""
+    turns = [turn for each in workload["turns"].values() for turn in each]
+    return [name for name in COLUMNS if any(name in turn for turn in turns)]
 
 
 def tables(outcome: dict[str, Any]) -> str:
@@ -112,9 +125,11 @@ def tables(outcome: dict[str, Any]) -> str:
 
 def shown(outcome: dict[str, Any], name: str, *about: str) -> list[str]:
     """Return the title and the table of a workload, with texts between them."""
-    head = ["", "s per round", "speedup", "steps/s", "share of peak", "first round", "MiB"]
+    workload = outcome["workloads"][name]
+    head = ["", "s per round", "speedup", "steps/s", "share of peak"]
+    head += [COLUMNS[column][0] for column in measured_columns(workload)]
     title = f"### {name}: {WORKLOADS[name]}" if name in WORKLOADS else f"### {name}"
-    rows = list(figures(outcome["workloads"][name], outcome["peak"]))
+    rows = list(figures(workload, outcome["peak"]))
     return [title, *about, table(head, rows)]
 
 

@@ -79,13 +79,15 @@ def turn(name: str, contestant: str, rounds: int, device: str) -> dict[str, Any]
 
 
 def alone(name: str, contestant: str, rounds: str, began: str, out: str, device: str) -> None:
-    """Train in this process; write seconds of rounds, seconds to the first one, and memory."""
-    chosen = contestants(device)[contestant]
+    """Train in this process; write what :func:`records.figures` shows."""
+    chosen, problem = contestants(device)[contestant], Federation(WORKLOADS[name], device)
     with threads(chosen.threads):
-        seconds = chosen.run(Federation(WORKLOADS[name], device), int(rounds)).seconds
+        seconds, parameters, _ = chosen.run(problem, int(rounds))
     first = time.time() - float(began) - sum(seconds[1:])
     if rank_zero_only.rank == 0:
-        Path(out).write_text(json.dumps({"seconds": seconds, "first": first, "MiB": peak()}))
+        figures = {"seconds": seconds, "first": first, "MiB": peak()}
+        figures["accuracy"] = problem.accuracy(parameters)
+        Path(out).write_text(json.dumps(figures))
 
 
 class Contestant(NamedTuple):
@@ -184,7 +186,8 @@ def turn_of_a_peer(name: str, peer: str, rounds: int, threads: int = 2) -> dict[
         command = [str(environment(peer)), str(script), json.dumps(what), str(out)]
         done = subprocess.run(command, capture_output=True, text=True)
         if out.exists():  # some fail as they end
-            return {"seconds": json.loads(out.read_text())}
+            found: dict[str, Any] = json.loads(out.read_text())
+            return found
     print(f"{peer} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
     return {"seconds": [math.nan] * rounds}
 

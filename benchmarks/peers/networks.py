@@ -1,10 +1,11 @@
-"""The networks and synthetic samples of the benchmarks whose peer trains PyTorch."""
+"""The networks and samples of the benchmarks whose peer trains PyTorch."""
 
 from __future__ import annotations
 
 from functools import partial
 
 import torch
+from samples import drawn, tested
 from torch import Tensor, nn
 
 
@@ -62,8 +63,14 @@ def network(shape: tuple[int, ...], workload: str = "") -> nn.Module:
 def synthetic(
     clients: int, samples: int, shape: tuple[int, ...], classes: int = 10
 ) -> list[tuple[Tensor, Tensor]]:
-    """Standard normal samples and labels of every client."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(clients, samples, *shape, generator=generator)
-    y = torch.randint(classes, (clients, samples), generator=generator)
-    return list(zip(x, y, strict=True))
+    """Samples and labels of every client."""
+    x, y = map(torch.from_numpy, drawn(clients * samples, shape, classes))
+    return list(zip(x.split(samples), y.split(samples), strict=True))
+
+
+@torch.no_grad()
+def accuracy(net: nn.Module, shape: tuple[int, ...], classes: int) -> float:
+    """Return the accuracy of a network on the test samples."""
+    x, y = map(torch.from_numpy, tested(shape, classes))
+    net.eval()
+    return float((torch.cat([net(some) for some in x.split(100)]).argmax(1) == y).double().mean())

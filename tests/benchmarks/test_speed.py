@@ -47,6 +47,10 @@ def test_smoke(script, monkeypatch, tmp_path, capsys):
     assert len(list(folder.glob("*.json"))) == 2
     assert table.read_text() == speed.records.tables(outcome)
     assert all(f"| {name} |" in page.read_text() for name in NAMES)
+    turns = outcome["workloads"]["W1"]["turns"]
+    loop, *others = (turns[name][0]["accuracy"] for name in NAMES)
+    assert others == [others[0]] * 3  # the loop samples other clients
+    assert min(loop, *others) > 0.15
 
     problem = speed.Federation(tiny)
     plain, group_size = (
@@ -86,7 +90,7 @@ def test_a_record_is_shown_beside_the_faster_loop(script):
     turns = {
         "bare loop, 1 thread": [{"seconds": [9.0, 0.4, 0.2, 0.3], "first": 3.0, "MiB": 100.0}],
         "bare loop, 2 threads": [{"seconds": [9.0, s], "first": 3.0, "MiB": 50} for s in (1, 5, 2)],
-        "auto": [{"seconds": [9.0, 0.1], "first": 20.0, "MiB": 1234.5}],
+        "auto": [{"seconds": [9.0, 0.1], "first": 20.0, "MiB": 1234.5, "accuracy": 0.925}],
         "slow": [{"seconds": [1.0, 3.0]}],
         "fails": [{"seconds": [float("nan")] * 2}],
     }
@@ -102,8 +106,8 @@ def test_a_record_is_shown_beside_the_faster_loop(script):
     found = {row[1]: row[2:-1] for row in rows if len(row) > 3}
     assert found["bare loop, 1 thread"][:2] == ["0.3000", "1.00"]
     assert found["bare loop, 2 threads"][:2] == ["2.00", "0.15"]
-    assert found["auto"] == ["0.1000", "3.00", "500", "50 %", "20.0", "1,234.5"]
-    assert found["slow"] == ["3.00", "0.10", "17", "2 %", "", ""]
+    assert found["auto"] == ["0.1000", "3.00", "500", "50 %", "20.0", "1,234.5", "92.5%"]
+    assert found["slow"] == ["3.00", "0.10", "17", "2 %", "", "", ""]
     assert found["fails"][0] == "nan"
     old = outcome | {"time": "2025-12-31T10:00:00", "commit": "old"}
     old["workloads"] = {"W2": outcome["workloads"]["W1"]} | outcome["workloads"]
@@ -111,6 +115,8 @@ def test_a_record_is_shown_beside_the_faster_loop(script):
     assert "| W1 |  | 3.00 | cpus 2 | 2026-01-02 | `abc` |" in page
     assert page.count("2025-12-31") == 3  # two rows, and the latest measurement of W2
     assert page.count("### ") == 2
+    del turns["auto"][0]["accuracy"]  # as in measurements of earlier versions
+    assert "accuracy |" not in records.tables(outcome)
     assert page.index("### W1") < page.index("commit `abc`") < page.index("### W2")
     assert page.index("### W2") < page.index("commit `old`") < page.index("## All")
 
