@@ -24,7 +24,9 @@ import torch
 #: Runs are forked from a server that has imported everything: a fit and its test would spend
 #: 13 seconds on imports.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["lightning_fl.cli", "torchvision", "torch.utils.tensorboard"])
+CONTEXT.set_forkserver_preload(
+    ["lightning_fl.cli.run", "lightning_fl.cli.federated", "torchvision", "torch.utils.tensorboard"]
+)
 #: Files of a run, and of a folder of runs.
 RESULT, OPTIONS = "result.json", "options.json"
 #: Option that names the folder of the data.

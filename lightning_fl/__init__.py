@@ -4,11 +4,6 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from lightning_fl.objectives import ClientModule
-from lightning_fl.runners import VectorizedClients
-from lightning_fl.strategies import ClientParallelStrategy  # the Trainer knows it by name
-from lightning_fl.types import FederationError
-
 if TYPE_CHECKING:
     from lightning_fl.callbacks import (
         FederatedLoop,
@@ -19,6 +14,10 @@ if TYPE_CHECKING:
         complete_checkpoint,
     )
     from lightning_fl.datamodules import FederatedDataModule
+    from lightning_fl.objectives import ClientModule
+    from lightning_fl.runners import VectorizedClients
+    from lightning_fl.strategies import ClientParallelStrategy
+    from lightning_fl.types import FederationError
 
 __version__ = version("lightning_fl")
 __all__ = [
@@ -36,20 +35,32 @@ __all__ = [
     "complete_checkpoint",
 ]
 
-#: Names that are imported on first use: the packages that define them import much more.
+#: Names by the package that defines them. They are imported on first use: torch and Lightning take
+#: seconds, which the help of the command line need not wait for.
 _LAZY = {
-    "FederatedDataModule": "lightning_fl.datamodules",
-    "FederatedLoop": "lightning_fl.callbacks",
-    "PersonalizedEvaluation": "lightning_fl.callbacks",
-    "RoundCheckpoint": "lightning_fl.callbacks",
-    "RoundProgress": "lightning_fl.callbacks",
-    "RunReport": "lightning_fl.callbacks",
-    "complete_checkpoint": "lightning_fl.callbacks",
+    "ClientModule": "objectives",
+    "ClientParallelStrategy": "strategies",
+    "FederatedDataModule": "datamodules",
+    "FederatedLoop": "callbacks",
+    "FederationError": "types",
+    "PersonalizedEvaluation": "callbacks",
+    "RoundCheckpoint": "callbacks",
+    "RoundProgress": "callbacks",
+    "RunReport": "callbacks",
+    "VectorizedClients": "runners",
+    "complete_checkpoint": "callbacks",
 }
+#: Packages that need not be imported by themselves: ``lightning_fl.policies.Schedule``.
+_PACKAGES = (
+    *("aggregators", "callbacks", "datamodules", "functional", "models", "objectives"),
+    *("optimizers", "partition", "policies", "runners", "samplers", "strategies", "transforms"),
+)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name on first use."""
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    """Import a name or a package on first use."""
+    if name in _LAZY:
+        return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+    if name in _PACKAGES:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

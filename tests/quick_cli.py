@@ -15,7 +15,8 @@ from lightning.pytorch.cli import LightningCLI
 from matplotlib.figure import Figure
 from matplotlib.image import imsave
 
-from lightning_fl.cli import FederatedCLI, main
+from lightning_fl.cli import main
+from lightning_fl.cli.federated import FederatedCLI
 
 COMMANDS = LightningCLI.subcommands()
 

@@ -19,7 +19,7 @@ import extras
 import quick_cli
 from forks import Started
 from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.cli import FederatedCLI
+from lightning_fl.cli.federated import FederatedCLI
 from lightning_fl.partition import Manifest
 from lightning_fl.types import FederationError
 
@@ -756,7 +756,7 @@ def test_a_job_that_slurm_requeues_goes_on_where_it_was(cli, tmp_path, monkeypat
             raise ZeroDivisionError
 
     with monkeypatch.context() as killed:
-        killed.setattr("lightning_fl.cli.RoundProgress.on_train_epoch_start", stop)
+        killed.setattr("lightning_fl.cli.federated.RoundProgress.on_train_epoch_start", stop)
         with pytest.raises(ZeroDivisionError):
             cli(*args)
     monkeypatch.setenv("SLURM_JOB_ID", "18")

@@ -79,7 +79,10 @@ def wheel(request, tmp_path_factory):
 def test_every_folder_with_an_init_is_listed_as_a_package():
     inits = (Path(module) for module in modules() if module.endswith("__init__.py"))
     folders = {".".join(init.parent.parts) for init in inits}
-    assert sorted(folders | {"lightning_fl.configs"}) == PYPROJECT["tool"]["setuptools"]["packages"]
+    assert (
+        sorted(folders | {"lightning_fl.configs", "lightning_fl.methods"})
+        == PYPROJECT["tool"]["setuptools"]["packages"]
+    )
 
 
 def test_every_folder_with_modules_has_an_init():
@@ -114,6 +117,7 @@ def test_the_wheel_holds_every_module_and_config_once_and_nothing_else(wheel):
         names = Counter(name for name in archive.namelist() if ".dist-info/" not in name)
     configs = {f"lightning_fl/{p.relative_to(ROOT)}" for p in (ROOT / "configs").rglob("*.yaml")}
     others = {"lightning_fl/py.typed", "lightning_fl/report/page.html"}
+    others |= {f"lightning_fl/methods/{p.name}" for p in (ROOT / "docs" / "methods").iterdir()}
     assert names == Counter(modules() | configs | others)
 
 

@@ -9,7 +9,7 @@ import pages
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-METHODS = (ROOT / "docs" / "methods.md").read_text()
+METHODS = (ROOT / "docs" / "methods" / "index.md").read_text()
 
 
 @pytest.mark.filterwarnings("ignore:.*bottleneck", "ignore:Starting from v1.9.0")

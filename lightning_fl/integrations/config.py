@@ -72,7 +72,7 @@ OF_CLIENT = (
 class Configuration:
     """Hold what a configuration of ``lightning-fl fit`` describes, without a Trainer.
 
-    :func:`lightning_fl.cli.read_config` returns it.
+    :func:`lightning_fl.cli.parts.read_config` returns it.
 
     Args:
         module: The LightningModule, with the initial weights of ``lightning-fl fit``.

@@ -89,7 +89,7 @@ from pathlib import Path
 import torch
 from flwr.serverapp import ServerApp
 
-from lightning_fl.cli import read_config
+from lightning_fl.cli.parts import read_config
 from lightning_fl.files import write_atomically
 from lightning_fl.integrations.flower import FederationStrategy
 
@@ -111,7 +111,7 @@ CLIENT = '''\
 from functools import cache
 from pathlib import Path
 
-from lightning_fl.cli import read_config
+from lightning_fl.cli.parts import read_config
 from lightning_fl.integrations.flower import app_of
 
 #: Folder on the node for what a client keeps between rounds, such as control variates, so that a

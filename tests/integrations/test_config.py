@@ -10,7 +10,7 @@ import yaml
 
 import quick_cli
 from apart import replies_of
-from lightning_fl.cli import read_config
+from lightning_fl.cli.parts import read_config
 from lightning_fl.types import FederationError
 from tutorial import trainer
 

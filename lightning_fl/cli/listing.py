@@ -1,0 +1,102 @@
+"""``lightning-fl configs`` and ``lightning-fl methods``."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lightning_fl.cli import fail
+from lightning_fl.cli.arguments import CONFIGS
+
+#: Page of the documentation with the tables of all methods: in a wheel, and in a checkout.
+METHODS = (
+    Path(__file__).parents[1] / "methods" / "index.md",
+    Path(__file__).parents[2] / "docs" / "methods" / "index.md",
+)
+
+
+def configs(words: Sequence[str]) -> None:
+    """Print the name and the description of each configuration of the package."""
+    parser = ArgumentParser(
+        "lightning-fl configs",
+        description="List the configurations that come with the package. lightning-fl fit --config"
+        " NAME runs one of them.",
+    )
+    parser.parse_args(words)
+    paths = sorted(CONFIGS.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
+    names = {path.relative_to(CONFIGS).as_posix(): path for path in paths}
+    width = max(map(len, names))
+    for name, path in names.items():
+        print(_cut(f"{name:{width}}  {description(path)}"))
+
+
+def description(path: Path) -> str:
+    """Return the description of a configuration, the first sentence in its head.
+
+    A head may begin with the command and its result, one line each.
+
+    Args:
+        path: The file.
+
+    Example:
+        >>> description(CONFIGS / "ditto_mnist.yaml")
+        'Ditto (Li et al., 2021): 20 clients with two digits each, five per round.'
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    end = next(at for at, line in enumerate(lines) if not line.startswith("#"))
+    head = [line.removeprefix("# ") for line in lines[:end]]
+    text = " ".join(head[2:] if head[0].startswith("lightning-fl ") else head)
+    return re.split(r"(?<=[.:])\s+(?=[A-Z-])", text, maxsplit=1)[0] if text else ""
+
+
+def methods(words: Sequence[str]) -> None:
+    """Print the methods of the package, those that have a word in their row if one is given."""
+    parser = ArgumentParser(
+        "lightning-fl methods",
+        description="List the methods of the package, with name, paper and configuration.",
+    )
+    parser.add_argument("word", nargs="?", default="", help="Only methods with this word.")
+    word = parser.parse_args(words).word
+    page = next(filter(Path.is_file, METHODS)).read_text(encoding="utf-8")
+    chosen = {
+        title: kept
+        for title, rows in tables(page)
+        if (kept := [row for row in rows if word.lower() in " ".join((title, *row)).lower()])
+    }
+    if not chosen:
+        fail(f"no method has {word!r} in its row: lightning-fl methods lists all of them")
+    width = min(shutil.get_terminal_size((100, 24)).columns, 100)
+    for title, rows in chosen.items():
+        print(f"{title}\n")
+        for method, *details in rows:
+            for depth, text in ((2, method), *((6, detail) for detail in details if detail)):
+                print(textwrap.indent(textwrap.fill(text, width - depth), " " * depth))
+        print()
+
+
+def tables(page: str) -> Iterator[tuple[str, list[list[str]]]]:
+    r"""Yield the tables of a page in Markdown: the title above, and the cells without markup.
+
+    Args:
+        page: The page.
+
+    Example:
+        >>> list(tables("## A\n\n| x | y |\n|---|---|\n| [b](c.md) | `d` |\n"))
+        [('A', [['b', 'd']])]
+    """
+    for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
+        title, *lines = section.splitlines()
+        rows = [line for line in lines if line.startswith("|")][2:]
+        if rows:
+            plain = (re.sub(r"\[([^]]+)\]\([^)]*\)|`", r"\1", row) for row in rows)
+            yield title, [[cell.strip() for cell in row[1:-1].split("|")] for row in plain]
+
+
+def _cut(line: str) -> str:
+    """Return a line that fits the terminal."""
+    columns = shutil.get_terminal_size((1000, 24)).columns
+    return line if len(line) <= columns else f"{line[: columns - 3]}..."

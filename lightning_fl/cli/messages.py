@@ -1,0 +1,132 @@
+"""Error messages and warnings of the command line."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from pydoc import locate
+from typing import get_type_hints
+
+
+def explain(message: str, options: Sequence[str] = ()) -> str:
+    """Return a short version of a jsonargparse error message, with a suggestion if possible.
+
+    Args:
+        message: Error message of jsonargparse.
+        options: Existing flags.
+
+    Example:
+        >>> explain("unrecognized arguments: --trainer.max_epoch=3", ["--trainer.max_epochs"])
+        'unknown option --trainer.max_epoch: did you mean --trainer.max_epochs?'
+    """
+    if found := re.search(r"unrecognized arguments: ([^\s=]+)", message):
+        return f"unknown option {found[1]}{did_you_mean(found[1], options)}"
+    if found := re.search(r"does not accept option '([^']+)'", message):
+        names = [option.removeprefix("--") for option in options]
+        return f"unknown option {found[1]}{did_you_mean(found[1], names)}"
+    key = ".".join(re.findall(r'[Kk]ey "([^"]+)"', message))
+    if found := re.search(r"Option '([^']+)' is not accepted", message):
+        owner = re.findall(r"class_path '([^']+)'", message[: found.start()])[-1]
+        names = list(inspect.signature(locate(owner)).parameters)  # type: ignore[arg-type]
+        similar = did_you_mean(found[1], names) or f": it has {', '.join(names)}"
+        return f"{key}: {owner.rpartition('.')[2]} has no option {found[1]}{similar}"
+    if found := re.search(r"Expected a dot import path string: (\S+)", message):
+        names = known_names(message)
+        known = f"\nKnown names: {', '.join(names)}" * bool(names)
+        return f"{key}: unknown class {found[1]}{did_you_mean(found[1], names)}{known}"
+    reason = r"(module '[^']+' has no attribute '[^']+'|No module named '[^']+')"
+    if found := re.search(rf"Problem with given class_path '([^']+)':\s+{reason}", message):
+        module, _, name = found[1].rpartition(".")
+        owner = locate(module)
+        similar = did_you_mean(name, [] if owner is None else dir(owner))
+        return f"{key}: unknown class {found[1]}: {found[2]}{similar}"
+    inner = message[message.rfind('arser key "') :]
+    types = [in_words(found) for found in re.findall(r"Expected an? (.+)", inner)]
+    nested = re.search(r"NestedArg\(key='([^']+)'", message)
+    if nested and not key.endswith(nested[1].rpartition(".")[2]):
+        key = f"{key}.{nested[1]}"
+    if types and (value := re.search(r"Given value: (.*)", inner)):
+        if "a number" in types:
+            types = [kind for kind in types if kind != "a whole number"]
+        return f"{key} must be {' or '.join(dict.fromkeys(types))}, got {value[1]!r:.200}"
+    names = known_names(message)
+    text = " ".join(message.split())
+    short = text if len(text) <= 400 else f"{text[:300]} ... {text[-90:]}"
+    return short + f"\nKnown names: {', '.join(names)}" * bool(names)
+
+
+def in_words(kind: str) -> str:
+    """Return the description of a type in jsonargparse's messages.
+
+    Example:
+        >>> in_words("<class 'int'>"), in_words("typing.Literal['mean', 'sum']")
+        ('a whole number', "one of 'mean', 'sum'")
+    """
+    name = kind.removeprefix("<class '").removesuffix("'>")
+    if found := re.fullmatch(r"typing\.Literal\[(.*)\]", name):
+        return f"one of {found[1]}"
+    words = {"int": "a whole number", "float": "a number", "NoneType": "null", "str": "a text"}
+    return {**words, "bool": "true or false"}.get(name, name.rpartition(".")[2])
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return a suggestion for an unknown name; empty if no known name is similar.
+
+    Example:
+        >>> did_you_mean("Dirichlett", ["Dirichlet", "IID"]), did_you_mean("x", [])
+        (': did you mean Dirichlet?', '')
+    """
+    similar = get_close_matches(name, names, n=1, cutoff=0.7)
+    return f": did you mean {similar[0]}?" if similar else ""
+
+
+def known_names(message: str) -> list[str]:
+    """Return the class names that an option accepts, from a jsonargparse error message."""
+    head, unknown, _ = message.partition("Expected a dot import path string")
+    owner, _, option = head.rpartition('Parser key "')
+    key, _, types = option.partition('"')
+    if unknown and "Subtypes" not in types:  # a single type, which is not part of the message
+        owner = owner.rpartition("class_path '")[2].partition("'")[0]
+        with suppress(NameError, TypeError):  # annotations that cannot be read
+            types = str(get_type_hints(getattr(locate(owner), "__init__", None)).get(key))
+    # Without classes of torch: there are hundreds of networks.
+    found = [locate(name) for name in re.findall(r"\blightning[\w.]+", types) if unknown]
+    classes = [c for c in found if isinstance(c, type)]
+    for c in classes:
+        classes += c.__subclasses__()
+    return sorted(
+        {c.__name__ for c in classes if not inspect.isabstract(c) and c.__name__[0] != "_"}
+    )
+
+
+def with_notes(error: BaseException) -> str:
+    """Return the message of an error with its notes, which give the round and the clients.
+
+    Example:
+        >>> error = ValueError("wrong")
+        >>> error.add_note("in round 2, client 7")
+        >>> print(with_notes(error))
+        wrong
+        in round 2, client 7
+    """
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    r"""Format a warning for the command line, without the line of code.
+
+    Example:
+        >>> show_warning("2 of 10 updates", UserWarning, "file.py", 3)
+        'lightning-fl: warning: 2 of 10 updates\n'
+    """
+    kind = "warning" if issubclass(category, UserWarning) else category.__name__
+    return f"lightning-fl: {kind}: {message}\n"

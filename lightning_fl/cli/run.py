@@ -1,0 +1,98 @@
+"""Commands that need torch and Lightning."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from lightning.pytorch.cli import ArgsType
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_fl.cli.arguments import (
+    export_words,
+    partition_words,
+    report_parser,
+    short_path,
+    with_shipped_configs,
+)
+from lightning_fl.cli.messages import show_warning, with_notes
+from lightning_fl.types import FederationError
+
+
+def run(args: ArgsType = None) -> None:
+    """Run a command. Configuration errors print a message without a traceback.
+
+    Args:
+        args: Arguments of ``LightningCLI``; None takes those of the process.
+    """
+    if args is None:
+        sys.argv[1:] = with_shipped_configs(sys.argv[1:])
+    elif isinstance(args, list):
+        args = with_shipped_configs(args)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.formatwarning = show_warning
+    # Raised by Lightning with torch 2.14.
+    warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated")
+    try:
+        _run(args)
+    except MisconfigurationException as error:
+        message = with_notes(error)
+    except ValueError as error:
+        message = with_notes(error)
+        if "Union subtypes" not in message:  # jsonargparse wraps errors of a constructor
+            raise
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, FederationError):
+            cause = cause.__cause__
+        message = with_notes(cause or error)
+    except RuntimeError as error:
+        message = str(error)
+        if not message.startswith(
+            ("Early stopping conditioned on metric", "Found more than one stateful callback")
+        ):
+            raise
+    else:
+        return
+    sys.stderr.write(f"lightning-fl: error: {message}\n")
+    raise SystemExit(2)
+
+
+def _run(args: ArgsType) -> None:
+    words = sys.argv[1:] if args is None else args
+    name = words[0] if isinstance(words, list) and words else None
+    if name == "report":
+        asked = report_parser().parse_args(words[1:])
+        from lightning_fl.report import report
+
+        print(f"Written to {short_path(report(asked.runs, asked.output, asked.title))}")
+        return
+    if name == "export":
+        app, rest = export_words(words[1:])
+        from lightning_fl.cli.parts import read_config
+        from lightning_fl.integrations.export import write_flower_app
+
+        found = read_config(app.config, *rest)
+        for path in write_flower_app(found, Path(app.config), app.output):
+            print(f"Written to {short_path(path.absolute())}")
+        if found.left_out:
+            print(f"The app leaves out: {', '.join(found.left_out)}")
+        print(f"It waits for {len(found.data.num_samples)} SuperNodes: see its README.md")
+        return
+    from lightning_fl.cli.federated import FederatedCLI, start
+
+    cli: Callable[..., FederatedCLI] = FederatedCLI
+    if name == "partition":
+        output, words = partition_words(words[1:])
+        from lightning_fl.cli.parts import PartitionCLI
+
+        cli, words = partial(PartitionCLI, output=output), with_shipped_configs(words)
+        if args is None:
+            sys.argv[1:] = words
+        else:
+            args = words
+    start(cli, args)

@@ -1,0 +1,110 @@
+"""Commands that answer without torch."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.pytorch.cli import LightningCLI
+
+import quick_cli
+from lightning_fl.cli import COMMANDS, listing, main
+
+ROOT = Path(__file__).parents[1]
+WITHOUT_TORCH = """
+import sys
+from lightning_fl.cli import main
+try:
+    main({words!r})
+except SystemExit:
+    pass
+assert not {{"torch", "lightning", "matplotlib"}} & sys.modules.keys()
+"""
+
+
+@pytest.mark.parametrize("words", [[], ["--version"], ["configs"], ["methods"], ["ft"], ["report"]])
+def test_help_lists_and_mistakes_do_not_wait_for_torch(words):
+    code = WITHOUT_TORCH.format(words=words)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_names_all_commands(capsys):
+    main([])
+    out = capsys.readouterr().out
+    main(["--help"])
+    assert capsys.readouterr().out == out
+    assert all(f"  {name} " in out and text in out for name, text in COMMANDS.items())
+    assert LightningCLI.subcommands().keys() <= COMMANDS.keys()
+
+
+def test_the_version_is_printed(capsys):
+    main(["--version"])
+    assert re.fullmatch(r"lightning-fl \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_a_mistyped_command_gets_a_suggestion(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["rapport"])
+    assert "unknown command rapport: did you mean report?" in capsys.readouterr().err
+
+
+def test_every_config_is_listed_with_a_description(capsys):
+    main(["configs"])
+    lines = capsys.readouterr().out.splitlines()
+    names = {
+        path.relative_to(ROOT / "configs").as_posix() for path in ROOT.glob("configs/**/*.yaml")
+    }
+    assert {line.split()[0] for line in lines} == names
+    for line in lines:
+        description = line.partition("  ")[2].strip()
+        assert re.match(r"[A-Z0-9q]", description), line  # no result, no option
+        assert not description.startswith(("Data is read", "Not run")), line
+
+
+def test_methods_are_searched(capsys):
+    main(["methods", "DITTO"])
+    out = capsys.readouterr().out
+    assert "objectives.Ditto" in out
+    assert "ditto_mnist.yaml" in out
+    assert "FedAvg" not in out
+    main(["methods"])
+    every = capsys.readouterr().out
+    assert "FedBuff" in every
+    assert "](" not in every
+    with pytest.raises(SystemExit, match="2"):
+        main(["methods", "no such method"])
+
+
+def test_a_wheel_has_the_page_of_methods_elsewhere(monkeypatch, tmp_path, capsys):
+    page = tmp_path / "index.md"
+    page.write_text("## Mine\n\n| a | b |\n|---|---|\n| my method | `Name` |\n")
+    monkeypatch.setattr(listing, "METHODS", (tmp_path / "missing.md", page))
+    main(["methods"])
+    assert capsys.readouterr().out == "Mine\n\n  my method\n      Name\n\n"
+
+
+def test_a_new_project_runs(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(["init", "mine"])
+    folder = tmp_path / "mine"
+    assert {path.name for path in folder.iterdir()} == {"README.md", "config.yaml", "module.py"}
+    assert (folder / "README.md").read_text().startswith("# mine\n")
+    with pytest.raises(SystemExit, match="2"):
+        main(["init", "mine"])
+    assert "mine exists and is not empty" in capsys.readouterr().err
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "module", raising=False)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["trainer"]["max_epochs"] == 30
+    with quick_cli.no_pictures():
+        quick_cli.call(
+            *("fit", "--config", "config.yaml", "--trainer.max_epochs=2"),
+            "--trainer.enable_progress_bar=false",
+        )
+    rounds = (folder / "runs" / "version_0" / "rounds.csv").read_text().splitlines()
+    assert len(rounds) == 3
+    monkeypatch.delitem(sys.modules, "module")
