@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterator
+from datetime import timedelta
+from statistics import fmean
 from typing import Any
 
 import rich.console
@@ -11,23 +15,25 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
 from lightning_fl.callbacks.federated_loop import loop_of
+from lightning_fl.federation.dropped import causes
 from lightning_fl.options import check_integer
 
 
 class RoundProgress(ProgressBar):
     """Show rounds, clients and the metrics that the module logs with ``prog_bar=True``.
 
-    In a terminal, this is a progress bar. Otherwise (a file, the output of a job), one line is
-    printed after a round, with at most ``lines`` lines per fit.
+    After a round, one line is printed with its metrics, the time that it took, an estimate of the
+    remaining time, and the dropped clients with their causes. In a terminal, a bar below shows the
+    clients of the current round.
 
     Args:
-        lines: Maximum number of lines per fit if the output is not a terminal.
+        lines: Maximum number of lines per fit. Longer fits print every second round, or fewer.
 
     Raises:
         FederationError: If ``lines`` is not positive.
     """
 
-    def __init__(self, lines: int = 20) -> None:
+    def __init__(self, lines: int = 100) -> None:
         super().__init__()
         self.lines = check_integer("lines", lines, min=1)
         self._console = rich.console.Console()
@@ -41,6 +47,8 @@ class RoundProgress(ProgressBar):
         )
         self._enabled = True
         self._drawn = 0.0
+        #: Seconds of the latest rounds.
+        self._seconds = deque[float](maxlen=10)
 
     def disable(self) -> None:
         """Disable the progress bar."""
@@ -66,7 +74,8 @@ class RoundProgress(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the progress bar."""
-        self._printed = self._loop.round
+        self._printed, self._since = self._loop.round, time.monotonic()
+        self._seconds.clear()
         if self._live:
             total = trainer.max_epochs if (trainer.max_epochs or -1) > 0 else None
             self._task = self._bar.add_task("", total=total, completed=self._loop.round)
@@ -95,12 +104,22 @@ class RoundProgress(ProgressBar):
         self._print_round(trainer, pl_module)
 
     def _print_round(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        done, total = self._loop.round, trainer.max_epochs or -1
-        if done > self._printed and self._enabled and not self._live:
-            if done % max(1, -(-total // self.lines)) == 0 or done == total:
-                line = self._line(trainer, pl_module, done)
-                self.print(line, highlight=False, soft_wrap=True)
-            self._printed = done
+        done, total, now = self._loop.round, trainer.max_epochs or -1, time.monotonic()
+        if done > self._printed:
+            self._seconds.append(now - self._since)
+            if self._enabled and (done % max(1, -(-total // self.lines)) == 0 or done == total):
+                line = [self._line(trainer, pl_module, done), *self._about(total - done)]
+                self.print(" · ".join(line), highlight=False, soft_wrap=True)
+            self._printed, self._since = done, now
+
+    def _about(self, remaining: int) -> Iterator[str]:
+        """Yield the duration of a round, the remaining time and the dropped clients."""
+        yield f"{self._seconds[-1]:.3g} s per round"
+        if remaining > 0:
+            yield f"{timedelta(seconds=round(remaining * fmean(self._seconds)))} left"
+        row = self._loop.rows[-1]
+        if row["dropped"]:
+            yield f"dropped {row['dropped']} of {row['clients']} clients ({causes([row])})"
 
     def _line(self, trainer: Trainer, pl_module: LightningModule, round: int) -> str:
         total = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""

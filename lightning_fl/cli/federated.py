@@ -25,6 +25,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -39,7 +40,13 @@ import lightning_fl.optimizers
 import lightning_fl.partition
 import lightning_fl.policies
 import lightning_fl.samplers
-from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint, RoundProgress, RunReport
+from lightning_fl.callbacks import (
+    FederatedLoop,
+    LayerSummary,
+    RoundCheckpoint,
+    RoundProgress,
+    RunReport,
+)
 from lightning_fl.callbacks.checkpoint import read_checkpoint
 from lightning_fl.callbacks.config import RunConfig
 from lightning_fl.cli import INTERRUPTED
@@ -235,6 +242,13 @@ class FederatedCLI(LightningCLI):
             checkpoint.dirpath = str(self.run_folder)
         if self.subcommand == "fit" and config.enable_progress_bar is not False:
             callbacks.append(RoundProgress())
+        has_summary = any(isinstance(callback, ModelSummary) for callback in callbacks)
+        if (
+            self.subcommand == "fit"
+            and config.enable_model_summary is not False
+            and not has_summary
+        ):
+            callbacks.append(LayerSummary())
         if self.subcommand == "fit" and "SLURM_JOB_ID" in os.environ:
             callbacks.append(JobNote(self.run_folder / JOB, self._job()))
         # Also without training: Lightning warns if a callback of the checkpoint is missing.

@@ -148,11 +148,23 @@ def summarize_dropped(rows: Sequence[Mapping[str, Any]]) -> str:
         'dropped 6 of 10 client updates in 2 of 2 rounds (too late: 4, other causes: 2)'
     """
     dropped, sampled = (sum(row[name] for row in rows) for name in ("dropped", "clients"))
-    counts = {words: sum(row.get(cause, 0) for row in rows) for cause, words in CAUSES.items()}
-    counts["other causes"] = dropped - sum(counts.values())
-    by_cause = ", ".join(f"{words}: {count}" for words, count in counts.items() if count)
     rounds = sum(row["dropped"] > 0 for row in rows)
     return (
         f"dropped {dropped} of {sampled} client updates in {rounds} of {len(rows)} rounds"
-        f" ({by_cause})"
+        f" ({causes(rows)})"
     )
+
+
+def causes(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the number of dropped updates per cause, in words.
+
+    Args:
+        rows: Rows of the table of rounds.
+
+    Example:
+        >>> causes([{"dropped": 3, "late": 2, "low_battery": 1}])
+        'too late: 2, other causes: 1'
+    """
+    counts = {words: sum(row.get(cause, 0) for row in rows) for cause, words in CAUSES.items()}
+    counts["other causes"] = sum(row["dropped"] for row in rows) - sum(counts.values())
+    return ", ".join(f"{words}: {count}" for words, count in counts.items() if count)

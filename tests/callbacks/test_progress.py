@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_fl import ClientModule
-from lightning_fl.callbacks import FederatedLoop, RoundProgress
+from lightning_fl.callbacks import FederatedLoop, LayerSummary, OnUpdates, RoundProgress, progress
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 
@@ -82,6 +82,29 @@ def test_a_line_has_the_rounds_own_figures(run, capsys):
         assert f"val_acc {row['val_acc']:.4g}" in line
         assert f"train_loss {row['train_loss']:.4g}" in line
     assert loop.rows[0]["train_loss"] != loop.rows[1]["train_loss"]
+
+
+def test_a_line_has_the_time_of_a_round_and_what_is_left(run, capsys, monkeypatch):
+    clock = iter([0.0, 4.0, 6.0, 9.0])  # the start, and the ends of three rounds
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    run(RoundProgress(), rounds=3)
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.endswith(" · 4 s per round · 0:00:08 left")
+    assert second.endswith(" · 2 s per round · 0:00:03 left")
+    assert third.endswith(" · 3 s per round")
+
+
+class Late(OnUpdates):
+    def on_client_updates(self, plan, clients, delta, dropped):
+        dropped.update({0: "late", 2: "low_battery"})
+        return delta
+
+
+@pytest.mark.filterwarnings("ignore:.*dropped")
+def test_a_line_counts_dropped_clients_by_cause(run, capsys):
+    run(RoundProgress(), rounds=1, callbacks=[Late()])
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.endswith("dropped 2 of 4 clients (too late: 1, other causes: 1)")
 
 
 def test_a_loggers_version_is_no_figure(run, capsys, tmp_path):
@@ -188,6 +211,14 @@ def test_a_line_in_a_terminal_moves_with_rounds_and_clients(run, terminal):
     assert text.rstrip().endswith("\x1b[?25h")  # the cursor is back
 
 
+def test_finished_rounds_stand_above_the_bar(run, terminal):
+    loop = run(RoundProgress(), rounds=2)
+    lines = [line for line in terminal.getvalue().splitlines() if "per round" in line]
+    assert len(lines) == 2
+    for line, row in zip(lines, loop.rows, strict=True):
+        assert f"val_acc {row['val_acc']:.4g}" in line
+
+
 def test_a_bar_stands_where_rounds_and_clients_are(run, terminal):
     progress = Look()
     run(progress, rounds=2)
@@ -260,6 +291,21 @@ def test_a_sanity_check_and_a_validation_alone_draw_nothing(run, trainer, data, 
     assert terminal.getvalue() == ""
     run(progress, rounds=1, num_sanity_val_steps=2)
     assert "round 1/1" in terminal.getvalue()
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts_flops", [False, True])
+def test_layers_have_a_column_of_flops_only_if_these_were_counted(run, capsys, counts_flops):
+    module = ClientModule(nn.Linear(6, 3)).double()
+    if counts_flops:
+        module.example_input_array = torch.zeros(2, 6, dtype=torch.float64)
+    run(RoundProgress(), module=module, callbacks=[LayerSummary()], enable_model_summary=True)
+    out = capsys.readouterr().out
+    assert ("FLOPs" in out) == counts_flops
+    assert "Linear" in out
+    assert "21 parameters, 21 of them trained" in out
 
 
 # --- what is refused ------------------------------------------------------------------------------
