@@ -2,6 +2,7 @@
 
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
     from lightning_fl.runners import VectorizedClients
     from lightning_fl.strategies import ClientParallelStrategy
     from lightning_fl.types import FederationError
+
+# Windows checks out links as text files, unless it is told otherwise.
+if (link := Path(__file__).with_name("callbacks")).is_file():
+    raise ImportError(
+        f"{link} must be a link to a folder: install the package (pip install .), or clone it with"
+        " git clone -c core.symlinks=true"
+    )
 
 __version__ = version("lightning_fl")
 __all__ = [

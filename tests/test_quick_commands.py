@@ -86,6 +86,17 @@ def test_a_wheel_has_the_page_of_methods_elsewhere(monkeypatch, tmp_path, capsys
     assert capsys.readouterr().out == "Mine\n\n  my method\n      Name\n\n"
 
 
+def test_a_shell_completes_commands_and_options(capsys):
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit, match="0"):
+        main(["completion", "bash"])
+    script = capsys.readouterr().out
+    assert all(f"'{name}'" in script for name in COMMANDS)
+    assert "--federation.clients_per_round" in script
+    done = subprocess.run(["bash", "-n"], input=script, text=True, check=False)
+    assert done.returncode == 0
+
+
 def test_a_new_project_runs(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     main(["init", "mine"])

@@ -26,6 +26,7 @@ COMMANDS = {
     "report": "Write an HTML report of one run, or a comparison of several runs.",
     "partition": "Show how the data of a configuration is split, without training.",
     "export": "Write an app that runs a configuration on the machines of a deployment.",
+    "completion": "Print a script that completes commands and options in a shell.",
 }
 #: Exit code after an interruption (128 + SIGINT), as in a shell.
 INTERRUPTED = 130
@@ -91,13 +92,16 @@ def _answer(words: Sequence[str]) -> bool:
         from lightning_fl.cli import listing
 
         (listing.configs if name == "configs" else listing.methods)(rest)
-    elif name in ("report", "partition", "export"):  # help and mistakes, before torch is imported
+    elif name in ("report", "partition", "export", "completion"):
         from lightning_fl.cli import arguments
 
-        if name == "report":
-            arguments.report_parser().parse_args(rest)
-        else:
-            (arguments.partition_words if name == "partition" else arguments.export_words)(rest)
+        # Help and mistakes, before torch is imported.
+        {
+            "report": arguments.report_parser().parse_args,
+            "partition": arguments.partition_words,
+            "export": arguments.export_words,
+            "completion": arguments.completion_parser().parse_args,
+        }[name](rest)
         return False
     elif name not in COMMANDS and not name.startswith("-"):
         fail(f"unknown command {name}{did_you_mean(name, COMMANDS)}", usage())

@@ -97,6 +97,18 @@ def export_parser() -> ArgumentParser:
     return parser
 
 
+def completion_parser() -> ArgumentParser:
+    """Return the parser of ``lightning-fl completion``."""
+    parser = ArgumentParser(
+        prog="lightning-fl completion",
+        description="Print a script that completes commands and options in a shell. For bash:"
+        " lightning-fl completion bash > ~/.local/share/bash-completion/completions/lightning-fl",
+        allow_abbrev=False,
+    )
+    parser.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="The shell.")
+    return parser
+
+
 def export_words(words: Sequence[str]) -> tuple[Namespace, list[str]]:
     """Return the options of ``lightning-fl export``, and those that change the configuration.
 

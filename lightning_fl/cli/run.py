@@ -83,6 +83,10 @@ def _run(args: ArgsType) -> None:
             print(f"The app leaves out: {', '.join(found.left_out)}")
         print(f"It waits for {len(found.data.num_samples)} SuperNodes: see its README.md")
         return
+    if name == "completion":
+        from lightning_fl.cli.completion import completion
+
+        completion(words[1:])
     from lightning_fl.cli.federated import FederatedCLI, start
 
     cli: Callable[..., FederatedCLI] = FederatedCLI
