@@ -1,5 +1,6 @@
 """The documentation site: `make docs`; why it is so is in decisions/0013-documentation-site.md."""
 
+import inspect
 import pkgutil
 import sys
 from importlib import import_module
@@ -8,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
+from lightning.pytorch import Trainer
 from sphinx.application import Sphinx
 from sphinx.ext.napoleon import GoogleDocstring
 
@@ -15,6 +17,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))  # this checkout's package, whatever is installed
 
 import lightning_fl  # noqa: E402
+from lightning_fl.federation.checks import REFUSED, REQUIRED  # noqa: E402
 
 project = "lightning_fl"
 version = release = version("lightning_fl")
@@ -100,7 +103,7 @@ def write_api(app: Sphinx) -> None:
     folder = HERE / "api"
     folder.mkdir(exist_ok=True)
     for page in folder.glob("*.md"):
-        if page.stem not in pages:  # of a room that is gone
+        if page.stem not in (*pages, "trainer_options"):  # of a room that is gone
             page.unlink()
     for title, content in pages.items():
         page = folder / f"{title}.md"
@@ -108,6 +111,45 @@ def write_api(app: Sphinx) -> None:
             page.write_text(content)
 
 
+def write_trainer_options(app: Sphinx) -> None:
+    """Write the page of the Trainer's options, from the checks at the start of a fit."""
+    options = inspect.signature(Trainer.__init__).parameters
+    rows = []
+    for name in list(options)[1:]:
+        value, why = REQUIRED.get(name, (None, None))
+        rows.append(f"| `{name}` | " + (f"only `{value}`: {why} |" if why else "yes |"))
+    callbacks = [f"- `{kind.__name__}` {why}." for kind, why in REFUSED.items()]
+    text = TRAINER_PAGE.format(options="\n".join(rows), callbacks="\n".join(callbacks))
+    page = HERE / "api" / "trainer_options.md"
+    if not page.exists() or page.read_text() != text:
+        page.write_text(text)
+
+
+TRAINER_PAGE = """\
+# Options of the Trainer
+
+This page is generated from the checks at the start of a fit (`lightning_fl.federation.checks`). What is not supported is refused
+there, with a message. `fast_dev_run` limits the batches itself and is exempt.
+
+| option | supported |
+| --- | --- |
+{options}
+
+`max_epochs` is the number of rounds. `check_val_every_n_epoch` must be a number of rounds, not None. With several processes, `strategy`
+must be `client_parallel`, which trains different clients on each process, or Lightning's `ddp`, which splits the batches of a client;
+`ddp` is not supported with `VectorizedClients`.
+
+## Callbacks
+
+Callbacks of Lightning and of users are called as in ordinary training, with an epoch for a round, except those that would mix clients:
+
+{callbacks}
+
+`BackboneFinetuning` and other subclasses of `BaseFinetuning` are supported for a plain module, and not with `VectorizedClients`.
+"""
+
+
 def setup(app: Sphinx) -> None:
     """Hook in the above."""
     app.connect("builder-inited", write_api)
+    app.connect("builder-inited", write_trainer_options)

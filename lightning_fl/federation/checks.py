@@ -162,6 +162,17 @@ REFUSED: dict[type[Callback], str] = {
 }
 
 
+#: Options of the Trainer that must have a certain value: the value, and the reason or alternative.
+#: An int and a float mean different things to the Trainer: 1 batch, 1.0 of all batches.
+REQUIRED: dict[str, tuple[Any, str]] = {
+    "accumulate_grad_batches": (1, "a local step is one batch: increase batch_size"),
+    "overfit_batches": (0.0, "clients train on their own samples: use fewer samples"),
+    "limit_train_batches": (1.0, "to limit local work, use Schedule(num_steps=...)"),
+    "max_steps": (-1, "it would stop during a round: set max_epochs, the number of rounds"),
+    "val_check_interval": (1.0, "validation follows aggregation: set check_val_every_n_epoch"),
+}
+
+
 def check_trainer(trainer: Trainer, vectorized: bool = False) -> None:
     """Check the options and callbacks of the Trainer.
 
@@ -197,15 +208,7 @@ def check_trainer(trainer: Trainer, vectorized: bool = False) -> None:
             )
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
-    # An int and a float mean different things to the Trainer: 1 batch, 1.0 of all batches.
-    wanted: dict[str, tuple[Any, str]] = {
-        "accumulate_grad_batches": (1, "a local step is one batch: increase batch_size"),
-        "overfit_batches": (0.0, "clients train on their own samples: use fewer samples"),
-        "limit_train_batches": (1.0, "to limit local work, use Schedule(num_steps=...)"),
-        "max_steps": (-1, "it would stop during a round: set max_epochs, the number of rounds"),
-        "val_check_interval": (1.0, "validation follows aggregation: set check_val_every_n_epoch"),
-    }
-    for name, (value, why) in wanted.items():
+    for name, (value, why) in REQUIRED.items():
         given = getattr(trainer, name)
         if given != value or isinstance(given, float) != isinstance(value, float):
             raise FederationError(f"Trainer({name}={given}) is not supported: {why}")
