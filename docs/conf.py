@@ -128,24 +128,28 @@ def write_trainer_options(app: Sphinx) -> None:
 TRAINER_PAGE = """\
 # Options of the Trainer
 
-This page is generated from the checks at the start of a fit (`lightning_fl.federation.checks`). What is not supported is refused
-there, with a message. `fast_dev_run` limits the batches itself and is exempt.
+This page is generated from the checks at the start of a fit (`lightning_fl.federation.checks`).
+What is not supported is refused there, with a message. `fast_dev_run` limits the batches itself and
+is exempt.
 
 | option | supported |
 | --- | --- |
 {options}
 
-`max_epochs` is the number of rounds. `check_val_every_n_epoch` must be a number of rounds, not None. With several processes, `strategy`
-must be `client_parallel`, which trains different clients on each process, or Lightning's `ddp`, which splits the batches of a client;
-`ddp` is not supported with `VectorizedClients`.
+`max_epochs` is the number of rounds. `check_val_every_n_epoch` must be a number of rounds, not
+None. With several processes, `strategy` must be `client_parallel`, which trains different clients
+on each process, or Lightning's `ddp`, which splits the batches of a client; `ddp` is not supported
+with `VectorizedClients`.
 
 ## Callbacks
 
-Callbacks of Lightning and of users are called as in ordinary training, with an epoch for a round, except those that would mix clients:
+Callbacks of Lightning and of users are called as in ordinary training, with an epoch for a round,
+except those that would mix clients:
 
 {callbacks}
 
-`BackboneFinetuning` and other subclasses of `BaseFinetuning` are supported for a plain module, and not with `VectorizedClients`.
+`BackboneFinetuning` and other subclasses of `BaseFinetuning` are supported for a plain module, and
+not with `VectorizedClients`.
 """
 
 
