@@ -41,6 +41,8 @@ class LayerSummary(ModelSummary):
         for row in zip(*columns.values(), strict=True):
             table.add_row(*row)
         console = rich.console.Console()
+        if not console.is_terminal:
+            console.width = 200  # a file has no width: nothing is cut off
         console.print(table)
         trained = f"{total_parameters:,} parameters, {trainable_parameters:,} of them trained"
         console.print(f"{trained}; {model_size:.3g} MB", highlight=False)

@@ -104,8 +104,9 @@ class RoundProgress(ProgressBar):
         self._print_round(trainer, pl_module)
 
     def _print_round(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        done, total, now = self._loop.round, trainer.max_epochs or -1, time.monotonic()
+        done, total = self._loop.round, trainer.max_epochs or -1
         if done > self._printed:
+            now = time.monotonic()
             self._seconds.append(now - self._since)
             if self._enabled and (done % max(1, -(-total // self.lines)) == 0 or done == total):
                 line = [self._line(trainer, pl_module, done), *self._about(total - done)]

@@ -60,8 +60,8 @@ def test_every_config_is_listed_with_a_description(capsys):
     assert {line.split()[0] for line in lines} == names
     for line in lines:
         description = line.partition("  ")[2].strip()
-        assert re.match(r"[A-Z0-9q]", description), line  # no result, no option
-        assert not description.startswith(("Data is read", "Not run")), line
+        assert len(description.split()) > 2, line
+        assert not re.match(r"(Data is read|Not run|test_acc|val_acc|accuracy)", description), line
 
 
 def test_methods_are_searched(capsys):
@@ -91,7 +91,7 @@ def test_a_shell_completes_commands_and_options(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["completion", "bash"])
     script = capsys.readouterr().out
-    assert all(f"'{name}'" in script for name in COMMANDS)
+    assert f"subparsers=({' '.join(COMMANDS)})" in script
     assert "--federation.clients_per_round" in script
     done = subprocess.run(["bash", "-n"], input=script, text=True, check=False)
     assert done.returncode == 0

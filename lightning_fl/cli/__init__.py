@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
@@ -96,12 +96,13 @@ def _answer(words: Sequence[str]) -> bool:
         from lightning_fl.cli import arguments
 
         # Help and mistakes, before torch is imported.
-        {
+        checks: dict[str, Callable[[Sequence[str]], object]] = {
             "report": arguments.report_parser().parse_args,
             "partition": arguments.partition_words,
             "export": arguments.export_words,
             "completion": arguments.completion_parser().parse_args,
-        }[name](rest)
+        }
+        checks[name](rest)
         return False
     elif name not in COMMANDS and not name.startswith("-"):
         fail(f"unknown command {name}{did_you_mean(name, COMMANDS)}", usage())

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_fl.cli import COMMANDS
-from lightning_fl.cli.arguments import completion_parser
-from lightning_fl.cli.federated import FederatedCLI, start
+from lightning_fl.cli.federated import FederatedCLI
 from lightning_fl.extras import imported
 
 #: Options that take a path.
@@ -45,15 +42,3 @@ class CompletionCLI(FederatedCLI):
                         added.complete = shtab.FILE
         print(shtab.complete(plain, self.shell))
         raise SystemExit(0)
-
-
-def completion(words: Sequence[str]) -> None:
-    """Print the script for a shell.
-
-    Args:
-        words: Arguments after ``lightning-fl completion``.
-
-    Raises:
-        FederationError: If shtab is not installed.
-    """
-    start(partial(CompletionCLI, shell=completion_parser().parse_args(words).shell), [])

@@ -20,7 +20,10 @@ class DigitClassifier(L.LightningModule):
     def __init__(self, hidden: int = 100):
         super().__init__()
         self.net = torch.nn.Sequential(
-            torch.nn.Linear(64, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 10)
+            torch.nn.Flatten(),
+            torch.nn.Linear(64, hidden),
+            torch.nn.ReLU(),
+            torch.nn.Linear(hidden, 10),
         )
 
     def training_step(self, batch, batch_idx):

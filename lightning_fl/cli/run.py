@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,13 +13,19 @@ from lightning.pytorch.cli import ArgsType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_fl.cli.arguments import (
+    completion_parser,
     export_words,
     partition_words,
     report_parser,
     short_path,
     with_shipped_configs,
 )
+from lightning_fl.cli.completion import CompletionCLI
+from lightning_fl.cli.federated import FederatedCLI, start
 from lightning_fl.cli.messages import show_warning, with_notes
+from lightning_fl.cli.parts import PartitionCLI, read_config
+from lightning_fl.integrations.export import write_flower_app
+from lightning_fl.report import report
 from lightning_fl.types import FederationError
 
 
@@ -64,39 +70,32 @@ def run(args: ArgsType = None) -> None:
 
 def _run(args: ArgsType) -> None:
     words = sys.argv[1:] if args is None else args
-    name = words[0] if isinstance(words, list) and words else None
+    if not isinstance(words, list):  # a configuration
+        start(FederatedCLI, args)
+        return
+    name, *rest = words
     if name == "report":
-        asked = report_parser().parse_args(words[1:])
-        from lightning_fl.report import report
-
+        asked = report_parser().parse_args(rest)
         print(f"Written to {short_path(report(asked.runs, asked.output, asked.title))}")
-        return
-    if name == "export":
-        app, rest = export_words(words[1:])
-        from lightning_fl.cli.parts import read_config
-        from lightning_fl.integrations.export import write_flower_app
-
-        found = read_config(app.config, *rest)
-        for path in write_flower_app(found, Path(app.config), app.output):
-            print(f"Written to {short_path(path.absolute())}")
-        if found.left_out:
-            print(f"The app leaves out: {', '.join(found.left_out)}")
-        print(f"It waits for {len(found.data.num_samples)} SuperNodes: see its README.md")
-        return
-    if name == "completion":
-        from lightning_fl.cli.completion import completion
-
-        completion(words[1:])
-    from lightning_fl.cli.federated import FederatedCLI, start
-
-    cli: Callable[..., FederatedCLI] = FederatedCLI
-    if name == "partition":
-        output, words = partition_words(words[1:])
-        from lightning_fl.cli.parts import PartitionCLI
-
-        cli, words = partial(PartitionCLI, output=output), with_shipped_configs(words)
+    elif name == "export":
+        _export(rest)
+    elif name == "completion":
+        start(partial(CompletionCLI, shell=completion_parser().parse_args(rest).shell), [])
+    elif name == "partition":
+        output, words = partition_words(rest)
+        words = with_shipped_configs(words)
         if args is None:
             sys.argv[1:] = words
-        else:
-            args = words
-    start(cli, args)
+        start(partial(PartitionCLI, output=output), None if args is None else words)
+    else:
+        start(FederatedCLI, args)
+
+
+def _export(words: Sequence[str]) -> None:
+    app, rest = export_words(words)
+    found = read_config(app.config, *rest)
+    for path in write_flower_app(found, Path(app.config), app.output):
+        print(f"Written to {short_path(path.absolute())}")
+    if found.left_out:
+        print(f"The app leaves out: {', '.join(found.left_out)}")
+    print(f"It waits for {len(found.data.num_samples)} SuperNodes: see its README.md")

@@ -3,6 +3,7 @@
 import functools
 import io
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import rich.console
@@ -86,7 +87,7 @@ def test_a_line_has_the_rounds_own_figures(run, capsys):
 
 def test_a_line_has_the_time_of_a_round_and_what_is_left(run, capsys, monkeypatch):
     clock = iter([0.0, 4.0, 6.0, 9.0])  # the start, and the ends of three rounds
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     run(RoundProgress(), rounds=3)
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.endswith(" · 4 s per round · 0:00:08 left")
@@ -96,7 +97,8 @@ def test_a_line_has_the_time_of_a_round_and_what_is_left(run, capsys, monkeypatc
 
 class Late(OnUpdates):
     def on_client_updates(self, plan, clients, delta, dropped):
-        dropped.update({0: "late", 2: "low_battery"})
+        causes = {0: "late", 2: "low_battery"}
+        dropped.update({c: causes[c] for c in clients.tolist() if c in causes})
         return delta
 
 
