@@ -34,14 +34,14 @@ def pool(x: jax.Array) -> jax.Array:
 
 
 def dropout(rate: float) -> Callable[[jax.Array], jax.Array]:
-    """Drop out a share of the activations."""
-    return lambda x: hk.dropout(hk.next_rng_key(), rate, x)
+    """Drop out a share of the activations; for a rate of 0 there is no random key."""
+    return lambda x: hk.dropout(hk.next_rng_key(), rate, x) if rate else x
 
 
 def layers(shape: tuple[int, ...], workload: str, classes: int, is_training: bool) -> list:
     """The network of a workload for samples of this shape; channels come last."""
     relu, flat = jax.nn.relu, hk.Flatten()
-    drop = [dropout(rate) if is_training else jax.nn.identity for rate in (0.25, 0.5)]
+    drop = [dropout(rate * is_training) for rate in (0.25, 0.5)]
     if workload == "blazefl":
         convs = [hk.Conv2D(6, 5, padding="VALID"), relu, pool]
         convs += [hk.Conv2D(16, 5, padding="VALID"), relu, pool, flat]
@@ -68,9 +68,9 @@ def model(shape: tuple[int, ...], workload: str, classes: int) -> fedjax.Model:
     """The network with its loss."""
     return fedjax.create_model_from_haiku(
         transformed_forward_pass=hk.transform(
-            lambda batch, is_training: hk.Sequential(layers(shape, workload, classes, is_training))(
-                batch["x"]
-            )
+            lambda batch, is_training=True: hk.Sequential(
+                layers(shape, workload, classes, is_training)
+            )(batch["x"])
         ),
         sample_batch={"x": np.zeros((1, *shape), np.float32), "y": np.zeros(1, np.int32)},
         train_loss=lambda batch, logits: fedjax.metrics.unreduced_cross_entropy_loss(
