@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sklearn.datasets import fetch_20newsgroups
 
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.inputs import Words
@@ -50,10 +49,14 @@ class Newsgroups(FederatedDataModule):
     def prepare_data(self) -> None:
         """Download the files if ``download`` is set."""
         if self.download:
+            from sklearn.datasets import fetch_20newsgroups  # takes most of a second
+
             fetch_20newsgroups(data_home=self.root)
 
     def load(self, train: bool) -> InMemory:
         """Return the training or the test samples."""
+        from sklearn.datasets import fetch_20newsgroups
+
         try:
             posts = fetch_20newsgroups(
                 data_home=self.root,

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import sklearn.datasets
 import yaml
 from PIL import Image
 
 import quick_cli
 from layouts import cifar_layout, speech_commands_layout, spoken_digits_layout
-from lightning_fl.datamodules import newsgroups
 from lightning_fl.files import read_text
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "natural"
@@ -154,7 +154,7 @@ def test_newsgroups(fit, monkeypatch):
         posts = [f"the {'team' if i % 2 else 'church'} number {i}" for i in range(N)]
         return SimpleNamespace(data=posts, target=np.arange(N) % 20)
 
-    monkeypatch.setattr(newsgroups, "fetch_20newsgroups", fetched)
+    monkeypatch.setattr(sklearn.datasets, "fetch_20newsgroups", fetched)
     small = ["num_clients=4", "partition.init_args.min_size=3", "root=here"]
     rows = fit(
         "newsgroups",
