@@ -65,7 +65,7 @@ def main(args: Any = None) -> None:
         sys.path.insert(0, here)
     words = sys.argv[1:] if args is None else args
     try:
-        if isinstance(words, list) and _answer(words):
+        if isinstance(words, list) and _answered(words):
             return
         from lightning_fl.cli.run import run
 
@@ -73,8 +73,14 @@ def main(args: Any = None) -> None:
     except KeyboardInterrupt:  # outside of the Trainer, which handles interruptions itself
         sys.stderr.write("\ninterrupted\n")
         raise SystemExit(INTERRUPTED) from None
+
+
+def _answered(words: Sequence[str]) -> bool:
+    try:
+        return _answer(words)
     except BrokenPipeError:  # lightning-fl configs | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
 
 
 def _answer(words: Sequence[str]) -> bool:
