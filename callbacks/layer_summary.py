@@ -8,6 +8,8 @@ import rich.console
 import rich.table
 from lightning.pytorch.callbacks import ModelSummary
 
+from lightning_fl.options import check_integer
+
 
 class LayerSummary(ModelSummary):
     """Show the layers of the module at the start of a fit, with the numbers of their parameters.
@@ -17,10 +19,13 @@ class LayerSummary(ModelSummary):
 
     Args:
         max_depth: Depth of nested layers to show: 1 shows the top level, -1 all, 0 nothing.
+
+    Raises:
+        FederationError: If ``max_depth`` is less than -1.
     """
 
     def __init__(self, max_depth: int = 1) -> None:
-        super().__init__(max_depth)
+        super().__init__(check_integer("max_depth", max_depth, min=-1))
 
     @staticmethod
     def summarize(

@@ -74,6 +74,7 @@ from lightning_fl.callbacks import (
     ClientFaults,
     FederatedLoop,
     LabelFlip,
+    LayerSummary,
     MatchingBaselines,
     PersonalizedEvaluation,
     RoundCheckpoint,
@@ -753,6 +754,7 @@ CALLBACKS = {
         "aggregator": lambda: PFNM(**MATCHED),
     },
     "RunReport": {"watchers": lambda: [RunReport()], "data": partial(samples, **TESTED)},
+    "LayerSummary": {"watchers": lambda: [LayerSummary()]},
     "RoundProgress": {
         "watchers": lambda: [RoundProgress()],
         "trainer": {"enable_progress_bar": True},
