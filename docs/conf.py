@@ -58,7 +58,7 @@ nitpick_ignore_regex = [
     ("py:obj", r"\w+"),
     # As annotations name them.
     ("py:class", r"(tuple\[~torch\.)?Tensor|nn\.Parameter|dict\[\w+|Figure|Path"),
-    ("py:.*", r"(abc|collections|contextlib|datetime|enum|os|pathlib|zipfile)\..*"),
+    ("py:.*", r"(abc|argparse|collections|contextlib|datetime|enum|os|pathlib|zipfile)\..*"),
     ("py:.*", r"(jsonargparse|lightning|numpy|torch|torchmetrics)\..*"),
     ("py:.*", r"flwr\..*|ArrayRecord|ConfigRecord|MetricRecord|Grid|Result"),
     ("py:.*", r"nvflare\..*|FLModel|ModelAggregator"),
@@ -75,7 +75,9 @@ GoogleDocstring._consume_inline_attribute = lambda self: (
 
 
 #: Rooms without public names of their own, whose files are sections of a page.
-BY_FILE = ("lightning_fl.functional", "lightning_fl.federation", "lightning_fl.integrations")
+BY_FILE = tuple(
+    f"lightning_fl.{name}" for name in ("cli", "federation", "functional", "integrations")
+)
 
 
 def modules(package: ModuleType) -> list[str]:

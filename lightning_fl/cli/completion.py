@@ -20,7 +20,7 @@ class CompletionCLI(FederatedCLI):
 
     Args:
         shell: The shell.
-        options: Arguments of :class:`FederatedCLI`.
+        options: Arguments of :class:`~lightning_fl.cli.federated.FederatedCLI`.
     """
 
     def __init__(self, *args: Any, shell: str, **options: Any) -> None:

@@ -21,7 +21,7 @@ class PartitionCLI(FederatedCLI):
 
     Args:
         output: Folder of the files.
-        options: Arguments of :class:`FederatedCLI`.
+        options: Arguments of :class:`~lightning_fl.cli.federated.FederatedCLI`.
     """
 
     def __init__(self, *args: Any, output: str, **options: Any) -> None:
