@@ -114,8 +114,8 @@ def test_a_new_project_runs(monkeypatch, tmp_path, capsys):
     with quick_cli.no_pictures():
         quick_cli.call(
             *("fit", "--config", "config.yaml", "--trainer.max_epochs=2"),
-            "--trainer.enable_progress_bar=false",
         )
+    assert "val_acc" in capsys.readouterr().out
     rounds = (folder / "runs" / "version_0" / "rounds.csv").read_text().splitlines()
     assert len(rounds) == 3
     monkeypatch.delitem(sys.modules, "module")
