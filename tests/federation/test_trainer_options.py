@@ -56,6 +56,16 @@ VALUES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _settings_of_torch():
+    """Take back what ``deterministic``, ``benchmark`` and ``detect_anomaly`` have set."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.backends.cudnn.benchmark = before[1]
+    torch.autograd.set_detect_anomaly(False)
+
+
 def test_each_option_is_tried():
     assert list(inspect.signature(Trainer.__init__).parameters)[1:] == list(VALUES)
     assert REQUIRED.keys() <= VALUES.keys()

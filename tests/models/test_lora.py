@@ -110,7 +110,7 @@ def test_options_are_checked(options, words):
 
 def test_a_missing_package_is_named_with_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(FederationError, match=r'pip install "lightning-fl\[peft\]"'):
+    with pytest.raises(FederationError, match=r'pip install "lightning_fl\[peft\]"'):
         adapted()
 
 
