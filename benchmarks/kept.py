@@ -27,6 +27,8 @@ MOST_ROWS = 250
 
 def save(folder: Path, path: Path) -> int:
     """Add the finished runs of a folder to a file; return how many runs the file has."""
+    if not (folder / OPTIONS).exists():
+        raise SystemExit(f"{folder} has no runs: name the --out of a script that has begun one")
     options = without_root(json.loads((folder / OPTIONS).read_text()))
     before, found = read(path)
     if found and before != options:

@@ -60,3 +60,9 @@ def test_results_with_other_options_are_not_mixed(kept, tmp_path):
     with pytest.raises(SystemExit, match="no results"):
         kept.restore(tmp_path / "nothing.jsonl", second)
     assert json.loads((second / "a/result.json").read_text()) == {"test_acc": 0.6}
+
+
+def test_a_folder_without_runs_is_refused(kept, tmp_path):
+    with pytest.raises(SystemExit, match="has no runs"):
+        kept.main(["save", str(tmp_path), "--file", str(tmp_path / "runs.jsonl")])
+    assert not list(tmp_path.iterdir())
