@@ -1,0 +1,35 @@
+"""The commands that pages print are ones that the scripts accept."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *sorted((ROOT / "docs" / "results").glob("*.md")),
+    *(ROOT / "docs" / name for name in ("speed.md", "performance.md")),
+]
+
+
+def commands(text):
+    """Return the commands of scripts in ``benchmarks`` that a page has on lines of their own."""
+    text = re.sub(r"\\\n\s*", "", text)
+    return re.findall(r"^(?:    )?python benchmarks/(\w+)\.py (.*)$", text, re.MULTILINE)
+
+
+def test_commands_are_found_over_several_lines():
+    page = "    python benchmarks/rules.py --seeds 1 \\\n        --jobs 2\n\nand python benchmarks/x.py"
+    assert commands(page) == [("rules", "--seeds 1 --jobs 2")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_scripts_accept_the_commands_of_a_page(page, script, capsys):
+    for name, line in commands(page.read_text()):
+        words = shlex.split(line)
+        end = words.index("--") if "--" in words else len(words)
+        # `--help` ends the script after what stands before it has been read.
+        with pytest.raises(SystemExit) as stopped:
+            script(name).main([*words[:end], "--help"])
+        assert stopped.value.code == 0, f"{name} {line}\n{capsys.readouterr().err}"
