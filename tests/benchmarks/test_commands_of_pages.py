@@ -20,7 +20,7 @@ def commands(text):
 
 
 def test_commands_are_found_over_several_lines():
-    page = "    python benchmarks/rules.py --seeds 1 \\\n        --jobs 2\n\nand python benchmarks/x.py"
+    page = "    python benchmarks/rules.py --seeds 1 \\\n        --jobs 2\n\n(python x.py)"
     assert commands(page) == [("rules", "--seeds 1 --jobs 2")]
 
 
