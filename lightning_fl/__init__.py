@@ -1,5 +1,6 @@
 """Federated learning as a PyTorch Lightning collection: one Trainer is the federation."""
 
+import sys
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -20,11 +21,14 @@ if TYPE_CHECKING:
     from lightning_fl.strategies import ClientParallelStrategy
     from lightning_fl.types import FederationError
 
-# Windows checks out links as text files, unless it is told otherwise.
+if sys.platform == "win32":  # files are locked with fcntl
+    raise ImportError("lightning_fl requires Linux or macOS. On Windows, use it in WSL")
+# git on Windows checks out links as text files, also for WSL; so do some unpackers of archives.
 if (link := Path(__file__).with_name("callbacks")).is_file():
     raise ImportError(
-        f"{link} must be a link to a folder: install the package (pip install .), or clone it with"
-        " git clone -c core.symlinks=true"
+        f"{link} must be a link to a folder, but is a text file. Clone again with"
+        " git clone -c core.symlinks=true, or run pip install . and leave this folder: Python"
+        " imports the package from the working directory first"
     )
 
 __version__ = version("lightning_fl")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields
@@ -111,7 +110,7 @@ class ClientParallelStrategy(DDPStrategy):
         """Terminate the processes that this process has launched, since they may hang."""
         super().on_exception(exception)
         if isinstance(self.launcher, _SubprocessScriptLauncher):
-            self.launcher.kill(signal.SIGTERM if sys.platform == "win32" else signal.SIGKILL)
+            self.launcher.kill(signal.SIGKILL)
 
     def configure_ddp(self) -> None:
         """Broadcast the parameters of process 0, without a DDP wrapper."""

@@ -1,3 +1,4 @@
+import importlib
 import importlib.metadata
 import os
 import shutil
@@ -62,13 +63,32 @@ def built(checkout, tmp_path_factory):
     return build(checkout, tmp_path_factory.mktemp("wheel"), "--wheel")
 
 
+@pytest.fixture(scope="module")
+def without_links(checkout, tmp_path_factory):
+    """A checkout by git on Windows, where each link is a text file that holds its target."""
+    copy = tmp_path_factory.mktemp("windows") / "lightning_fl"
+    shutil.copytree(checkout, copy, symlinks=True)
+    for link in (copy / "lightning_fl" / name for name in LINKS):
+        target = link.readlink().as_posix()
+        link.unlink()
+        link.write_text(target)
+    return copy
+
+
 @pytest.fixture(
     scope="module",
-    params=["from the checkout", pytest.param("from the sdist", marks=pytest.mark.slow)],
+    params=[
+        "from the checkout",
+        pytest.param("from the sdist", marks=pytest.mark.slow),
+        pytest.param("without links", marks=pytest.mark.slow),
+    ],
 )
 def wheel(request, tmp_path_factory):
     if request.param == "from the checkout":
         return request.getfixturevalue("built")
+    if request.param == "without links":
+        source = request.getfixturevalue("without_links")
+        return build(source, tmp_path_factory.mktemp("wheel"), "--wheel")
     unpacked = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(request.getfixturevalue("sdist")) as archive:
         archive.extractall(unpacked, filter="data")
@@ -98,6 +118,20 @@ def test_three_relative_links_and_no_other_lead_into_the_package():
     found = (path for name in ("lightning_fl", *LINKED) for path in (ROOT / name).rglob("*"))
     links = {path.relative_to(ROOT): path.readlink() for path in found if path.is_symlink()}
     assert links == {Path("lightning_fl", name): Path("..", name) for name in LINKS}
+
+
+def test_a_checkout_whose_links_are_text_files_says_what_to_do(without_links):
+    command = [sys.executable, "-c", "import lightning_fl"]
+    done = subprocess.run(command, cwd=without_links, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "ImportError" in done.stderr
+    assert "git clone -c core.symlinks=true, or run pip install ." in done.stderr
+
+
+def test_windows_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ImportError, match="requires Linux or macOS"):
+        importlib.reload(lightning_fl)
 
 
 @pytest.mark.parametrize("name", LINKED)
