@@ -99,10 +99,9 @@ def wheel(request, tmp_path_factory):
 def test_every_folder_with_an_init_is_listed_as_a_package():
     inits = (Path(module) for module in modules() if module.endswith("__init__.py"))
     folders = {".".join(init.parent.parts) for init in inits}
-    assert (
-        sorted(folders | {"lightning_fl.configs", "lightning_fl.methods"})
-        == PYPROJECT["tool"]["setuptools"]["packages"]
-    )
+    of_configs = {path.parent.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")}
+    data = {"lightning_fl.methods", *(".".join(("lightning_fl", *f.parts)) for f in of_configs)}
+    assert sorted(folders | data) == PYPROJECT["tool"]["setuptools"]["packages"]
 
 
 def test_every_folder_with_modules_has_an_init():

@@ -19,8 +19,10 @@ import sys
 import time
 import tomllib
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -165,13 +167,14 @@ def build(folder: Path) -> Path:
     return wheel
 
 
-def rows(pythons: Sequence[str], resolutions: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the rows of the table."""
+@contextmanager
+def wheel_to_try(path: Path | None) -> Iterator[Path]:
+    """Yield the absolute path of a wheel; None builds one for the time of the block."""
+    if path is not None:
+        yield path.resolve(strict=True)
+        return
     with TemporaryDirectory(prefix="try_release_") as folder:
-        wheel = build(Path(folder))
-        for resolution in resolutions:
-            for python in pythons:
-                yield row(python, resolution, wheel)
+        yield build(Path(folder))
 
 
 def main() -> None:
@@ -181,12 +184,15 @@ def main() -> None:
     parser.add_argument(
         "--resolution", nargs="+", choices=RESOLUTIONS, default=RESOLUTIONS, help="default: both"
     )
+    parser.add_argument("--wheel", type=Path, help="an existing wheel; by default, one is built")
     asked = parser.parse_args()
-    print("| " + " | ".join(HEAD) + " |\n" + "|---" * len(HEAD) + "|", flush=True)
     failed = False
-    for cells in rows(asked.python, asked.resolution):
-        print("| " + " | ".join(cells) + " |", flush=True)
-        failed |= "passed" not in cells
+    print("| " + " | ".join(HEAD) + " |\n" + "|---" * len(HEAD) + "|", flush=True)
+    with wheel_to_try(asked.wheel) as wheel:
+        for resolution, python in product(asked.resolution, asked.python):
+            cells = row(python, resolution, wheel)
+            print("| " + " | ".join(cells) + " |", flush=True)
+            failed |= "passed" not in cells
     raise SystemExit(failed)
 
 
