@@ -2,7 +2,7 @@
 BIN := $(if $(wildcard .venv/bin/python),.venv/bin/)
 PYTEST := $(BIN)python -m pytest -n auto --dist loadfile
 
-.PHONY: check docs extras format lint slow test
+.PHONY: check docs extras format lint release-check slow test
 
 # Everything, with the coverage of all tests.
 check: lint docs extras
@@ -25,6 +25,10 @@ lint:
 	$(BIN)ruff format --check
 	$(BIN)mypy
 	$(BIN)lint-imports
+
+# The wheel in empty environments, which need several Pythons, a package index and about an hour.
+release-check:
+	$(BIN)python tests/try_release.py
 
 # What `test` leaves out.
 slow:

@@ -16,6 +16,8 @@ import yaml
 import lightning_fl
 import lightning_fl.callbacks
 import lightning_fl.datamodules
+import try_release
+from lightning_fl.cli import project
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("callbacks", "datamodules")
@@ -143,6 +145,43 @@ def test_the_linked_folder_is_one_module_under_its_full_name(name):
 def test_the_version_is_that_of_the_metadata():
     assert lightning_fl.__version__ == importlib.metadata.version("lightning_fl")
     assert lightning_fl.__version__ == PYPROJECT["project"]["version"]
+
+
+def test_citation_and_changelog_have_the_version():
+    version = PYPROJECT["project"]["version"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert citation["version"] == version
+    assert f"\n## [{version}] - " in changelog
+
+
+def test_every_dependency_has_one_lower_bound():
+    lines = [try_release.lowest(requirement) for requirement in try_release.requirements()]
+    assert "torch==2.11" in lines
+    assert len(lines) == len(PYPROJECT["project"]["dependencies"]) + 1
+
+
+def test_the_pythons_of_the_classifiers_are_tried():
+    start = "Programming Language :: Python :: "
+    named = [c.removeprefix(start) for c in PYPROJECT["project"]["classifiers"] if start in c]
+    assert [f"python{python}" for python in named] == list(try_release.PYTHONS)
+    workflows = [
+        yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text(encoding="utf-8"))
+        for name in ("tests.yml", "publish.yml")
+    ]
+    assert workflows[1]["jobs"]["wheel"]["strategy"]["matrix"]["python"] == named
+    ci, *others = named
+    assert workflows[0]["jobs"]["ci"]["steps"][1]["with"]["python-version"] == ci
+    assert workflows[0]["jobs"]["pythons"]["strategy"]["matrix"]["python"] == others
+
+
+def test_the_script_of_the_release_finds_commands_and_code():
+    commands = try_release.commands_of(project.README)
+    assert f"lightning-fl fit --config config.yaml {try_release.FEW_ROUNDS}" in commands
+    assert "lightning-fl report runs/version_0" in commands
+    code = try_release.own_module()
+    assert "class MyModule(L.LightningModule)" in code
+    assert "max_epochs=3," in code
 
 
 def test_the_wheel_holds_every_module_and_config_once_and_nothing_else(wheel):
