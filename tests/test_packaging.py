@@ -165,6 +165,8 @@ def test_the_pythons_of_the_classifiers_are_tried():
     start = "Programming Language :: Python :: "
     named = [c.removeprefix(start) for c in PYPROJECT["project"]["classifiers"] if start in c]
     assert [f"python{python}" for python in named] == list(try_release.PYTHONS)
+    badges = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n\n")[0]
+    assert f"python-{'%20%7C%20'.join(named)}-blue" in badges
     workflows = [
         yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text(encoding="utf-8"))
         for name in ("tests.yml", "publish.yml")
