@@ -110,7 +110,7 @@ def install(python: str, resolution: str, wheel: Path, folder: Path) -> Environm
     lines = [lowest(r) for r in requirements()] if resolution == "lowest" else []
     constraints.write_text("\n".join(lines), encoding="utf-8")
     environment.run(
-        f"python -m pip install --no-cache-dir --constraint {shlex.quote(str(constraints))}"
+        f"python -m pip install --constraint {shlex.quote(str(constraints))}"
         f" {shlex.quote(f'{wheel}[demo]')}"
     )
     return environment
