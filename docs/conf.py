@@ -1,10 +1,12 @@
 """The documentation site: `make docs`; why it is so is in decisions/0013-documentation-site.md."""
 
 import inspect
+import json
+import os
 import pkgutil
 import sys
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import metadata, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -15,15 +17,23 @@ from sphinx.ext.napoleon import GoogleDocstring
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))  # this checkout's package, whatever is installed
+# The same for the notebooks, which run in processes of their own.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.getenv("PYTHONPATH")]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as fast for small models
+# Of tqdm, which looks for widgets, and of Lightning 2.6, which uses what torch 2.14 replaces.
+os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found,ignore:`isinstance(treespec"
 
 import lightning_fl  # noqa: E402
 from lightning_fl.federation.checks import REFUSED, REQUIRED  # noqa: E402
 
 project = "lightning_fl"
 version = release = version("lightning_fl")
+URLS = dict(url.split(", ") for url in metadata("lightning_fl").get_all("Project-URL") or ())
+#: The repository on GitHub; None where pyproject.toml names none.
+REPOSITORY = URLS.get("Repository")
 
 extensions = [
-    "myst_parser",
+    "myst_nb",  # Markdown, too, as myst_parser does
     "sphinx-mathjax-offline",  # formulas without a network
     "sphinx.ext.autodoc",
     "sphinx.ext.mathjax",
@@ -33,6 +43,14 @@ extensions = [
 exclude_patterns = ["_*"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
+
+# Notebooks are stored without outputs and run here, so that no output is older than the code.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_execution_in_temp = True
+nb_output_stderr = "remove-warn"  # a warning in a notebook fails the build
+nb_merge_streams = True
 
 html_theme = "furo"
 html_title = f"lightning_fl {release}"
@@ -155,7 +173,21 @@ not with `VectorizedClients`.
 """
 
 
+def link_to_colab(app: Sphinx, page: str, source: list[str]) -> None:
+    """Put a badge that opens the notebook on Colab below its title."""
+    if REPOSITORY is None or not page.startswith("notebooks/") or page.endswith("/index"):
+        return
+    notebook, colab = json.loads(source[0]), "https://colab.research.google.com"
+    place = f"{REPOSITORY.removeprefix('https://github.com/')}/blob/main/docs/{page}.ipynb"
+    badge = f"[![Open in Colab]({colab}/assets/colab-badge.svg)]({colab}/github/{place})"
+    first = notebook["cells"][0]
+    title, _, text = "".join(first["source"]).partition("\n")
+    first["source"] = f"{title}\n\n{badge}\n{text}"
+    source[0] = json.dumps(notebook)
+
+
 def setup(app: Sphinx) -> None:
     """Hook in the above."""
+    app.connect("source-read", link_to_colab)
     app.connect("builder-inited", write_api)
     app.connect("builder-inited", write_trainer_options)

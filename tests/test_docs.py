@@ -15,7 +15,7 @@ import pages
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 EXTENSIONS = (
-    "myst_parser",
+    "myst_nb",
     "sphinx-mathjax-offline",
     "sphinx.ext.autodoc",
     "sphinx.ext.mathjax",
@@ -85,13 +85,16 @@ def public():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Sphinx's own; those of the pages fail the build
-def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path):
+def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path, monkeypatch):
     shutil.copytree(DOCS, tmp_path / "docs", ignore=shutil.ignore_patterns("api"))
     shutil.copy(ROOT / "README.md", tmp_path)
     site = tmp_path / "site"
     strict = ["-q", "-W", "--keep-going"]
     # Pages of source code and Furo's navigation cannot warn, and take as long as all the rest.
     quick = ["-D", "html_theme=basic", "-D", f"extensions={','.join(EXTENSIONS)}"]
+    quick += ["-D", "nb_execution_mode=off"]  # tests/test_notebooks.py runs them
+    for name in ("PYTHONPATH", "PYTHONWARNINGS"):  # conf.py sets them
+        monkeypatch.setenv(name, "")
     assert sphinx([*strict, *quick, str(tmp_path / "docs"), str(site)]) == 0
     api = "".join(page.read_text() for page in (site / "api").glob("*.html"))
     known = set(re.findall(r'<dt [^>]*id="([\w.]+)"', api))

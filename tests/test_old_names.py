@@ -12,7 +12,7 @@ TEXTS = [
     path
     for folder in ("lightning_fl", "callbacks", "datamodules", "configs", "docs", "benchmarks")
     for path in (ROOT / folder).rglob("*")
-    if path.suffix in {".py", ".md", ".yaml", ".html"} and "_build" not in path.parts
+    if path.suffix in {".py", ".md", ".yaml", ".html", ".ipynb"} and "_build" not in path.parts
 ]
 TEXTS += [path for path in (ROOT / "tests").rglob("*.py") if path.name != Path(__file__).name]
 TEXTS += [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
