@@ -47,7 +47,7 @@ myst_heading_anchors = 3
 # Notebooks are stored without outputs and run here, so that no output is older than the code.
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
-nb_execution_timeout = 300
+nb_execution_timeout = 600  # seconds per cell
 nb_execution_in_temp = True
 nb_output_stderr = "remove-warn"  # a warning in a notebook fails the build
 nb_merge_streams = True

@@ -120,7 +120,7 @@ def test_it_runs_without_a_warning_and_its_text_is_true(path, tmp_path):
     claims = "\n".join(f"assert {claim}, {claim!r}" for claim in CLAIMS[path.stem])
     notebook.cells.append(nbformat.v4.new_code_cell(claims))
     NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     ).execute()
     outputs = [output for cell in code_of(notebook) for output in cell.outputs]
     assert [output.text for output in outputs if output.get("name") == "stderr"] == []
