@@ -23,7 +23,7 @@ CLAIMS = {
     ],
     "own_module": ["curves['average'][-1] > curves['server'][-1] + 0.1", "8 <= len(wrong)"],
     "comparing_methods": [
-        "differences['SCAFFOLD'].min() > 0.03",
+        "differences['SCAFFOLD'].min() > 0.03 > differences['FedProx'].abs().max()",
     ],
     "personalization": [
         "max(accuracies, key=lambda name: sum(accuracies[name])) == 'fine-tuned'",
