@@ -154,6 +154,8 @@ class FederatedLoop(Callback):
         self.evaluates_clients = False
         #: Plan of the last finished round, for other callbacks; None if the round was interrupted.
         self.plan_of_the_round: RoundPlan | None = None
+        #: Cause of the drop by client id, in the last finished round.
+        self.dropped_in_the_round: dict[int, str] = {}
         #: Clean-up functions, called in reverse order when a fit ends or fails.
         self.undo = ExitStack()
         self._resume = Resume(self.options, self.progress, self.store)
@@ -288,6 +290,7 @@ class FederatedLoop(Callback):
             return
         metrics = round.end()
         self.plan_of_the_round, self._round, self._is_closing = round.plan, None, True
+        self.dropped_in_the_round = round.results.dropped
         self._log.end_round(self.round, metrics)
 
     def _close_round(self) -> None:

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch import Tensor
 
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.callbacks.hyperparameters import network_name
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
-from lightning_fl.federation.compare import COUNT, compare
 from lightning_fl.federation.measures import evaluating, on_device
 from lightning_fl.federation.memory import runner_rows
+from lightning_fl.federation.participation import Participation
 from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.options import check_integer
@@ -76,7 +75,9 @@ class RunReport(Callback):
     - ``participation.csv``: one row per client with its number of training samples, the number of
       rounds in which it was sampled, the number of its dropped updates, and ``train_acc``, the
       accuracy of the global model on its training samples. ``train_acc`` is omitted if there is a
-      :class:`PersonalizedEvaluation`, which uses test samples, or if the module does not classify.
+      :class:`PersonalizedEvaluation`, which uses test samples, or if the module does not classify;
+    - ``participation_by_round.csv.gz``: one row per round with one character per client: not
+      sampled, arrived, or the cause of the drop.
 
     Args:
         client_samples: Maximum number of training samples per client for ``train_acc``; 0 omits the
@@ -88,10 +89,8 @@ class RunReport(Callback):
 
     def __init__(self, client_samples: int = 200) -> None:
         self.client_samples = check_integer("client_samples", client_samples, min=0)
-        #: Number of rounds and number of dropped updates of each client, ``[2, n]``; None if a
-        #: resumed run has no counts of its first rounds.
-        self.counts: Tensor | None = None
-        self._counted = 0
+        #: Outcome of every client in every round; None if a resumed run lacks its first rounds.
+        self.participation: Participation | None = None
         self._folder: Path | None = None
         #: Reason why ``train_acc`` is omitted.
         self._reason: str | None = None
@@ -100,10 +99,11 @@ class RunReport(Callback):
         """Write the partition and the environment."""
         loop, data = _loop(trainer), trainer.datamodule  # type: ignore[attr-defined]
         self._reason = None
+        clients = len(data.num_samples)
         if loop.round == 0:
-            self.counts, self._counted = torch.zeros(2, len(data.num_samples)).int(), 0
-        elif self._counted != loop.round or not _fits(self.counts, len(data.num_samples)):
-            self.counts = None
+            self.participation = Participation(clients)
+        elif self.participation is not None and not self.participation.fits(loop.round, clients):
+            self.participation = None
         # Called on all processes: Lightning broadcasts the log folder from the first one.
         self._folder = run_folder(trainer)
         if self._folder is not None:
@@ -111,12 +111,10 @@ class RunReport(Callback):
             self._write_environment(trainer, "started")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the sampled clients and the dropped updates."""
+        """Record the sampled clients and the dropped updates."""
         loop = _loop(trainer)
-        if self.counts is not None and (plan := loop.plan_of_the_round) is not None:
-            self.counts[0, plan.cohort] += 1
-            self.counts[1, [int(c) for c in loop.rows[-1]["dropped_clients"].split()]] += 1
-            self._counted = loop.round
+        if self.participation is not None and (plan := loop.plan_of_the_round) is not None:
+            self.participation.add(plan.cohort.tolist(), loop.dropped_in_the_round)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate the global model on the training samples of each client."""
@@ -170,8 +168,14 @@ class RunReport(Callback):
         names = data.client_names
         columns: dict[str, list[Any]] = {} if names is None else {"name": names}
         columns["train_samples"] = data.num_samples.tolist()
-        if self.counts is not None:
-            columns |= dict(zip(("rounds", "dropped"), self.counts.tolist(), strict=True))
+        by_round = self._folder / "participation_by_round.csv.gz"
+        if self.participation is None:
+            by_round.unlink(missing_ok=True)  # of an earlier fit
+        else:
+            counts = self.participation.counts().tolist()
+            columns |= dict(zip(("rounds", "dropped"), counts, strict=True))
+            content = self.participation.csv_gz()
+            write_atomically(by_round, lambda file: file.write(content))
         if not isinstance(accuracies, str):
             columns["train_acc"] = accuracies
         text = io.StringIO(newline="")
@@ -218,19 +222,15 @@ class RunReport(Callback):
     # --- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts of rounds and dropped updates."""
-        return {} if self.counts is None else {"counts": self.counts, "rounds": self._counted}
+        """Return the record of participation."""
+        return {} if self.participation is None else self.participation.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the counts of rounds and dropped updates."""
+        """Restore the record of participation."""
+        self.participation = None
         if state_dict:
-            compare(state_dict, {"counts": Tensor, "rounds": COUNT}, "the checkpoint's RunReport")
-            self.counts, self._counted = state_dict["counts"], state_dict["rounds"]
-
-
-def _fits(counts: Tensor | None, clients: int) -> bool:
-    """Return whether the counts of a checkpoint have the shape and type for these clients."""
-    return counts is not None and counts.shape == (2, clients) and not counts.is_floating_point()
+            self.participation = Participation(0)
+            self.participation.load_state_dict(state_dict)
 
 
 def versions() -> dict[str, str]:

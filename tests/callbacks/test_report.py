@@ -1,6 +1,7 @@
 """Pictures of a run: which files, when, and what is in them."""
 
 import csv
+import gzip
 import json
 import os
 
@@ -57,7 +58,8 @@ def names(folder):
 
 
 AT_START = ["environment.json", "partition.json", "partition.png"]
-ALL = sorted([*AT_START, "participation.csv", "rounds.csv", "rounds.png"])
+BY_ROUND = "participation_by_round.csv.gz"
+ALL = sorted([*AT_START, "participation.csv", BY_ROUND, "rounds.csv", "rounds.png"])
 
 
 @pytest.mark.parametrize("num_clients", [3, 30])
@@ -91,7 +93,7 @@ def test_each_picture_is_drawn_once_a_run(run, monkeypatch):
     written = [name for name in count.written if name != "rounds.csv"]
     assert written == [
         *("partition.json", "partition.png", "environment.json"),
-        *("participation.csv", "environment.json", "rounds.png"),
+        *(BY_ROUND, "participation.csv", "environment.json", "rounds.png"),
     ]
 
 
@@ -229,6 +231,15 @@ def test_who_took_part_is_counted(run, tmp_path, policy):
     assert [int(row["dropped"]) for row in rows] == [0, 0, seen.count(2), 0]
     assert seen.count(2)
     assert len(seen) == sum(row["clients"] for row in loop.rows)
+    head, *lines = gzip.decompress((tmp_path / BY_ROUND).read_bytes()).decode().splitlines()
+    assert head.startswith("round,0=not_sampled 1=arrived 2=dropped_out")
+    assert head.endswith("5=non_finite")
+    for number, (line, row) in enumerate(zip(lines, loop.rows, strict=True), 1):
+        at, _, outcomes = line.partition(",")
+        assert int(at) == number
+        assert 4 - outcomes.count("0") == row["clients"]
+        dropped = [str(client) for client in range(4) if outcomes[client] == "5"]
+        assert " ".join(dropped) == row["dropped_clients"]
 
 
 def interrupted(fit, data, folder, rounds, **options):
@@ -252,10 +263,10 @@ def test_a_resumed_run_counts_on(fit, data, tmp_path):
         interrupted(fit, data, parts, 6, callbacks=[Break(ZeroDivisionError())])
     assert clients(parts) != clients(whole)
     interrupted(fit, data, parts, 6, ckpt_path=parts / "last.ckpt")
-    for name in ("participation.csv", "environment.json"):
+    for name in ("participation.csv", BY_ROUND, "environment.json"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes()
     saved = torch.load(parts / "last.ckpt", weights_only=True)["callbacks"]["RunReport"]
-    assert int(saved["counts"][0].sum()) == 12
+    assert len(saved["rounds"]) == 6
 
 
 def test_a_finished_run_resumed_changes_nothing(fit, data, tmp_path, pictures):
@@ -278,6 +289,7 @@ def test_a_run_that_began_without_a_report_does_not_count_half(fit, data, tmp_pa
     fit(module, loop, data(), rounds=2, callbacks=checkpoint, enable_checkpointing=True)
     interrupted(fit, data, tmp_path, 4, ckpt_path=tmp_path / "last.ckpt")
     assert list(clients(tmp_path)[0]) == ["client", "train_samples", "train_acc"]
+    assert not (tmp_path / BY_ROUND).exists()
 
 
 # --- how well the server's model does for each client ---------------------------------------------
