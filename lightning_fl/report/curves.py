@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lightning_fl.federation.dropped import CAUSES
-from lightning_fl.report.figures import MOST_PANELS, Line, lines
+from lightning_fl.report.figures import MOST_LINES, MOST_PANELS, Line, lines
 from lightning_fl.report.groups import Group, common_time
 from lightning_fl.report.page import Picture, Section
 from lightning_fl.report.scores import STEPS, TOTAL, UP, headline
@@ -16,6 +16,17 @@ from lightning_fl.report.words import number
 KNOWN = {"round", "clients", "dropped", "num_samples", "num_steps", "bytes_up", "bytes_down"}
 KNOWN |= {"virtual_time", UP, TOTAL, *CAUSES}
 SENT, TIME = "MB so far", "virtual time (s)"
+#: Texts of captions on bands and on points that are left out.
+BANDS = (
+    " Lines are means over seeds. Bands are 95 % confidence intervals of the mean: mean ± t s/√n,"
+    " where s is the standard deviation of the n seeds and t the quantile of Student's t"
+    " distribution (12.7 for two seeds, 4.3 for three, 2.8 for five). Wide bands are cut off at the"
+    " edge of the panel. Lines end at the last round that all runs of a group have."
+)
+THINNED = (
+    " Not every point is drawn: of each stretch, the lines have the lowest and the highest value."
+    " rounds.csv has all."
+)
 
 
 def _line(group: Group, name: str, label: str, against: str | None = None) -> Line | None:
@@ -39,19 +50,29 @@ def _columns(groups: Sequence[Group]) -> list[str]:
     return list(dict.fromkeys(n for g in groups for run in g.runs for n in run.columns))
 
 
-def group_names(groups: Sequence[Group]) -> list[str]:
-    """Return the labels with fixed colors in all panels; empty for a single group."""
-    return [group.name for group in groups] if len(groups) > 1 else []
+def picture(
+    name: str,
+    caption: str,
+    panels: Mapping[str, Sequence[Line]],
+    groups: Sequence[Group],
+    across: Mapping[str, str] | str = "round",
+) -> Picture:
+    """Return a picture of lines. Its caption says what bands are, and whether points are left out.
 
-
-def band_note(groups: Sequence[Group]) -> str:
-    """Return the caption text on bands; empty if no group has several runs."""
-    if all(len(group.runs) == 1 for group in groups):
-        return ""
-    return (
-        " Lines are means over seeds. Bands are ± one sample standard deviation (n - 1). Both end"
-        " at the last round that all runs of a group have."
-    )
+    Args:
+        name: Name of the file.
+        caption: Text below the picture.
+        panels: Lines by label of the vertical axis.
+        groups: Groups of runs, which have the same colors in all panels.
+        across: Label of the horizontal axis, one for all panels or one per panel.
+    """
+    drawn = lines(panels, across, [group.name for group in groups] if len(groups) > 1 else ())
+    if any(len(group.runs) > 1 for group in groups):
+        caption += BANDS
+    points = [len(line.x) for each in panels.values() for line in each[:MOST_LINES]]
+    if points != [len(line.x) for panel in drawn for line in getattr(panel, "lines", ())]:
+        caption += THINNED
+    return Picture(name, caption, drawn)
 
 
 def progress(groups: Sequence[Group]) -> Section:
@@ -66,10 +87,8 @@ def progress(groups: Sequence[Group]) -> Section:
     caption = (
         "Values logged by the module after each round. val_: the global model on the held-out"
         " samples. train_: the clients' models during training. Gaps are non-finite values."
-        + band_note(groups)
     )
-    figure = lines(panels, order=group_names(groups))
-    return Section(title, (), [Picture.of("accuracy", figure, caption)])
+    return Section(title, (), [picture("accuracy", caption, panels, groups)])
 
 
 def cost(groups: Sequence[Group]) -> Section | None:
@@ -78,8 +97,8 @@ def cost(groups: Sequence[Group]) -> Section | None:
     name, _ = headline([run for group in groups for run in group.runs])
     panels = _panels(groups, [UP, TOTAL] if alone else [TOTAL], SENT)
     times = _panels(groups, ["virtual_time"], TIME)
-    for drawn in times.values():
-        panels[TIME] = drawn
+    for timed in times.values():
+        panels[TIME] = timed
     across = dict.fromkeys(panels, "round")
     pairs = [(TOTAL, TOTAL, "traffic")]
     is_timed = common_time([run for group in groups for run in group.runs]) is not None
@@ -93,10 +112,7 @@ def cost(groups: Sequence[Group]) -> Section | None:
                 across[panel] = axis
     if not panels:
         return None
-    caption = (
-        "Cumulative traffic between server and clients, and the metric of the model over it."
-        + band_note(groups)
-    )
+    caption = "Cumulative traffic between server and clients, and the metric of the model over it."
     text = []
     if times:
         caption += (
@@ -108,8 +124,7 @@ def cost(groups: Sequence[Group]) -> Section | None:
             text.append("Some runs have no virtual time, so the metric is not drawn over it.")
     else:
         text.append("To simulate virtual time, add --trainer.callbacks+=ClientFaults.")
-    figure = lines(panels, across, group_names(groups))
-    return Section("Traffic and time", text, [Picture.of("cost", figure, caption)])
+    return Section("Traffic and time", text, [picture("cost", caption, panels, groups, across)])
 
 
 def hyper_parameters(groups: Sequence[Group]) -> Section | None:
@@ -120,10 +135,10 @@ def hyper_parameters(groups: Sequence[Group]) -> Section | None:
     panels: dict[str, list[Line]] = {}
     constant = []
     for name in rest:
-        drawn = [line for panel in _panels(groups, [name], name).values() for line in panel]
-        values = {y for line in drawn for y in line.y}
+        found = [line for panel in _panels(groups, [name], name).values() for line in panel]
+        values = {y for line in found for y in line.y}
         # Scores of clients are logged once, at the end; another section shows them.
-        if not any(len(line.x) > 1 for line in drawn):
+        if not any(len(line.x) > 1 for line in found):
             continue
         if len(values) == 1:
             some = [each.name for each in groups if any(run.column(name) for run in each.runs)]
@@ -131,7 +146,7 @@ def hyper_parameters(groups: Sequence[Group]) -> Section | None:
             constant.append(f"{name} {number(values.pop())}{where}")
         else:
             together = re.fullmatch(r"(.+)_\d+", name) if len(groups) == 1 else None
-            panels.setdefault(together[1] if together else name, []).extend(drawn)
+            panels.setdefault(together[1] if together else name, []).extend(found)
     text = [f"Constant in all rounds: {', '.join(constant)}."] if constant else []
     if len(panels) > MOST_PANELS:
         left_out = list(panels)[MOST_PANELS:]
@@ -142,10 +157,6 @@ def hyper_parameters(groups: Sequence[Group]) -> Section | None:
     caption = (
         "Hyperparameters of the policy, and values logged by aggregators, transforms and callbacks."
         " Values that differ between clients are means over the sampled clients."
-        + band_note(groups)
     )
-    pictures = []
-    if panels:
-        figure = lines(panels, order=group_names(groups))
-        pictures = [Picture.of("hyperparameters", figure, caption)]
+    pictures = [picture("hyperparameters", caption, panels, groups)] if panels else []
     return Section("Hyperparameters and other metrics", text, pictures)

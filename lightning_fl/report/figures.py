@@ -1,25 +1,58 @@
-"""Figures of a report, in a common style with a color-blind safe palette."""
+"""Figures of a report, drawn by matplotlib as SVG for the page and as PNG for files."""
 
 from __future__ import annotations
 
 import io
 import math
+import re
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
+from xml.etree import ElementTree
 
+import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-#: Okabe and Ito (2008).
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+#: Okabe and Ito (2008), safe for color-blind readers. The page has a second set for dark ground.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 #: Dash patterns, for more lines than colors.
-DASHES = ("-", "--", ":", "-.")
-#: Maximum number of lines per panel, and of panels per figure.
-MOST_LINES, MOST_PANELS = 12, 12
+DASHES = ("-", "--", ":")
+#: Maximum number of lines per panel, of panels per figure, and of points per figure.
+MOST_LINES, MOST_PANELS, MOST_POINTS = 12, 12, 6000
+#: Colors of text, axes and grid lines. In the page, they follow its color scheme.
+INK, SOFT, GRID = "#1c2331", "#5b6473", "#e3e6eb"
+STYLE: dict[Any, Any] = {  # matplotlib's type lists every name
+    "axes.axisbelow": True,
+    "axes.edgecolor": SOFT,
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.constrained_layout.use": True,
+    "font.family": "DejaVu Sans",  # other fonts would give other bytes on other machines
+    "font.size": 11,
+    "grid.color": GRID,
+    "legend.fontsize": "small",
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "svg.fonttype": "none",
+    "text.color": INK,
+    "xtick.color": SOFT,
+    "xtick.labelcolor": INK,
+    "ytick.color": SOFT,
+    "ytick.labelcolor": INK,
+}
+#: Width and height of a panel in inches.
+PANEL = (4.4, 3.2)
+#: Names of the colors in the style sheet of the page.
+VARIABLES = {color: f"var(--c{at})" for at, color in enumerate(COLORS)}
+VARIABLES |= {INK: "var(--ink)", SOFT: "var(--soft)", GRID: "var(--grid)"}
 
 
 @dataclass(frozen=True)
@@ -30,13 +63,245 @@ class Line:
         label: Label in the legend.
         x: Positions on the horizontal axis.
         y: Values; NaN is drawn as a gap.
-        band: Half the height of the band at each position.
+        band: Half the height of the band at each position; NaN draws none.
+        names: Names of the points, if they are not joined.
     """
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
     band: Sequence[float] = ()
+    names: Sequence[str] = ()
+
+    def thinned(self, most: int) -> Line:
+        """Return the line with fewer points.
+
+        The first and the last point remain, and the lowest and the highest of each stretch.
+
+        Args:
+            most: Maximum number of points.
+
+        Example:
+            >>> Line("a", range(8), [0, 5, 1, 2, 9, 3, 4, 6]).thinned(6).y
+            [0, 5, 2, 9, 6]
+        """
+        if len(self.x) <= most:
+            return self
+        kept = {0, len(self.x) - 1}
+        for stretch in np.array_split(np.arange(len(self.x)), max(1, most // 2 - 1)):
+            finite = [int(i) for i in stretch if math.isfinite(self.y[i])] or [int(stretch[0])]
+            kept |= {min(finite, key=self.y.__getitem__), max(finite, key=self.y.__getitem__)}
+        at = sorted(kept)
+        band = [self.band[i] for i in at] if self.band else ()
+        return Line(self.label, [self.x[i] for i in at], [self.y[i] for i in at], band)
+
+
+class Panel(ABC):
+    """Panel of a figure: axes with labels, and the values that the page shows under the pointer."""
+
+    xlabel: str
+    ylabel: str
+
+    @abstractmethod
+    def draw(self, axes: Axes) -> None:
+        """Draw the values."""
+
+    @abstractmethod
+    def values(self) -> dict[str, Any]:
+        """Return the drawn values for the script of the page."""
+
+    #: Whether colors are those of a raster image, the same on light and on dark ground.
+    is_raster = False
+
+    @abstractmethod
+    def legend(self) -> list[tuple[str, int]]:
+        """Return labels with the places of their colors; empty if there is nothing to tell."""
+
+
+@dataclass(frozen=True)
+class Lines(Panel):
+    """Panel of lines.
+
+    Args:
+        ylabel: Label of the vertical axis.
+        lines: The lines; those after :data:`MOST_LINES` are not drawn.
+        xlabel: Label of the horizontal axis.
+        order: Labels with fixed colors in all panels, in the order of the colors.
+        shade: Part of the horizontal axis with a gray ground.
+        joined: Whether points are joined by lines.
+    """
+
+    ylabel: str
+    lines: Sequence[Line]
+    xlabel: str = "round"
+    order: Sequence[str] = ()
+    shade: tuple[float, float] | None = None
+    joined: bool = True
+
+    def _drawn(self) -> list[tuple[int, Line]]:
+        """Return lines with the places of their colors."""
+        return [
+            (self.order.index(line.label) if line.label in self.order else at, line)
+            for at, line in enumerate(self.lines[:MOST_LINES])
+        ]
+
+    def draw(self, axes: Axes) -> None:
+        """Draw the lines and their bands."""
+        for at, line in self._drawn():
+            color, dash = COLORS[at % len(COLORS)], DASHES[at // len(COLORS) % len(DASHES)]
+            marker = "." if len(line.x) < 40 or not self.joined else ""
+            style = {"linestyle": dash if self.joined else "", "color": color, "marker": marker}
+            axes.plot(line.x, line.y, label=plain(line.label), **style)  # type: ignore[arg-type]
+        # The lines set the limits: an interval over two seeds can be much wider than all values.
+        drawn = [y for line in self.lines for y in line.y if math.isfinite(y)]
+        is_spiked = drawn and min(drawn) > 0 and max(drawn) > 50 * median(drawn)
+        if is_spiked:
+            axes.set_yscale("log")  # otherwise a spike would hide all other values
+        banded = [(at, line) for at, line in self._drawn() if any(b > 0 for b in line.band)]
+        if banded:
+            low, high = axes.get_ylim()
+            room = 0 if is_spiked else 0.25 * (high - low)
+            axes.set_ylim(low - room, high + room)
+            for at, line in banded:
+                y, half = np.array(line.y, float), np.array(line.band, float)
+                color = COLORS[at % len(COLORS)]
+                axes.fill_between(line.x, y - half, y + half, color=color, alpha=0.18, linewidth=0)
+        if drawn and all(0 <= y <= 1 for y in drawn) and not is_spiked:
+            low, high = axes.get_ylim()
+            axes.set_ylim(max(low, -0.02), min(high, 1.02))
+        if self.shade:
+            axes.axvspan(*self.shade, color=COLORS[-1], alpha=0.15, linewidth=0)
+        if self.xlabel == "round":
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+
+    def values(self) -> dict[str, Any]:
+        """Return label, color, positions, values and bands of the lines."""
+        lines = [
+            {"n": line.label[:80], "c": at % len(COLORS), "x": _json(line.x), "y": _json(line.y)}
+            | ({"b": _json(line.band)} if any(b > 0 for b in line.band) else {})
+            | ({"names": list(line.names)} if line.names else {})
+            for at, line in self._drawn()
+        ]
+        xs = [line["x"] for line in lines]
+        if all(x == xs[0] for x in xs):  # most panels: written once
+            return {"x": xs[0], "lines": [{k: v for k, v in c.items() if k != "x"} for c in lines]}
+        return {"lines": lines}
+
+    def legend(self) -> list[tuple[str, int]]:
+        """Return the labels, if they differ from that of the axis."""
+        drawn = [(line.label, at) for at, line in self._drawn()]
+        return [] if len(drawn) == 1 and drawn[0][0] == self.ylabel else drawn
+
+
+@dataclass(frozen=True)
+class Bars(Panel):
+    """Panel of stacked bars.
+
+    Args:
+        ylabel: Label of the vertical axis.
+        xlabel: Label of the horizontal axis.
+        kinds: Counts by kind and position, from the bottom to the top.
+        width: Number of positions that a bar covers, to the right of its position.
+        places: Place of the color of each kind; empty takes the colors in order.
+    """
+
+    ylabel: str
+    xlabel: str
+    kinds: Mapping[str, Mapping[int, float]]
+    width: int = 1
+    places: Sequence[int] = ()
+
+    def _colored(self) -> list[tuple[int, str, Mapping[int, float]]]:
+        """Return kinds and their counts with the places of their colors."""
+        places = self.places or range(len(self.kinds))
+        return [(at, *kind) for at, kind in zip(places, self.kinds.items(), strict=False)]
+
+    def draw(self, axes: Axes) -> None:
+        """Draw the bars."""
+        below: dict[int, float] = {}
+        for at, kind, counts in self._colored():
+            bottom = [below.get(x, 0) for x in counts]
+            color, label = COLORS[at % len(COLORS)], plain(kind)
+            x_places = [x + (self.width - 1) / 2 for x in counts]
+            width = 0.9 * self.width
+            axes.bar(x_places, list(counts.values()), width, bottom, color=color, label=label)
+            below |= {x: below.get(x, 0) + n for x, n in counts.items()}
+        axes.grid(axis="x", visible=False)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        if all(n == int(n) for n in below.values()):
+            axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+
+    def values(self) -> dict[str, Any]:
+        """Return the counts of all kinds at the positions that have one."""
+        x = sorted({x for counts in self.kinds.values() for x in counts})
+        lines = [
+            {"n": kind[:80], "c": at % len(COLORS), "y": _json([counts.get(i, 0) for i in x])}
+            for at, kind, counts in self._colored()
+        ]
+        return {"x": x, "lines": lines, "bars": self.width}
+
+    def legend(self) -> list[tuple[str, int]]:
+        """Return the kinds, if there are several or the axis does not name them."""
+        kinds = [(kind, at) for at, kind, _ in self._colored()]
+        return kinds if len(kinds) > 1 else []
+
+
+@dataclass(frozen=True)
+class Grid(Panel):
+    """Panel of colored cells.
+
+    Args:
+        ylabel: Label of the vertical axis.
+        xlabel: Label of the horizontal axis.
+        colors: Red, green, blue and opacity of each cell, ``[rows, columns, 4]``, from 0 to 1.
+        rows: Names of the rows.
+        columns: Names of the columns.
+        layers: Values of each cell by name, ``[rows, columns]``.
+        names: Words for the values of a layer: entry ``i`` is the word for ``i``.
+        kinds: Labels of the legend with the places of their colors.
+        first: Number of the first column.
+        widths: Number of positions that a cell covers, vertically and horizontally.
+        ticks: Labels of the rows on the axis; empty labels them by number.
+    """
+
+    ylabel: str
+    xlabel: str
+    colors: np.ndarray[Any, Any]
+    rows: Sequence[str]
+    columns: Sequence[str]
+    layers: Mapping[str, np.ndarray[Any, Any]]
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    kinds: Sequence[tuple[str, int]] = ()
+    first: int = 0
+    widths: tuple[float, float] = (1, 1)
+    ticks: Sequence[str] = ()
+    is_raster = True
+
+    def draw(self, axes: Axes) -> None:
+        """Draw the cells."""
+        (height, width), first = self.colors.shape[:2], self.first - 0.5
+        extent = (first, first + width * self.widths[1], height * self.widths[0] - 0.5, -0.5)
+        axes.imshow(self.colors, aspect="auto", interpolation="none", extent=extent)
+        axes.grid(visible=False)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(6, integer=True))
+        if self.ticks:
+            step = 1 + len(self.ticks) // 16
+            labels = [plain(name[:12]) for name in self.ticks[::step]]
+            axes.set_yticks(range(0, len(self.ticks), step), labels)
+
+    def values(self) -> dict[str, Any]:
+        """Return the values of the cells, with the names of rows and columns."""
+        layers = [
+            {"n": name, "v": [_json(row) for row in cells.tolist()]}
+            | ({"names": list(self.names[name])} if name in self.names else {})
+            for name, cells in self.layers.items()
+        ]
+        return {"rows": list(self.rows), "columns": list(self.columns), "layers": layers}
+
+    def legend(self) -> list[tuple[str, int]]:
+        """Return the labels of the colors."""
+        return list(self.kinds)
 
 
 def plain(text: str) -> str:
@@ -44,37 +309,18 @@ def plain(text: str) -> str:
     return (text if len(text) <= 48 else text[:47] + "…").replace("$", r"\$")
 
 
-def png(figure: Figure) -> bytes:
-    """Return a figure as a PNG file; the same figure gives the same bytes."""
-    file = io.BytesIO()
-    with warnings.catch_warnings():
-        # Names may have characters that the font lacks.
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        figure.savefig(file, dpi=110, metadata={"Software": None})
-    return file.getvalue()
-
-
-def _canvas(count: int) -> tuple[Figure, list[Axes]]:
-    columns = min(count, 3) if count != 4 else 2
-    rows = -(-count // columns)
-    width = {1: 6.4, 2: 9.6}.get(columns, 11.5)
-    figure = Figure(figsize=(width, 3.3 * rows), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for unused in axes[count:]:
-        unused.remove()
-    for each in axes[:count]:
-        each.grid(alpha=0.25)
-        each.set_axisbelow(True)
-        each.spines[["top", "right"]].set_visible(False)
-    return figure, axes[:count]
+def _json(values: Sequence[float]) -> list[float | int | None]:
+    """Return values with six significant digits; None for values that are not finite."""
+    short = [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+    return [int(v) if v is not None and v == int(v) and abs(v) < 1e15 else v for v in short]
 
 
 def lines(
     panels: Mapping[str, Sequence[Line]],
     xlabel: Mapping[str, str] | str = "round",
     order: Sequence[str] = (),
-) -> Figure:
-    """Draw panels of lines.
+) -> list[Panel]:
+    """Return panels of lines, with as many points as fit into a page.
 
     Args:
         panels: Lines of each panel, by the label of its vertical axis.
@@ -82,115 +328,109 @@ def lines(
         order: Labels with fixed colors in all panels, in the order of the colors.
 
     Example:
-        >>> figure = lines({"accuracy": [Line("val_acc", [1, 2], [0.5, 0.75])]})
-        >>> [axes.get_ylabel() for axes in figure.axes]
-        ['accuracy']
+        >>> [panel] = lines({"accuracy": [Line("val_acc", [1, 2], [0.5, 0.75])]})
+        >>> panel.ylabel, panel.xlabel
+        ('accuracy', 'round')
     """
-    figure, every = _canvas(len(panels))
-    legend: dict[str, Line2D] = {}
-    for axes, (label, drawn) in zip(every, panels.items(), strict=True):
-        for at, line in enumerate(drawn[:MOST_LINES]):
-            if line.label in order:
-                at = order.index(line.label)
-            color, dash = COLORS[at % len(COLORS)], DASHES[at // len(COLORS) % len(DASHES)]
-            marker = "." if len(line.x) < 40 else ""
-            name = plain(line.label)
-            (shown,) = axes.plot(line.x, line.y, dash, color=color, marker=marker, label=name)
-            legend.setdefault(name, shown)
-            if any(line.band):
-                low = [y - b for y, b in zip(line.y, line.band, strict=True)]
-                high = [y + b for y, b in zip(line.y, line.band, strict=True)]
-                axes.fill_between(line.x, low, high, color=color, alpha=0.18, linewidth=0)
-        across = xlabel if isinstance(xlabel, str) else xlabel[label]
-        axes.set(xlabel=plain(across), ylabel=plain(label))
-        values = [y for line in drawn for y in line.y if math.isfinite(y)]
-        if values and min(values) > 0 and max(values) > 50 * median(values):
-            axes.set_yscale("log")  # otherwise a spike would hide all other values
-        if across == "round":
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if not order and (len(drawn) > 1 or drawn[0].label != label):
-            axes.legend(frameon=False, fontsize="small")
-    if legend and order:  # one legend for all panels
-        columns = max(1, min(len(legend), 100 // (1 + max(map(len, legend)))))
-        figure.legend(
-            handles=list(legend.values()), loc="outside upper left", ncols=columns, frameon=False
+    most = max(20, MOST_POINTS // sum(len(drawn[:MOST_LINES]) for drawn in panels.values()))
+    most = min(most, 600)
+    return [
+        Lines(
+            label,
+            [line.thinned(most) for line in drawn],
+            xlabel if isinstance(xlabel, str) else xlabel[label],
+            order,
         )
-    return figure
+        for label, drawn in panels.items()
+    ]
 
 
-def stacked(
-    panels: Mapping[str, Mapping[str, Mapping[int, int]]], xlabels: Sequence[str]
-) -> Figure:
-    """Draw panels of stacked bars.
-
-    Args:
-        panels: Counts by panel, kind and x position.
-        xlabels: Label of the horizontal axis of each panel.
-
-    Example:
-        >>> figure = stacked({"updates": {"lost": {1: 2}, "late": {1: 1}}}, ["round"])
-        >>> [int(patch.get_y()) for patch in figure.axes[0].patches]
-        [0, 2]
-    """
-    figure, every = _canvas(len(panels))
-    for axes, (label, kinds), xlabel in zip(every, panels.items(), xlabels, strict=True):
-        below: dict[int, int] = {}
-        for at, (kind, counts) in enumerate(kinds.items()):
-            axes.bar(
-                list(counts),
-                list(counts.values()),
-                bottom=[below.get(x, 0) for x in counts],
-                width=0.9,
-                color=COLORS[at % len(COLORS)],
-                label=plain(kind),
-            )
-            below |= {x: below.get(x, 0) + n for x, n in counts.items()}
-        axes.set(xlabel=xlabel, ylabel=plain(label))
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(MaxNLocator(integer=True))
-        if len(kinds) > 1:  # above the panel, because bars may fill its height
-            axes.legend(
-                frameon=False,
-                fontsize="small",
-                loc="lower left",
-                bbox_to_anchor=(0, 1),
-                ncols=len(kinds),
-            )
-    return figure
+def png(panels: Sequence[Panel]) -> bytes:
+    """Return a figure of panels as a PNG file; the same panels give the same bytes."""
+    columns = min(len(panels), 3) if len(panels) != 4 else 2
+    rows = -(-len(panels) // columns)
+    file = io.BytesIO()
+    with mpl.rc_context(STYLE), warnings.catch_warnings():
+        # Names may have characters that the font lacks.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows))
+        every = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for unused in every[len(panels) :]:
+            unused.remove()
+        for axes, panel in zip(every, panels, strict=False):
+            _draw(panel, axes)
+            if panel.legend() and axes.get_legend_handles_labels()[0]:
+                axes.legend()
+        figure.savefig(file, dpi=110, metadata={"Software": None})
+    return file.getvalue()
 
 
-def spread(
-    scores: Mapping[str, Sequence[float]], sizes: Mapping[str, Sequence[float]], where: str
-) -> Figure:
-    """Draw scores of clients in ascending order, and over the number of training samples.
+def _draw(panel: Panel, axes: Axes) -> None:
+    panel.draw(axes)
+    axes.set(xlabel=plain(panel.xlabel), ylabel=plain(panel.ylabel))
+
+
+def svg(panel: Panel, name: str = "") -> tuple[str, dict[str, Any]]:
+    """Return a panel as an SVG element, and what the script needs to show values under a pointer.
+
+    The element has no colors of its own for text, axes and lines, but those of the page.
 
     Args:
-        scores: Scores of clients by kind.
-        sizes: Number of training samples of the same clients by kind; empty draws one panel.
-        where: Name of the samples on which the scores were measured.
+        panel: The panel.
+        name: Name of the panel, different for each panel of a page, from which ids are derived.
 
     Example:
-        >>> figure = spread({"server": [0.5, 0.25]}, {"server": [10, 20]}, "test samples")
-        >>> figure.axes[0].lines[0].get_ydata().tolist()
-        [0.25, 0.5]
+        >>> element, chart = svg(Lines("loss", [Line("loss", [1, 2], [0.5, 0.25])]))
+        >>> element.startswith("<svg "), chart["lines"][0]["y"]
+        (True, [0.5, 0.25])
     """
-    figure, (left, *right) = _canvas(2 if sizes else 1)
-    for at, (kind, values) in enumerate(scores.items()):
-        color, marker = COLORS[at % len(COLORS)], "." if len(values) < 200 else ""
-        ranked = sorted(values)
-        left.plot(range(1, len(values) + 1), ranked, color=color, marker=marker, label=plain(kind))
-        for axes in right:
-            axes.scatter(sizes[kind], values, s=14, color=color, alpha=0.7, linewidths=0)
-    most = max(map(len, scores.values()))
-    left.axvspan(0.5, max(1, most // 10) + 0.5, color="0.5", alpha=0.15, linewidth=0)
-    left.set(xlabel="clients, worst first (gray: worst tenth)", ylabel=f"accuracy on {where}")
-    left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axes in (left, *right):
-        low, high = axes.get_ylim()
-        if all(0 <= value <= 1 for values in scores.values() for value in values):
-            axes.set_ylim(max(low, -0.02), min(high, 1.02))
-    for axes in right:
-        axes.set(xlabel="training samples of the client", ylabel=f"accuracy on {where}")
-    if len(scores) > 1:
-        left.legend(frameon=False, fontsize="small")
-    return figure
+    file = io.BytesIO()
+    with mpl.rc_context(STYLE | {"svg.hashsalt": f"panel {name}"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        figure = Figure(figsize=PANEL)
+        axes = figure.subplots()
+        _draw(panel, axes)
+        figure.draw_without_rendering()  # places the axes
+        left, bottom, right, top = map(float, axes.get_position().extents)
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    chart = {
+        "box": _json([left, 1 - top, right, 1 - bottom]),
+        "xlim": _json(axes.get_xlim()),
+        "ylim": _json(axes.get_ylim()),
+        "log": axes.get_yscale() == "log",
+        "xlabel": panel.xlabel,
+    }
+    return _inline(file.getvalue(), f"{panel.ylabel} by {panel.xlabel}"), chart | panel.values()
+
+
+#: Elements and attributes that matplotlib's figures need.
+_TAGS = {"svg", "g", "defs", "clipPath", "rect", "path", "use", "text", "tspan", "image"}
+_NUMBER = re.compile(r"-?\d+\.\d+")
+
+
+def _inline(content: bytes, label: str) -> str:
+    """Return an SVG file of matplotlib as an element of an HTML page."""
+    root = ElementTree.fromstring(content)
+    used = set(re.findall(rb"#([\w-]+)", content))
+    for element in root.iter():
+        for child in [c for c in element if c.tag.rpartition("}")[2] not in _TAGS]:
+            element.remove(child)  # metadata, and a style sheet that would hold for the whole page
+        element.tag = element.tag.rpartition("}")[2]
+        for name in list(element.attrib):
+            value, short = element.attrib.pop(name), name.rpartition("}")[2]
+            if short == "id" and value.encode() not in used:
+                continue
+            if short in ("d", "x", "y", "points"):  # a tenth of a point is invisible
+                value = _NUMBER.sub(
+                    lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), value
+                )
+            if short in ("style", "fill", "stroke"):
+                value = re.sub(r"font: ([\d.]+px)[^;]*", r"font-size: \1", value)
+                for color, variable in VARIABLES.items():
+                    value = value.replace(color, variable)
+            element.set(short, value)
+    for name in ("width", "height", "version"):
+        root.attrib.pop(name, None)
+    root.set("role", "img")
+    root.set("aria-label", label)
+    return ElementTree.tostring(root, encoding="unicode")

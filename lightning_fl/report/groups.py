@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from statistics import fmean, stdev
 from typing import Any
 
+from lightning_fl.functional.intervals import t_interval
 from lightning_fl.report.run import Run
 
 #: Options that may differ within a group: seeds, paths and display options.
@@ -50,13 +51,13 @@ class Group:
     runs: list[Run]
 
     def band(self, name: str) -> list[tuple[float, float, float]]:
-        """Return round, mean and standard deviation of a column for rounds that all runs have."""
+        """Return round, mean and half its 95 % interval of a column, for rounds of all runs."""
         columns = [dict(run.column(name)) for run in self.runs]
         rounds = [r for r in columns[0] if all(r in column for column in columns)]
-        return [(r, *mean_and_std([column[r] for column in columns])) for r in rounds]
+        return [(r, *t_interval([column[r] for column in columns])) for r in rounds]
 
     def band_over(self, name: str, across: str) -> list[tuple[float, float, float]]:
-        """Return the value of one column, and mean and standard deviation of another at it.
+        """Return the value of one column, and mean and half its 95 % interval of another at it.
 
         Runs reach the same traffic or virtual time in different rounds. The points are those of the
         first run, as far as all runs have them; of the others, the last point before counts.
@@ -70,7 +71,7 @@ class Group:
             return []
         first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
         return [
-            (x, *mean_and_std([value_at(curve, x) for curve in curves]))
+            (x, *t_interval([value_at(curve, x) for curve in curves]))
             for x, _ in curves[0]
             if first <= x <= last
         ]
@@ -160,6 +161,37 @@ def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for config in configs for name in config)
     found = {name: [config.get(name) for config in configs] for name in names}
     return {name: values for name, values in found.items() if len(set(map(repr, values))) > 1}
+
+
+def in_words(base: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return the differences of a config from another one in words.
+
+    Args:
+        base: Values of the config that it is compared with, by dotted name.
+        other: Values of the config.
+
+    Example:
+        >>> base = {"federation.client_fraction": 1.0, "federation.aggregator": "FedAvg"}
+        >>> in_words(base, {"federation.client_fraction": 0.3, "federation.aggregator": "FedAvg"})
+        'client_fraction: 0.3 instead of 1.0'
+    """
+    changed = differences([dict(base), dict(other)])
+    short = Counter(name.rpartition(".")[2] for name in changed)
+    parts = []
+    for name, (was, now) in changed.items():
+        last = name.rpartition(".")[2]
+        label = name if short[last] > 1 or last.isdecimal() else last
+        was, now = (_short(value) for value in (was, now))
+        if name not in other:
+            parts.append(f"no {label} (was {was})")
+        else:
+            parts.append(f"{label}: {now}" + (f" instead of {was}" if name in base else ""))
+    return "; ".join(parts)
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 80 else text[:79] + "…"
 
 
 def _names(configs: Sequence[dict[str, Any]]) -> list[str]:

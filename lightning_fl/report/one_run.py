@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_fl.report.clients import accuracies, participation, partition
+from lightning_fl.report.clients import clients, participation, partition
 from lightning_fl.report.curves import cost, hyper_parameters, progress
 from lightning_fl.report.groups import Group
 from lightning_fl.report.lead import key_figures, outcome, setting, warnings
@@ -42,10 +42,10 @@ def about_run(run: Run, title: str | None = None) -> Report:
         hyper_parameters(alone),
         partition(run),
         participation(run),
-        accuracies(run),
+        clients(run),
         *(drawn_by_rule(run, name) for name in DRAWN_BY_RULES),
         rounds_table(run),
-        settings([run], {run.name: run}),
+        settings(alone),
     ]
     return Report(
         title or "Run " + run.name.partition("/")[0],
@@ -70,7 +70,7 @@ def drawn_by_rule(run: Run, name: str) -> Section | None:
     if name not in run.pictures:
         return None
     title, caption = DRAWN_BY_RULES[name]
-    return Section(title, (), [Picture(name.removesuffix(".png"), run.pictures[name], caption)])
+    return Section(title, (), [Picture(name.removesuffix(".png"), caption, (), run.pictures[name])])
 
 
 def rounds_table(run: Run) -> Section:

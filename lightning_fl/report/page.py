@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-from matplotlib.figure import Figure
-
-from lightning_fl.report.figures import png
+from lightning_fl.report.figures import Panel, png
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Picture of a section.
+    """Picture of a section: panels that the report draws, or a PNG file of the run.
 
     Args:
         name: Name of the file, without the suffix.
-        content: Content of the PNG file.
         caption: Text below the picture.
+        panels: The panels.
+        file: Content of the PNG file of the run, if there are no panels.
     """
 
     name: str
-    content: bytes
     caption: str
+    panels: Sequence[Panel] = ()
+    file: bytes = b""
 
-    @classmethod
-    def of(cls, name: str, figure: Figure, caption: str) -> Picture:
-        """Return a figure as a picture."""
-        return cls(name, png(figure), caption)
+    @cached_property
+    def content(self) -> bytes:
+        """Content of the PNG file next to the page."""
+        return png(self.panels) if self.panels else self.file
+
+    @property
+    def legend(self) -> list[tuple[str, int]]:
+        """Common legend of the panels; empty if each panel has its own."""
+        legends = [panel.legend() for panel in self.panels]
+        order = getattr(self.panels[0], "order", ()) if self.panels else ()
+        return list(dict.fromkeys(entry for legend in legends for entry in legend)) if order else []
 
 
 @dataclass(frozen=True)
@@ -39,12 +48,29 @@ class Table:
         rows: Cells of each row.
         caption: Text below the table, or the text to click if it is folded.
         folded: Whether the table is collapsed at first.
+        sortable: Whether a click on the name of a column sorts the rows.
     """
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
     folded: bool = False
+    sortable: bool = False
+
+
+@dataclass(frozen=True)
+class Verbatim:
+    """Text that is shown verbatim, with a button that copies it.
+
+    Args:
+        title: Title, the text to click if it is folded.
+        content: The text.
+        folded: Whether the text is collapsed at first.
+    """
+
+    title: str
+    content: str
+    folded: bool = True
 
 
 @dataclass(frozen=True)
@@ -56,14 +82,16 @@ class Section:
         text: Paragraphs.
         pictures: Pictures below the text.
         tables: Tables below the pictures.
-        verbatim: Titles and contents of files, shown verbatim and collapsed at first.
+        verbatim: Texts below the tables.
+        history: Outcomes of clients by round, from which the page shows that of one client.
     """
 
     title: str
     text: Sequence[str] = ()
     pictures: Sequence[Picture] = ()
     tables: Sequence[Table] = ()
-    verbatim: Sequence[tuple[str, str]] = ()
+    verbatim: Sequence[Verbatim] = ()
+    history: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import csv
+import gzip
+import io
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
+from lightning_fl.federation.dropped import in_words
 from lightning_fl.types import FederationError
 
 #: Maximum size of a file in MiB; runs do not write larger files.
-LIMITS = {".csv": 64, ".json": 64, ".yaml": 0.25, ".png": 4}
+LIMITS = {".csv": 64, ".json": 64, ".yaml": 0.25, ".png": 0.5, ".gz": 64}
+#: Maximum size of a decompressed file in MiB, enough for 100,000 clients and 2,500 rounds.
+MOST_EXPANDED = 256
 #: Figures in the folder of a run that a report shows.
-PICTURES = ("partition.png", "aggregator.png", "policy.png")
+PICTURES = ("aggregator.png", "policy.png")
 #: Columns of tables that are not numbers.
 TEXTS = ("name", "dropped_clients")
 #: Numbers with a larger magnitude are drawn as gaps, like non-finite values.
@@ -57,6 +64,20 @@ Row = dict[str, float]
 
 
 @dataclass(frozen=True)
+class Outcomes:
+    """Outcome of every client in every round, from the first one.
+
+    Args:
+        names: Names of the outcomes. The first is that of clients that were not sampled, the second
+            that of arrived updates, the others are causes of drops.
+        codes: Place of the outcome in the names, ``[rounds, clients]``.
+    """
+
+    names: list[str]
+    codes: np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True)
 class Run:
     """Contents of the folder of a run.
 
@@ -66,10 +87,12 @@ class Run:
         config: Values of the config by dotted name.
         config_text: Text of the config file.
         environment: Contents of ``environment.json``.
-        partition: Partition of the data: rule, parameters, seed, sizes and numbers of classes.
+        partition: Partition of the data: rule, parameters, seed, sizes, and numbers of samples by
+            class.
         faults: Round, client and fault of each simulated fault; None without simulation.
         clients: Results of ``PersonalizedEvaluation``, one row per client.
         participation: Participation table, one row per client.
+        outcomes: Outcome of every client in every round; None if it is unknown.
         names: Names of the clients, if the data gives them.
         test: Contents of ``test.json``: metrics, checkpoint, and options that differ from those of
             the fit.
@@ -87,6 +110,7 @@ class Run:
     faults: list[tuple[int, int, str]] | None = None
     clients: list[Row] = field(default_factory=list)
     participation: list[Row] = field(default_factory=list)
+    outcomes: Outcomes | None = None
     names: dict[int, str] = field(default_factory=dict)
     test: dict[str, Any] = field(default_factory=dict)
     resumed: list[str] = field(default_factory=list)
@@ -180,7 +204,10 @@ def read_run(folder: str | Path) -> Run:
     def read(name: str, reader: Callable[[Path], Any], default: Any) -> Any:
         try:
             return reader(folder / name) if (folder / name).is_file() else default
-        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        except (
+            *(OSError, EOFError, ValueError, RecursionError),
+            *(yaml.YAMLError, zlib.error),
+        ) as error:
             reason = " ".join(str(error).split())
             notes.append(f"{name} is skipped: {reason[:300]}")
             return default
@@ -205,6 +232,7 @@ def read_run(folder: str | Path) -> Run:
         test=read("test.json", _test, {}),
         resumed=resumed,
         participation=read("participation.csv", lambda path: _table(path, "client", notes), []),
+        outcomes=read("participation_by_round.csv.gz", _outcomes, None),
         names=read("participation.csv", _names, {}),
         pictures={name: content for name in PICTURES if (content := read(name, _picture, b""))},
         notes=notes,
@@ -276,6 +304,28 @@ def _names(path: Path) -> dict[int, str]:
     return {int(at): name for at, name in rows if at is not None and _is_index(at) and name}
 
 
+def _outcomes(path: Path) -> Outcomes:
+    """Read the outcomes of clients by round."""
+    with gzip.open(io.BytesIO(_bytes(path))) as file:
+        content = file.read(MOST_EXPANDED * 2**20 + 1)
+    if len(content) > MOST_EXPANDED * 2**20:
+        raise FederationError(f"it has more than {MOST_EXPANDED} MiB")
+    head, *lines = content.splitlines()
+    legend = [entry.partition("=") for entry in head.decode().removeprefix("round,").split()]
+    if len(legend) < 2 or any(len(code) != 1 or not name for code, _, name in legend):
+        raise FederationError("its first line does not explain the outcomes")
+    rounds, texts = zip(*(line.split(b",") for line in lines), strict=True)
+    if [*map(int, rounds)] != [*range(1, len(rounds) + 1)] or len({*map(len, texts)}) != 1:
+        raise FederationError("it does not have one line of the same length per round")
+    places = np.full(256, 255, np.uint8)
+    for at, (code, _, _) in enumerate(legend):
+        places[ord(code) % 256] = at
+    codes = places[np.frombuffer(b"".join(texts), np.uint8)].reshape(len(texts), -1)
+    if (codes == 255).any():
+        raise FederationError("it has outcomes that its first line does not explain")
+    return Outcomes([in_words(name[:40]) for _, _, name in legend], codes)
+
+
 def _is_index(value: float) -> bool:
     """Return whether a number can be that of a round or client."""
     return 0 <= value < 1e9 and value == int(value)
@@ -343,7 +393,17 @@ def _partition(path: Path) -> dict[str, Any]:
         **{name: found.get(name) for name in ("rule", "parameters", "seed", "checksum")},
         "sizes": [len(client) for client in found["clients"]],
         "classes": [len(counts) for counts in found["class_counts"] if counts],
+        "counts": found["class_counts"] if _are_counts(found["class_counts"]) else [],
     }
+
+
+def _are_counts(found: list[Any]) -> bool:
+    """Return whether a list has the number of samples by class of each client."""
+    return all(
+        isinstance(counts, dict)
+        and all(type(count) is int and 0 <= count < 1e9 for count in counts.values())
+        for counts in found
+    )
 
 
 def _config(path: Path) -> dict[str, Any]:

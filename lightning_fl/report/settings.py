@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from lightning_fl.report.page import Section, Table
+from lightning_fl.report.groups import Group
+from lightning_fl.report.page import Section, Table, Verbatim
 from lightning_fl.report.run import Run
 
-#: Maximum number of configs on a page.
-MOST_CONFIGS = 24
+#: Maximum number of characters of all configs on a page.
+MOST_CONFIG = 200_000
 
 
-def settings(runs: Sequence[Run], configs_of: Mapping[str, Run]) -> Section:
-    """List the settings of runs.
+def settings(groups: Sequence[Group]) -> Section:
+    """List the settings of runs, and the commands that repeat them.
 
     Args:
-        runs: Runs whose seeds, versions and machines are listed.
-        configs_of: Runs whose configs are shown, by name: one per group.
+        groups: Groups of runs. The config of the first run of each group is shown.
     """
+    runs = [run for group in groups for run in group.runs]
     values: dict[str, list[Any]] = {}
     versions: dict[str, list[str]] = {}
     for run in runs:
@@ -31,18 +32,48 @@ def settings(runs: Sequence[Run], configs_of: Mapping[str, Run]) -> Section:
     rows = [[name, ", ".join(str(value)[:300] for value in each)] for name, each in values.items()]
     rows.append(["versions", ", ".join(f"{n} {' or '.join(v)}" for n, v in versions.items())])
     table = Table(["", ""], [row for row in rows if row[1]])
-    unknown = "Versions and machine are unknown, because the run has no environment.json."
-    return Section(
-        "Versions, seeds and config",
-        [] if any(run.environment for run in runs) else [unknown],
-        (),
-        [table] if table.rows else [],
-        [
-            (f"config.yaml of {name}", run.config_text)
-            for name, run in list(configs_of.items())[:MOST_CONFIGS]
-            if run.config_text
-        ],
-    )
+    text = []
+    if not any(run.environment for run in runs):
+        text.append("Versions and machine are unknown, because the run has no environment.json.")
+    known = [group for group in groups if group.runs[0].config_text]
+    if known:
+        text.append(
+            "To repeat a run, save its config below as config.yaml, or use the file in its folder."
+            " With the same versions and device, and the same data, the results are equal bit for"
+            " bit."
+        )
+    verbatim = []
+    room = MOST_CONFIG
+    for group in known:
+        if (room := room - len(group.runs[0].config_text)) < 0:
+            text.append("Other configs are left out; the folders of the runs have them.")
+            break
+        of = f" {group.name}" if len(groups) > 1 else " the run"
+        verbatim.append(Verbatim(f"Repeat{of}", "\n".join(map(command, group.runs)), folded=False))
+        verbatim.append(Verbatim(f"config.yaml of {group.runs[0].name}", group.runs[0].config_text))
+    tables = [table] if table.rows else []
+    return Section("Versions, seeds and config", text, (), tables, verbatim)
+
+
+def command(run: Run) -> str:
+    """Return the command that repeats a run from the config of its group.
+
+    Options that the config leaves to the machine get the values of the run.
+    """
+    config, machine = run.config, _mapping(run, "machine")
+    options = [
+        f"--{name}={config[name]}"
+        for name in ("seed_everything", "federation.seed", "data.seed")
+        if type(config.get(name)) is int
+    ]
+    options = [o.replace("--data.seed", "--data.init_args.seed") for o in options]
+    if config.get("threads") is None and type(machine.get("threads")) is int:
+        options.append(f"--threads={machine['threads']}")  # sums depend on it
+    if config.get("trainer.devices") == "auto" and type(machine.get("processes")) is int:
+        options.append(f"--trainer.devices={machine['processes']}")
+    if config.get("trainer.accelerator") == "auto" and "device" in machine:
+        options.append(f"--trainer.accelerator={'cpu' if machine['device'] == 'CPU' else 'gpu'}")
+    return " ".join(["lightning-fl fit --config config.yaml", *options])
 
 
 def _mapping(run: Run, name: str) -> dict[str, Any]:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from lightning_fl.report.curves import band_note, cost, group_names, hyper_parameters, progress
-from lightning_fl.report.figures import MOST_LINES, Line, lines
+from lightning_fl.functional.intervals import t_interval
+from lightning_fl.report.curves import cost, hyper_parameters, picture, progress
+from lightning_fl.report.figures import MOST_LINES, Line
 from lightning_fl.report.groups import (
     Group,
     at_time,
     common_time,
     differences,
     identity,
+    in_words,
     mean_and_std,
 )
 from lightning_fl.report.lead import setting, warnings
-from lightning_fl.report.page import Picture, Report, Section, Table
+from lightning_fl.report.page import Report, Section, Table, Verbatim
+from lightning_fl.report.paper import csv_text, latex, markdown
 from lightning_fl.report.run import Run
 from lightning_fl.report.scores import (
     client_scores,
@@ -45,7 +50,8 @@ def about_groups(
     """
     groups = [Group(each.name, [with_derived(run) for run in each.runs]) for each in groups]
     runs = [run for each in groups for run in each.runs]
-    differing = differences([identity(each.runs[0]) for each in groups if each.runs[0].config])
+    configs = [identity(each.runs[0]) for each in groups if each.runs[0].config]
+    differing = differences(configs)
     lead = f"{counted(len(runs), 'run')} in {counted(len(groups), 'group')}. Runs of a group differ"
     lead += " only in the seed."
     if differing:
@@ -54,13 +60,14 @@ def about_groups(
     if len(groups) > MOST_LINES:
         lead += f" Figures show the first {MOST_LINES} groups."
     sections = [
-        _comparison(groups, differing),
+        _comparison(groups),
+        _paired(groups),
         progress(groups),
         cost(groups),
         hyper_parameters(groups),
         _clients(groups),
         _each_run(groups),
-        settings(runs, {each.name: each.runs[0] for each in groups}),
+        settings(groups),
     ]
     return Report(
         title or f"{counted(len(runs), 'run')} compared",
@@ -92,31 +99,14 @@ def _ranking(groups: Sequence[Group]) -> list[str]:
     return [f"{top} has the best final {name}, {plus_minus(finals[top])}."]
 
 
-def _comparison(groups: Sequence[Group], differing: Mapping[str, Sequence[Any]]) -> Section:
-    """Return a table that compares groups, and a table of the options that differ."""
-    name, best = headline([run for each in groups for run in each.runs])
-    time = common_time([run for group in groups for run in group.runs])
-    rows = [_compared(each, name, best, time) for each in groups]
-    head = [column for column in rows[0] if any(row[column] != "-" for row in rows)]
-    caption = "Mean ± sample standard deviation (n - 1) over the seeds of a group"
-    tables = [Table(head, [[row[column] for column in head] for row in rows], caption)]
-    if differing:
-        options = list(differing.items())[:60]
-        tables.append(
-            Table(
-                ["option", *(each.name for each in groups if each.runs[0].config)],
-                [[option, *map(number, values)] for option, values in options],
-                "Options that differ between configs; - means that a config lacks the option",
-                folded=len(differing) > 15,
-            )
-        )
-    return Section("Groups", (), (), tables)
+#: Values of the runs of a group by name of the measure, with the function that formats them.
+Measures = dict[str, tuple[list[float], Callable[[float], str]]]
 
 
-def _compared(
-    group: Group, name: str | None, best: Any, time: float | None = None
-) -> dict[str, str]:
-    """Return the cells of a group by column; ``-`` for missing values.
+def _measures(
+    group: Group, name: str | None, best: Callable[..., Any], time: float | None
+) -> Measures:
+    """Return what groups are compared by.
 
     Args:
         group: The group.
@@ -126,29 +116,143 @@ def _compared(
     """
     runs = group.runs
     judged = [found for run in runs if (found := final_and_best(run, name, best))]
-    rounds = sorted({run.rounds for run in runs})
     last = {
         column: [points[-1][1] for run in runs if (points := run.column(column))]
         for column in ("virtual_time", "epsilon", "backdoor_acc")
     }
-    timed: dict[str, str] = {}
+    measures: Measures = {
+        f"final {name}": ([final for final, *_ in judged], number),
+        f"best {name}": ([top for _, top, _ in judged], number),
+    }
     if name and time is not None:
         values = finite(at_time(run, name, time) for run in runs)
-        timed[f"{name} after {seconds(time)} of virtual time"] = plus_minus(values)
+        measures[f"{name} after {seconds(time)} of virtual time"] = values, number
+    tests = [run.test["metrics"] for run in runs if run.test]
+    for metric in list(dict.fromkeys(metric for test in tests for metric in test))[:6]:
+        measures[metric] = finite(test[metric] for test in tests if metric in test), number
     moved = [total(run, "bytes_up") + total(run, "bytes_down") for run in runs]
+    return measures | {
+        "worst tenth of clients": (finite(map(worst_decile, runs)), number),
+        "updates dropped": ([total(run, "dropped") for run in runs], number),
+        "upload and download": (moved, size),
+        "virtual time": (last["virtual_time"], seconds),
+        "epsilon": (last["epsilon"], number),
+        "backdoor_acc": (last["backdoor_acc"], number),
+    }
+
+
+def _interval(values: Sequence[float], shown: Callable[[float], str] = number) -> str:
+    """Return the 95 % confidence interval of a mean as text."""
+    mean, half = t_interval(values)
+    return f"{shown(mean - half)} to {shown(mean + half)}" if math.isfinite(half) else "-"
+
+
+def _comparison(groups: Sequence[Group]) -> Section:
+    """Return a table that compares groups, their differences in words, and tables for papers."""
+    name, best = headline([run for each in groups for run in each.runs])
+    time = common_time([run for group in groups for run in group.runs])
+    measured = [_measures(each, name, best, time) for each in groups]
+    names = list(dict.fromkeys(n for measures in measured for n in measures))
+    names = [n for n in names if any(measures.get(n, ([],))[0] for measures in measured)]
+    head, rows = ["group", "seeds", "rounds"], [_group_cells(each) for each in groups]
+    for column in names:
+        head.append(column)
+        for row, measures in zip(rows, measured, strict=True):
+            row.append(plus_minus(*measures.get(column, ([], number))))
+        if column == f"final {name}":
+            head.append("95 % interval")
+            for row, measures in zip(rows, measured, strict=True):
+                row.append(_interval(measures[column][0]))
+    caption = (
+        "Mean ± sample standard deviation (n - 1) over the seeds of a group. The interval is the"
+        " 95 % confidence interval of the mean by Student's t distribution, mean ± t s/√n."
+    )
+    tables = [Table(head, rows, caption, sortable=len(rows) > 2)]
+    if words := _differences(groups):
+        tables.append(words)
+    papers = [
+        Verbatim("Table for a paper: LaTeX", latex(head, rows, caption)),
+        Verbatim("Table for a paper: Markdown", markdown(head, rows)),
+        Verbatim("Table for a paper: CSV with all digits", _csv(groups, names, measured)),
+    ]
+    return Section("Groups", (), (), tables, papers)
+
+
+def _group_cells(group: Group) -> list[str]:
+    rounds = sorted({run.rounds for run in group.runs})
+    return [
+        group.name,
+        ", ".join(number(run.seed) for run in group.runs),
+        " to ".join(map(str, rounds[:: max(1, len(rounds) - 1)])),
+    ]
+
+
+def _csv(groups: Sequence[Group], names: Sequence[str], measured: Sequence[Measures]) -> str:
+    """Return number of runs, mean, standard deviation and 95 % interval of each measure."""
+    parts = ("n", "mean", "std", "ci95_low", "ci95_high")
+    rows = []
+    for each, measures in zip(groups, measured, strict=True):
+        row: list[object] = [each.name, " ".join(number(run.seed) for run in each.runs)]
+        for name in names:
+            values, _ = measures.get(name, ([], number))
+            if not values:
+                row += [0, "", "", "", ""]
+                continue
+            mean, half = t_interval(values)
+            std = mean_and_std(values)[1] if len(values) > 1 else math.nan
+            found = (mean, std, mean - half, mean + half)
+            row += [len(values), *(value if math.isfinite(value) else "" for value in found)]
+        rows.append(row)
+    return csv_text(["group", "seeds", *(f"{n} {part}" for n in names for part in parts)], rows)
+
+
+def _differences(groups: Sequence[Group]) -> Table | None:
+    """Return the differences of configs from that of the first group in words."""
+    known = [each for each in groups if each.runs[0].config]
+    if len(known) < 2:
+        return None
+    base = identity(known[0].runs[0])
+    rows = [[each.name, in_words(base, identity(each.runs[0])) or "-"] for each in known[1:]]
+    rows = [[name, words if len(words) <= 600 else words[:599] + "…"] for name, words in rows]
+    return Table(["group", f"configuration, compared with {known[0].name}"], rows)
+
+
+def _paired(groups: Sequence[Group]) -> Section | None:
+    """Compare each group with the first one seed by seed; None without common seeds."""
+    name, best = headline([run for each in groups for run in each.runs])
+    base, *others = (_finals_by_seed(each, name, best) for each in groups)
+    rows = []
+    for each, finals in zip(groups[1:], others, strict=True):
+        seeds = sorted(base.keys() & finals.keys())
+        if not seeds:
+            continue
+        pairs = {seed: finals[seed] - base[seed] for seed in seeds}
+        by_seed = ", ".join(f"{seed}: {value:+.4g}" for seed, value in list(pairs.items())[:20])
+        more = f" and {len(pairs) - 20} more" if len(pairs) > 20 else ""
+        mean, half = t_interval(list(pairs.values()))
+        interval = f"{mean - half:+.4g} to {mean + half:+.4g}" if math.isfinite(half) else "-"
+        rows.append([each.name, by_seed + more, f"{mean:+.4g}", interval])
+    if not rows:
+        return None
+    head = ["group", "difference by seed", "mean difference", "95 % interval"]
+    text = (
+        f"Differences of final {name} from {groups[0].name}, between runs with the same seed. Such"
+        " runs share what the seed determines, such as the partition and the initial model, so"
+        " their differences vary less than their values. The interval is the 95 % confidence"
+        " interval of the mean difference by Student's t distribution. If it contains 0, the seeds"
+        " do not show which group is better."
+    )
+    return Section("Paired seeds", [text], (), [Table(head, rows)])
+
+
+def _finals_by_seed(group: Group, name: str | None, best: Callable[..., Any]) -> dict[int, float]:
+    """Return the finite final values by seed, without seeds that several runs have."""
+    counts = Counter(run.seed for run in group.runs)
+    finals = {run.seed: final_and_best(run, name, best) for run in group.runs}
     return {
-        "group": group.name,
-        "seeds": ", ".join(number(run.seed) for run in runs),
-        "rounds": " to ".join(map(str, rounds[:: max(1, len(rounds) - 1)])),
-        f"final {name}": plus_minus([final for final, *_ in judged]),
-        f"best {name}": plus_minus([top for _, top, _ in judged]),
-        **timed,
-        "worst tenth of clients": plus_minus(finite(map(worst_decile, runs))),
-        "updates dropped": plus_minus([total(run, "dropped") for run in runs]),
-        "upload and download": plus_minus(moved, size),
-        "virtual time": plus_minus(last["virtual_time"], seconds),
-        "epsilon": plus_minus(last["epsilon"]),
-        "backdoor_acc": plus_minus(last["backdoor_acc"]),
+        seed: found[0]
+        for seed, found in finals.items()
+        if seed is not None and counts[seed] == 1 and found and math.isfinite(found[0])
     }
 
 
@@ -162,18 +266,18 @@ def _clients(groups: Sequence[Group]) -> Section | None:
             samples, scores = client_scores(run)
             if values := [row["server"] for row in scores.get("server", [])]:
                 curves.setdefault(samples, []).append(np.quantile(values, share).tolist())
-        for samples, drawn in curves.items():
-            means, stds = zip(*map(mean_and_std, zip(*drawn, strict=True)), strict=True)
-            line = Line(each.name, (100 * share).tolist(), means, stds)
+        for samples, found in curves.items():
+            means, bands = zip(*map(t_interval, zip(*found, strict=True)), strict=True)
+            line = Line(each.name, (100 * share).tolist(), means, bands)
             panels.setdefault(f"accuracy on {samples}", []).append(line)
     if not panels:
         return None
     caption = (
         "Accuracy of the last round's model on each client's samples, in ascending order. A flat"
-        " line means that all clients have the same accuracy." + band_note(groups)
+        " line means that all clients have the same accuracy."
     )
-    figure = lines(panels, "clients, worst first (%)", group_names(groups))
-    return Section("Clients", (), [Picture.of("clients", figure, caption)])
+    across = "clients, worst first (%)"
+    return Section("Clients", (), [picture("clients", caption, panels, groups, across)])
 
 
 def _each_run(groups: Sequence[Group]) -> Section:
@@ -187,4 +291,6 @@ def _each_run(groups: Sequence[Group]) -> Section:
             state = "" if run.is_finished else " (unfinished)"
             rows.append([run.name, each.name, number(run.seed), done + state, *map(number, judged)])
     head = ["run", "group", "seed", "rounds", f"final {name}", f"best {name}", "in round"]
-    return Section("Runs", (), (), [Table(head, rows, "All runs", folded=len(rows) > 12)])
+    return Section(
+        "Runs", (), (), [Table(head, rows, "All runs", folded=len(rows) > 12, sortable=True)]
+    )

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Sequence
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 
 from lightning_fl import __version__
 from lightning_fl.files import write_atomically
+from lightning_fl.report.figures import COLORS, Panel, svg
 from lightning_fl.report.groups import group
 from lightning_fl.report.one_run import about_run
 from lightning_fl.report.page import Report
@@ -95,8 +100,27 @@ def html(page: Report) -> str:
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
-    # Bytes 16 to 19 of a PNG file are its width. Figures have 110 dots per inch, a page has 96.
-    environment.filters["width"] = lambda content: int.from_bytes(content[16:20]) * 96 // 110
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    return environment.from_string(template).render(report=page, version=__version__)
+    folder = Path(__file__).parent
+    script = Markup((folder / "page.js").read_text(encoding="utf-8"))
+    environment.filters |= {
+        "base64": lambda content: base64.b64encode(content).decode(),
+        "json": partial(json.dumps, separators=(",", ":"), allow_nan=False),
+        # The Content Security Policy allows the script with this hash, and no other.
+        "sha256": lambda text: (
+            f"sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}"
+        ),
+        "svg": _svg,
+        # Bytes 16 to 19 of a PNG file are its width. RunReport draws 120 dots per inch, a page 96.
+        "width": lambda content: int.from_bytes(content[16:20]) * 96 // 120,
+    }
+    template = environment.from_string((folder / "page.html").read_text(encoding="utf-8"))
+    return template.render(report=page, version=__version__, script=script, colors=COLORS)
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}"
+
+
+def _svg(panel: Panel, name: str) -> tuple[Markup, str]:
+    element, chart = svg(panel, name)
+    return Markup(element), json.dumps(chart, separators=(",", ":"), allow_nan=False)
