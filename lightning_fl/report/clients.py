@@ -40,7 +40,7 @@ MOST_CLASSES, MOST_POINTS, MOST_ROWS = 60, 1000, 400
 #: Maximum size of the histories of clients in characters.
 MOST_HISTORY = 300_000
 #: Places of the colors of outcomes: not sampled (no color), arrived, and causes in their order.
-OUTCOME_COLORS = (6, 0, 1, 4, 3, 2, 5)
+OUTCOME_COLORS = (6, 0, 1, 2, 3, 4, 5)
 #: Places of the colors of faults and of causes in words, the same as those of outcomes.
 PLACES = dict(zip(("dropout", "crash", "late", "nan", "blowup"), OUTCOME_COLORS[2:], strict=True))
 PLACES |= dict(zip(CAUSES.values(), OUTCOME_COLORS[2:], strict=False))
@@ -61,14 +61,14 @@ def partition(run: Run) -> Section | None:
         few, many = min(classes), max(classes)
         text += f" of {few if few == many else f'{few} to {many}'} classes each"
         text = text.replace("of 1 classes each", "of one class each")
-    panels = _per_client(run, "samples", sizes)
+    panels = _per_client("samples", sizes)
     caption = "Number of samples of each client"
     counts = run.partition["counts"]
     names = sorted({name for row in counts for name in row}, key=_numeric)
-    if 0 < len(names) <= MOST_CLASSES and all(counts):
+    if 0 < len(names) <= MOST_CLASSES:
         table = np.array([[row.get(name, 0) for name in names] for row in counts])
         drift = label_drift(torch.from_numpy(table)).tolist()
-        panels += _per_client(run, "drift of the classes", drift)
+        panels += _per_client("drift of the classes", drift)
         panels.append(_classes(table, names, run))
         caption += (
             "; distance of its class proportions from those of all clients (total variation, 0 to"
@@ -83,7 +83,7 @@ def _numeric(name: str) -> tuple[bool, float, str]:
     return (False, int(name), "") if name.isdecimal() and len(name) < 9 else (True, 0, name)
 
 
-def _per_client(run: Run, label: str, values: Sequence[float]) -> list[Panel]:
+def _per_client(label: str, values: Sequence[float]) -> list[Panel]:
     """Return a panel with one bar per client, or with the values in ascending order if many."""
     if len(values) <= MOST_CLIENTS:
         bars = {at: value for at, value in enumerate(values) if math.isfinite(value)}

@@ -15,8 +15,10 @@ from xml.etree import ElementTree
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 #: Okabe and Ito (2008), safe for color-blind readers. The page has a second set for dark ground.
@@ -171,8 +173,8 @@ class Lines(Panel):
             axes.set_ylim(max(low, -0.02), min(high, 1.02))
         if self.shade:
             axes.axvspan(*self.shade, color=COLORS[-1], alpha=0.15, linewidth=0)
-        if self.xlabel == "round":
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        is_whole = all(x == int(x) for line in self.lines for x in line.x if math.isfinite(x))
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=is_whole))
 
     def values(self) -> dict[str, Any]:
         """Return label, color, positions, values and bands of the lines."""
@@ -305,8 +307,14 @@ class Grid(Panel):
 
 
 def plain(text: str) -> str:
-    """Shorten a text, and escape dollar signs, which matplotlib would read as formulas."""
-    return (text if len(text) <= 48 else text[:47] + "…").replace("$", r"\$")
+    r"""Shorten a text, without characters that XML forbids or that matplotlib reads as formulas.
+
+    Example:
+        >>> print(plain("5 $ a\tb"))
+        5 \$ a?b
+    """
+    text = text if len(text) <= 48 else text[:47] + "…"
+    return "".join(c if c.isprintable() else "?" for c in text).replace("$", r"\$")
 
 
 def _json(values: Sequence[float]) -> list[float | int | None]:
@@ -357,10 +365,23 @@ def png(panels: Sequence[Panel]) -> bytes:
         every = list(figure.subplots(rows, columns, squeeze=False).flat)
         for unused in every[len(panels) :]:
             unused.remove()
+        common: dict[str, Artist] = {}
         for axes, panel in zip(every, panels, strict=False):
             _draw(panel, axes)
-            if panel.legend() and axes.get_legend_handles_labels()[0]:
-                axes.legend()
+            handles = axes.get_legend_handles_labels()[0] or [
+                Patch(color=COLORS[at % len(COLORS)], label=plain(label))
+                for label, at in panel.legend()
+            ]
+            if getattr(panel, "order", ()):
+                common = {str(handle.get_label()): handle for handle in handles} | common
+            elif panel.legend():
+                # Above bars and cells, because they may fill the panel.
+                above = {} if isinstance(panel, Lines) else {"bbox_to_anchor": (0, 1), "ncols": 3}
+                axes.legend(handles=handles, loc="lower left" if above else "best", **above)
+        if common:
+            columns = max(1, min(len(common), 100 // (1 + max(map(len, common)))))
+            handles = list(common.values())
+            figure.legend(handles=handles, loc="outside upper left", ncols=columns)
         figure.savefig(file, dpi=110, metadata={"Software": None})
     return file.getvalue()
 
@@ -391,6 +412,7 @@ def svg(panel: Panel, name: str = "") -> tuple[str, dict[str, Any]]:
         axes = figure.subplots()
         _draw(panel, axes)
         figure.draw_without_rendering()  # places the axes
+        figure.set_layout_engine("none")
         left, bottom, right, top = map(float, axes.get_position().extents)
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     chart = {

@@ -17,7 +17,8 @@ from lightning_fl.types import FederationError
 
 #: Files that are written at the start of a fit, and those that exist after its first round.
 STARTED = ("partition.json", "environment.json")
-FINISHED = ("rounds.png", "aggregator.png", "policy.png", "participation.csv")
+PICTURES = ("rounds.png", "aggregator.png", "policy.png")
+FINISHED = (*PICTURES, "participation.csv", "participation_by_round.csv.gz")
 
 
 class LogFiles(Callback):

@@ -78,7 +78,7 @@ def report(
                 place.unlink(missing_ok=True)  # left by an earlier report
             else:
                 _write(place, content)
-        _write(path, html(page).encode())
+        _write(path, html(page).encode(errors="replace"))
     except OSError as error:
         raise FederationError(
             f"{path} could not be written ({error}): choose another output"

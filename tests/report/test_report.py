@@ -1,15 +1,21 @@
 """The page: what it says, that it needs nothing else, and that it shows text as text."""
 
 import base64
+import csv
+import gzip
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
-from lightning_fl.report import find_runs, group, read_run, report
-from lightning_fl.report.clients import participation
+from lightning_fl.federation.participation import Participation
+from lightning_fl.report import find_runs, group, read_run, report, write
+from lightning_fl.report.clients import clients, participation
 from lightning_fl.report.curves import cost
 from lightning_fl.report.groups import Group
 from lightning_fl.report.one_run import about_run
@@ -18,14 +24,14 @@ from lightning_fl.report.several_runs import about_groups
 from lightning_fl.report.write import html
 from lightning_fl.types import FederationError
 
-VOID = {"meta", "img", "br"}
+VOID = {"meta", "img", "br"}  # elements without an end
 PNG = b"\x89PNG\r\n"
 
 
 @pytest.fixture
 def undrawn(monkeypatch, picture):
-    """Pictures are not drawn, for tests that look at words."""
-    monkeypatch.setattr("lightning_fl.report.page.png", lambda figure: picture)
+    """Files of pictures are not drawn, for tests that look at the page."""
+    monkeypatch.setattr("lightning_fl.report.page.png", lambda panels: picture)
 
 
 class Page(HTMLParser):
@@ -44,6 +50,10 @@ class Page(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
+    def handle_startendtag(self, tag, attrs):  # in SVG
+        self.tags.append(tag)
+        self.attributes += attrs
+
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
@@ -59,25 +69,37 @@ def page_of(path):
     text = path.read_text()
     page = Page(text)
     # Nothing that a browser would fetch or run.
-    assert not {"script", "link", "iframe", "object", "embed", "base", "svg"} & set(page.tags)
+    assert not {"link", "iframe", "object", "embed", "base", "foreignobject"} & set(page.tags)
     for name, value in page.attributes:
         assert not name.startswith("on")
-        if name == "src":
+        if name == "src" or (name == "href" and value.startswith("data:")):
             assert value.startswith("data:image/png;base64,")
             assert base64.b64decode(value.partition(",")[2]).startswith(PNG)
-        if name == "href":
+        elif name == "href":
             assert value.startswith("#")
     assert "http:" not in text
     assert "https:" not in text
-    assert not re.search(r"url\(|@import", text)
-    assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'" in text
+    assert not re.search(r"url\((?!#)|@import", text)
+    # The policy allows the one script of the page, which is the package's, and nothing else.
+    script = Path(write.__file__).with_name("page.js").read_text()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src"
+    assert f"{policy} 'sha256-{digest}'" in text
+    assert page.tags.count("script") == 1
+    assert f"<script>{script}</script>" in text
     return page
+
+
+def charts(page):
+    """The values that the script shows under the pointer, by the label of the vertical axis."""
+    labels = [value for name, value in page.attributes if name == "aria-label"]
+    data = [json.loads(value) for name, value in page.attributes if name == "data-chart"]
+    return dict(zip(labels, data, strict=True))
 
 
 def test_a_page_says_what_was_run_and_how_it_went(folder, picture):
     path = folder(
         faults__csv="round,client,fault\n3,1,nan\n",
-        partition__png=picture,
         aggregator__png=picture,
     )
     assert report(path) == path / "report.html"
@@ -124,7 +146,7 @@ def test_the_same_run_gives_the_same_bytes_and_old_pictures_go(folder):
     assert not (path / "report" / "policy.png").exists()
 
 
-EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
+EVIL = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
 
 
 def test_files_are_shown_as_text_never_as_markup(folder, config, tmp_path):
@@ -133,14 +155,18 @@ def test_files_are_shown_as_text_never_as_markup(folder, config, tmp_path):
         "config__yaml": config(data__class_path=EVIL) + f"{json.dumps(EVIL)}: {json.dumps(EVIL)}\n",
         "environment__json": json.dumps(told | {"rounds": 9, "versions": {EVIL: EVIL}}),
         "partition__json": json.dumps(
-            {"rule": EVIL, "parameters": {EVIL: EVIL}, "clients": [[0]], "class_counts": [{}]}
+            {"rule": EVIL, "parameters": {EVIL: EVIL}, "clients": [[0]]}
+            | {"class_counts": [{f"\ud800\0{EVIL}": 1}]}
         ),
+        "participation__csv": f'client,name,rounds\n0,"{EVIL.replace(chr(34), chr(39))}",2\n',
         "rounds__csv": f"round,val_acc,$\\frac{{$ {EVIL},_\n1,0.5,1,2\n2,0.6,2,1\n",
         "faults__csv": f"round,client,fault\n1,0,$\\frac{{{EVIL}\n",
     }
-    path = folder(**files)
+    path = write_by_round(folder(**files), "1,1", "2,0", legend=f"0=no 1={EVIL.split()[0]}")
     page = page_of(report(path, title=EVIL))
     assert EVIL in page.text
+    assert charts(page)["client by round"]["layers"][0]["names"][1] == EVIL.split()[0][:40]
+    assert EVIL.replace('"', "'")[:40] in charts(page)["client by round"]["rows"][0]
     other = folder("other/version_0", config__yaml=config(data__class_path="x"))
     assert EVIL in page_of(report([path, other], tmp_path / "both.html")).text
 
@@ -195,7 +221,14 @@ def test_scores_on_test_samples_go_first(folder, undrawn):
         "0.25",
         "0.25",
     ]
-    assert section.tables[1].rows[0] == ["1", "2", "4", "1", "0.25", "1"]
+    assert section.tables[1].head == [
+        *("client", "training samples", "rounds", "dropped", "server", "personal")
+    ]
+    assert section.tables[1].rows == [
+        ["1", "2", "4", "1", "0.25", "1"],  # the worst first
+        ["0", "3", "4", "0", "0.5", "1"],
+    ]
+    assert section.tables[1].sortable
 
 
 def test_why_clients_were_not_measured_is_said(folder, undrawn):
@@ -224,7 +257,13 @@ def test_runs_are_compared_group_by_group(two_groups, tmp_path):
     assert "4 runs in 2 groups. Runs of a group differ only in the seed." in text
     assert "Groups differ in federation.client_fraction." in text
     assert "client_fraction=1.0 has the best final val_acc, 0.80 ± 0.14." in text
-    assert "client_fraction=0.1 0, 1 2 0.30 ± 0.14 0.30 ± 0.14" in text
+    # Final accuracies 0.2 and 0.4: mean 0.3, s = 0.1414, and t = 12.706 for two seeds, so the half
+    # width is 12.706 * 0.1414 / sqrt(2) = 1.2706.
+    assert "client_fraction=0.1 0, 1 2 0.30 ± 0.14 -0.9706 to 1.571 0.30 ± 0.14" in text
+    assert "client_fraction: 1.0 instead of 0.1" in text
+    # Both seeds differ by 0.5, so the interval has no width.
+    assert "client_fraction=1.0 0: +0.5, 1: +0.5 +0.5 +0.5 to +0.5" in text
+    assert "95 % confidence intervals of the mean" in text
     assert (tmp_path / "new" / "both" / "accuracy.png").is_file()
 
 
@@ -232,9 +271,12 @@ def test_the_comparison_lists_every_run_and_what_differs(two_groups, undrawn):
     folders, _ = find_runs([two_groups])
     page = about_groups(group([read_run(folder) for folder in folders]))
     tables = {t.head[0]: t for section in page.sections for t in section.tables}
-    head = ["group", "seeds", "rounds", "final val_acc", "best val_acc", "worst tenth of clients"]
-    assert tables["group"].head == [*head, "updates dropped", "upload and download"]
-    assert tables["option"].rows == [["federation.client_fraction", "0.1", "1"]]
+    head = ["group", "seeds", "rounds", "final val_acc", "95 % interval", "best val_acc"]
+    head += ["worst tenth of clients", "updates dropped", "upload and download"]
+    (groups,) = (section for section in page.sections if section.title == "Groups")
+    compared, words = groups.tables
+    assert compared.head == head
+    assert words.rows == [["client_fraction=1.0", "client_fraction: 1.0 instead of 0.1"]]
     assert [row[0] for row in tables["run"].rows] == [f"digits/version_{i}" for i in range(4)]
     assert [row[4] for row in tables["run"].rows] == ["0.2", "0.4", "0.7", "0.9"]
 
@@ -380,3 +422,165 @@ def test_groups_are_compared_at_equal_virtual_time_if_all_have_a_clock(folder, p
     section = cost([waits, untimed])
     assert "Some runs have no virtual time" in section.text[0]
     assert "val_acc, by virtual time" not in panels[0][0]
+
+
+def test_the_values_under_the_pointer_are_those_of_the_table(folder):
+    path = folder(accuracies=(0.25, "nan", 0.123456789, 1.0))
+    found = charts(page_of(report(path)))
+    accuracy = found["accuracy by round"]
+    assert accuracy["x"] == [1, 2, 3, 4]
+    assert [line["n"] for line in accuracy["lines"]] == ["val_acc"]
+    assert accuracy["lines"][0]["y"] == [0.25, None, 0.123457, 1]
+    assert found["rounds of the client by client"]["lines"] == [
+        {"n": "arrived", "c": 0, "y": [4, 3]},
+        {"n": "dropped", "c": 1, "y": [0, 1]},
+    ]
+    traffic = found["val_acc, by traffic by MB up and down"]
+    assert traffic["x"] == [4, 8, 11, 15]
+    classes = found["class by client"]
+    assert classes["columns"] == ["client 0", "client 1"]
+    assert classes["layers"] == [{"n": "samples", "v": [[3, 0], [0, 2]]}]
+    left, top, right, bottom = accuracy["box"]
+    assert 0 < left < right < 1
+    assert 0 < top < bottom < 1
+
+
+def by_round(*lines, legend="0=not_sampled 1=arrived 2=dropped_out 3=low_battery"):
+    return gzip.compress("\n".join([f"round,{legend}", *lines]).encode() + b"\n", mtime=0)
+
+
+def write_by_round(path, *lines, **options):
+    (path / "participation_by_round.csv.gz").write_bytes(by_round(*lines, **options))
+    return path
+
+
+def test_the_page_shows_who_participated_when(folder):
+    path = write_by_round(folder(), "1,11", "2,10", "3,12", "4,31")
+    page = page_of(report(path))
+    chart = charts(page)["client by round"]
+    assert chart["rows"] == ["client 0", "client 1"]
+    assert chart["columns"] == ["round 1", "round 2", "round 3", "round 4"]
+    names = ["not sampled", "arrived", "dropped out", "low battery"]
+    assert chart["layers"] == [{"n": "", "v": [[1, 1, 1, 3], [1, 0, 2, 1]], "names": names}]
+    (history,) = (json.loads(v) for n, v in page.attributes if n == "data-history")
+    assert history["clients"] == {"0": "3bd", "1": "bacb"}  # run lengths: b is arrived, a is absent
+    assert history["outcomes"] == names
+    assert history["facts"]["1"]["text"] == "2 training samples, server accuracy 0.5."
+    section = clients(read_run(path))
+    assert section.tables[1].head == [
+        *("client", "training samples", "rounds", "dropped", "dropped out", "low battery"),
+        "server",
+    ]
+    assert section.tables[1].rows[0] == ["1", "2", "4", "1", "1", "0", "0.5"]
+
+
+def test_a_large_federation_fits_into_two_megabytes(folder, undrawn):
+    random, n, rounds = np.random.default_rng(0), 10_000, 2_000
+    record = Participation(n)
+    sampled = [random.choice(n, 1000, replace=False) for _ in range(20)]
+    for i in range(rounds):
+        record.add(sampled[i % 20].tolist(), {int(c): "late" for c in sampled[i % 20][: i % 50]})
+    columns = "round,clients,dropped,late,lr,bytes_up,bytes_down,virtual_time,train_loss,val_acc"
+    values = random.random((rounds, 2))
+    table = [
+        f"{i},1000,{i % 50},{i % 50},{1 / i},{i * 1e6},3e6,{i},{loss},{acc}"
+        for i, (loss, acc) in enumerate(values.tolist(), 1)
+    ]
+    counts = random.integers(0, 20, (n, 10)).tolist()
+    partition = {
+        "rule": "Dirichlet",
+        "clients": [[0] * sum(row) for row in counts],
+        "class_counts": [dict(enumerate(row)) for row in counts],
+    }
+    lines = [f"{i},{30 + i % 100},{i % 300},{i % 7},{random.random()}" for i in range(n)]
+    files = {
+        "rounds__csv": "\n".join([columns, *table]),
+        "partition__json": json.dumps(partition),
+        "participation__csv": "\n".join(["client,train_samples,rounds,dropped,train_acc", *lines]),
+    }
+    path = folder(**files)
+    (path / "participation_by_round.csv.gz").write_bytes(record.csv_gz())
+    page = page_of(report(path))
+    assert (path / "report.html").stat().st_size < 2_000_000
+    assert "The 200 worst and the 200 best of 10,000 clients." in page.text
+    assert "Cells are groups of clients and rounds" in page.text
+    assert "Not every point is drawn" in page.text
+    chart = charts(page)["client by round"]
+    assert chart["rows"][0] == "clients 0 to 99"
+    assert chart["columns"][-1] == "rounds 1991 to 2000"
+    share = chart["layers"][0]
+    assert share["n"] == "% sampled"
+    codes = np.zeros((rounds, n), bool)
+    for i in range(rounds):
+        codes[i, sampled[i % 20]] = True
+    assert share["v"][3][7] == round(100 * codes[70:80, 300:400].mean(), 1)
+
+
+def test_every_section_of_a_run_is_on_its_page(folder, picture):
+    test = {"metrics": {"test_acc": 0.5}, "checkpoint": "last.ckpt"}
+    path = write_by_round(
+        folder(test__json=json.dumps(test), aggregator__png=picture, policy__png=picture), "1,11"
+    )
+    titles = [section.title for section in about_run(read_run(path)).sections]
+    assert titles == [
+        *("Accuracy and loss", "Test", "Traffic and time", "Hyperparameters and other metrics"),
+        *("Partition", "Participation and faults", "Clients", "Aggregator", "Policy", "Rounds"),
+        "Versions, seeds and config",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes", "words"),
+    [
+        ({"threads": 3}, {}, "--seed_everything=1 --threads=3"),
+        ({"threads": 3}, {"threads": 1}, "--seed_everything=1"),
+        (
+            {"processes": 2, "device": "CPU"},
+            {"trainer__devices": "auto", "trainer__accelerator": "auto"},
+            "--seed_everything=1 --trainer.devices=2 --trainer.accelerator=cpu",
+        ),
+        ({}, {"data__init_args__seed": 7}, "--seed_everything=1 --data.init_args.seed=7"),
+    ],
+)
+def test_the_command_that_repeats_a_run_has_what_the_machine_chose(
+    folder, config, machine, changes, words
+):
+    told = json.dumps({"machine": machine})
+    page = about_run(read_run(folder(environment__json=told, config__yaml=config(**changes))))
+    assert page.sections[-1].verbatim[0].content == f"lightning-fl fit --config config.yaml {words}"
+
+
+def test_runs_are_paired_by_their_seeds(folder, config):
+    finals = {0.1: {1: 0.1, 2: 0.2, 3: 0.3}, 1.0: {3: 0.6, 2: 0.3, 1: 0.3, 9: 0.9}}
+    runs = []
+    for share, by_seed in finals.items():
+        for seed, last in by_seed.items():
+            changes = {"seed_everything": seed, "federation__client_fraction": share}
+            told = json.dumps({"seed": seed})
+            files = {"config__yaml": config(**changes), "environment__json": told}
+            runs.append(read_run(folder(f"{share}-{seed}/v", (0.0, last), **files)))
+    page = about_groups(group(runs))
+    (section,) = (section for section in page.sections if section.title == "Paired seeds")
+    # Differences 0.2, 0.1, 0.3: mean 0.2, s = 0.1, half width 4.3027 * 0.1 / sqrt(3) = 0.2484.
+    assert section.tables[0].rows == [
+        ["client_fraction=1.0", "1: +0.2, 2: +0.1, 3: +0.3", "+0.2", "-0.04841 to +0.4484"]
+    ]
+    assert "If it contains 0" in section.text[0]
+
+
+def test_tables_for_a_paper_have_the_cells_of_the_page(two_groups):
+    page = about_groups(group([read_run(folder) for folder in find_runs([two_groups])[0]]))
+    (section,) = (section for section in page.sections if section.title == "Groups")
+    latex, markdown, text = (table.content for table in section.verbatim)
+    head, rows = section.tables[0].head, section.tables[0].rows
+    lines = [line for line in latex.splitlines() if line.endswith(r" \\")]
+    assert all(line.count(" & ") == len(head) - 1 for line in lines)
+    assert r"client\_fraction=0.1 & 0, 1 & 2 & 0.30~$\pm$~0.14" in lines[1]
+    cells = [line.strip("| ").split(" | ") for line in markdown.splitlines()]
+    assert cells[2] == [cell.replace("_", r"\_") for cell in rows[0]]
+    table = list(csv.DictReader(text.splitlines()))
+    assert [row["group"] for row in table] == ["client_fraction=0.1", "client_fraction=1.0"]
+    assert float(table[0]["final val_acc mean"]) == pytest.approx(0.3)
+    assert float(table[0]["final val_acc std"]) == pytest.approx(0.02**0.5)
+    assert float(table[0]["final val_acc ci95_high"]) == pytest.approx(0.3 + 1.27062, abs=1e-5)
+    assert table[0]["final val_acc n"] == "2"

@@ -1,5 +1,6 @@
 """What is read of a run's folder, also where a stranger wrote it."""
 
+import gzip
 import json
 import math
 import os
@@ -162,3 +163,41 @@ def test_a_pipe_is_no_file(folder):
     path = folder(faults__csv=None)
     os.mkfifo(path / "faults.csv")
     assert read_run(path).faults is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["round,0=a 1=b", "1,01", "2,0"], "one line of the same length per round"),
+        (["round,0=a 1=b", "1,01", "3,01"], "one line of the same length per round"),
+        (["round,0=a 1=b", "1,02"], "outcomes that its first line does not explain"),
+        (["round,0", "1,0"], "its first line does not explain the outcomes"),
+        ([], "participation_by_round.csv.gz is skipped"),
+        (["round,0=a 1=b"], "participation_by_round.csv.gz is skipped"),
+        (["round,0=a 1=b", "one,01"], "participation_by_round.csv.gz is skipped"),
+        (["round,0=a 1=b", "1"], "participation_by_round.csv.gz is skipped"),
+    ],
+)
+def test_broken_outcomes_are_left_out_and_noted(folder, lines, words):
+    path = folder()
+    content = gzip.compress("\n".join(lines).encode())
+    (path / "participation_by_round.csv.gz").write_bytes(content)
+    run = read_run(path)
+    assert run.outcomes is None
+    assert words in run.notes[0]
+
+
+@pytest.mark.parametrize("content", [b"", b"text", gzip.compress(b"round")[:-9]])
+def test_outcomes_that_cannot_be_decompressed_are_left_out(folder, content):
+    path = folder()
+    (path / "participation_by_round.csv.gz").write_bytes(content)
+    run = read_run(path)
+    assert run.outcomes is None
+    assert "participation_by_round.csv.gz is skipped" in run.notes[0]
+
+
+def test_outcomes_that_expand_too_much_are_left_out(folder, monkeypatch):
+    monkeypatch.setattr("lightning_fl.report.run.MOST_EXPANDED", 1)
+    path = folder()
+    (path / "participation_by_round.csv.gz").write_bytes(gzip.compress(bytes(3 * 2**20)))
+    assert "it has more than 1 MiB" in read_run(path).notes[0]
