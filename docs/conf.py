@@ -10,6 +10,7 @@ from importlib.metadata import metadata, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from lightning.pytorch import Trainer
 from sphinx.application import Sphinx
@@ -59,7 +60,8 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
 
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True, "no-value": True, "show-inheritance": True}
+autodoc_preserve_defaults = True  # as the code says, not the repr of the value
 autodoc_mock_imports = [name for name in ("flwr", "nvflare") if not find_spec(name)]
 autodoc_member_order = "bysource"
 toc_object_entries_show_parents = "hide"
@@ -109,7 +111,7 @@ def write_api(app: Sphinx) -> None:
 
     A room that says what is public (``__all__``) is one section; others have one for each file.
     """
-    pages = {"index": "# API\n\n```{toctree}\n:glob:\n\n*\n```\n"}
+    pages, rows = {}, []
     for name in modules(lightning_fl):
         room = import_module(name)
         parts = modules(room) if name in BY_FILE else [name]
@@ -120,15 +122,38 @@ def write_api(app: Sphinx) -> None:
                 text += [f"## {part.removeprefix(name + '.')}", ""]
             text += ["```{eval-rst}", f".. automodule:: {part}", "```", ""]
         pages[title] = "\n".join(text)
+        about = (room.__doc__ or "").partition("\n")[0].replace("``", "`")
+        rows.append(f"| [{title}]({title}.md) | {about} |")
+    pages["index"] = API_PAGE.format(rows="\n".join(rows))
     folder = HERE / "api"
     folder.mkdir(exist_ok=True)
     for page in folder.glob("*.md"):
-        if page.stem not in (*pages, "trainer_options"):  # of a room that is gone
+        if page.stem not in pages:  # of a room that is gone
             page.unlink()
     for title, content in pages.items():
         page = folder / f"{title}.md"
         if not page.exists() or page.read_text() != content:  # else it would be read anew
             page.write_text(content)
+
+
+API_PAGE = """\
+# API reference
+
+Every public class and function, by package. Names are relative to `lightning_fl`. A method that
+implements one of a base class is described there. The pages of the
+[methods](../methods/index.md) say when to use which class.
+
+| page | content |
+| --- | --- |
+{rows}
+
+```{{toctree}}
+:glob:
+:hidden:
+
+*
+```
+"""
 
 
 def write_trainer_options(app: Sphinx) -> None:
@@ -140,7 +165,7 @@ def write_trainer_options(app: Sphinx) -> None:
         rows.append(f"| `{name}` | " + (f"only `{value}`: {why} |" if why else "yes |"))
     callbacks = [f"- `{kind.__name__}` {why}." for kind, why in REFUSED.items()]
     text = TRAINER_PAGE.format(options="\n".join(rows), callbacks="\n".join(callbacks))
-    page = HERE / "api" / "trainer_options.md"
+    page = HERE / "concepts" / "trainer_options.md"
     if not page.exists() or page.read_text() != text:
         page.write_text(text)
 
@@ -186,8 +211,45 @@ def link_to_colab(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = json.dumps(notebook)
 
 
+def without_internals(
+    app: Sphinx,
+    what: str,
+    name: str,
+    thing: object,
+    options: object,
+    signature: str | None,
+    result: str | None,
+) -> tuple[str, str | None] | None:
+    """Return a signature without ``<factory>``, the default of fields that ``dataclass`` makes."""
+    if not signature or "<factory>" not in signature:
+        return None
+    return signature.replace("<factory>", "..."), result
+
+
+def is_repetition(
+    app: Sphinx, what: str, name: str, thing: object, skip: bool, options: object
+) -> bool | None:
+    """Return True for a method that implements one of a base class and says nothing of its own.
+
+    The base class describes what all rules, policies or callbacks do. A method with more than a
+    line of documentation stays.
+    """
+    function = getattr(thing, "fget", thing)
+    if not inspect.isfunction(function) or "." not in function.__qualname__:
+        return None
+    owner: Any = sys.modules.get(function.__module__)
+    for part in function.__qualname__.split(".")[:-1]:
+        owner = getattr(owner, part, None)
+    if owner is None:  # a class in a function, or one that namedtuple() makes
+        return None
+    is_short = "\n" not in (function.__doc__ or "").strip()
+    return True if is_short and any(name in vars(base) for base in owner.__mro__[1:]) else None
+
+
 def setup(app: Sphinx) -> None:
     """Hook in the above."""
     app.connect("source-read", link_to_colab)
+    app.connect("autodoc-process-signature", without_internals)
+    app.connect("autodoc-skip-member", is_repetition)
     app.connect("builder-inited", write_api)
     app.connect("builder-inited", write_trainer_options)

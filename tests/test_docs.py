@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import Trainer
 from sphinx.cmd.build import main as sphinx
 
 import extras
@@ -24,12 +25,19 @@ EXTENSIONS = (
 #: Pages whose code blocks run.
 PAGES = [
     *sorted(DOCS.glob("tutorials/*.md")),
+    DOCS / "concepts" / "plan.md",
+    DOCS / "concepts" / "randomness.md",
     DOCS / "sweeps.md",
     DOCS / "results" / "trust.md",
 ]
 #: Those that train much, or start processes that import everything anew.
 LONG = ("reading_a_report", "several_gpus", "sweeps", "your_module")
 SLOW = [page for page in PAGES if "slow\n" in page.read_text()]
+#: A signature in the reference, and what of it nobody could have written.
+SIGNATURE = r"<dt class=\"sig.*?</dt>"
+INTERNAL = r"lambda&gt;|&lt;function|&lt;class|&lt;object|&lt;factory|0x[0-9a-f]{6,}"
+#: What a browser would load from elsewhere.
+REMOTE = r'<(script|link|img|iframe)[^>]*(src|href)="(https?:)?//'
 expected = pytest.mark.filterwarnings(
     "ignore:.*bottleneck", "ignore:Starting from v1.9.0", "ignore:.*dropped"
 )
@@ -86,8 +94,10 @@ def public():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Sphinx's own; those of the pages fail the build
 def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path, monkeypatch):
-    shutil.copytree(DOCS, tmp_path / "docs", ignore=shutil.ignore_patterns("api"))
-    shutil.copy(ROOT / "README.md", tmp_path)
+    generated = shutil.ignore_patterns("api", "trainer_options.md")
+    shutil.copytree(DOCS, tmp_path / "docs", ignore=generated)
+    for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY"):  # pages include them
+        shutil.copy(ROOT / f"{name}.md", tmp_path)
     site = tmp_path / "site"
     strict = ["-q", "-W", "--keep-going"]
     # Pages of source code and Furo's navigation cannot warn, and take as long as all the rest.
@@ -99,8 +109,17 @@ def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path, m
     api = "".join(page.read_text() for page in (site / "api").glob("*.html"))
     known = set(re.findall(r'<dt [^>]*id="([\w.]+)"', api))
     assert set(public()) - known == set()
-    assert 'src="http' not in api  # formulas need no network
     assert (site / "_static" / re.search(r"_static/(mathjax/[\w-]+.js)", api)[1]).is_file()
+    assert set(re.findall(INTERNAL, "".join(re.findall(SIGNATURE, api, re.DOTALL)))) == set()
+    options = (site / "concepts" / "trainer_options.html").read_text()
+    assert set(re.findall(r"<td><p><code[^>]*><span class=\"pre\">(\w+)<", options)) == trainer()
+    for page in site.rglob("*.html"):  # the site needs no network
+        assert not re.search(REMOTE, page.read_text()), page
+
+
+def trainer():
+    """The names of the Trainer's options."""
+    return set(inspect.signature(Trainer.__init__).parameters) - {"self"}
 
 
 def test_every_relative_link_leads_somewhere():
