@@ -16,7 +16,7 @@ PAGES = [
 def commands(text):
     """Return the commands of scripts in ``benchmarks`` that a page has on lines of their own."""
     text = re.sub(r"\\\n\s*", "", text)
-    return re.findall(r"^(?:    )?python benchmarks/(\w+)\.py (.*)$", text, re.MULTILINE)
+    return re.findall(r"^ *python benchmarks/(\w+)\.py (.*)$", text, re.MULTILINE)
 
 
 def test_commands_are_found_over_several_lines():
