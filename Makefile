@@ -8,7 +8,7 @@ PYTEST := $(BIN)python -m pytest -n auto --dist loadfile
 check: lint docs extras
 	$(PYTEST) -m "slow or not slow" --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
 
-# The site, in build/site; a warning is an error.
+# The site, in build/site, with the outputs of the notebooks; a warning is an error.
 docs:
 	$(BIN)python -m sphinx -W --keep-going -d build/doctrees docs build/site
 
