@@ -190,7 +190,7 @@ def test_the_wheel_holds_every_module_and_config_once_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = Counter(name for name in archive.namelist() if ".dist-info/" not in name)
     configs = {f"lightning_fl/{p.relative_to(ROOT)}" for p in (ROOT / "configs").rglob("*.yaml")}
-    others = {"lightning_fl/py.typed", "lightning_fl/report/page.html"}
+    others = {"lightning_fl/py.typed", *(f"lightning_fl/report/page.{s}" for s in ("html", "js"))}
     others |= {"lightning_fl/methods/index.md"}  # what `lightning-fl methods` reads
     assert names == Counter(modules() | configs | others)
 

@@ -18,10 +18,9 @@ KNOWN |= {"virtual_time", UP, TOTAL, *CAUSES}
 SENT, TIME = "MB so far", "virtual time (s)"
 #: Texts of captions on bands and on points that are left out.
 BANDS = (
-    " Lines are means over seeds. Bands are 95 % confidence intervals of the mean: mean ± t s/√n,"
-    " where s is the standard deviation of the n seeds and t the quantile of Student's t"
-    " distribution (12.7 for two seeds, 4.3 for three, 2.8 for five). Wide bands are cut off at the"
-    " edge of the panel. Lines end at the last round that all runs of a group have."
+    " Lines are means over seeds, as far as all runs of a group go. Bands are 95 % confidence"
+    " intervals of the mean by Student's t distribution, which are wide for few seeds; they are cut"
+    " off at the edge of the panel."
 )
 THINNED = (
     " Not every point is drawn: of each stretch, the lines have the lowest and the highest value."

@@ -85,7 +85,7 @@ class Line:
 
         Example:
             >>> Line("a", range(8), [0, 5, 1, 2, 9, 3, 4, 6]).thinned(6).y
-            [0, 5, 2, 9, 6]
+            [0, 5, 9, 3, 6]
         """
         if len(self.x) <= most:
             return self

@@ -174,13 +174,17 @@ def in_words(base: Mapping[str, Any], other: Mapping[str, Any]) -> str:
         >>> base = {"federation.client_fraction": 1.0, "federation.aggregator": "FedAvg"}
         >>> in_words(base, {"federation.client_fraction": 0.3, "federation.aggregator": "FedAvg"})
         'client_fraction: 0.3 instead of 1.0'
+        >>> in_words({"aggregator": "FedAvg"}, {"aggregator": "Krum", "aggregator.f": 2})
+        'aggregator: Krum instead of FedAvg; aggregator.f: 2'
     """
     changed = differences([dict(base), dict(other)])
     short = Counter(name.rpartition(".")[2] for name in changed)
     parts = []
     for name, (was, now) in changed.items():
-        last = name.rpartition(".")[2]
+        parent, _, last = name.rpartition(".")
         label = name if short[last] > 1 or last.isdecimal() else last
+        if parent in changed:  # an option of a class that differs
+            label = f"{parent.rpartition('.')[2]}.{last}"
         was, now = (_short(value) for value in (was, now))
         if name not in other:
             parts.append(f"no {label} (was {was})")

@@ -238,7 +238,8 @@ def _paired(groups: Sequence[Group]) -> Section | None:
     text = (
         f"Differences of final {name} from {groups[0].name}, between runs with the same seed. Such"
         " runs share what the seed determines, such as the partition and the initial model, so"
-        " their differences vary less than their values. The interval is the 95 % confidence"
+        " their differences usually vary less than their values. The interval is the 95 %"
+        " confidence"
         " interval of the mean difference by Student's t distribution. If it contains 0, the seeds"
         " do not show which group is better."
     )

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from lightning_fl.functional.intervals import t_interval
 from lightning_fl.report import Run, group
 from lightning_fl.report.groups import Group, at_time, common_time, mean_and_std
 from lightning_fl.report.run import TEST_FORMAT, read_run, values_of
@@ -91,15 +92,15 @@ def test_names_that_would_be_too_long_are_folders():
 
 
 def test_mean_and_spread_by_hand():
-    """Of 0.2, 0.4, 0.9: mean 0.5, squares 0.09 + 0.01 + 0.16 = 0.26, over n - 1 = 2."""
+    """Of 0.2, 0.4, 0.9: mean 0.5, s² = (0.09 + 0.01 + 0.16) / 2 = 0.13, and t = 4.30265."""
     (each,) = group(
         [run(column=[0.1, v], seed_everything=i) for i, v in enumerate((0.2, 0.4, 0.9))]
     )
-    (_, first, none), (at, mean, std) = each.band("val_acc")
+    (_, first, none), (at, mean, half) = each.band("val_acc")
     assert (first, none) == (pytest.approx(0.1), pytest.approx(0.0))
     assert at == 2
     assert mean == pytest.approx(0.5)
-    assert std == pytest.approx(math.sqrt(0.13))
+    assert half == pytest.approx(4.30265 * math.sqrt(0.13 / 3), rel=1e-5)
 
 
 def test_a_band_goes_as_far_as_all_runs_went():
@@ -119,12 +120,10 @@ def test_curves_over_virtual_time_meet_at_equal_times():
         for c in columns
     ]
     # At 2 the second run has no value yet; at 9 it has ended.
-    assert Group("a", runs).band_over("val_acc", "virtual_time") == [(4, *mean_and_std([0.3, 0.2]))]
-    assert Group("a", runs[:1]).band_over("val_acc", "virtual_time") == [
-        (2, 0.1, 0),
-        (4, 0.3, 0),
-        (9, 0.5, 0),
-    ]
+    assert Group("a", runs).band_over("val_acc", "virtual_time") == [(4, *t_interval([0.3, 0.2]))]
+    alone = Group("a", runs[:1]).band_over("val_acc", "virtual_time")
+    assert [point[:2] for point in alone] == columns[0]
+    assert all(math.isnan(half) for *_, half in alone)  # one run has no interval
     assert common_time(runs) == 8
     assert [at_time(each, "val_acc", 8) for each in runs] == [0.3, 0.6]
     assert common_time([*runs, run(column=[0.5])]) is None

@@ -355,13 +355,14 @@ def test_what_one_group_alone_has_is_said_of_it_alone(folder):
 
 @pytest.fixture
 def panels(monkeypatch, undrawn):
-    """The panels of each figure and the labels of their horizontal axes, in place of pictures."""
+    """The lines of each picture and the labels of their horizontal axes, which are not drawn."""
     seen = []
-    for place in ("curves.lines", "clients.stacked"):
-        monkeypatch.setattr(
-            f"lightning_fl.report.{place}",
-            lambda drawn, across="round", order=(): seen.append((drawn, across)),
-        )
+
+    def lines(drawn, across, order):
+        seen.append((drawn, across))
+        return []
+
+    monkeypatch.setattr("lightning_fl.report.curves.lines", lines)
     return seen
 
 
@@ -390,17 +391,26 @@ def test_one_run_has_its_columns_in_one_panel_and_groups_have_a_panel_per_column
     assert labels(several)["MB up and down"] == ["a", "b"]
 
 
-def test_faults_are_drawn_by_kind_and_drops_by_cause(folder, panels):
-    participation(read_run(folder(faults__csv="round,client,fault\n3,1,nan\n3,0,late\n1,0,nan\n")))
-    participation(read_run(folder("b/version_0")))
-    (faults, _), (drops, across) = panels
-    assert faults["clients with a fault"] == {"nan": {1: 1, 3: 1}, "late": {3: 1}}
-    assert drops["updates dropped"] == {"non-finite values": {3: 1}}
-    assert drops["rounds of the client"] == {
-        "update arrived": {0: 4, 1: 3},
-        "update dropped": {0: 0, 1: 1},
-    }
-    assert across == ["round", "client"]
+def test_faults_are_drawn_by_kind_and_drops_by_cause(folder):
+    def bars(path):
+        (picture,) = participation(read_run(path)).pictures
+        return {panel.ylabel: (panel.xlabel, panel.kinds) for panel in picture.panels}
+
+    faults = bars(folder(faults__csv="round,client,fault\n3,1,nan\n3,0,late\n1,0,nan\n"))
+    assert faults["clients with a fault"] == ("round", {"nan": {1: 1, 3: 1}, "late": {3: 1}})
+    drops = bars(folder("b/version_0"))
+    assert drops["updates dropped"] == ("round", {"non-finite values": {3: 1}})
+    arrived, dropped = {0: 4, 1: 3}, {0: 0, 1: 1}
+    kinds = {"arrived": arrived, "dropped": dropped}
+    assert drops["rounds of the client"] == ("client", kinds)
+
+
+def test_bars_of_many_rounds_are_sums_of_stretches(folder):
+    rounds = "round,clients,dropped,late\n" + "".join(f"{i},9,2,2\n" for i in range(1, 301))
+    (picture,) = participation(read_run(folder(rounds__csv=rounds))).pictures
+    panel = picture.panels[0]
+    assert (panel.xlabel, panel.width) == ("3 rounds from round", 3)
+    assert panel.kinds == {"too late": dict.fromkeys(range(1, 300, 3), 6)}
 
 
 def test_groups_are_compared_at_equal_virtual_time_if_all_have_a_clock(folder, panels):
