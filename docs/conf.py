@@ -59,8 +59,9 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
+html_show_search_summary = False  # opened as files, pages cannot be fetched for their excerpts
 
-autodoc_default_options = {"members": True, "no-value": True, "show-inheritance": True}
+autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_preserve_defaults = True  # as the code says, not the repr of the value
 autodoc_mock_imports = [name for name in ("flwr", "nvflare") if not find_spec(name)]
 autodoc_member_order = "bysource"

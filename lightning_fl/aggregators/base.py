@@ -40,7 +40,8 @@ class Aggregator(Metric, ABC):
     full_state_update = False
     #: Whether the rule supports updates of clients that started from earlier models.
     is_asynchronous = False
-    #: Whether the result depends on which parameters the clients train; see :meth:`start`.
+    #: Whether the result depends on which parameters the clients train; see
+    #: :meth:`Aggregator.start`.
     needs_trained_mask = False
     #: Description of the run. None outside a fit.
     federation: Federation | None = None

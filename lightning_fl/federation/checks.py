@@ -144,6 +144,8 @@ def check_smallest_batch(module: nn.Module, data: Any) -> None:
 
 
 #: Unsupported callbacks: the reason and the alternative.
+#:
+#: :meta hide-value:
 REFUSED: dict[type[Callback], str] = {
     WeightAveraging: "is not supported, because it averages the parameters of different clients:"
     " remove it from the Trainer's callbacks. For momentum on the server, use FedOpt",

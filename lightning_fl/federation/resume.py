@@ -51,6 +51,8 @@ _CALLBACKS: dict[type, dict[str, Any]] = {
     },
 }
 #: State of a ``FederatedLoop``.
+#:
+#: :meta hide-value:
 STATE: dict[str, Any] = {
     **dict.fromkeys(("seed", "num_clients", "number of parameter tensors"), COUNT),
     **dict.fromkeys(("round", "exchanged"), COUNT),

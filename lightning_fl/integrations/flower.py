@@ -48,6 +48,8 @@ from flwr.serverapp.strategy import Result, Strategy  # noqa: E402
 #: Seconds between two looks for clients, and between two messages that clients are missing.
 PAUSE, NOTICE = 1.0, 30.0
 #: Flower's log, of which ``flwr run --stream`` shows each line.
+#:
+#: :meta hide-value:
 LOG = logging.getLogger("flwr")
 
 

@@ -88,7 +88,7 @@ class ClientModule(LightningModule):
     Logs ``train_loss``, ``val_loss`` and ``val_acc`` once per round, and ``test_loss`` and
     ``test_acc`` in a test. ``train_loss`` is the mean loss over the local training samples,
     including terms, without clients with a non-finite loss. A batch is ``(x, y)`` with class
-    indices ``y``. For other tasks override :meth:`federated_losses`; a :meth:`training_step` of a
+    indices ``y``. For other tasks override :meth:`federated_losses`; a ``training_step`` of a
     subclass must call ``super().training_step`` to add the terms. Parameters that a subclass
     lists in :attr:`federated_local_parameters` stay with each client.
 

@@ -49,8 +49,8 @@ class Term(nn.Module, ABC):
     #: :meth:`ClientModule.federated_mean`. Vectorized clients are then not padded with samples of
     #: weight 0.
     uses_batch = True
-    #: True if the term uses recorded activations of the client model. :meth:`build` is then called
-    #: before the first step.
+    #: True if the term uses recorded activations of the client model. :meth:`Term.build` is then
+    #: called before the first step.
     wants_trace = False
     #: True if the term also uses those of the global model, in the mode of the client model.
     wants_global_trace = True
@@ -63,8 +63,8 @@ class Term(nn.Module, ABC):
     #: Names of the modules with outputs to record. None records every point-wise non-linearity.
     points: Sequence[str] | None = None
     #: Attributes with a number that a policy may set for each round and client, with the allowed
-    #: range as arguments of :func:`~lightning_fl.options.check_number`. In :meth:`forward`, such an
-    #: attribute is then a tensor without dimensions.
+    #: range as arguments of :func:`~lightning_fl.options.check_number`. In :meth:`Term.forward`,
+    #: such an attribute is then a tensor without dimensions.
     hyperparameters: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def __init__(self) -> None:
