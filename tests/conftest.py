@@ -37,6 +37,7 @@ if not torch.cuda.is_available():
 
 #: Files that take longest, in the order in which workers begin them: none is left for the end.
 LONGEST = (
+    "test_examples",
     "test_strategies",
     "test_accelerator",
     "test_cli",

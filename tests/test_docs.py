@@ -98,6 +98,7 @@ def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path, m
     shutil.copytree(DOCS, tmp_path / "docs", ignore=generated)
     for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY"):  # pages include them
         shutil.copy(ROOT / f"{name}.md", tmp_path)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")  # included by examples.md
     site = tmp_path / "site"
     strict = ["-q", "-W", "--keep-going"]
     # Pages of source code and Furo's navigation cannot warn, and take as long as all the rest.

@@ -22,7 +22,7 @@ from lightning_fl.cli import project
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("callbacks", "datamodules")
 LINKS = (*LINKED, "configs")
-FOLDERS = ("lightning_fl", *LINKS, "docs", "tests")
+FOLDERS = ("lightning_fl", *LINKS, "docs", "examples", "tests")
 FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "Makefile")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
