@@ -57,13 +57,14 @@ def pixel():
 
 @contextmanager
 def no_pictures():
-    """Write pictures of one pixel within a ``with`` block."""
+    """Write pictures of one pixel, or without content, within a ``with`` block."""
 
-    def write(figure, file, **options):
+    def write(figure, file, format="png", **options):
+        content = b"<svg/>" if format == "svg" else pixel()
         if isinstance(file, Path):
-            file.write_bytes(pixel())
+            file.write_bytes(content)
         else:
-            file.write(pixel())
+            file.write(content)
 
     with mock.patch.object(Figure, "savefig", write):
         yield
