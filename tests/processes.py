@@ -643,7 +643,7 @@ def fit(
         "rows": loop.rows,
         "store": dict(loop.store.rows),
         "test": tested,
-        "counts": watch.counts,
+        "participation": watch.participation.csv_gz(),
         "accuracies": watch.accuracies,
     }
 

@@ -20,7 +20,7 @@ OLD = {
     "Lanes": r"\bLanes\b|\bStackedLanes\b|\bModuleLane\b|\bLaneHost\b|\blane_host\b",
     "--lanes": r"--lanes\b|^lanes:",
     "lightning_fl.lanes": r"lightning_fl[./]lanes\b",
-    "participation": r"\bparticipation ?[=:] ?[\d{]|federation\.participation",
+    "participation": r"\bparticipation ?[=:] ?[\d{]|--federation\.participation",
     "client_memory": r"\bclient_memory\b",
     "transforms of the loop": r"federation\.transforms|FederatedLoop\([^)]*\btransforms=",
     "arrivals": r"\barrivals\b|\.arrive\(",
