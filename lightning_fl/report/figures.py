@@ -414,7 +414,7 @@ def svg(panel: Panel, name: str = "") -> tuple[str, dict[str, Any]]:
         figure.draw_without_rendering()  # places the axes
         figure.set_layout_engine("none")
         left, bottom, right, top = map(float, axes.get_position().extents)
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(file, format="svg", transparent=True)
     chart = {
         "box": _json([left, 1 - top, right, 1 - bottom]),
         "xlim": _json(axes.get_xlim()),
@@ -436,7 +436,8 @@ def _inline(content: bytes, label: str) -> str:
     used = set(re.findall(rb"#([\w-]+)", content))
     for element in root.iter():
         for child in [c for c in element if c.tag.rpartition("}")[2] not in _TAGS]:
-            element.remove(child)  # metadata, and a style sheet that would hold for the whole page
+            # Metadata has the date; a style sheet would hold for the whole page.
+            element.remove(child)
         element.tag = element.tag.rpartition("}")[2]
         for name in list(element.attrib):
             value, short = element.attrib.pop(name), name.rpartition("}")[2]
