@@ -520,6 +520,10 @@ def test_a_class_that_does_not_exist_is_answered_with_those_that_do(cli, args, n
             ["--federation.policy.init_args.lr=fast"],
             "federation.policy.lr must be a number or null",
         ),
+        (
+            ["--federation.aggregator=FedAvgM", "--federation.aggregator.momentum=III"],
+            "federation.aggregator.momentum must be a number, got 'III'",
+        ),
         (["--data.init_args.batchsize=3"], "Digits has no option batchsize: did you mean batch_si"),
         (["--model.init_args.net.init_args.size=3"], "model.net: MLPClassifier has no option size"),
         (

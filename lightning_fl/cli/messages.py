@@ -44,14 +44,19 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
         similar = did_you_mean(name, [] if owner is None else dir(owner))
         return f"{key}: unknown class {found[1]}: {found[2]}{similar}"
     inner = message[message.rfind('arser key "') :]
-    types = [in_words(found) for found in re.findall(r"Expected an? (.+)", inner)]
+    expected = re.findall(r"Expected an? (.+?)(?:\. Got value: (.*))?$", inner, re.MULTILINE)
+    value = re.search(r"Given value: (.*)", inner)
+    got = value[1] if value else ""
+    if with_value := [(kind, at) for kind, at in expected if at]:  # of the option itself
+        expected, got = with_value, with_value[0][1]
+    types = [in_words(kind) for kind, _ in expected]
     nested = re.search(r"NestedArg\(key='([^']+)'", message)
     if nested and not key.endswith(nested[1].rpartition(".")[2]):
         key = f"{key}.{nested[1]}"
-    if types and (value := re.search(r"Given value: (.*)", inner)):
+    if types and got:
         if "a number" in types:
             types = [kind for kind in types if kind != "a whole number"]
-        return f"{key} must be {' or '.join(dict.fromkeys(types))}, got {value[1]!r:.200}"
+        return f"{key} must be {' or '.join(dict.fromkeys(types))}, got {got!r:.200}"
     names = known_names(message)
     text = " ".join(message.split())
     short = text if len(text) <= 400 else f"{text[:300]} ... {text[-90:]}"
