@@ -97,7 +97,8 @@ class ClientFaults(OnUpdates, HasDurations):
         straggler_factor: Factor by which a straggler is slower.
         trace: Path of a CSV file with the columns ``round`` (from 1), ``client`` and ``fault``. If
             given, these faults are replayed instead of random faults.
-        step_seconds: Duration :math:`s` of a local step in seconds.
+        step_seconds: Duration :math:`s` of a local step in seconds of virtual time. A deadline is
+            compared with it, not with the time that the step takes here.
         bandwidth: Bandwidth :math:`b` of a client in bytes per second.
         speed_sigma: Standard deviation :math:`\sigma` of the logarithm of the speed factor, at
             most 50.

@@ -23,7 +23,7 @@ from lightning_fl.federation.memory import runner_rows
 from lightning_fl.federation.round import call_hook
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
 from lightning_fl.options import check_integer, check_number
-from lightning_fl.runners import SequentialRunner, optimizers_in
+from lightning_fl.runners import SequentialRunner, optimizers_in, user_module
 from lightning_fl.strategies import gathered
 from lightning_fl.types import AdaptiveModel, FederationError, PersonalModel, ServerState, full
 
@@ -118,6 +118,12 @@ class PersonalizedEvaluation(Callback):
             raise FederationError(
                 "PersonalizedEvaluation requires test samples for each client: set local_test_size"
                 " of the data module (data.init_args.local_test_size=0.2)"
+            )
+        module = user_module(pl_module)
+        if self.metric is accuracy and type(module).forward is LightningModule.forward:
+            raise FederationError(
+                f"PersonalizedEvaluation calls the module on a batch, and {type(module).__name__}"
+                " has no forward: add one that returns one score per class, or give a metric"
             )
         if isinstance(self._loop.aggregator, NeuronMatching):
             raise FederationError(

@@ -531,6 +531,11 @@ def test_a_class_that_does_not_exist_is_answered_with_those_that_do(cli, args, n
             "unknown option trainer.max_epoch: did you mean trainer.max_epochs",
         ),
         (["--data=Digitss"], "data: unknown class Digitss: did you mean Digits?"),
+        (["--federation.aggregator=SCAFFOLD"], "unknown class SCAFFOLD: did you mean Scaffold?"),
+        (
+            ["--federation.aggregator=FedProx"],
+            "unknown class FedProx: lightning-fl methods FedProx tells whether it is another kind",
+        ),
         (
             [
                 "--data={class_path: FromDataModule, init_args: {datamodule: {class_path:"

@@ -73,7 +73,7 @@ def partition_parser() -> ArgumentParser:
     parser.add_argument(
         "--output",
         default=".",
-        help="Folder of partition.json and partition.png, default %(default)s.",
+        help="Folder of partition.json and partition.png, default: %(default)s",
     )
     return parser
 
@@ -92,7 +92,7 @@ def export_parser() -> ArgumentParser:
     parser.add_argument(
         "--output",
         default="app",
-        help="Folder of the app, which must not exist, default %(default)s.",
+        help="Folder of the app, which must not exist, default: %(default)s",
     )
     return parser
 

@@ -36,7 +36,9 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
     if found := re.search(r"Expected a dot import path string: (\S+)", message):
         names = known_names(message)
         known = f"\nKnown names: {', '.join(names)}" * bool(names)
-        return f"{key}: unknown class {found[1]}{did_you_mean(found[1], names)}{known}"
+        elsewhere = f": lightning-fl methods {found[1]} tells whether it is another kind of method"
+        similar = did_you_mean(found[1], names) or elsewhere
+        return f"{key}: unknown class {found[1]}{similar}{known}"
     reason = r"(module '[^']+' has no attribute '[^']+'|No module named '[^']+')"
     if found := re.search(rf"Problem with given class_path '([^']+)':\s+{reason}", message):
         module, _, name = found[1].rpartition(".")
@@ -83,9 +85,12 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     Example:
         >>> did_you_mean("Dirichlett", ["Dirichlet", "IID"]), did_you_mean("x", [])
         (': did you mean Dirichlet?', '')
+        >>> did_you_mean("SCAFFOLD", ["Scaffold"])
+        ': did you mean Scaffold?'
     """
-    similar = get_close_matches(name, names, n=1, cutoff=0.7)
-    return f": did you mean {similar[0]}?" if similar else ""
+    by_lower_case = {each.lower(): each for each in names}
+    similar = get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.7)
+    return f": did you mean {by_lower_case[similar[0]]}?" if similar else ""
 
 
 def known_names(message: str) -> list[str]:

@@ -26,9 +26,12 @@ class DigitClassifier(L.LightningModule):
             torch.nn.Linear(hidden, 10),
         )
 
+    def forward(self, x):
+        return self.net(x)
+
     def training_step(self, batch, batch_idx):
         x, y = batch
-        return cross_entropy(self.net(x), y)
+        return cross_entropy(self(x), y)
 
     def validation_step(self, batch, batch_idx):
         self.evaluate(batch, "val")
@@ -38,7 +41,7 @@ class DigitClassifier(L.LightningModule):
 
     def evaluate(self, batch, stage):
         x, y = batch
-        logits = self.net(x)
+        logits = self(x)
         accuracy = (logits.argmax(1) == y).float().mean()
         loss = cross_entropy(logits, y)
         self.log_dict({f"{stage}_loss": loss, f"{stage}_acc": accuracy}, prog_bar=True)

@@ -325,8 +325,8 @@ class Round:
         if dropped and self.fit.federation.on_client_error == "raise":
             raise FederationError(
                 f"round {self.plan.round + 1} has no usable update of {describe_dropped(dropped)}:"
-                " decrease the learning rate or clip gradients if values are non-finite, or set"
-                " on_client_error: skip"
+                " if values are non-finite, look for NaN in the client's samples, decrease the"
+                " learning rate or clip gradients; or set on_client_error: skip"
             )
         self.results.dropped |= dropped
 

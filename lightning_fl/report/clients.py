@@ -303,8 +303,8 @@ def clients(run: Run) -> Section:
         reason = f" ({why})" if isinstance(why, str) else ""
         text.append(
             f"The accuracy of each client was not measured{reason}. To measure it on local test"
-            " samples, add --trainer.callbacks+=PersonalizedEvaluation and"
-            " --data.init_args.local_test_size=0.2."
+            " samples, give the module a forward that returns one score per class, and add"
+            " --trainer.callbacks+=PersonalizedEvaluation and --data.init_args.local_test_size=0.2."
         )
     if "server" in scores:
         server = summary(scores["server"], "server")

@@ -74,8 +74,21 @@ def about_groups(
         [lead, " ".join([*_common(runs), *_ranking(groups)])],
         [],
         [section for section in sections if section is not None],
-        [*left_out, *warnings(runs)],
+        [*left_out, *warnings(runs), *_untested(runs)],
     )
+
+
+def _untested(runs: Sequence[Run]) -> list[str]:
+    """Return a warning if only some of the runs were tested."""
+    names = [run.name for run in runs if not run.test]
+    if not names or len(names) == len(runs):
+        return []
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return [
+        f"{len(names)} of {len(runs)} runs were not tested: {', '.join(names[:5])}{more}. Test"
+        " metrics are means over the others. To test a run, run lightning-fl test with --config"
+        " config.yaml of the run."
+    ]
 
 
 def _common(runs: Sequence[Run]) -> list[str]:
@@ -141,6 +154,12 @@ def _measures(
     }
 
 
+def _of_seeds(values: Sequence[float], shown: Callable[[float], str], seeds: int) -> str:
+    """Return mean and standard deviation, with the number of seeds if some lack the value."""
+    text = plus_minus(values, shown)
+    return text if len(values) in (0, seeds) else f"{text} ({len(values)} of {seeds} seeds)"
+
+
 def _interval(values: Sequence[float], shown: Callable[[float], str] = number) -> str:
     """Return the 95 % confidence interval of a mean as text."""
     mean, half = t_interval(values)
@@ -157,14 +176,15 @@ def _comparison(groups: Sequence[Group]) -> Section:
     head, rows = ["group", "seeds", "rounds"], [_group_cells(each) for each in groups]
     for column in names:
         head.append(column)
-        for row, measures in zip(rows, measured, strict=True):
-            row.append(plus_minus(*measures.get(column, ([], number))))
+        for row, measures, each in zip(rows, measured, groups, strict=True):
+            row.append(_of_seeds(*measures.get(column, ([], number)), len(each.runs)))
         if column == f"final {name}":
             head.append("95 % interval")
             for row, measures in zip(rows, measured, strict=True):
                 row.append(_interval(measures[column][0]))
     caption = (
-        "Mean ± sample standard deviation (n - 1) over the seeds of a group. The interval is the"
+        "Mean ± sample standard deviation (n - 1) over the seeds of a group; a number of seeds in"
+        " parentheses means that the other runs lack the value. The interval is the"
         " 95 % confidence interval of the mean by Student's t distribution, mean ± t s/√n."
     )
     tables = [Table(head, rows, caption, sortable=len(rows) > 2)]

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
@@ -220,6 +221,18 @@ def test_what_is_missing_is_named(train, fit, data, foreign):
     single.num_clients = 144
     with pytest.raises(FederationError, match="at least 2 samples per client, but client 0 has 1"):
         single.setup("fit")
+
+
+@pytest.mark.parametrize("group_size", [None, 4])
+def test_a_module_without_forward_needs_a_metric(train, group_size):
+    class WithoutForward(ClientModule):
+        forward = LightningModule.forward
+
+    module = WithoutForward(nn.Linear(6, 3)).double()
+    with pytest.raises(
+        FederationError, match="WithoutForward has no forward: add one that returns"
+    ):
+        train(PersonalizedEvaluation(), group_size, module=module)
 
 
 @pytest.mark.parametrize(

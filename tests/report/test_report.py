@@ -578,6 +578,24 @@ def test_runs_are_paired_by_their_seeds(folder, config):
     assert "If it contains 0" in section.text[0]
 
 
+def test_values_that_some_seeds_lack_are_marked(folder, config):
+    runs = []
+    for seed in (1, 2, 3):
+        files = {"config__yaml": config(seed_everything=seed)}
+        if seed > 1:
+            test = {"metrics": {"test_acc": 0.5}, "checkpoint": "last.ckpt"}
+            files["test__json"] = json.dumps(test)
+        runs.append(read_run(folder(f"{seed}/v", (0.0, 0.9), **files)))
+    page = about_groups(group(runs))
+    (section,) = (section for section in page.sections if section.title == "Groups")
+    table = section.tables[0]
+    cells = dict(zip(table.head, table.rows[0], strict=True))
+    assert cells["test_acc"] == "0.5 (2 of 3 seeds)"
+    assert cells["final val_acc"] == "0.9"
+    assert all("0.5 (2 of 3 seeds)" in text.content for text in section.verbatim[:2])
+    assert any(text.startswith("1 of 3 runs were not tested: 1/v.") for text in page.warnings)
+
+
 def test_tables_for_a_paper_have_the_cells_of_the_page(two_groups):
     page = about_groups(group([read_run(folder) for folder in find_runs([two_groups])[0]]))
     (section,) = (section for section in page.sections if section.title == "Groups")

@@ -187,7 +187,9 @@ def test_broken_outcomes_are_left_out_and_noted(folder, lines, words):
     assert words in run.notes[0]
 
 
-@pytest.mark.parametrize("content", [b"", b"text", gzip.compress(b"round")[:-9]])
+@pytest.mark.parametrize(
+    "content", [b"", b"text", gzip.compress(b"round")[:-9]], ids=["empty", "text", "cut short"]
+)
 def test_outcomes_that_cannot_be_decompressed_are_left_out(folder, content):
     path = folder()
     (path / "participation_by_round.csv.gz").write_bytes(content)
