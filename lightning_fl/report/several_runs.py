@@ -177,7 +177,8 @@ def _comparison(groups: Sequence[Group]) -> Section:
     for column in names:
         head.append(column)
         for row, measures, each in zip(rows, measured, groups, strict=True):
-            row.append(_of_seeds(*measures.get(column, ([], number)), len(each.runs)))
+            values, shown = measures.get(column, ([], number))
+            row.append(_of_seeds(values, shown, len(each.runs)))
         if column == f"final {name}":
             head.append("95 % interval")
             for row, measures in zip(rows, measured, strict=True):
