@@ -229,9 +229,7 @@ def test_a_module_without_forward_needs_a_metric(train, group_size):
         forward = LightningModule.forward
 
     module = WithoutForward(nn.Linear(6, 3)).double()
-    with pytest.raises(
-        FederationError, match="WithoutForward has no forward: add one"
-    ):
+    with pytest.raises(FederationError, match="WithoutForward has no forward: add one"):
         train(PersonalizedEvaluation(), group_size, module=module)
 
 
