@@ -7,7 +7,8 @@ import math
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -103,6 +104,8 @@ class Panel(ABC):
 
     xlabel: str
     ylabel: str
+    #: Labels with fixed colors in all panels; with them, a figure has one legend.
+    order: Sequence[str] = ()
 
     @abstractmethod
     def draw(self, axes: Axes) -> None:
@@ -353,14 +356,21 @@ def lines(
     ]
 
 
+@contextmanager
+def _style(salt: str = "") -> Iterator[None]:
+    """Draw in the style of the report, with ids of SVG elements that depend on the salt."""
+    with mpl.rc_context(STYLE | {"svg.hashsalt": salt}), warnings.catch_warnings():
+        # Names may have characters that the font lacks.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        yield
+
+
 def png(panels: Sequence[Panel]) -> bytes:
     """Return a figure of panels as a PNG file; the same panels give the same bytes."""
     columns = min(len(panels), 3) if len(panels) != 4 else 2
     rows = -(-len(panels) // columns)
     file = io.BytesIO()
-    with mpl.rc_context(STYLE), warnings.catch_warnings():
-        # Names may have characters that the font lacks.
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+    with _style():
         figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows))
         every = list(figure.subplots(rows, columns, squeeze=False).flat)
         for unused in every[len(panels) :]:
@@ -372,7 +382,7 @@ def png(panels: Sequence[Panel]) -> bytes:
                 Patch(color=COLORS[at % len(COLORS)], label=plain(label))
                 for label, at in panel.legend()
             ]
-            if getattr(panel, "order", ()):
+            if panel.order:
                 common = {str(handle.get_label()): handle for handle in handles} | common
             elif panel.legend():
                 # Above bars and cells, because they may fill the panel.
@@ -406,8 +416,7 @@ def svg(panel: Panel, name: str = "") -> tuple[str, dict[str, Any]]:
         (True, [0.5, 0.25])
     """
     file = io.BytesIO()
-    with mpl.rc_context(STYLE | {"svg.hashsalt": f"panel {name}"}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+    with _style(f"panel {name}"):
         figure = Figure(figsize=PANEL)
         axes = figure.subplots()
         _draw(panel, axes)

@@ -20,7 +20,7 @@ from lightning_fl.report.scores import (
     total,
     worst_decile,
 )
-from lightning_fl.report.words import counted, number, seconds, size
+from lightning_fl.report.words import counted, listed, number, seconds, size
 
 
 def warnings(runs: Sequence[Run]) -> list[str]:
@@ -40,10 +40,9 @@ def warnings(runs: Sequence[Run]) -> list[str]:
                 " resume it, run fit with --ckpt_path=last."
             )
         if differing := run.test.get("differing"):
-            more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
             texts.append(
                 f"{run.name} was tested with other options than those of the fit:"
-                f" {'; '.join(differing[:5])}{more}. To use the same options, run test with"
+                f" {listed(differing, 5, '; ')}. To use the same options, run test with"
                 " --config config.yaml of the run."
             )
         texts += [f"{run.name} was {resumed}." for resumed in run.resumed]

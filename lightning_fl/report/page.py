@@ -35,8 +35,8 @@ class Picture:
     def legend(self) -> list[tuple[str, int]]:
         """Common legend of the panels; empty if each panel has its own."""
         legends = [panel.legend() for panel in self.panels]
-        order = getattr(self.panels[0], "order", ()) if self.panels else ()
-        return list(dict.fromkeys(entry for legend in legends for entry in legend)) if order else []
+        is_common = bool(self.panels) and bool(self.panels[0].order)
+        return list(dict.fromkeys(e for legend in legends for e in legend)) if is_common else []
 
 
 @dataclass(frozen=True)

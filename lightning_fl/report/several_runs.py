@@ -35,7 +35,7 @@ from lightning_fl.report.scores import (
     worst_decile,
 )
 from lightning_fl.report.settings import settings
-from lightning_fl.report.words import counted, number, plus_minus, seconds, size
+from lightning_fl.report.words import counted, listed, number, plus_minus, seconds, size
 
 
 def about_groups(
@@ -83,9 +83,8 @@ def _untested(runs: Sequence[Run]) -> list[str]:
     names = [run.name for run in runs if not run.test]
     if not names or len(names) == len(runs):
         return []
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return [
-        f"{len(names)} of {len(runs)} runs were not tested: {', '.join(names[:5])}{more}. Test"
+        f"{len(names)} of {len(runs)} runs were not tested: {listed(names, 5)}. Test"
         " metrics are means over the others. To test a run, run lightning-fl test with --config"
         " config.yaml of the run."
     ]
@@ -248,11 +247,10 @@ def _paired(groups: Sequence[Group]) -> Section | None:
         if not seeds:
             continue
         pairs = {seed: finals[seed] - base[seed] for seed in seeds}
-        by_seed = ", ".join(f"{seed}: {value:+.4g}" for seed, value in list(pairs.items())[:20])
-        more = f" and {len(pairs) - 20} more" if len(pairs) > 20 else ""
+        by_seed = listed([f"{seed}: {value:+.4g}" for seed, value in pairs.items()], 20)
         mean, half = t_interval(list(pairs.values()))
         interval = f"{mean - half:+.4g} to {mean + half:+.4g}" if math.isfinite(half) else "-"
-        rows.append([each.name, by_seed + more, f"{mean:+.4g}", interval])
+        rows.append([each.name, by_seed, f"{mean:+.4g}", interval])
     if not rows:
         return None
     head = ["group", "difference by seed", "mean difference", "95 % interval"]
@@ -260,9 +258,8 @@ def _paired(groups: Sequence[Group]) -> Section | None:
         f"Differences of final {name} from {groups[0].name}, between runs with the same seed. Such"
         " runs share what the seed determines, such as the partition and the initial model, so"
         " their differences usually vary less than their values. The interval is the 95 %"
-        " confidence"
-        " interval of the mean difference by Student's t distribution. If it contains 0, the seeds"
-        " do not show which group is better."
+        " confidence interval of the mean difference by Student's t distribution. If it contains 0,"
+        " the seeds do not show which group is better."
     )
     return Section("Paired seeds", [text], (), [Table(head, rows)])
 

@@ -65,6 +65,17 @@ def counted(count: float, noun: str) -> str:
     return f"{number(count)} {noun}{'s' * (count != 1)}"
 
 
+def listed(texts: Sequence[str], most: int, separator: str = ", ") -> str:
+    """Return the first texts, and how many there are beyond them.
+
+    Example:
+        >>> listed(["a", "b", "c"], 2), listed(["a"], 2)
+        ('a, b and 1 more', 'a')
+    """
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more
+
+
 def plus_minus(values: Sequence[float], shown: Callable[[float], str] = number) -> str:
     """Format mean and standard deviation, or only the mean if all values are equal.
 

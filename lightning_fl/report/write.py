@@ -104,11 +104,9 @@ def html(page: Report) -> str:
     script = Markup((folder / "page.js").read_text(encoding="utf-8"))
     environment.filters |= {
         "base64": lambda content: base64.b64encode(content).decode(),
-        "json": partial(json.dumps, separators=(",", ":"), allow_nan=False),
+        "json": _json,
         # The Content Security Policy allows the script with this hash, and no other.
-        "sha256": lambda text: (
-            f"sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}"
-        ),
+        "sha256": _hash,
         "svg": _svg,
         # Bytes 16 to 19 of a PNG file are its width. RunReport draws 120 dots per inch, a page 96.
         "width": lambda content: int.from_bytes(content[16:20]) * 96 // 120,
@@ -117,10 +115,13 @@ def html(page: Report) -> str:
     return template.render(report=page, version=__version__, script=script, colors=COLORS)
 
 
+_json = partial(json.dumps, separators=(",", ":"), allow_nan=False)
+
+
 def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}"
 
 
 def _svg(panel: Panel, name: str) -> tuple[Markup, str]:
     element, chart = svg(panel, name)
-    return Markup(element), json.dumps(chart, separators=(",", ":"), allow_nan=False)
+    return Markup(element), _json(chart)
