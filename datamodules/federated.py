@@ -153,16 +153,19 @@ class FederatedDataModule(LightningDataModule):
     # --- other kinds of data ----------------------------------------------------------------------
 
     @staticmethod
-    def from_datamodule(datamodule: LightningDataModule, **options: Any) -> FederatedDataModule:
+    def from_datamodule(
+        datamodule: LightningDataModule, partition: Partition | None = None, **options: Any
+    ) -> FederatedDataModule:
         """Split the data of a LightningDataModule; see :class:`FromDataModule`.
 
         Args:
             datamodule: The data module.
+            partition: Rule that splits the training samples over clients.
             options: Options of :class:`FromDataModule`.
         """
         from lightning_fl.datamodules.from_datamodule import FromDataModule
 
-        return FromDataModule(datamodule, **options)
+        return FromDataModule(datamodule, partition, **options)
 
     @staticmethod
     def from_clients(

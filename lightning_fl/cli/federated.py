@@ -285,7 +285,7 @@ class FederatedCLI(LightningCLI):
         return loggers
 
     def fit(self, **kwargs: Any) -> None:
-        """Fit and print the folder of the run, which is removed if the fit fails at its start."""
+        """Fit and print the folder of the run; remove it if the fit fails before the first step."""
         if self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             self.trainer.fit(**kwargs)
             return
@@ -296,12 +296,15 @@ class FederatedCLI(LightningCLI):
         if (path := kwargs.get("ckpt_path")) and self.trainer.is_global_zero:
             print(f"Resuming from {short_path(Path(path))}")
         # Not created here: other processes still have to find the next free folder.
-        is_new = not self.run_folder.exists()
+        new = [p for p in (self.run_folder, *self.run_folder.parents) if not p.exists()]
         try:
             self.trainer.fit(**kwargs)
         except Exception:
-            if is_new and self.trainer.global_step == 0 and self.trainer.is_global_zero:
+            if new and self.trainer.global_step == 0 and self.trainer.is_global_zero:
                 shutil.rmtree(self.run_folder, ignore_errors=True)
+                with suppress(OSError):  # another run may have begun there
+                    for parent in new[1:]:
+                        parent.rmdir()
             raise
         except SystemExit as end:  # Lightning exits with code 1 after an interruption
             if type(end) is not SystemExit or not self.trainer.interrupted:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from importlib import import_module
 from pydoc import locate
 from typing import get_type_hints
 
@@ -107,9 +108,15 @@ def known_names(message: str) -> list[str]:
     classes = [c for c in found if isinstance(c, type)]
     for c in classes:
         classes += c.__subclasses__()
-    return sorted(
-        {c.__name__ for c in classes if not inspect.isabstract(c) and c.__name__[0] != "_"}
-    )
+    return sorted({c.__name__ for c in classes if not inspect.isabstract(c) and _is_public(c)})
+
+
+def _is_public(kind: type) -> bool:
+    """Return whether a class is for users; of this library, what its packages export is."""
+    package = ".".join(kind.__module__.split(".")[:2])
+    if package.startswith("lightning_fl."):
+        return getattr(import_module(package), kind.__name__, None) is kind
+    return not kind.__name__.startswith("_")
 
 
 def with_notes(error: BaseException) -> str:

@@ -64,12 +64,34 @@ def count_causes(dropped: Mapping[int, str]) -> dict[str, int]:
     return {cause: counts[cause] for cause in [*CAUSES, *sorted(counts.keys() - CAUSES.keys())]}
 
 
-def describe_dropped(dropped: Mapping[int, str], most: int = 10) -> str:
+def list_clients(clients: Sequence[int], names: Sequence[str] | None, most: int = 10) -> str:
+    """Return a text that lists clients by id and name.
+
+    Args:
+        clients: Ids of the clients.
+        names: Names of all clients, if they have names.
+        most: Maximum number of clients to list.
+
+    Example:
+        >>> list_clients([4, 7], None), list_clients([1], ["north", "south"])
+        ('clients 4, 7', "client 1 'south'")
+    """
+    named = [
+        f"{client}"
+        if names is None or names[client] == str(client)
+        else f"{client} {names[client]!r}"
+        for client in clients[:most]
+    ]
+    more = ", ..." * (len(clients) > most)
+    return f"client{'s' * (len(clients) > 1)} {', '.join(named)}{more}"
+
+
+def describe_dropped(dropped: Mapping[int, str], names: Sequence[str] | None = None) -> str:
     """Return a text that lists the dropped clients by cause.
 
     Args:
         dropped: Causes by client id.
-        most: Maximum number of clients to list per cause.
+        names: Names of all clients, if they have names.
 
     Example:
         >>> describe_dropped({7: "late", 4: "late", 9: "non_finite"})
@@ -79,8 +101,7 @@ def describe_dropped(dropped: Mapping[int, str], most: int = 10) -> str:
     for cause, count in count_causes(dropped).items():
         if count:
             clients = sorted(client for client, why in dropped.items() if why == cause)
-            named = ", ".join(map(str, clients[:most])) + ", ..." * (count > most)
-            parts.append(f"client{'s' * (count > 1)} {named} ({in_words(cause)})")
+            parts.append(f"{list_clients(clients, names)} ({in_words(cause)})")
     return ", ".join(parts)
 
 
@@ -89,28 +110,38 @@ class DropWarnings:
 
     Args:
         rows: Rows of the table of rounds, to which the rounds of the fit are added.
+        names: Names of all clients, if they have names.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._rows, self._first = rows, len(rows)
+    def __init__(
+        self, rows: Sequence[Mapping[str, Any]], names: Sequence[str] | None = None
+    ) -> None:
+        self._rows, self._first, self._names = rows, len(rows), names
         self._lost = self._kept = 0
+        self._sampled: Counter[int] = Counter()
+        self._causes: dict[int, list[str]] = {}
 
     def note(
-        self, round: int, sampled: int, dropped: Mapping[int, str], kept_by: str | None
+        self, round: int, cohort: Sequence[int], dropped: Mapping[int, str], kept_by: str | None
     ) -> None:
         """Record an aggregated round.
 
         Args:
             round: Number of the round, from 1.
-            sampled: Number of sampled clients.
+            cohort: Ids of the sampled clients.
             dropped: Causes by client id.
             kept_by: Description of the requirement that too few updates did not meet, so that the
                 global model is unchanged; None if the model was updated.
         """
+        sampled = len(cohort)
+        self._sampled.update(cohort)
+        for client, cause in dropped.items():
+            self._causes.setdefault(client, []).append(cause)
         if dropped and not self._lost:
             rank_zero_warn(
                 f"round {round}: dropped {len(dropped)} of {sampled} client updates:"
-                f" {describe_dropped(dropped)}. Later rounds are summarized at the end of the fit",
+                f" {describe_dropped(dropped, self._names)}. Later rounds are summarized at the end"
+                " of the fit",
                 stacklevel=2,
             )
         if kept_by is not None and not self._kept:
@@ -127,13 +158,23 @@ class DropWarnings:
         """Warn with a summary of the fit if more than one round had dropped updates."""
         rows = self._rows[self._first :]
         if self._lost > 1:
-            rank_zero_warn(summarize_dropped(rows))
+            rank_zero_warn(". ".join([summarize_dropped(rows), *self._never_used()]))
         if self._kept > 1:
             rank_zero_warn(
                 f"the global model was kept in {self._kept} of {len(rows)} rounds, in which too few"
                 " clients returned"
             )
         self._lost = self._kept = 0
+
+    def _never_used(self) -> list[str]:
+        """Return a text on the clients that were dropped in each of several rounds, if any."""
+        never = {
+            client: causes[0] if len({*causes}) == 1 else "several_causes"
+            for client, causes in self._causes.items()
+            if len(causes) == self._sampled[client] > 1
+        }
+        described = describe_dropped(never, self._names)
+        return [f"Dropped in all rounds in which they were sampled: {described}"] if never else []
 
 
 def summarize_dropped(rows: Sequence[Mapping[str, Any]]) -> str:

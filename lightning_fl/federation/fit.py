@@ -207,7 +207,7 @@ class Fit:
         )
         #: Traffic of the current or last round, which sets it.
         self.traffic: Traffic
-        self.warnings = DropWarnings(self.progress.table.rows)
+        self.warnings = DropWarnings(self.progress.table.rows, self.data.client_names)
         self.validation = Validation(self.trainer, self.data, self.options, self.processes)
         undo.callback(self.validation.close)
 

@@ -78,6 +78,8 @@ NOT_OF_A_FEDERATION = (
 )
 #: Attribute of rules that have ended a round.
 HAS_RUN = "_has_run"
+#: Descriptions of values of a federation; others are called by their names.
+IN_WORDS = {"checksum": "split of the data over clients, as a checksum,"}
 #: Remedies if a checkpoint belongs to another federation.
 REMEDIES = {
     "seed": "set seed_everything to the value in the checkpoint",
@@ -268,8 +270,9 @@ class Resume:
             if (was := state[what]) != now:
                 remedy = REMEDIES.get(what, f"restore the original {what}")
                 raise FederationError(
-                    f"it belongs to another federation: its {what} is {was!s:.100}, here it is"
-                    f" {now}. To resume, {remedy}; to start a new run, remove ckpt_path"
+                    f"it belongs to another federation: its {IN_WORDS.get(what, what)} is"
+                    f" {was!s:.100}, here it is {now}. To resume, {remedy}; to start a new run,"
+                    " remove ckpt_path"
                 )
         if changed := changes(self._options, state["options"]):
             rank_zero_warn(

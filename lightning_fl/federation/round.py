@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fl.federation.dropped import check_causes, count_causes, describe_dropped
+from lightning_fl.federation.dropped import (
+    check_causes,
+    count_causes,
+    describe_dropped,
+    list_clients,
+)
 from lightning_fl.federation.exchange import ClientContext
 from lightning_fl.federation.fit import Fit
 from lightning_fl.federation.table import COLUMNS
@@ -324,7 +329,8 @@ class Round:
         """Record dropped clients, or end the run if ``on_client_error`` is ``raise``."""
         if dropped and self.fit.federation.on_client_error == "raise":
             raise FederationError(
-                f"round {self.plan.round + 1} has no usable update of {describe_dropped(dropped)}:"
+                f"round {self.plan.round + 1} has no usable update of"
+                f" {describe_dropped(dropped, self.fit.data.client_names)}:"
                 " if values are non-finite, look for NaN in the client's samples, decrease the"
                 " learning rate or clip gradients; or set on_client_error: skip"
             )
@@ -361,8 +367,8 @@ class Round:
             lambda: fit.measures.training_accuracy(fit.runner.module, clients, round)
         )
         self.is_aggregated = True
-        sampled, dropped = len(self.plan.cohort), self.results.dropped
-        fit.warnings.note(self.plan.round + 1, sampled, dropped, kept_by)
+        cohort = self.plan.cohort.tolist()
+        fit.warnings.note(self.plan.round + 1, cohort, self.results.dropped, kept_by)
         fit.boundary.passed()
 
     def _merge(self) -> None:
@@ -525,7 +531,7 @@ class Round:
             return where
         clients = self.plan.clients[list(step.rows)].tolist()
         first, last = step.start + 1, step.start + step.steps
-        where += f", client{'s' * (len(clients) > 1)} {', '.join(map(str, clients))}"
+        where += f", {list_clients(clients, self.fit.data.client_names, len(clients))}"
         where += f", local step{'s' * (last > first)} {first}"
         return where + (f" to {last}" if last > first else "")
 

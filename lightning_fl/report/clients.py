@@ -15,7 +15,7 @@ from lightning_fl.callbacks.client_table import summary
 from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.partition import label_drift
 from lightning_fl.report.figures import COLORS, Bars, Grid, Line, Lines, Panel
-from lightning_fl.report.lead import dropped, sampled, split_rule
+from lightning_fl.report.lead import client_label, dropped, sampled, split_rule
 from lightning_fl.report.page import Picture, Section, Table
 from lightning_fl.report.run import Outcomes, Row, Run
 from lightning_fl.report.scores import client_scores, finite, total
@@ -111,8 +111,7 @@ def _client_label(first: int, width: int, count: int, run: Run) -> str:
     last = min(first + width, count) - 1
     if last > first:
         return f"clients {first} to {last}"
-    name = run.names.get(first)
-    return f"client {first}" + (f" ({name[:40]})" if name else "")
+    return client_label(first, run)
 
 
 def _rgb(color: int) -> list[float]:
@@ -349,7 +348,7 @@ def _spread_picture(samples: str, scores: Mapping[str, Sequence[Row]], run: Run)
 def _points(kind: str, rows: Sequence[Row], run: Run) -> Line:
     """Return one point per client: its accuracy over its number of training samples."""
     some = rows[:: -(-len(rows) // MOST_POINTS)]
-    names = [_client_label(int(row["client"]), 1, 0, run) for row in some]
+    names = [client_label(int(row["client"]), run) for row in some]
     return Line(kind, [r.get("train_samples", 0) for r in some], [r[kind] for r in some], (), names)
 
 

@@ -138,13 +138,25 @@ def outcome(run: Run) -> Iterable[str]:
 
 
 def dropped(run: Run) -> str:
-    """Return a sentence on the number of dropped updates and the causes."""
+    """Return sentences on the dropped updates: how many, why, and clients that were never used."""
     causes = {words: total(run, cause) for cause, words in CAUSES.items()}
     by_cause = ", ".join(f"{number(count)} {words}" for words, count in causes.items() if count)
-    return (
+    text = (
         f"{number(total(run, 'dropped'))} of {counted(total(run, 'clients'), 'client update')} were"
         f" dropped{f' ({by_cause})' if by_cause else ''}."
     )
+    never = [
+        f"{client_label(int(row['client']), run)} in {number(row['rounds'])} rounds"
+        for row in run.participation
+        if row.get("rounds", 0) > 1 and row.get("dropped") == row["rounds"]
+    ]
+    return text + (f" Each time dropped: {listed(never, 10)}." if never else "")
+
+
+def client_label(client: int, run: Run) -> str:
+    """Return the id of a client, and its name if it has one."""
+    name = run.names.get(client)
+    return f"client {client}" + (f" ({name[:40]})" if name else "")
 
 
 def split_rule(run: Run) -> str:

@@ -6,11 +6,13 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.utils.data import TensorDataset
 
 from lightning_fl import VectorizedClients
 from lightning_fl.aggregators import CoordinateMedian
 from lightning_fl.callbacks import ClientFaults, OnUpdates, RoundCheckpoint
 from lightning_fl.callbacks.faults import read_trace
+from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.types import FederationError
 
@@ -87,6 +89,25 @@ def test_each_cause_has_a_column_and_is_named_in_the_first_warning(simulate, tmp
     columns = ("dropped", "dropped_out", "crashed", "late", "non_finite")
     table = [[row[name] for name in columns] for row in loop.rows]
     assert table == logged == [[2, 1, 0, 0, 1], [1, 0, 1, 0, 0], [1, 0, 0, 1, 0]]
+
+
+def test_clients_that_were_always_dropped_are_named_at_the_end(simulate, tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text(
+        "round,client,fault\n1,1,nan\n2,1,nan\n3,1,nan\n1,0,late\n2,0,crash\n3,0,nan\n1,2,nan\n"
+    )
+    blobs = TensorDataset(torch.randn(12, 6, dtype=torch.float64), torch.arange(12) % 3)
+    sites = {"north": blobs, "south's": blobs, "2": blobs}
+    named = FederatedDataModule.from_clients(sites, val=blobs, batch_size=4)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        simulate(ClientFaults(trace=path), datamodule=named, min_clients=1, quiet=False)
+    first, *_, last = [str(w.message) for w in found if "ropped" in str(w.message)]
+    assert "client 0 'north' (too late), clients 1 \"south's\", 2 (non-finite values)" in first
+    assert last.endswith(
+        '. Dropped in all rounds in which they were sampled: client 1 "south\'s" (non-finite'
+        " values), client 0 'north' (several causes)"
+    )
 
 
 class Battery(OnUpdates):

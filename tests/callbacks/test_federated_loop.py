@@ -846,7 +846,7 @@ OTHERS = [
     # Another federation:
     ({"seed": 2}, {}, "its seed is 1, here it is 2.*seed_everything"),
     ({}, {"num_clients": 5}, "num_clients is 4, here it is 5"),
-    ({}, {"partition": QuantitySkew()}, "checksum"),
+    ({}, {"partition": QuantitySkew()}, "split of the data over clients"),
     ({"aggregator": Momentum()}, {}, "aggregator_class is FedAvg.* Momentum"),
     ({"policy": PerClient()}, {}, "policy_class is Schedule.* PerClient"),
     # State that the checkpoint does not have:

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, FromDataModule
-from lightning_fl.partition import ByLabel
+from lightning_fl.partition import IID, ByLabel
 from lightning_fl.types import FederationError
 from tutorial import Net, trainer
 
@@ -66,7 +66,7 @@ class Mine(LightningDataModule):
 
 def test_it_federates_in_one_line(tmp_path):
     mine = Mine()
-    data = FederatedDataModule.from_datamodule(mine, num_clients=4)
+    data = FederatedDataModule.from_datamodule(mine, IID(), num_clients=4)
     made, module = trainer(tmp_path, FederatedLoop(seed=0), rounds=5), Net()
     made.fit(module, datamodule=data)
     assert float(made.callback_metrics["val_acc"]) > 0.7

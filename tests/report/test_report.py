@@ -405,6 +405,14 @@ def test_faults_are_drawn_by_kind_and_drops_by_cause(folder):
     assert drops["rounds of the client"] == ("client", kinds)
 
 
+def test_clients_that_were_always_dropped_are_named(folder):
+    table = "client,name,train_samples,rounds,dropped\n0,n,3,4,3\n1,s,2,4,4\n2,w,2,1,1\n3,e,1,0,0\n"
+    text = " ".join(participation(read_run(folder(participation__csv=table))).text)
+    assert (
+        "were dropped (1 non-finite values). Each time dropped: client 1 (s) in 4 rounds." in text
+    )
+
+
 def test_bars_of_many_rounds_are_sums_of_stretches(folder):
     rounds = "round,clients,dropped,late\n" + "".join(f"{i},9,2,2\n" for i in range(1, 301))
     (picture,) = participation(read_run(folder(rounds__csv=rounds))).pictures
