@@ -1,4 +1,4 @@
-"""Confidence intervals of means over runs."""
+"""Means over runs, with standard deviations and confidence intervals."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 
 from scipy.stats import t
+
+
+def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and the sample standard deviation (n - 1), which is 0 for one value.
+
+    Example:
+        >>> mean_and_std([1.0, 2.0, 3.0])
+        (2.0, 1.0)
+    """
+    if not all(map(math.isfinite, values)):
+        return math.nan, math.nan
+    return fmean(values), stdev(values) if len(values) > 1 else 0.0
 
 
 def t_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:

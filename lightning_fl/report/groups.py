@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from statistics import fmean, stdev
 from typing import Any
 
 from lightning_fl.functional.intervals import t_interval
@@ -104,18 +103,6 @@ def common_time(runs: Sequence[Run]) -> float | None:
 def at_time(run: Run, name: str, time: float) -> float:
     """Return the last value of a column within a virtual time; NaN if there is none."""
     return value_at(_curve(run, name, "virtual_time"), time)
-
-
-def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and the sample standard deviation (n - 1), which is 0 for one value.
-
-    Example:
-        >>> mean_and_std([1.0, 2.0, 3.0])
-        (2.0, 1.0)
-    """
-    if not all(map(math.isfinite, values)):
-        return math.nan, math.nan
-    return fmean(values), stdev(values) if len(values) > 1 else 0.0
 
 
 def group(runs: Sequence[Run]) -> list[Group]:

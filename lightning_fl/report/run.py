@@ -17,6 +17,7 @@ import numpy as np
 import yaml
 
 from lightning_fl.federation.dropped import in_words
+from lightning_fl.report.words import listed
 from lightning_fl.types import FederationError
 
 #: Maximum size of a file in MiB; runs do not write larger files.
@@ -293,8 +294,7 @@ def _table(path: Path, key: str, notes: list[str]) -> list[Row]:
             broken.append(f"{texts[0][:40]} in line {number}")
         found.append(row)
     if broken:
-        more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
-        notes.append(f"skipped invalid values of {path.name}: {', '.join(broken[:3])}{more}")
+        notes.append(f"skipped invalid values of {path.name}: {listed(broken, 3)}")
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_fl.functional.intervals import t_interval
+from lightning_fl.functional.intervals import mean_and_std, t_interval
 from lightning_fl.report.curves import cost, hyper_parameters, picture, progress
 from lightning_fl.report.figures import MOST_LINES, Line
 from lightning_fl.report.groups import (
@@ -19,7 +19,6 @@ from lightning_fl.report.groups import (
     differences,
     identity,
     in_words,
-    mean_and_std,
 )
 from lightning_fl.report.lead import setting, warnings
 from lightning_fl.report.page import Report, Section, Table, Verbatim

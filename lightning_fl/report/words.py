@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.ticker import EngFormatter
 
-from lightning_fl.report.groups import mean_and_std
+from lightning_fl.functional.intervals import mean_and_std
 
 #: Non-breaking space.
 NBSP = "\u00a0"

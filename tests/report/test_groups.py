@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from lightning_fl.functional.intervals import t_interval
+from lightning_fl.functional.intervals import mean_and_std, t_interval
 from lightning_fl.report import Run, group
-from lightning_fl.report.groups import Group, at_time, common_time, mean_and_std
+from lightning_fl.report.groups import Group, at_time, common_time
 from lightning_fl.report.run import TEST_FORMAT, read_run, values_of
 
 
