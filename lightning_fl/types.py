@@ -396,6 +396,8 @@ class FederatedData(Protocol):
     shares_validation: bool
     #: Number of training samples per client, ``[num_clients]``.
     num_samples: Tensor
+    #: Name of each client; None if clients have no names.
+    client_names: list[str] | None
     #: Number of batches per local epoch of each client, ``[num_clients]``.
     batches_per_epoch: Tensor
 
