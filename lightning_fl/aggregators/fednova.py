@@ -31,7 +31,8 @@ class FedNova(FedOpt):
         \tau_{\text{eff}} = \sum_{k \in S_t} p_k \lVert a_k \rVert_1.
 
     With a proximal term :math:`\tau_{\text{eff}}` is :math:`\sum_k p_k \tau_k`, as in the authors'
-    program (JYWa/FedNova). Where all clients make equally many steps it is :class:`FedAvg`.
+    program (JYWa/FedNova). Without it, and where all clients make equally many steps, it is
+    :class:`FedAvg`.
     Floating buffers are averaged without normalization. Weight decay is not part of
     :math:`a`, as in the authors' program.
 

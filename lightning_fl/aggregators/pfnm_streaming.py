@@ -69,7 +69,7 @@ class LayerPosterior(nn.Module):
 
 
 class StreamingPFNM(NeuronMatching):
-    r"""Neural matching of a stream (Yurochkin et al., 2019, section 3.3 and supplement 3).
+    r"""Neural matching of a stream (Yurochkin et al., 2018, section 3.3 and supplement 3).
 
     Each round is a step :math:`s` of a stream; set ``stream_steps`` of the data module. The
     posterior of a step is the prior of the next. Before step :math:`s + 1` client :math:`j` draws

@@ -24,8 +24,8 @@ class LoRA(nn.Module):
     (``exchange_frozen``). BatchNorm layers still update their statistics.
 
     With ``freeze_a`` only :math:`B` is trained (FFA-LoRA; Sun et al., 2024): the average of
-    :math:`B_k A` is exactly the average of :math:`B_k` times :math:`A`, and half of the adapters'
-    parameters are exchanged.
+    :math:`B_k A` is exactly the average of :math:`B_k` times :math:`A`, and :math:`A` is not
+    exchanged, which is half of the adapter of a square layer.
 
     Requires the package peft: ``pip install "lightning-fl[peft]"``.
 
