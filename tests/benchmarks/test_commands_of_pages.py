@@ -14,14 +14,15 @@ PAGES = [
 
 
 def commands(text):
-    """Return the commands of scripts in ``benchmarks`` that a page has on lines of their own."""
+    """Return the commands of scripts in ``benchmarks`` on lines of their own, and within lines."""
     text = re.sub(r"\\\n\s*", "", text)
-    return re.findall(r"^ *python benchmarks/(\w+)\.py (.*)$", text, re.MULTILINE)
+    own = re.findall(r"^ *python benchmarks/(\w+)\.py (.*)$", text, re.MULTILINE)
+    return [*own, *re.findall(r"(?<!`)`(\w+)\.py ([^`]+)`", text)]
 
 
 def test_commands_are_found_over_several_lines():
-    page = "    python benchmarks/rules.py --seeds 1 \\\n        --jobs 2\n\n(python x.py)"
-    assert commands(page) == [("rules", "--seeds 1 --jobs 2")]
+    page = "    python benchmarks/rules.py --seeds 1 \\\n        --jobs 2\n\n(python x.py), `pfnm.py -x\n1`"
+    assert commands(page) == [("rules", "--seeds 1 --jobs 2"), ("pfnm", "-x\n1")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
