@@ -21,8 +21,8 @@ def commands(text):
 
 
 def test_commands_are_found_over_several_lines():
-    page = "    python benchmarks/rules.py --seeds 1 \\\n        --jobs 2\n\n(python x.py), `pfnm.py -x\n1`"
-    assert commands(page) == [("rules", "--seeds 1 --jobs 2"), ("pfnm", "-x\n1")]
+    page = "    python benchmarks/rules.py --seeds 1 \\\n        --jobs 2\n\npython x.py, `kept.py a\nb`"
+    assert commands(page) == [("rules", "--seeds 1 --jobs 2"), ("kept", "a\nb")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
