@@ -21,7 +21,7 @@ def commands(text):
 
 
 def test_commands_are_found_over_several_lines():
-    page = "    python benchmarks/rules.py --seeds 1 \\\n        --jobs 2\n\npython x.py, `kept.py a\nb`"
+    page = "    python benchmarks/rules.py --seeds 1 \\\n        --jobs 2\n\n`kept.py a\nb`"
     assert commands(page) == [("rules", "--seeds 1 --jobs 2"), ("kept", "a\nb")]
 
 
