@@ -11,6 +11,7 @@ from lightning.pytorch.cli import LightningCLI
 
 import quick_cli
 from lightning_fl.cli import COMMANDS, listing, main
+from lightning_fl.cli.arguments import export_words, partition_words
 
 ROOT = Path(__file__).parents[1]
 WITHOUT_TORCH = """
@@ -95,6 +96,42 @@ def test_a_shell_completes_commands_and_options(capsys):
     assert "--federation.clients_per_round" in script
     done = subprocess.run(["bash", "-n"], input=script, text=True, check=False)
     assert done.returncode == 0
+
+
+CHANGE = ["--data.init_args.num_clients", "20"]
+FILE = ["--config", "digits.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "rest"),
+    [
+        (["digits.yaml", *CHANGE], [*FILE, *CHANGE]),
+        ([*CHANGE, "digits.yaml"], [*FILE, *CHANGE]),
+        ([*FILE, *CHANGE], [*FILE, *CHANGE]),
+        ([*CHANGE, *FILE], [*FILE, *CHANGE]),
+        ([*CHANGE, "--config=digits.yaml"], [*FILE, *CHANGE]),
+        (["digits.yaml", "--config", "b.yaml"], [*FILE, "--config", "b.yaml"]),
+        (["--data.shift", "-1", "digits.yaml"], [*FILE, "--data.shift", "-1"]),
+        (["--data={'a': 1}", "digits.yaml"], [*FILE, "--data={'a': 1}"]),
+        (["--print_config", "digits.yaml"], [*FILE, "--print_config"]),
+    ],
+)
+def test_a_value_is_not_taken_for_the_configuration(words, rest):
+    assert partition_words([*words, "--output", "out"]) == ("out", ["fit", *rest])
+    assert partition_words(["--output=out", *words]) == ("out", ["fit", *rest])
+
+
+def test_values_are_not_taken_for_what_is_exported():
+    asked, rest = export_words(["--data.shift", "3", "flower", *CHANGE, "digits.yaml"])
+    assert (asked.target, asked.config, asked.output) == ("flower", "digits.yaml", "app")
+    assert rest == ["--data.shift", "3", *CHANGE]
+    assert export_words(["flower", "a.yaml", *FILE])[1] == FILE
+
+
+def test_the_folder_of_a_new_project_is_quoted(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(["init", "my project"])
+    assert "Next: cd 'my project' && lightning-fl fit" in capsys.readouterr().out
 
 
 def test_a_new_project_runs(monkeypatch, tmp_path, capsys):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+import re
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -69,7 +70,9 @@ def partition_parser() -> ArgumentParser:
         " --data.init_args.num_clients=20.",
         allow_abbrev=False,
     )
-    parser.add_argument("config", help="A configuration of lightning-fl fit.")
+    parser.add_argument("config", nargs="?", help="A configuration of lightning-fl fit.")
+    # As in the other commands, also several times.
+    parser.add_argument("--config", dest="more", action="append", default=[], help=SUPPRESS)
     parser.add_argument(
         "--output",
         default=".",
@@ -120,10 +123,7 @@ def export_words(words: Sequence[str]) -> tuple[Namespace, list[str]]:
         >>> asked.config, asked.output, rest
         ('digits.yaml', 'app', ['--trainer.max_epochs=3'])
     """
-    asked, rest = _split_words(words, "app", "target", "config")
-    if {"-h", "--help"} & {*rest} or asked.target != "flower" or asked.config is None:
-        export_parser().parse_args(words)
-    return asked, rest
+    return _parse(export_parser(), words)
 
 
 def partition_words(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -136,18 +136,30 @@ def partition_words(words: Sequence[str]) -> tuple[str, list[str]]:
         >>> partition_words(["digits.yaml", "--output", "out", "--data.init_args.num_clients=3"])
         ('out', ['fit', '--config', 'digits.yaml', '--data.init_args.num_clients=3'])
     """
-    asked, rest = _split_words(words, ".", "config")
-    is_named = any(word.startswith("--config") for word in rest)
-    if {"-h", "--help"} & {*rest} or not (asked.config or is_named):
-        partition_parser().parse_args(["--help"] if "--help" in rest else words)
-    config = ["--config", asked.config] if asked.config else []
-    return asked.output, ["fit", *config, *rest]
+    parser = partition_parser()
+    asked, rest = _parse(parser, words)
+    files = [asked.config] * bool(asked.config) + asked.more
+    if not files:
+        parser.error("a configuration is required, such as digits.yaml")
+    return asked.output, ["fit", *(word for file in files for word in ("--config", file)), *rest]
 
 
-def _split_words(words: Sequence[str], output: str, *names: str) -> tuple[Namespace, list[str]]:
-    """Return ``--output`` and the arguments with these names, and all others."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in names:
-        parser.add_argument(name, nargs="?")
-    parser.add_argument("--output", default=output)
-    return parser.parse_known_args(words)
+def _parse(parser: ArgumentParser, words: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Return the arguments of a parser, and the options that it does not know with their values.
+
+    ``parse_known_args`` would take the value of an unknown option for a name.
+    """
+    known = {option for action in parser._actions for option in action.option_strings}
+    names: list[str] = []
+    options: list[str] = []
+    rest: list[str] = []
+    place, takes_value = names, False
+    for word in words:
+        if re.match("-[-a-z]", word):
+            place = options if word.partition("=")[0] in known else rest
+            takes_value = "=" not in word and word not in ("--help", "--print_config")
+            place.append(word)
+        else:
+            (place if takes_value else names).append(word)
+            takes_value = False
+    return parser.parse_args([*names, *options]), rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
@@ -127,4 +128,4 @@ def init(words: Sequence[str]) -> None:
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
         print(f"Written to {folder / name}")
-    print(f"Next: cd {folder} && lightning-fl fit --config config.yaml")
+    print(f"Next: cd {shlex.quote(str(folder))} && lightning-fl fit --config config.yaml")
