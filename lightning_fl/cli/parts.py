@@ -36,9 +36,6 @@ class PartitionCLI(FederatedCLI):
         chosen = Namespace(data=self.config.fit.data)  # type: ignore[no-untyped-call]
         self.datamodule = self._parser("fit").instantiate_classes(chosen).data
 
-    def after_instantiate_classes(self) -> None:
-        """Do nothing."""
-
     def _run_subcommand(self, subcommand: str) -> None:
         data = self.datamodule
         data.prepare_data()
@@ -83,9 +80,6 @@ class _PartsCLI(FederatedCLI):
             self._config_text(),
             (*callbacks, *own, *["vectorize"] * (config.vectorize is not None)),
         )
-
-    def after_instantiate_classes(self) -> None:
-        """Do nothing."""
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Do nothing."""
