@@ -174,8 +174,7 @@ class RunReport(Callback):
         else:
             counts = self.participation.counts().tolist()
             columns |= dict(zip(("rounds", "dropped"), counts, strict=True))
-            content = self.participation.csv_gz()
-            write_atomically(by_round, lambda file: file.write(content))
+            write_atomically(by_round, self.participation.csv_gz())
         if not isinstance(accuracies, str):
             columns["train_acc"] = accuracies
         text = io.StringIO(newline="")

@@ -77,17 +77,13 @@ def report(
             if (content := pictures.get(name)) is None:
                 place.unlink(missing_ok=True)  # left by an earlier report
             else:
-                _write(place, content)
-        _write(path, html(page).encode(errors="replace"))
+                write_atomically(place, content)
+        write_atomically(path, html(page).encode(errors="replace"))
     except OSError as error:
         raise FederationError(
             f"{path} could not be written ({error}): choose another output"
         ) from error
     return path
-
-
-def _write(path: Path, content: bytes) -> None:
-    write_atomically(path, lambda file: file.write(content))
 
 
 def html(page: Report) -> str:
