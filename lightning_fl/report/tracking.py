@@ -22,16 +22,16 @@ FINISHED = (*PICTURES, "participation.csv", "participation_by_round.csv.gz")
 
 
 class LogFiles(Callback):
-    """Give the files of a run to the loggers of the Trainer.
+    """Log the files of a run to the loggers of the Trainer.
 
-    The picture of the partition is given at the start of a fit; the report, the other pictures and
+    The picture of the partition is logged at the start of a fit; the report, the other pictures and
     the tables at its end, also after an interruption.
 
     - Weights & Biases keeps them as artifacts of the type ``federation``, and shows the pictures.
     - MLflow keeps them as artifacts of the run.
     - TensorBoard shows the pictures; ``lightning-fl report`` writes the report.
 
-    Files that an earlier fit has left in the folder are not given. The callback comes after
+    Files that an earlier fit has left in the folder are not logged. The callback comes after
     :class:`~lightning_fl.callbacks.RunReport`, which writes the files. The command line adds both.
 
     Raises:
@@ -42,7 +42,7 @@ class LogFiles(Callback):
         self._folder: Path | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check that the files are written before they are given."""
+        """Check that the files are written before they are logged."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         before = callbacks[: callbacks.index(self)]
         if stage == "fit" and not any(isinstance(callback, RunReport) for callback in before):
@@ -52,59 +52,51 @@ class LogFiles(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the picture of the partition to the loggers."""
+        """Log the picture of the partition."""
         folder = run_folder(trainer)  # on all processes: the first one broadcasts it
         self._folder = folder if trainer.is_global_zero else None
-        self._give(trainer, "partition.png")
+        self._log(trainer, "partition.png")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the report, and give it and the other files to the loggers."""
+        """Write the report, and log it and the other files."""
         if self._folder is None:
             return
-        names = self._config(trainer) + STARTED
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        # Other files than those of this fit are left from an earlier one.
+        names = [*STARTED, *["config.yaml"] * any(isinstance(c, RunConfig) for c in callbacks)]
         loop = loop_of(trainer, "LogFiles")
-        if loop.rows:  # otherwise such files are of an earlier fit
+        if loop.rows:
             assert loop.csv_name is not None  # there is a folder
-            names += (*FINISHED, loop.csv_name)
-        if any(isinstance(logger, WandbLogger | MLFlowLogger) for logger in trainer.loggers):
-            names += self._report(has_rounds=bool(loop.rows))
-        self._give(trainer, *names)
+            names += [*FINISHED, loop.csv_name]
+        keeps_report = any(isinstance(each, WandbLogger | MLFlowLogger) for each in trainer.loggers)
+        if keeps_report and not loop.rows:
+            rank_zero_warn("there is no report: the fit ended before the end of its first round")
+        elif keeps_report:
+            try:
+                names.append(report(self._folder).name)
+            except FederationError as error:
+                rank_zero_warn(f"there is no report: {error}")
+        self._log(trainer, *names)
         self._folder = None
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Give the files so far to the loggers."""
+        """Log the files so far."""
         self.on_fit_end(trainer, pl_module)
 
-    def _config(self, trainer: Trainer) -> tuple[str, ...]:
-        """Return the name of the configuration, if this fit writes it."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        return ("config.yaml",) if any(isinstance(c, RunConfig) for c in callbacks) else ()
-
-    def _report(self, has_rounds: bool) -> tuple[str, ...]:
-        """Write the report, and return its name."""
-        assert self._folder is not None
-        try:
-            if not has_rounds:
-                raise FederationError("the fit ended before the end of its first round")
-            return (report(self._folder).name,)
-        except FederationError as error:
-            rank_zero_warn(f"there is no report: {error}")
-            return ()
-
-    def _give(self, trainer: Trainer, *names: str) -> None:
+    def _log(self, trainer: Trainer, *names: str) -> None:
         if self._folder is None:
             return
         for logger in trainer.loggers:
             for file in filter(Path.is_file, (self._folder / name for name in names)):
                 try:
-                    _give_one(logger, file)
+                    _log_one(logger, file)
                 except Exception as error:  # of a tracker or its network: must not fail the run
-                    rank_zero_warn(f"{type(logger).__name__} has not got {file}: {error}")
+                    rank_zero_warn(f"{type(logger).__name__} did not accept {file}: {error}")
 
 
-def _give_one(logger: Any, file: Path) -> None:
+def _log_one(logger: Any, file: Path) -> None:
     match logger:
         case WandbLogger():
             name = f"{file.stem}-{logger.experiment.id}"
@@ -114,10 +106,6 @@ def _give_one(logger: Any, file: Path) -> None:
         case MLFlowLogger():
             logger.experiment.log_artifact(logger.run_id, str(file))
         case TensorBoardLogger() if file.suffix == ".png":
-            _show(logger.experiment, file)
+            from matplotlib.image import imread  # it has drawn the picture
 
-
-def _show(writer: Any, picture: Path) -> None:
-    from matplotlib.image import imread  # it has drawn the picture
-
-    writer.add_image(picture.stem, imread(picture), dataformats="HWC")
+            logger.experiment.add_image(file.stem, imread(file), dataformats="HWC")

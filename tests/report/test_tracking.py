@@ -151,7 +151,7 @@ def test_a_tracker_that_takes_no_files_does_not_fail_the_run(tmp_path, monkeypat
     pytest.importorskip("tensorboard")
     logger = TensorBoardLogger(tmp_path, name="", version="")
     monkeypatch.setattr(type(logger.experiment), "add_image", lambda *a, **o: 1 / 0)
-    with pytest.warns(UserWarning, match="TensorBoardLogger has not got .*png: division by zero"):
+    with pytest.warns(UserWarning, match="did not accept .*png: division by zero"):
         trainer = fit(tmp_path, logger)
     assert trainer.current_epoch == ROUNDS
 
@@ -163,9 +163,9 @@ class FailingAtOnce(Net):
         raise ValueError("at once")
 
 
-def test_files_of_an_earlier_fit_are_not_given(tmp_path, monkeypatch):
+def test_files_of_an_earlier_fit_are_not_logged(tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr(tracking, "_give_one", lambda logger, file: given.append(file.name))
+    monkeypatch.setattr(tracking, "_log_one", lambda logger, file: given.append(file.name))
     fit(tmp_path, False)
     for name in ("aggregator.png", "policy.png", "report.html", "config.yaml"):
         (tmp_path / name).write_text("of an earlier fit")
