@@ -223,6 +223,14 @@ def test_a_test_leaves_the_config_of_the_fit_alone(cli, tmp_path):
     assert (found["differing options"], len(found["metrics"])) == ({}, 2)
 
 
+def test_a_test_beside_a_damaged_config_says_that_nothing_was_compared(cli, fitted):
+    (fitted / "config.yaml").write_text("a: [1")
+    (fitted.parent / "version_²").mkdir()  # not a number that int reads
+    with pytest.warns(UserWarning, match=r"not compared .*version_0/config\.yaml cannot be read"):
+        cli("test", "--config", DIGITS)
+    assert json.loads((fitted / "test.json").read_text())["differing options"] == {}
+
+
 def test_a_resumed_fit_leaves_the_config_of_the_first_alone(cli, tmp_path):
     run = tmp_path / "runs" / "digits" / "version_0"
     cli(*FIT, "--trainer.max_epochs=1")

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import os
-import re
 import shutil
 import sys
-import warnings
-from argparse import ArgumentParser as PlainParser
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from pydoc import locate
-from typing import Any, Literal, NoReturn, TypeVar, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import yaml
-from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 # Every class that a config may name by its short name has to be imported.
@@ -39,7 +31,7 @@ import lightning_fl.objectives
 import lightning_fl.optimizers
 import lightning_fl.partition
 import lightning_fl.policies
-import lightning_fl.samplers
+import lightning_fl.samplers  # noqa: F401
 from lightning_fl.callbacks import (
     FederatedLoop,
     LayerSummary,
@@ -53,9 +45,16 @@ from lightning_fl.cli import INTERRUPTED
 from lightning_fl.cli.arguments import short_path
 from lightning_fl.cli.messages import explain
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.files import read_text, write_atomically
+from lightning_fl.files import one_line, read_text, write_atomically
 from lightning_fl.report import LogFiles
-from lightning_fl.report.run import TEST_FORMAT, differing_options, values_of
+from lightning_fl.report.run import (
+    IGNORED_BY_TEST,
+    TEST_FORMAT,
+    config_values,
+    differing_options,
+    values_of,
+    version_folders,
+)
 from lightning_fl.runners import VectorizedClients
 from lightning_fl.types import FederationError
 
@@ -172,10 +171,7 @@ class FederatedCLI(LightningCLI):
         subcommand = self.config.subcommand
         config = self.config[subcommand]
         root = Path(config.trainer.default_root_dir).absolute()
-        runs = sorted(
-            (p for p in root.glob("version_*") if p.name.removeprefix("version_").isdigit()),
-            key=lambda p: int(p.name.removeprefix("version_")),
-        )
+        runs = version_folders(root)
         self.run_folder = runs[-1] if runs else root / "version_0"
         self.is_requeued = False
         if subcommand == "fit" and (requeued := self._requeued(runs)) is not None:
@@ -331,11 +327,17 @@ class FederatedCLI(LightningCLI):
         used = kwargs.get("ckpt_path")
         folder = Path(used).absolute().parent if used else self.run_folder
         tested = values_of(yaml.safe_load(self._config_text()))
+        differing: dict[str, tuple[Any, Any]] = {}
         try:
-            fitted = values_of(yaml.safe_load((folder / "config.yaml").read_text()))
-        except (OSError, ValueError, AttributeError, yaml.YAMLError):
-            fitted = None  # the fit was run from Python
-        differing = {} if fitted is None else differing_options(fitted, tested)
+            fitted = config_values(folder / "config.yaml")
+            differing = differing_options(fitted, tested, IGNORED_BY_TEST)
+        except FileNotFoundError:
+            pass  # the fit was run from Python
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            rank_zero_warn(
+                f"the options of the test are not compared with those of the fit, because"
+                f" {folder / 'config.yaml'} cannot be read: {one_line(error)}"
+            )
         if differing:
             changes = "; ".join(f"{k} is {t!r}, was {f!r}" for k, (f, t) in differing.items())
             rank_zero_warn(f"options of the test differ from the fit: {changes:.1000}")

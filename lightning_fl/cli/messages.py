@@ -52,7 +52,7 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
     got = value[1] if value else ""
     if with_value := [(kind, at) for kind, at in expected if at]:  # of the option itself
         expected, got = with_value, with_value[0][1]
-    types = [in_words(kind) for kind, _ in expected]
+    types = [describe_type(kind) for kind, _ in expected]
     nested = re.search(r"NestedArg\(key='([^']+)'", message)
     if nested and not key.endswith(nested[1].rpartition(".")[2]):
         key = f"{key}.{nested[1]}"
@@ -66,11 +66,11 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
     return short + f"\nKnown names: {', '.join(names)}" * bool(names)
 
 
-def in_words(kind: str) -> str:
+def describe_type(kind: str) -> str:
     """Return the description of a type in jsonargparse's messages.
 
     Example:
-        >>> in_words("<class 'int'>"), in_words("typing.Literal['mean', 'sum']")
+        >>> describe_type("<class 'int'>"), describe_type("typing.Literal['mean', 'sum']")
         ('a whole number', "one of 'mean', 'sum'")
     """
     name = kind.removeprefix("<class '").removesuffix("'>")

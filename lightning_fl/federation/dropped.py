@@ -19,11 +19,11 @@ CAUSES = {
 }
 
 
-def in_words(cause: str) -> str:
+def describe_cause(cause: str) -> str:
     """Return the description of a cause.
 
     Example:
-        >>> in_words("dropped_out"), in_words("low_battery")
+        >>> describe_cause("dropped_out"), describe_cause("low_battery")
         ('dropped out', 'low battery')
     """
     return CAUSES.get(cause, cause.replace("_", " "))
@@ -101,7 +101,7 @@ def describe_dropped(dropped: Mapping[int, str], names: Sequence[str] | None = N
     for cause, count in count_causes(dropped).items():
         if count:
             clients = sorted(client for client, why in dropped.items() if why == cause)
-            parts.append(f"{list_clients(clients, names)} ({in_words(cause)})")
+            parts.append(f"{list_clients(clients, names)} ({describe_cause(cause)})")
     return ", ".join(parts)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lightning_fl.federation.dropped import in_words
+from lightning_fl.federation.dropped import describe_cause
 from lightning_fl.report.words import listed
 from lightning_fl.types import FederationError
 
@@ -34,30 +34,34 @@ LARGEST = 1e30
 MOST_RESUMED = 20
 #: Format and version of test.json.
 TEST_FORMAT = "lightning_fl test 1"
-#: Options that do not affect the metrics of a test: paths, display options, options of the fit.
-NOT_OF_A_TEST = {
+#: Options that do not affect results: paths, display options, options of reading and writing.
+PLACES = {
     "ckpt_path",
-    "vectorize",
     "threads",
     "verbose",
     "weights_only",
     "data.root",
     "data.download",
-    "trainer.accelerator",
     "trainer.default_root_dir",
-    "trainer.devices",
-    "trainer.max_epochs",
-    "trainer.strategy",
-    "trainer.logger",
-    "trainer.callbacks",
-    "trainer.log_every_n_steps",
     "trainer.enable_progress_bar",
     "trainer.enable_model_summary",
+    "trainer.log_every_n_steps",
     "checkpoint.dirpath",
     "checkpoint.filename",
     "checkpoint.every_n_rounds",
 }
-NOT_OF_A_TEST_BELOW = ("vectorize.", "trainer.callbacks.", "trainer.logger.", "trainer.strategy.")
+#: Options of a fit that do not affect the metrics of a test, and those that a resumed fit may
+#: change without notice.
+IGNORED_BY_TEST = (
+    "vectorize",
+    "trainer.accelerator",
+    "trainer.callbacks",
+    "trainer.devices",
+    "trainer.logger",
+    "trainer.max_epochs",
+    "trainer.strategy",
+)
+IGNORED_BY_RESUME = ("trainer.logger", "trainer.max_epochs")
 #: Maximum number of values of a config.
 MOST_VALUES = 2000
 
@@ -168,7 +172,7 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
                 f"folder {path} does not exist: pass the folder of a run, such as"
                 " runs/digits/version_0, or of several runs, such as runs/digits"
             )
-        inside = [path] if (path / "rounds.csv").is_file() else _versions(path)
+        inside = [path] if (path / "rounds.csv").is_file() else version_folders(path)
         runs = [folder for folder in inside if (folder / "rounds.csv").is_file()]
         if not runs:
             raise FederationError(
@@ -180,9 +184,10 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
     return list(found.values()), left_out
 
 
-def _versions(path: Path) -> list[Path]:
-    found = [f for f in path.glob("version_*") if f.name[8:].isdecimal() and f.is_dir()]
-    return sorted(found, key=lambda folder: int(folder.name[8:]))
+def version_folders(path: Path) -> list[Path]:
+    """Return the folders ``version_0``, ``version_1``, ... in a folder, by number."""
+    found = [each for each in path.glob("version_*") if each.name[8:].isdecimal()]
+    return sorted(found, key=lambda each: int(each.name[8:]))
 
 
 def _name(folder: Path) -> str:
@@ -213,11 +218,11 @@ def read_run(folder: str | Path) -> Run:
             notes.append(f"{name} is skipped: {reason[:300]}")
             return default
 
-    text, config = read("config.yaml", _text, ""), read("config.yaml", _config, {})
+    text, config = read("config.yaml", _text, ""), read("config.yaml", config_values, {})
     resumed = []
     for path in sorted(folder.glob("config_resumed_*.yaml"))[:MOST_RESUMED]:
-        changed = differing_options(config, read(path.name, _config, config))
-        if changed:
+        later = read(path.name, config_values, config)
+        if config and (changed := differing_options(config, later, IGNORED_BY_RESUME)):
             options = ", ".join(f"{name}={now}" for name, (_, now) in changed.items())
             resumed.append(f"resumed with {options:.300} ({path.name})")
     faults = read("faults.csv", lambda path: _faults(path, notes), None)
@@ -236,7 +241,7 @@ def read_run(folder: str | Path) -> Run:
         outcomes=read("participation_by_round.csv.gz", _outcomes, None),
         names=read("participation.csv", _names, {}),
         pictures={name: content for name in PICTURES if (content := read(name, _picture, b""))},
-        notes=notes,
+        notes=list(dict.fromkeys(notes)),
     )
 
 
@@ -263,7 +268,7 @@ def _picture(path: Path) -> bytes:
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the line number and the cells by column name of each row of a CSV file."""
     try:
-        reader = csv.reader(_text(path).splitlines(), strict=True)
+        reader = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
         names = [name.strip() for name in next(reader, [])]
         if len(set(names)) != len(names):
             raise FederationError(f"line 1 of {path} has duplicate column names")
@@ -275,8 +280,11 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def _table(path: Path, key: str, notes: list[str]) -> list[Row]:
-    """Read a table of numbers; rows without a key and cells that are not numbers are skipped."""
-    found: list[Row] = []
+    """Read a table of numbers; rows without a key and cells that are not numbers are skipped.
+
+    Of several rows with the same key, the last one counts.
+    """
+    found: dict[float, Row] = {}
     broken: list[str] = []
     for number, cells in _lines(path):
         if key not in cells and not found:
@@ -292,10 +300,12 @@ def _table(path: Path, key: str, notes: list[str]) -> list[Row]:
         texts = [n for n, c in cells.items() if c and n not in row and n not in TEXTS]
         if texts:
             broken.append(f"{texts[0][:40]} in line {number}")
-        found.append(row)
+        if at in found:
+            broken.append(f"the row of {key} {at:.0f} before line {number}")
+        found[at] = row
     if broken:
         notes.append(f"skipped invalid values of {path.name}: {listed(broken, 3)}")
-    return found
+    return list(found.values())
 
 
 def _names(path: Path) -> dict[int, str]:
@@ -312,7 +322,7 @@ def _outcomes(path: Path) -> Outcomes:
         raise FederationError(f"it has more than {MOST_EXPANDED} MiB")
     head, *lines = content.splitlines()
     legend = [entry.partition("=") for entry in head.decode().removeprefix("round,").split()]
-    if len(legend) < 2 or any(len(code) != 1 or not name for code, _, name in legend):
+    if not 2 <= len(legend) <= 255 or any(len(code) != 1 or not name for code, _, name in legend):
         raise FederationError("its first line does not explain the outcomes")
     rounds, texts = zip(*(line.split(b",") for line in lines), strict=True)
     if [*map(int, rounds)] != [*range(1, len(rounds) + 1)] or len({*map(len, texts)}) != 1:
@@ -323,7 +333,7 @@ def _outcomes(path: Path) -> Outcomes:
     codes = places[np.frombuffer(b"".join(texts), np.uint8)].reshape(len(texts), -1)
     if (codes == 255).any():
         raise FederationError("it has outcomes that its first line does not explain")
-    return Outcomes([in_words(name[:40]) for _, _, name in legend], codes)
+    return Outcomes([describe_cause(name[:40]) for _, _, name in legend], codes)
 
 
 def _is_index(value: float) -> bool:
@@ -369,7 +379,7 @@ def _test(path: Path) -> dict[str, Any]:
         raise FederationError("it is not the result of a test")
     return {
         "metrics": {
-            str(name)[:80]: value
+            str(name)[:80]: value if abs(value) <= LARGEST else math.nan
             for name, value in list(metrics.items())[:MOST_VALUES]
             if type(value) in (int, float)
         },
@@ -406,7 +416,12 @@ def _are_counts(found: list[Any]) -> bool:
     )
 
 
-def _config(path: Path) -> dict[str, Any]:
+def config_values(path: Path) -> dict[str, Any]:
+    """Return the values of a config file by dotted name, from :func:`values_of`.
+
+    Raises:
+        OSError, ValueError, RecursionError, yaml.YAMLError: If the file cannot be read.
+    """
     found = yaml.safe_load(_text(path))
     if not isinstance(found, dict):
         raise FederationError("it is not a mapping")
@@ -446,24 +461,26 @@ def values_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing_options(
-    fitted: Mapping[str, Any], tested: Mapping[str, Any]
+    fitted: Mapping[str, Any], later: Mapping[str, Any], ignored: Sequence[str]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the options of a test that differ from those of the fit, with both values.
+    """Return the options of a test or a resumed fit that differ from the fit, with both values.
 
     Args:
         fitted: Values of the fit's config, from :func:`values_of`.
-        tested: Values of the test's config, from :func:`values_of`.
+        later: Values of the later config, from :func:`values_of`.
+        ignored: Options that are left out with those of their parts, in addition to ``PLACES``.
 
     Example:
-        >>> differing_options({"data": "MNIST", "threads": 1}, {"data": "Digits", "verbose": True})
+        >>> fitted, later = {"data": "MNIST", "threads": 1}, {"data": "Digits", "vectorize": 5}
+        >>> differing_options(fitted, later, ignored=IGNORED_BY_TEST)
         {'data': ('MNIST', 'Digits')}
     """
     return {
-        name: (fitted.get(name), tested.get(name))
-        for name in dict.fromkeys([*fitted, *tested])
-        if fitted.get(name) != tested.get(name)
-        and name not in NOT_OF_A_TEST
-        and not name.startswith(NOT_OF_A_TEST_BELOW)
+        name: (fitted.get(name), later.get(name))
+        for name in dict.fromkeys([*fitted, *later])
+        if fitted.get(name) != later.get(name)
+        and name not in PLACES
+        and not f"{name}.".startswith(tuple(f"{each}." for each in ignored))
     }
 
 

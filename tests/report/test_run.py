@@ -148,12 +148,37 @@ def test_lines_of_faults_that_cannot_be_read_are_left_out(folder):
     assert run.notes == ["skipped 2 lines of faults.csv, the first is line 3"]
 
 
+def test_names_with_line_breaks_are_read(folder):
+    table = 'client,name,rounds\n0,"a\u2028b",1\n1,"c\nd",1\n'
+    run = read_run(folder(participation__csv=table))
+    assert run.names == {0: "a\u2028b", 1: "c\nd"}
+    assert not run.notes
+
+
+def test_other_callbacks_of_a_resumed_fit_are_told(folder, config):
+    faults = {"class_path": "lightning_fl.callbacks.ClientFaults", "init_args": {"dropout": 0.2}}
+    later = config(trainer__callbacks=[faults], trainer__max_epochs=9)
+    told = "trainer.callbacks.0=ClientFaults, trainer.callbacks.0.dropout=0.2"
+    run = read_run(folder(config_resumed_1__yaml=later))
+    assert run.resumed == [f"resumed with {told} (config_resumed_1.yaml)"]
+    unknown = read_run(folder("b/version_0", config__yaml="a: [1", config_resumed_1__yaml=later))
+    assert not unknown.resumed
+
+
+def test_numbers_of_a_test_that_are_too_large_are_not_finite(folder):
+    test = json.dumps({"metrics": {"test_acc": 0.5, "count": 10**400}})
+    metrics = read_run(folder(test__json=test)).test["metrics"]
+    assert metrics["test_acc"] == 0.5
+    assert math.isnan(metrics["count"])
+
+
 def test_files_that_are_too_large_are_not_read(folder, monkeypatch):
     monkeypatch.setitem(LIMITS, ".yaml", 1e-5)
     run = read_run(folder())
     assert not run.config
     assert not run.config_text
-    assert "is larger than 1e-05 MiB" in run.notes[0]
+    (note,) = run.notes
+    assert "is larger than 1e-05 MiB" in note
     monkeypatch.setitem(LIMITS, ".csv", 1e-5)
     with pytest.raises(FederationError, match=r"rounds\.csv is larger"):
         read_run(folder("b/version_0"))
@@ -171,6 +196,7 @@ def test_a_pipe_is_no_file(folder):
         (["round,0=a 1=b", "1,01", "2,0"], "one line of the same length per round"),
         (["round,0=a 1=b", "1,01", "3,01"], "one line of the same length per round"),
         (["round,0=a 1=b", "1,02"], "outcomes that its first line does not explain"),
+        ([f"round,{' '.join(f'{chr(i)}=a' for i in range(256, 520))}", "1,0"], "first line"),
         (["round,0", "1,0"], "its first line does not explain the outcomes"),
         ([], "participation_by_round.csv.gz is skipped"),
         (["round,0=a 1=b"], "participation_by_round.csv.gz is skipped"),
