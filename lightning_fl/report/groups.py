@@ -5,30 +5,16 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 from lightning_fl.functional.intervals import t_interval
-from lightning_fl.report.run import Run
+from lightning_fl.report.run import PLACES, Run
 
 #: Options that may differ within a group: seeds, paths and display options.
-SEEDS_AND_PLACES = {
-    "seed_everything",
-    "federation.seed",
-    "data.seed",
-    "data.root",
-    "trainer.default_root_dir",
-    "trainer.enable_progress_bar",
-    "trainer.enable_model_summary",
-    "trainer.log_every_n_steps",
-    "checkpoint.dirpath",
-    "checkpoint.filename",
-    "checkpoint.every_n_rounds",
-    "ckpt_path",
-    "threads",
-}
+SEEDS_AND_PLACES = {"seed_everything", "federation.seed", "data.seed"} | PLACES
 #: Defaults of options that are null in a config.
 DEFAULTS = {
     "federation.aggregator": "FedAvg",
@@ -110,9 +96,9 @@ def group(runs: Sequence[Run]) -> list[Group]:
 
     A run without a config is a separate group, named after its folder.
     """
-    found: dict[str, list[Run]] = {}
+    found: dict[str | int, list[Run]] = {}
     for run in runs:
-        key = repr(sorted(identity(run).items())) if run.config else run.name
+        key = repr(sorted(identity(run).items())) if run.config else id(run)
         found.setdefault(key, []).append(run)
     groups = list(found.values())
     if len(groups) == 1:
@@ -150,7 +136,17 @@ def differences(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     return {name: values for name, values in found.items() if len(set(map(repr, values))) > 1}
 
 
-def in_words(base: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+def top_level(names: Collection[str]) -> list[str]:
+    """Return the options that do not belong to another one of them.
+
+    Example:
+        >>> top_level(["aggregator", "aggregator.f", "lr"])
+        ['aggregator', 'lr']
+    """
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+
+def describe_differences(base: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Return the differences of a config from another one in words.
 
     Args:
@@ -158,10 +154,10 @@ def in_words(base: Mapping[str, Any], other: Mapping[str, Any]) -> str:
         other: Values of the config.
 
     Example:
-        >>> base = {"federation.client_fraction": 1.0, "federation.aggregator": "FedAvg"}
-        >>> in_words(base, {"federation.client_fraction": 0.3, "federation.aggregator": "FedAvg"})
-        'client_fraction: 0.3 instead of 1.0'
-        >>> in_words({"aggregator": "FedAvg"}, {"aggregator": "Krum", "aggregator.f": 2})
+        >>> describe_differences({"fit.lr": 1.0, "seed": 1}, {"fit.lr": 0.3, "seed": 1})
+        'lr: 0.3 instead of 1.0'
+        >>> base = {"aggregator": "FedAvg"}
+        >>> describe_differences(base, {"aggregator": "Krum", "aggregator.f": 2})
         'aggregator: Krum instead of FedAvg; aggregator.f: 2'
     """
     changed = differences([dict(base), dict(other)])
@@ -191,7 +187,7 @@ def _names(configs: Sequence[dict[str, Any]]) -> list[str]:
     The name is empty if it would be too long.
     """
     found = differences(configs)
-    top = {n: v for n, v in found.items() if not any(n.startswith(f"{o}.") for o in found)}
+    top = {name: found[name] for name in top_level(found)}
     labels: list[str] = []
     for kept in (top, found):
         labels = [_name(kept, at) for at in range(len(configs))]

@@ -11,8 +11,10 @@ const element = (tag, name, text) => {
 
 const shown = (value) => {
   if (value === null || value === undefined) return "not finite";
-  if (Number.isInteger(value)) return value.toLocaleString("en-US");
-  return Math.abs(value) < 1e4 ? String(Number(value.toPrecision(4))) : Math.round(value).toLocaleString("en-US");
+  const size = Math.abs(value);
+  if (size >= 1e15) return Number(value.toPrecision(4)).toExponential();
+  if (Number.isInteger(value) || size >= 999.95) return Math.round(value).toLocaleString("en-US");
+  return String(Number(value.toPrecision(4)));
 };
 
 const within = (value, low, high) => Math.min(Math.max(value, low), high);
@@ -137,7 +139,7 @@ const sortable = (table) => {
       head.setAttribute("aria-sort", falls ? "descending" : "ascending");
       const rows = [...body.rows].map((row) => [key(row.cells[column].textContent), row.cells[column].textContent, row]);
       rows.sort(([a, s], [b, t]) => {
-        if (a === null && b === null) return s.localeCompare(t) * (falls ? -1 : 1);
+        if (a === null && b === null) return s.localeCompare(t, "en", { numeric: true }) * (falls ? -1 : 1);
         if (a === null || b === null) return a === null ? 1 : -1; // missing values last
         return (a - b) * (falls ? -1 : 1);
       });
@@ -148,8 +150,8 @@ const sortable = (table) => {
 
 // --- history of a client ---
 
-// "12a3b" is twelve rounds with outcome a and three with outcome b.
-const runsOf = (text) => [...text.matchAll(/(\d*)([a-z])/g)].map((m) => [Number(m[1] || 1), m[2].charCodeAt(0) - 97]);
+// "12a3b" is twelve rounds with outcome 0 and three with outcome 1; letters go on beyond z.
+const runsOf = (text) => [...text.matchAll(/(\d*)(\D)/g)].map((m) => [Number(m[1] || 1), m[2].charCodeAt(0) - 97]);
 
 const history = (box) => {
   const { outcomes, colors, clients, facts, note } = JSON.parse(box.dataset.history);

@@ -16,9 +16,10 @@ from lightning_fl.report.groups import (
     Group,
     at_time,
     common_time,
+    describe_differences,
     differences,
     identity,
-    in_words,
+    top_level,
 )
 from lightning_fl.report.lead import setting, warnings
 from lightning_fl.report.page import Report, Section, Table, Verbatim
@@ -34,7 +35,7 @@ from lightning_fl.report.scores import (
     worst_decile,
 )
 from lightning_fl.report.settings import settings
-from lightning_fl.report.words import counted, listed, number, plus_minus, seconds, size
+from lightning_fl.report.words import counted, listed, number, plus_minus, seconds, span
 
 
 def about_groups(
@@ -49,28 +50,29 @@ def about_groups(
     """
     groups = [Group(each.name, [with_derived(run) for run in each.runs]) for each in groups]
     runs = [run for each in groups for run in each.runs]
+    name, best = headline(runs)
     configs = [identity(each.runs[0]) for each in groups if each.runs[0].config]
     differing = differences(configs)
     lead = f"{counted(len(runs), 'run')} in {counted(len(groups), 'group')}. Runs of a group differ"
     lead += " only in the seed."
     if differing:
-        top = [n for n in differing if not any(n.startswith(f"{o}.") for o in differing)]
+        top = top_level(differing)
         lead += f" Groups differ in {', '.join(top[:6])}{', ...' * (len(top) > 6)}."
     if len(groups) > MOST_LINES:
         lead += f" Figures show the first {MOST_LINES} groups."
     sections = [
-        _comparison(groups),
-        _paired(groups),
+        _comparison(groups, name, best),
+        _paired(groups, name, best),
         progress(groups),
         cost(groups),
         hyper_parameters(groups),
         _clients(groups),
-        _each_run(groups),
+        _each_run(groups, name, best),
         settings(groups),
     ]
     return Report(
         title or f"{counted(len(runs), 'run')} compared",
-        [lead, " ".join([*_common(runs), *_ranking(groups)])],
+        [lead, " ".join([*_common(runs), *_ranking(groups, name, best)])],
         [],
         [section for section in sections if section is not None],
         [*left_out, *warnings(runs), *_untested(runs)],
@@ -95,9 +97,8 @@ def _common(runs: Sequence[Run]) -> list[str]:
     return [sentence for sentence in first if all(sentence in other for other in others)]
 
 
-def _ranking(groups: Sequence[Group]) -> list[str]:
+def _ranking(groups: Sequence[Group], name: str | None, best: Callable[..., Any]) -> list[str]:
     """Return a sentence on the best group; empty if there are fewer than two groups."""
-    name, best = headline([run for each in groups for run in each.runs])
     finals = {
         each.name: [f[0] for run in each.runs if (f := final_and_best(run, name, best))]
         for each in groups
@@ -110,8 +111,8 @@ def _ranking(groups: Sequence[Group]) -> list[str]:
     return [f"{top} has the best final {name}, {plus_minus(finals[top])}."]
 
 
-#: Values of the runs of a group by name of the measure, with the function that formats them.
-Measures = dict[str, tuple[list[float], Callable[[float], str]]]
+#: Values of the runs of a group by name of the measure.
+Measures = dict[str, list[float]]
 
 
 def _measures(
@@ -132,55 +133,53 @@ def _measures(
         for column in ("virtual_time", "epsilon", "backdoor_acc")
     }
     measures: Measures = {
-        f"final {name}": ([final for final, *_ in judged], number),
-        f"best {name}": ([top for _, top, _ in judged], number),
+        f"final {name}": [final for final, *_ in judged],
+        f"best {name}": [top for _, top, _ in judged],
     }
     if name and time is not None:
-        values = finite(at_time(run, name, time) for run in runs)
-        measures[f"{name} after {seconds(time)} of virtual time"] = values, number
+        after = f"{name} after {seconds(time)} of virtual time"
+        measures[after] = finite(at_time(run, name, time) for run in runs)
     tests = [run.test["metrics"] for run in runs if run.test]
     for metric in list(dict.fromkeys(metric for test in tests for metric in test))[:6]:
-        measures[metric] = finite(test[metric] for test in tests if metric in test), number
+        measures[metric] = finite(test[metric] for test in tests if metric in test)
     moved = [total(run, "bytes_up") + total(run, "bytes_down") for run in runs]
     return measures | {
-        "worst tenth of clients": (finite(map(worst_decile, runs)), number),
-        "updates dropped": ([total(run, "dropped") for run in runs], number),
-        "upload and download": (moved, size),
-        "virtual time": (last["virtual_time"], seconds),
-        "epsilon": (last["epsilon"], number),
-        "backdoor_acc": (last["backdoor_acc"], number),
+        "worst tenth of clients": finite(map(worst_decile, runs)),
+        "updates dropped": [total(run, "dropped") for run in runs],
+        "upload and download (MB)": [each / 1e6 for each in moved],
+        "virtual time (s)": last["virtual_time"],
+        "epsilon": last["epsilon"],
+        "backdoor_acc": last["backdoor_acc"],
     }
 
 
-def _of_seeds(values: Sequence[float], shown: Callable[[float], str], seeds: int) -> str:
+def _of_seeds(values: Sequence[float], seeds: int) -> str:
     """Return mean and standard deviation, with the number of seeds if some lack the value."""
-    text = plus_minus(values, shown)
+    text = plus_minus(values)
     return text if len(values) in (0, seeds) else f"{text} ({len(values)} of {seeds} seeds)"
 
 
-def _interval(values: Sequence[float], shown: Callable[[float], str] = number) -> str:
+def _interval(values: Sequence[float]) -> str:
     """Return the 95 % confidence interval of a mean as text."""
     mean, half = t_interval(values)
-    return f"{shown(mean - half)} to {shown(mean + half)}" if math.isfinite(half) else "-"
+    return f"{number(mean - half)} to {number(mean + half)}" if math.isfinite(half) else "-"
 
 
-def _comparison(groups: Sequence[Group]) -> Section:
+def _comparison(groups: Sequence[Group], name: str | None, best: Callable[..., Any]) -> Section:
     """Return a table that compares groups, their differences in words, and tables for papers."""
-    name, best = headline([run for each in groups for run in each.runs])
     time = common_time([run for group in groups for run in group.runs])
     measured = [_measures(each, name, best, time) for each in groups]
     names = list(dict.fromkeys(n for measures in measured for n in measures))
-    names = [n for n in names if any(measures.get(n, ([],))[0] for measures in measured)]
+    names = [n for n in names if any(measures.get(n) for measures in measured)]
     head, rows = ["group", "seeds", "rounds"], [_group_cells(each) for each in groups]
     for column in names:
         head.append(column)
         for row, measures, each in zip(rows, measured, groups, strict=True):
-            values, shown = measures.get(column, ([], number))
-            row.append(_of_seeds(values, shown, len(each.runs)))
+            row.append(_of_seeds(measures.get(column, []), len(each.runs)))
         if column == f"final {name}":
             head.append("95 % interval")
             for row, measures in zip(rows, measured, strict=True):
-                row.append(_interval(measures[column][0]))
+                row.append(_interval(measures[column]))
     caption = (
         "Mean ± sample standard deviation (n - 1) over the seeds of a group; a number of seeds in"
         " parentheses means that the other runs lack the value. The interval is the"
@@ -198,12 +197,12 @@ def _comparison(groups: Sequence[Group]) -> Section:
 
 
 def _group_cells(group: Group) -> list[str]:
-    rounds = sorted({run.rounds for run in group.runs})
-    return [
-        group.name,
-        ", ".join(number(run.seed) for run in group.runs),
-        " to ".join(map(str, rounds[:: max(1, len(rounds) - 1)])),
-    ]
+    seeds = ", ".join(map(_seed, group.runs))
+    return [group.name, seeds, span([run.rounds for run in group.runs])]
+
+
+def _seed(run: Run) -> str:
+    return "-" if run.seed is None else str(run.seed)
 
 
 def _csv(groups: Sequence[Group], names: Sequence[str], measured: Sequence[Measures]) -> str:
@@ -211,10 +210,9 @@ def _csv(groups: Sequence[Group], names: Sequence[str], measured: Sequence[Measu
     parts = ("n", "mean", "std", "ci95_low", "ci95_high")
     rows = []
     for each, measures in zip(groups, measured, strict=True):
-        row: list[object] = [each.name, " ".join(number(run.seed) for run in each.runs)]
+        row: list[object] = [each.name, " ".join(map(_seed, each.runs))]
         for name in names:
-            values, _ = measures.get(name, ([], number))
-            if not values:
+            if not (values := measures.get(name)):
                 row += [0, "", "", "", ""]
                 continue
             mean, half = t_interval(values)
@@ -230,15 +228,15 @@ def _differences(groups: Sequence[Group]) -> Table | None:
     known = [each for each in groups if each.runs[0].config]
     if len(known) < 2:
         return None
-    base = identity(known[0].runs[0])
-    rows = [[each.name, in_words(base, identity(each.runs[0])) or "-"] for each in known[1:]]
-    rows = [[name, words if len(words) <= 600 else words[:599] + "…"] for name, words in rows]
+    base, rows = identity(known[0].runs[0]), []
+    for each in known[1:]:
+        words = describe_differences(base, identity(each.runs[0])) or "-"
+        rows.append([each.name, words if len(words) <= 600 else words[:599] + "…"])
     return Table(["group", f"configuration, compared with {known[0].name}"], rows)
 
 
-def _paired(groups: Sequence[Group]) -> Section | None:
+def _paired(groups: Sequence[Group], name: str | None, best: Callable[..., Any]) -> Section | None:
     """Compare each group with the first one seed by seed; None without common seeds."""
-    name, best = headline([run for each in groups for run in each.runs])
     base, *others = (_finals_by_seed(each, name, best) for each in groups)
     rows = []
     for each, finals in zip(groups[1:], others, strict=True):
@@ -298,17 +296,19 @@ def _clients(groups: Sequence[Group]) -> Section | None:
     return Section("Clients", (), [picture("clients", caption, panels, groups, across)])
 
 
-def _each_run(groups: Sequence[Group]) -> Section:
+def _each_run(groups: Sequence[Group], name: str | None, best: Callable[..., Any]) -> Section:
     """Return the table of all runs."""
-    name, best = headline([run for each in groups for run in each.runs])
+    head = ["run", "group", "seed", "rounds"]
+    if name is not None:
+        head += [f"final {name}", f"best {name}", "in round"]
     rows = []
     for each in groups:
         for run in each.runs:
             judged = final_and_best(run, name, best) or (None, None, None)
             done = f"{run.rounds}{f' of {run.planned}' if run.planned else ''}"
             state = "" if run.is_finished else " (unfinished)"
-            rows.append([run.name, each.name, number(run.seed), done + state, *map(number, judged)])
-    head = ["run", "group", "seed", "rounds", f"final {name}", f"best {name}", "in round"]
+            row = [run.name, each.name, _seed(run), done + state, *map(number, judged)]
+            rows.append(row[: len(head)])
     return Section(
         "Runs", (), (), [Table(head, rows, "All runs", folded=len(rows) > 12, sortable=True)]
     )

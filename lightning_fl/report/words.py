@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.ticker import EngFormatter
@@ -20,16 +20,20 @@ def number(value: Any) -> str:
     Example:
         >>> number(0.123456), number(1234567.0), number(float("nan")), number(None)
         ('0.1235', '1,234,567', 'not finite', '-')
+        >>> number(9999.7), number(3.4e20)
+        ('10,000', '3.4e+20')
     """
     if value is None:
         return "-"
     if not isinstance(value, int | float) or isinstance(value, bool):
         return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
     if not math.isfinite(value):
         return "not finite"
-    if value == int(value):
-        return f"{int(value):,}"
-    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    # Below 999.95, four digits have a decimal; page.js has the same limits.
+    is_rounded = value == int(value) or abs(value) >= 999.95
+    return f"{value:,.0f}" if is_rounded and abs(value) < 1e15 else f"{value:.4g}"
 
 
 def size(value: float) -> str:
@@ -65,6 +69,17 @@ def counted(count: float, noun: str) -> str:
     return f"{number(count)} {noun}{'s' * (count != 1)}"
 
 
+def span(values: Sequence[float]) -> str:
+    """Format the lowest and the highest of some values, or only one if they are equal.
+
+    Example:
+        >>> span([3, 1200, 2]), span([600, 600])
+        ('2 to 1,200', '600')
+    """
+    low, high = min(values), max(values)
+    return number(low) if low == high else f"{number(low)} to {number(high)}"
+
+
 def listed(texts: Sequence[str], most: int, separator: str = ", ") -> str:
     """Return the first texts, and how many there are beyond them.
 
@@ -76,12 +91,8 @@ def listed(texts: Sequence[str], most: int, separator: str = ", ") -> str:
     return separator.join(texts[:most]) + more
 
 
-def plus_minus(values: Sequence[float], shown: Callable[[float], str] = number) -> str:
-    """Format mean and standard deviation, or only the mean if all values are equal.
-
-    Args:
-        values: Values to summarize.
-        shown: Function that formats both. With the default, the standard deviation has two digits.
+def plus_minus(values: Sequence[float]) -> str:
+    """Format mean and standard deviation with two digits, or only the mean if values are equal.
 
     Example:
         >>> plus_minus([0.5, 0.61, 0.7]).replace(NBSP, " "), plus_minus([0.5]), plus_minus([])
@@ -91,8 +102,6 @@ def plus_minus(values: Sequence[float], shown: Callable[[float], str] = number) 
         return "-"
     mean, std = mean_and_std(values)
     if std == 0 or not math.isfinite(std):
-        return shown(mean)
-    if shown is number:
-        digits = max(0, 1 - math.floor(math.log10(std)))
-        return f"{mean:.{digits}f}{NBSP}±{NBSP}{std:.{digits}f}"
-    return f"{shown(mean)}{NBSP}±{NBSP}{shown(std)}"
+        return number(mean)
+    digits = max(0, 1 - math.floor(math.log10(std)))
+    return f"{mean:,.{digits}f}{NBSP}±{NBSP}{std:,.{digits}f}"

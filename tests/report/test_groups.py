@@ -81,6 +81,7 @@ def test_a_run_without_a_config_stands_alone():
         ("a/version_1", 1),
         ("x=1", 1),
     ]
+    assert names(run("a/version_0"), run("a/version_0")) == [("a/version_0", 1)] * 2  # x/a and y/a
 
 
 def test_names_that_would_be_too_long_are_folders():

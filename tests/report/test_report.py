@@ -272,13 +272,15 @@ def test_the_comparison_lists_every_run_and_what_differs(two_groups, undrawn):
     page = about_groups(group([read_run(folder) for folder in folders]))
     tables = {t.head[0]: t for section in page.sections for t in section.tables}
     head = ["group", "seeds", "rounds", "final val_acc", "95 % interval", "best val_acc"]
-    head += ["worst tenth of clients", "updates dropped", "upload and download"]
+    head += ["worst tenth of clients", "updates dropped", "upload and download (MB)"]
     (groups,) = (section for section in page.sections if section.title == "Groups")
     compared, words = groups.tables
     assert compared.head == head
     assert words.rows == [["client_fraction=1.0", "client_fraction: 1.0 instead of 0.1"]]
     assert [row[0] for row in tables["run"].rows] == [f"digits/version_{i}" for i in range(4)]
     assert [row[4] for row in tables["run"].rows] == ["0.2", "0.4", "0.7", "0.9"]
+    assert compared.rows[0][-1] == "8"  # a number without a unit, which a click sorts
+    assert "upload and download (MB) mean" in groups.verbatim[2].content
 
 
 def test_runs_that_have_nothing_in_common_can_be_compared(folder, config):
