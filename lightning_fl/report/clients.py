@@ -18,8 +18,8 @@ from lightning_fl.report.figures import COLORS, Bars, Grid, Line, Lines, Panel
 from lightning_fl.report.lead import client_label, dropped, sampled, split_rule
 from lightning_fl.report.page import Picture, Section, Table
 from lightning_fl.report.run import Outcomes, Row, Run
-from lightning_fl.report.scores import client_scores, finite, total
-from lightning_fl.report.words import counted, number
+from lightning_fl.report.scores import client_scores, drops, finite, total
+from lightning_fl.report.words import counted, number, span
 
 #: Counts by kind and position, the input of :class:`Bars`.
 Counts = dict[str, dict[int, int]]
@@ -51,16 +51,13 @@ def partition(run: Run) -> Section | None:
     """Describe the partition of the data; None if it is unknown."""
     if not (sizes := run.partition.get("sizes")):
         return None
-    ordered, classes = sorted(sizes), run.partition["classes"]
+    classes = run.partition["classes"]
     text = (
         f"{split_rule(run)}, seed {run.partition.get('seed')}: {counted(len(sizes), 'client')} with"
-        f" {number(ordered[0])} to {number(ordered[-1])} samples (median"
-        f" {number(median(ordered))})"
+        f" {span(sizes)} samples{_median(sizes)}"
     )
     if classes:
-        few, many = min(classes), max(classes)
-        text += f" of {few if few == many else f'{few} to {many}'} classes each"
-        text = text.replace("of 1 classes each", "of one class each")
+        text += f" of {span(classes)} class{'es' * (max(classes) != 1)} each"
     panels = _per_client("samples", sizes)
     caption = "Number of samples of each client"
     counts = run.partition["counts"]
@@ -120,21 +117,19 @@ def _rgb(color: int) -> list[float]:
 
 def participation(run: Run) -> Section:
     """Show which clients were sampled, and which updates were dropped."""
-    lost = {int(row["round"]): row["dropped"] for row in run.rows if row.get("dropped", 0) > 0}
-    count = sum(finite(lost.values()))
+    count = total(run, "dropped")
     text = f"In each round {sampled(run)}."
     text += f" {dropped(run)}" if count else ""
     text += " No update was dropped." if total(run, "clients") and not count else ""
     panels: list[Panel] = []
     faults = _faults_by_round(run)
-    if faults or lost:
+    if faults or count:
         label = "clients with a fault" if faults else "updates dropped"
         panels.append(_bars_by_round(label, faults or _drops_by_cause(run)))
-    rows = [row for row in run.participation if "rounds" in row and math.isfinite(row["rounds"])]
-    times = {int(row["client"]): int(row["rounds"]) for row in rows}
+    times = _by_client(run, "rounds")
     if times and (len(set(times.values())) > 1 or count):
-        panels.append(_rounds_of_clients(run, rows, times))
-        text += _range_of_rounds(sorted(times.values()))
+        panels.append(_rounds_of_clients(run, times))
+        text += _range_of_rounds(list(times.values()))
     more = (
         []
         if run.faults is not None
@@ -240,11 +235,10 @@ def _faults_by_round(run: Run) -> Counts:
 def _causes(run: Run) -> list[Table]:
     """Return the number of dropped updates by cause, and of updates that a fault has changed."""
     asked = total(run, "clients")
-    causes = {words: total(run, cause) for cause, words in CAUSES.items()}
-    causes["other causes"] = total(run, "dropped") - sum(causes.values())
-    blown = sum(fault == "blowup" for _, _, fault in run.faults or ())
-    causes["blowup, not dropped"] = blown
-    rows = [[words, number(n), _percent(n, asked)] for words, n in causes.items() if n > 0]
+    causes = drops(run)
+    if blown := sum(fault == "blowup" for _, _, fault in run.faults or ()):
+        causes["blowup, not dropped"] = blown
+    rows = [[words, number(n), _percent(n, asked)] for words, n in causes.items()]
     return [Table(["cause", "updates", "of all updates"], rows)] if rows else []
 
 
@@ -264,7 +258,13 @@ def _drops_by_cause(run: Run) -> Counts:
     return by_cause if known == sum(every.values()) else {"dropped": every}
 
 
-def _rounds_of_clients(run: Run, rows: Sequence[Row], times: Mapping[int, int]) -> Panel:
+def _by_client(run: Run, name: str) -> dict[int, int]:
+    """Return a column of the participation table by client, without values that are missing."""
+    rows = [row for row in run.participation if math.isfinite(row.get(name, math.nan))]
+    return {int(row["client"]): int(row[name]) for row in rows}
+
+
+def _rounds_of_clients(run: Run, times: Mapping[int, int]) -> Panel:
     """Return a panel with one bar per client, or with a histogram if there are many clients."""
     if len(times) > MOST_CLIENTS:
         ranked = sorted(times.values())
@@ -278,19 +278,20 @@ def _rounds_of_clients(run: Run, rows: Sequence[Row], times: Mapping[int, int]) 
         named = zip(run.outcomes.names[1:], counts[1:], strict=True)
         kinds = {name: dict(enumerate(each.tolist())) for name, each in named if each.any()}
     else:
-        gone = {c: int(row.get("dropped", 0)) for c, row in zip(times, rows, strict=True)}
+        gone = dict.fromkeys(times, 0) | _by_client(run, "dropped")
         kinds = {"arrived": {c: n - gone[c] for c, n in times.items()}, "dropped": gone}
     places = [PLACES.get(kind, 5) for kind in kinds]
     return Bars("rounds of the client", "client", kinds, 1, places)
 
 
-def _range_of_rounds(ranked: Sequence[int]) -> str:
-    if ranked[0] == ranked[-1]:
-        return f" Each client was sampled in {counted(ranked[0], 'round')}."
-    return (
-        f" Each client was sampled in {ranked[0]} to {ranked[-1]} rounds (median"
-        f" {number(median(ranked))})."
-    )
+def _range_of_rounds(times: Sequence[int]) -> str:
+    noun = "round" if max(times) == 1 == min(times) else "rounds"
+    return f" Each client was sampled in {span(times)} {noun}{_median(times)}."
+
+
+def _median(values: Sequence[float]) -> str:
+    """Return the median in parentheses; empty if all values are equal."""
+    return f" (median {number(median(values))})" if len(set(values)) > 1 else ""
 
 
 def clients(run: Run) -> Section:
@@ -404,7 +405,7 @@ def _table(run: Run, scores: Mapping[str, Sequence[Row]]) -> tuple[Table, list[i
     columns.sort(key=lambda name: name in scores)
     lines = []
     for client in ranked:
-        line = [number(client), *(number(by_client[client].get(name)) for name in columns)]
+        line = [str(client), *(number(by_client[client].get(name)) for name in columns)]
         if run.names:
             line.insert(1, run.names.get(client, "-"))
         lines.append(line)
@@ -418,7 +419,7 @@ def _history(
     """Return the outcomes of clients by round, of as many clients as fit into a page."""
     if run.outcomes is None:
         return None
-    names, codes = run.outcomes.names, np.minimum(run.outcomes.codes, 25)
+    names, codes = run.outcomes.names, run.outcomes.codes
     accuracies = {
         kind: {int(row["client"]): row[kind] for row in rows} for kind, rows in scores.items()
     }
@@ -431,20 +432,23 @@ def _history(
         text = _run_lengths(codes[:, client])
         if (room := room - len(text)) < 0:
             break
-        found = {kind: by_client.get(client) for kind, by_client in accuracies.items()}
-        words = [f"{kind} accuracy {number(value)}" for kind, value in found.items() if value]
+        words = [
+            f"{kind} accuracy {number(by_client[client])}"
+            for kind, by_client in accuracies.items()
+            if client in by_client
+        ]
         if client < len(sizes := run.partition.get("sizes", ())):
             words.insert(0, counted(sizes[client], "training sample"))
         clients[str(client)] = text
         facts[str(client)] = {
-            "name": _client_label(client, 1, 0, run),
+            "name": client_label(client, run),
             "text": f"{', '.join(words)}." if words else "",
         }
     if not clients:
         return None
     return {
-        "outcomes": names[:26],
-        "colors": [_color(code) for code in range(len(names[:26]))],
+        "outcomes": names,
+        "colors": [_color(code) for code in range(len(names))],
         "clients": clients,
         "facts": facts,
         "note": f"{number(len(clients))} of {number(codes.shape[1])} clients"

@@ -321,9 +321,16 @@ def plain(text: str) -> str:
 
 
 def _json(values: Sequence[float]) -> list[float | int | None]:
-    """Return values with six significant digits; None for values that are not finite."""
-    short = [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
-    return [int(v) if v is not None and v == int(v) and abs(v) < 1e15 else v for v in short]
+    """Return values with six significant digits, or all digits before the decimal point.
+
+    Values that are not finite are None.
+    """
+    return [_short(value) if math.isfinite(value) else None for value in values]
+
+
+def _short(value: float) -> float | int:
+    is_whole = value == int(value) or abs(value) >= 1e5
+    return round(value) if is_whole and abs(value) < 1e15 else float(f"{value:.6g}")
 
 
 def lines(

@@ -9,18 +9,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_fl import callbacks as known_callbacks
-from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.report.groups import identity
 from lightning_fl.report.run import Run
 from lightning_fl.report.scores import (
     STEPS,
     client_scores,
+    drops,
     final_and_best,
     headline,
     total,
     worst_decile,
 )
-from lightning_fl.report.words import counted, listed, number, seconds, size
+from lightning_fl.report.words import counted, listed, number, seconds, size, span
 
 
 def warnings(runs: Sequence[Run]) -> list[str]:
@@ -58,11 +58,7 @@ def sampled(run: Run) -> str:
         return "an unknown number of clients was sampled"
     if counts == [clients]:
         return f"all {clients} were sampled" if clients > 1 else "its client was sampled"
-    several = f"{number(counts[0])} to {number(counts[-1])}" if len(counts) > 1 else ""
-    return (
-        f"{several or number(counts[0])} of {number(clients) if clients else 'the'} clients were"
-        " sampled"
-    )
+    return f"{span(counts)} of {number(clients) if clients else 'the'} clients were sampled"
 
 
 def setting(run: Run) -> Iterable[str]:
@@ -117,7 +113,9 @@ def outcome(run: Run) -> Iterable[str]:
     name, best = headline([run])
     if judged := final_and_best(run, name, best):
         last, top, at = judged
-        yield f"{name} was {number(last)} in the last round, best in round {at} ({number(top)})."
+        final, _ = run.column(name or "")[-1]
+        where = "the last round" if final == run.rounds else f"round {number(final)}"
+        yield f"{name} was {number(last)} in {where}, best in round {at} ({number(top)})."
     if up := total(run, "bytes_up"):
         yield f"Clients uploaded {size(up)} and downloaded {size(total(run, 'bytes_down'))}."
     if total(run, "dropped"):
@@ -139,8 +137,7 @@ def outcome(run: Run) -> Iterable[str]:
 
 def dropped(run: Run) -> str:
     """Return sentences on the dropped updates: how many, why, and clients that were never used."""
-    causes = {words: total(run, cause) for cause, words in CAUSES.items()}
-    by_cause = ", ".join(f"{number(count)} {words}" for words, count in causes.items() if count)
+    by_cause = ", ".join(f"{number(count)} {words}" for words, count in drops(run).items())
     text = (
         f"{number(total(run, 'dropped'))} of {counted(total(run, 'clients'), 'client update')} were"
         f" dropped{f' ({by_cause})' if by_cause else ''}."

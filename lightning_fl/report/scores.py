@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 from lightning_fl.callbacks.client_table import KINDS, summary
+from lightning_fl.federation.dropped import CAUSES
 from lightning_fl.report.run import Row, Run
 
 #: Columns that :func:`with_derived` adds.
@@ -40,16 +41,21 @@ def total(run: Run, name: str) -> float:
     return sum(finite(value for _, value in run.column(name)))
 
 
+def drops(run: Run) -> dict[str, float]:
+    """Return the numbers of dropped updates by cause in words, in the order of the causes."""
+    counts = {words: total(run, cause) for cause, words in CAUSES.items()}
+    counts["other causes"] = total(run, "dropped") - sum(counts.values())
+    return {words: count for words, count in counts.items() if count > 0}
+
+
 def headline(runs: Sequence[Run]) -> tuple[str | None, Callable[..., Any]]:
     """Return the column of the main metric, and ``max`` or ``min`` for its best value."""
     names = list(dict.fromkeys(name for run in runs for name in run.columns))
-    accuracies = [name for name in names if "acc" in name]
-    for name in ("val_acc", *(n for n in accuracies if n.startswith("val")), *accuracies):
-        if name in names:
-            return name, max
-    for name in ("val_loss", *(n for n in names if "loss" in n)):
-        if name in names:
-            return name, min
+    kinds: tuple[tuple[str, Callable[..., Any]], ...] = (("acc", max), ("loss", min))
+    for part, best in kinds:
+        if found := [n for n in names if part in n and n != "backdoor_acc"]:
+            # val_acc itself, then other columns of the validation; min takes the first of equals
+            return min(found, key=lambda n: (n != f"val_{part}", not n.startswith("val"))), best
     return None, max
 
 
@@ -57,7 +63,7 @@ def final_and_best(
     run: Run, name: str | None, best: Callable[..., Any]
 ) -> tuple[float, float, int] | None:
     """Return the last and best values of a column and the best round; None without values."""
-    column = run.column(name or "")
+    column = run.column(name) if name else []
     points = [(at, value) for at, value in column if math.isfinite(value)]
     if not points:
         return None

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import re
+import string
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,12 +15,13 @@ import pytest
 import yaml
 
 from lightning_fl.federation.participation import Participation
-from lightning_fl.report import find_runs, group, read_run, report, write
+from lightning_fl.report import Run, find_runs, group, read_run, report, write
 from lightning_fl.report.clients import clients, participation
 from lightning_fl.report.curves import cost
+from lightning_fl.report.figures import Line, Lines
 from lightning_fl.report.groups import Group
 from lightning_fl.report.one_run import about_run
-from lightning_fl.report.scores import with_derived
+from lightning_fl.report.scores import headline, with_derived
 from lightning_fl.report.several_runs import about_groups
 from lightning_fl.report.write import html
 from lightning_fl.types import FederationError
@@ -293,6 +295,23 @@ def test_runs_that_have_nothing_in_common_can_be_compared(folder, config):
     assert "x: no round" in Page(html(page)).text
 
 
+def test_seeds_and_clients_are_names_and_what_nobody_logged_has_no_column(folder, undrawn):
+    files = {"rounds__csv": "round,virtual_time\n1,150\n", "config__yaml": None}
+    files["participation__csv"] = "client,rounds,dropped\n1234,1,0\n"
+    told = json.dumps({"seed": 12345})
+    runs = [read_run(folder(f"{i}/v", environment__json=told, **files)) for i in range(2)]
+    page = about_groups(group(runs))
+    tables = {t.head[0]: t for section in page.sections for t in section.tables}
+    assert tables["run"].head == ["run", "group", "seed", "rounds"]
+    assert tables["run"].rows[0] == ["0/v", "0/v", "12345", "1"]
+    compared = dict(zip(tables["group"].head, tables["group"].rows[0], strict=True))
+    assert compared["seeds"] == "12345"
+    assert compared["virtual time (s)"] == "150"
+    (section,) = (section for section in page.sections if section.title == "Groups")
+    assert section.verbatim[2].content.splitlines()[1].startswith("0/v,12345,1,")
+    assert clients(runs[0]).tables[-1].rows[-1][0] == "1234"
+
+
 def test_many_columns_do_not_flood_the_page(folder, undrawn):
     names = [f"figure{i}" for i in range(200)]
     rows = [",".join([str(r), *(str(r * i) for i in range(200))]) for r in (1, 2)]
@@ -415,6 +434,54 @@ def test_clients_that_were_always_dropped_are_named(folder):
     )
 
 
+def test_drops_for_other_causes_are_counted(folder):
+    rounds = "round,clients,dropped,late,low_battery\n1,9,3,1,2\n"
+    section = participation(read_run(folder(rounds__csv=rounds)))
+    assert "3 of 9 client updates were dropped (1 too late, 2 other causes)." in section.text[0]
+    assert [row[:2] for row in section.tables[0].rows] == [["too late", "1"], ["other causes", "2"]]
+
+
+def test_a_damaged_table_of_clients_does_not_fail_the_page(folder):
+    table = "client,rounds,dropped\n0,4,nan\n1,4,1\n1,3,0\n"
+    run = read_run(folder(participation__csv=table))
+    assert run.notes == [
+        "skipped invalid values of participation.csv: the row of client 1 before line 4"
+    ]
+    (picture,) = participation(run).pictures
+    kinds = {"arrived": {0: 4, 1: 3}, "dropped": {0: 0, 1: 0}}
+    assert picture.panels[1].kinds == kinds
+    Page(html(about_run(run)))
+
+
+def test_ranges_of_equal_values_are_one_value(folder):
+    same = {"clients": [[0, 1], [2, 3]], "class_counts": [{"0": 2}, {"0": 2}]}
+    table = "client,rounds,dropped\n0,4,0\n1,4,1\n"
+    files = {"partition__json": json.dumps(same), "participation__csv": table}
+    text = Page(html(about_run(read_run(folder(**files))))).text
+    assert "2 clients with 2 samples of 1 class each." in text
+    assert "Each client was sampled in 4 rounds." in text
+
+
+def test_the_round_of_the_last_value_is_named(folder, undrawn):
+    rounds = "round,clients,val_acc\n1,2,\n2,2,0.75\n3,2,\n4,2,0.5\n5,2,\n"
+    page = about_run(read_run(folder(rounds__csv=rounds)))
+    assert "val_acc was 0.5 in round 4, best in round 2 (0.75)." in page.lead[0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "name"),
+    [
+        (["backdoor_acc", "train_acc", "val_loss"], "train_acc"),
+        (["train_acc", "val_f1_acc", "val_acc"], "val_acc"),
+        (["train_acc", "val_f1_acc"], "val_f1_acc"),
+        (["train_loss", "val_mse_loss", "backdoor_acc"], "val_mse_loss"),
+        (["backdoor_acc"], None),
+    ],
+)
+def test_the_main_metric_is_of_the_validation_and_never_of_an_attack(columns, name):
+    assert headline([Run("a", [dict.fromkeys(["round", *columns], 1.0)])])[0] == name
+
+
 def test_bars_of_many_rounds_are_sums_of_stretches(folder):
     rounds = "round,clients,dropped,late\n" + "".join(f"{i},9,2,2\n" for i in range(1, 301))
     (picture,) = participation(read_run(folder(rounds__csv=rounds))).pictures
@@ -465,6 +532,12 @@ def test_the_values_under_the_pointer_are_those_of_the_table(folder):
     assert 0 < top < bottom < 1
 
 
+def test_values_under_the_pointer_have_six_digits_or_all_before_the_point():
+    values = [1234567, 2345678.9, 1.23456789e20, 0.123456789]
+    found = Lines("a", [Line("a", range(4), values)]).values()
+    assert found["lines"][0]["y"] == [1234567, 2345679, 1.23457e20, 0.123457]
+
+
 def by_round(*lines, legend="0=not_sampled 1=arrived 2=dropped_out 3=low_battery"):
     return gzip.compress("\n".join([f"round,{legend}", *lines]).encode() + b"\n", mtime=0)
 
@@ -492,6 +565,19 @@ def test_the_page_shows_who_participated_when(folder):
         "server",
     ]
     assert section.tables[1].rows[0] == ["1", "2", "4", "1", "1", "0", "0.5"]
+
+
+def test_the_history_of_a_client_has_every_outcome_and_accuracies_of_zero(folder):
+    codes = string.digits + string.ascii_letters
+    names = ["not_sampled", "arrived", *(f"cause_{i}" for i in range(len(codes) - 2))]
+    legend = " ".join(f"{code}={name}" for code, name in zip(codes, names, strict=True))
+    lines = [f"{i},{code}" for i, code in enumerate(codes, 1)]
+    table = "client,rounds,dropped,train_acc\n0,61,60,0\n"
+    path = write_by_round(folder(participation__csv=table), *lines, legend=legend)
+    history = clients(read_run(path)).history
+    assert history["outcomes"] == [name.replace("_", " ") for name in names]
+    assert [ord(code) - 97 for code in history["clients"]["0"]] == list(range(len(codes)))
+    assert history["facts"]["0"]["text"] == "3 training samples, server accuracy 0."
 
 
 def test_a_large_federation_fits_into_two_megabytes(folder, undrawn):
