@@ -81,6 +81,7 @@ class LeanSteps:
         self._takes_batch_idx = is_param_in_hook_signature(
             module.training_step, "batch_idx", min_args=2
         )
+        self._clips = overrides(module, "configure_gradient_clipping", LightningModule)
         # Validation within a round is refused at the start of the fit.
         self._only_counts = self._is_lean and not trainer.lr_scheduler_configs
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -219,7 +220,7 @@ class LeanSteps:
         def closure() -> Any:
             loss = make_step()
             self._call("on_before_optimizer_step", optimizer)
-            if trainer.gradient_clip_val:
+            if trainer.gradient_clip_val or self._clips:
                 trainer.precision_plugin._clip_gradients(
                     module,
                     optimizer,

@@ -208,6 +208,15 @@ def check_trainer(trainer: Trainer, vectorized: bool = False) -> None:
                 " adds parameters of the module to the optimizer: pass the module itself to"
                 " Trainer.fit instead of VectorizedClients(module)"
             )
+    check_options(trainer)
+
+
+def check_options(trainer: Trainer) -> None:
+    """Check the options of the Trainer, which hooks may change during a fit.
+
+    Raises:
+        FederationError: If an option is not supported.
+    """
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     for name, (value, why) in REQUIRED.items():

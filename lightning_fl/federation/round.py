@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fl.federation.checks import check_options
 from lightning_fl.federation.dropped import (
     check_causes,
     count_causes,
@@ -121,7 +122,9 @@ class Round:
     def begin(self) -> None:
         """Store the model from which clients start, including changes by other hooks."""
         fit = self.fit
+        check_options(fit.trainer)
         fit.runner.tensors.check_parameters()
+        fit.runner.check_optimizer(fit.trainer.optimizers[0])
         self.server = self.start = fit.runner.read()
         self.results.counters = self.server.counters
         self._schedule = self.results.schedule = fit.schedulers.read()

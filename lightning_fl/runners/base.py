@@ -267,6 +267,24 @@ class ClientRunner(ABC):
         """Whether the module asks for the parameters that its client starts from."""
         return self.tensors.wants_start
 
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that clients train with the optimizer of the start of the fit.
+
+        Args:
+            optimizer: The Trainer's optimizer.
+
+        Raises:
+            FederationError: If it was replaced.
+        """
+        if optimizer is not self.optimizer:
+            raise FederationError(
+                f"the optimizer of {type(self.module).__name__} was replaced during the fit, by"
+                " strategy.setup_optimizers for example. It would neither start anew with each"
+                " client nor get the policy's learning rate. Create one optimizer for all"
+                " parameters in configure_optimizers; to train a layer later, set requires_grad"
+                " at the start of a round"
+            )
+
     # --- clients ----------------------------------------------------------------------------------
 
     @abstractmethod

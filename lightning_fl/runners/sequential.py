@@ -13,7 +13,7 @@ from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.runners.local_step import reported_loss
 from lightning_fl.runners.optimizer_state import OPTIMIZER_ROWS
 from lightning_fl.runners.tensors import GLOBAL_PARAMETERS
-from lightning_fl.types import ServerState
+from lightning_fl.types import FederationError, ServerState
 
 
 class SequentialRunner(ClientRunner):
@@ -22,6 +22,8 @@ class SequentialRunner(ClientRunner):
     def load(self, state: ServerState, rows: Sequence[Rows], lr: Sequence[float]) -> None:
         """Start a client; see :meth:`ClientRunner.load`."""
         (kept,), (self._ratio,) = rows, self._ratios(lr)
+        for parameter in self.module.parameters():
+            parameter.grad = None  # of a module that accumulates gradients over steps
         self.write(ServerState(state.vector[0], state.counters))
         if self.wants_fixed:
             own = {row: kept[row] for n in self.restored_first if (row := self.row_name(n)) in kept}
@@ -34,6 +36,22 @@ class SequentialRunner(ClientRunner):
         self.optimizer_state.load(
             {name: row for name, row in kept.items() if name.startswith(OPTIMIZER_ROWS)}
         )
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check what the optimizer trains, too; see :meth:`ClientRunner.check_optimizer`."""
+        super().check_optimizer(optimizer)
+        own = {id(parameter) for parameter in self.module.parameters()}
+        strange = [
+            p for group in optimizer.param_groups for p in group["params"] if id(p) not in own
+        ]
+        if strange:
+            name = type(self.module).__name__
+            raise FederationError(
+                f"the optimizer of {name} trains {len(strange)} tensors that are not parameters of"
+                f" {name} (the first one has the shape {list(strange[0].shape)}), so that clients"
+                " would not exchange them: assign each to an attribute as a nn.Parameter, or put"
+                " layers into a nn.ModuleList instead of a list"
+            )
 
     def set_hyperparameters(self, values: Mapping[str, Tensor]) -> None:
         """Set numbers of the module; see :meth:`ClientRunner.set_hyperparameters`."""

@@ -141,8 +141,9 @@ def test_they_are_lightnings(fit, steps_of_lightning, module, options):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("clip", [0.1, None])
 @pytest.mark.parametrize("who", ["callback", "module", "both"])
-def test_overridden_hooks_are_called_in_the_same_order(fit, steps_of_lightning, who):
+def test_overridden_hooks_are_called_in_the_same_order(fit, steps_of_lightning, who, clip):
     found = []
     for lean in (False, True):
         calls, steps_of_lightning[:] = [], []
@@ -153,12 +154,22 @@ def test_overridden_hooks_are_called_in_the_same_order(fit, steps_of_lightning, 
         def module(names=NOTICES if who != "callback" else (), calls=calls):
             return recorded(Net("log", "scheduler"), names, calls, "module", 0)
 
-        found.append((calls, federation(fit, module, lean, watch, gradient_clip_val=0.1)))
+        found.append((calls, federation(fit, module, lean, watch, gradient_clip_val=clip)))
         assert bool(steps_of_lightning) != lean
     assert len(found[0][0]) > 200
     for expected, call in zip(found[0][0], found[1][0], strict=True):
         assert call == expected
     assert found[0][1] == found[1][1]
+
+
+def test_a_module_that_clips_by_itself_needs_no_option_of_the_trainer(fit):
+    class Clipped(Net):
+        def configure_gradient_clipping(self, optimizer, *args, **kwargs):
+            self.clip_gradients(optimizer, 0.01, "norm")
+
+    own = [federation(fit, Clipped, lean)[0] for lean in (False, True)]
+    free = federation(fit, Net, True)[0]
+    assert own[0] == own[1] != free
 
 
 def test_a_hook_that_is_added_in_the_fit_is_called_from_the_next_round_on(fit):

@@ -4,14 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.federation import round as round_module
 from lightning_fl.federation.exchange import ClientPart
+from lightning_fl.partition import IID
 from lightning_fl.policies import Schedule
-from lightning_fl.types import ClientUpdate
+from lightning_fl.samplers import ClientSampler
+from lightning_fl.types import ClientUpdate, FederationError
 
 
 class Buffered(ClientPart):
@@ -114,3 +117,100 @@ def test_updates_of_an_abandoned_round_are_forgotten(fit, data):
     found, _ = train(fit, data, rule)
     assert rule.sizes == [16, 4] * 2
     assert found == train(fit, data, FedAvg())[0]
+
+
+@pytest.fixture
+def regression(data):
+    """Two clients with linear targets."""
+
+    def make():
+        random = torch.Generator().manual_seed(0)
+        x = torch.randn(24, 3, generator=random, dtype=torch.float64)
+        samples = TensorDataset(x, x.sum(1))
+        return data(samples, num_clients=2, batch_size=4, val=samples, partition=IID())
+
+    return make
+
+
+class Only(ClientSampler):
+    """Draw the same clients in each round."""
+
+    def __init__(self, clients):
+        self.clients = torch.tensor(clients)
+
+    def sample(self, round, count, num_samples, generator):
+        return self.clients
+
+
+def changed(linear, **methods):
+    """A module with other methods."""
+    made = linear()
+    made.__class__ = type("Changed", (type(made),), methods)
+    return made
+
+
+def with_a_loose_tensor(self):
+    self.weight = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    return torch.optim.SGD([*self.parameters(), self.weight], lr=0.1)
+
+
+def anew(self):
+    if self.current_epoch == 1:
+        self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+def accumulate(self):
+    if self.current_epoch == 1:
+        self.trainer.accumulate_grad_batches = 2
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        (
+            {"configure_optimizers": with_a_loose_tensor},
+            r"trains 1 tensors that are not parameters",
+        ),
+        ({"on_train_epoch_start": anew}, "the optimizer of Changed was replaced during the fit"),
+        ({"on_train_epoch_start": accumulate}, r"Trainer\(accumulate_grad_batches=2\) is not"),
+    ],
+)
+def test_what_clients_would_train_together_is_refused(fit, linear, regression, methods, message):
+    with pytest.raises(FederationError, match=message):
+        fit(changed(linear, **methods), FederatedLoop(), regression(), rounds=2)
+
+
+def test_gradients_of_a_client_do_not_reach_the_next(fit, linear, regression):
+    """A module that accumulates gradients over two of three steps."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        if batch_idx % 2:
+            optimizer.step(closure=closure)
+        else:
+            closure()
+
+    def keep(self, *args):
+        pass
+
+    def clear(self, outputs, batch, batch_idx):
+        if batch_idx % 2:
+            self.optimizers().zero_grad()
+
+    methods = {
+        "optimizer_step": optimizer_step,
+        "optimizer_zero_grad": keep,
+        "on_train_batch_end": clear,
+    }
+    found = []
+    for clients in ([0], [1], [0, 1]):
+        made = changed(linear, **methods)
+        loop = FederatedLoop(
+            FedAvg(weighting="uniform"),
+            policy=Schedule(num_steps=3),
+            sampler=Only(clients),
+            clients_per_round=len(clients),
+            seed=1,
+        )
+        fit(made, loop, regression(), rounds=1)
+        found.append(made.net.weight.detach())
+    torch.testing.assert_close(found[2], (found[0] + found[1]) / 2, atol=1e-14, rtol=0)
