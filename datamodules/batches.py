@@ -102,12 +102,14 @@ class Batch:
             collates all samples together.
         stepwise: Number of local steps of equal size in the batch. Only the first step is fetched
             with the batch; 0 fetches the whole batch.
+        place: Round, and position in the round, of a stepwise batch.
     """
 
     index: Tensor
     keys: Sequence[tuple[int, ...]]
     sizes: Sequence[int] | None = None
     stepwise: int = 0
+    place: tuple[int, int] = (0, 0)
 
     @classmethod
     def evaluation(cls, index: Tensor, seed: int) -> Batch:
@@ -164,7 +166,7 @@ class RoundBatches(OwnBatches):
     def __iter__(self) -> Iterator[Batch]:
         plan, steps, clients = self.plan, self.plan.num_steps.tolist(), self.plan.clients.tolist()
         streams: dict[int, Iterator[Tensor]] = {}
-        for step in plan.schedule:
+        for position, step in enumerate(plan.schedule):
             if not step.rows:  # no client on this process: the loop ignores this sample
                 yield Batch(self.parts[clients[0]][:1], [(plan.seed, RandomStream.SAMPLES)])
                 continue
@@ -184,7 +186,8 @@ class RoundBatches(OwnBatches):
             # A process with an empty share takes one sample, which the loop weights with 0.
             share = samples[self.rank :: self.world_size] if self.world_size > 1 else samples
             stepwise = step.steps if plan.stepwise else 0
-            yield Batch(share if len(share) else samples[:1], keys, stepwise=stepwise)
+            place = plan.round, position
+            yield Batch(share if len(share) else samples[:1], keys, None, stepwise, place)
 
     def _client(self, client: int) -> Iterator[Tensor]:
         order = generator(self.plan.seed, RandomStream.BATCHES, self.plan.round, client)

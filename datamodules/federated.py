@@ -149,6 +149,7 @@ class FederatedDataModule(LightningDataModule):
         self._present([])
         self._original: Any = None
         self._has_warned = False
+        self._reader: Batches | None = None
 
     # --- other kinds of data ----------------------------------------------------------------------
 
@@ -385,9 +386,15 @@ class FederatedDataModule(LightningDataModule):
         """Whether local steps can be fetched one at a time, which requires data in memory."""
         return self.has_samples_in_front and self.num_workers == 0
 
-    def local_steps(self) -> Callable[[int, bool], Any]:
-        """Return a function that fetches the local steps of the next ``stepwise`` batch."""
-        return self._reader.local_steps()
+    def local_steps(self, round: int, position: int) -> Callable[[int, bool], Any]:
+        """Return a function that fetches the local steps of a ``stepwise`` batch.
+
+        Args:
+            round: The round, from 0.
+            position: Position of the batch in the round, from 0.
+        """
+        assert self._reader is not None  # the loader has fetched the batch
+        return self._reader.local_steps(round, position)
 
     def samples_of(self, client: int, test: bool = False) -> Iterator[Any]:
         """Yield all training samples of a client in order, in batches of ``eval_batch_size``.
@@ -416,7 +423,10 @@ class FederatedDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the round's batches, or shuffled batches of all clients without a loop."""
-        self._reader = self._batches(self.train)
+        reader = self._batches(self.train)
+        if self._reader is not None:  # a callback may ask for another loader within a round
+            reader.waiting = self._reader.waiting
+        self._reader = reader
         sampler = self._epochs() if self.plan is None else self._round(self.plan())
         return self._loader(self._reader, sampler)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -40,8 +39,9 @@ class Batches(Dataset[Any]):
         self.data, self.collate, self.seed = data, collate, seed
         #: Function that a loader process calls first, with its index.
         self.worker_init: Callable[[int], None] | None = None
-        #: Indices of the stepwise batches that were fetched, ``[steps, n]`` each.
-        self._waiting: deque[Tensor] = deque()
+        #: Indices of the stepwise batches that were fetched, ``[steps, n]`` each, by place. Others
+        #: than the Trainer may iterate over a loader, too, and fetch batches again.
+        self.waiting: dict[tuple[int, int], Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.data)
@@ -53,7 +53,7 @@ class Batches(Dataset[Any]):
     def __getitem__(self, batch: Batch) -> Any:
         if batch.stepwise:
             steps = batch.index.view(batch.stepwise, -1)
-            self._waiting.append(steps)
+            self.waiting[batch.place] = steps
             return self.data.fetch(steps[0])
         if batch.sizes is None:
             return self._collated(batch.index, batch.keys[0])
@@ -80,12 +80,16 @@ class Batches(Dataset[Any]):
         object.__setattr__(get_worker_info(), "dataset", self.data)  # the object is frozen
         self.worker_init(worker)
 
-    def local_steps(self) -> Callable[[int, bool], Any]:
-        """Return a function that fetches the local steps of the next stepwise batch.
+    def local_steps(self, round: int, position: int) -> Callable[[int, bool], Any]:
+        """Return a function that fetches the local steps of a stepwise batch.
 
         The function takes the index of the step, and whether it may overwrite its last result.
+
+        Args:
+            round: The round, from 0.
+            position: Position of the batch in the round, from 0.
         """
-        steps = self._waiting.popleft()
+        steps = self.waiting.pop((round, position))
         return lambda step, reuse: self.data.fetch(steps[step], reuse)
 
 

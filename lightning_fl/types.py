@@ -408,8 +408,8 @@ class FederatedData(Protocol):
     #: Whether the local steps of a batch can be fetched one at a time.
     can_fetch_steps: bool
 
-    def local_steps(self) -> Callable[[int, bool], Any]:
-        """Return a function that fetches the local steps of the next batch of a stepwise plan.
+    def local_steps(self, round: int, position: int) -> Callable[[int, bool], Any]:
+        """Return a function that fetches the local steps of a batch of a stepwise plan.
 
         Its arguments are the local step, and whether it may reuse memory that it returned before.
         """

@@ -270,7 +270,10 @@ class VectorizedClients(LightningModule):
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set by the connector
         if not data.has_samples_in_front and not isinstance(batch, ClientBatches):
             batch = ClientBatches([batch])
-        fetch = self._fetch(data.local_steps()) if data.plan().stepwise else None
+        fetch, plan = None, data.plan()
+        if plan.stepwise:
+            position = self.trainer.fit_loop.epoch_loop.batch_idx
+            fetch = self._fetch(data.local_steps(plan.round, position))
         host.batch = BatchSamples(batch, host.sizes, host.active, fetch)
 
     def _fetch(self, fetch: Callable[[int, bool], Any]) -> Callable[[int, bool], Any]:

@@ -268,13 +268,14 @@ def test_workers_read_from_the_memory_of_the_host(monkeypatch, num_workers, devi
     assert batches.data.device.type == device
 
 
-def test_local_steps_are_those_of_the_batches_in_the_order_in_which_they_were_handed_out():
+def test_local_steps_are_those_of_the_batch_whoever_fetches_others():
     reader = Batches(InMemory(*numbered(12).tensors), default_collate)
     index = torch.arange(12).view(2, 6)  # two batches of three steps, read ahead of the training
-    handed = [reader[Batch(row, [], stepwise=3)] for row in index]
+    batches = [Batch(row, [], stepwise=3, place=(7, at)) for at, row in enumerate(index)]
+    handed = [reader[batch] for batch in [*batches, batches[0], batches[1]]][:2]
     assert numbers(handed) == [[0, 1], [6, 7]]
-    for row in index.tolist():
-        fetch = reader.local_steps()
+    for at, row in enumerate(index.tolist()):
+        fetch = reader.local_steps(7, at)
         assert numbers(fetch(step, False) for step in range(3)) == [row[:2], row[2:4], row[4:]]
 
 

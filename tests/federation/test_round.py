@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch.utils.data import TensorDataset
 
 from lightning_fl import ClientModule, VectorizedClients
@@ -214,3 +215,27 @@ def test_gradients_of_a_client_do_not_reach_the_next(fit, linear, regression):
         fit(made, loop, regression(), rounds=1)
         found.append(made.net.weight.detach())
     torch.testing.assert_close(found[2], (found[0] + found[1]) / 2, atol=1e-14, rtol=0)
+
+
+class Peek(Callback):
+    """Look at batches of the round's loader and of another one."""
+
+    def on_train_epoch_start(self, trainer, module):
+        next(iter(trainer.train_dataloader))
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        for loader in (trainer.train_dataloader, trainer.datamodule.train_dataloader()):
+            for _, _ in zip(range(2), loader, strict=False):
+                pass
+
+
+def test_a_callback_may_look_at_batches(fit, linear, data, regression):
+    found = []
+    for callbacks in ([], [Peek()]):
+        made = linear()
+        loop = FederatedLoop(policy=Schedule(local_epochs=2), seed=1)
+        clients = VectorizedClients(made, group_size=1, compile=False, steps_per_batch=3)
+        fit(clients, loop, regression(), rounds=2, callbacks=callbacks)
+        found.append(made.net.weight.tolist())
+    assert loop.plan().stepwise
+    assert found[0] == found[1]
