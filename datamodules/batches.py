@@ -186,8 +186,8 @@ class RoundBatches(OwnBatches):
             # A process with an empty share takes one sample, which the loop weights with 0.
             share = samples[self.rank :: self.world_size] if self.world_size > 1 else samples
             stepwise = step.steps if plan.stepwise else 0
-            place = plan.round, position
-            yield Batch(share if len(share) else samples[:1], keys, None, stepwise, place)
+            taken, place = share if len(share) else samples[:1], (plan.round, position)
+            yield Batch(taken, keys, stepwise=stepwise, place=place)
 
     def _client(self, client: int) -> Iterator[Tensor]:
         order = generator(self.plan.seed, RandomStream.BATCHES, self.plan.round, client)

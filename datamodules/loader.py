@@ -90,6 +90,8 @@ class Batches(Dataset[Any]):
             position: Position of the batch in the round, from 0.
         """
         steps = self.waiting.pop((round, position))
+        for place in [place for place in self.waiting if place[0] < round]:
+            del self.waiting[place]  # fetched by others
         return lambda step, reuse: self.data.fetch(steps[step], reuse)
 
 

@@ -235,7 +235,9 @@ def test_a_callback_may_look_at_batches(fit, linear, data, regression):
         made = linear()
         loop = FederatedLoop(policy=Schedule(local_epochs=2), seed=1)
         clients = VectorizedClients(made, group_size=1, compile=False, steps_per_batch=3)
-        fit(clients, loop, regression(), rounds=2, callbacks=callbacks)
+        samples = regression()
+        fit(clients, loop, samples, rounds=3, callbacks=callbacks)
         found.append(made.net.weight.tolist())
     assert loop.plan().stepwise
     assert found[0] == found[1]
+    assert {round for round, _ in samples._reader.waiting} == {2}  # nothing of earlier rounds
