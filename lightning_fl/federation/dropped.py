@@ -119,7 +119,7 @@ class DropWarnings:
         self._rows, self._first, self._names = rows, len(rows), names
         self._lost = self._kept = 0
         self._sampled: Counter[int] = Counter()
-        self._causes: dict[int, list[str]] = {}
+        self._causes: dict[int, Counter[str]] = {}
 
     def note(
         self, round: int, cohort: Sequence[int], dropped: Mapping[int, str], kept_by: str | None
@@ -136,7 +136,7 @@ class DropWarnings:
         sampled = len(cohort)
         self._sampled.update(cohort)
         for client, cause in dropped.items():
-            self._causes.setdefault(client, []).append(cause)
+            self._causes.setdefault(client, Counter())[cause] += 1
         if dropped and not self._lost:
             rank_zero_warn(
                 f"round {round}: dropped {len(dropped)} of {sampled} client updates:"
@@ -169,9 +169,9 @@ class DropWarnings:
     def _never_used(self) -> list[str]:
         """Return a text on the clients that were dropped in each of several rounds, if any."""
         never = {
-            client: causes[0] if len({*causes}) == 1 else "several_causes"
+            client: "several_causes" if len(causes) > 1 else next(iter(causes))
             for client, causes in self._causes.items()
-            if len(causes) == self._sampled[client] > 1
+            if causes.total() == self._sampled[client] > 1
         }
         described = describe_dropped(never, self._names)
         return [f"Dropped in all rounds in which they were sampled: {described}"] if never else []

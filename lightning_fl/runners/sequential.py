@@ -12,6 +12,7 @@ from lightning_fl.runners.base import ClientRunner, Rows, to_cpu
 from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.runners.local_step import reported_loss
 from lightning_fl.runners.optimizer_state import OPTIMIZER_ROWS
+from lightning_fl.runners.optimizer_values import params_of
 from lightning_fl.runners.tensors import GLOBAL_PARAMETERS
 from lightning_fl.types import FederationError, ServerState
 
@@ -41,10 +42,7 @@ class SequentialRunner(ClientRunner):
         """Check what the optimizer trains, too; see :meth:`ClientRunner.check_optimizer`."""
         super().check_optimizer(optimizer)
         own = {id(parameter) for parameter in self.module.parameters()}
-        strange = [
-            p for group in optimizer.param_groups for p in group["params"] if id(p) not in own
-        ]
-        if strange:
+        if strange := [p for p in params_of(optimizer) if id(p) not in own]:
             name = type(self.module).__name__
             raise FederationError(
                 f"the optimizer of {name} trains {len(strange)} tensors that are not parameters of"
