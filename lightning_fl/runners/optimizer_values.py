@@ -89,6 +89,17 @@ def restack(optimizer: Optimizer, stacks: Mapping[int, nn.Parameter]) -> None:
                 }
 
 
+def step_hooks_of(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """Return the hooks before and after the steps of an optimizer and its inner optimizers."""
+    names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+    return [
+        hook
+        for each in with_inner(optimizer)
+        for name in names
+        for hook in getattr(each, name, {}).values()
+    ]
+
+
 def around_steps(
     optimizer: Optimizer,
     before: Callable[..., tuple[Any, Any] | None],

@@ -83,8 +83,10 @@ def check_by_trial(state: OptimizerState, keep: bool) -> bool:
         )
     try:
         with seeded_rng(0, device):
+            ends = dict[bool, list[Tensor]]()
             for with_closure in (True, False):
                 both, singles = _trial(state, with_closure)
+                ends[with_closure] = singles[0].ends
                 for row, single in enumerate(singles):
                     if stood_still(single.state.optimizer, single.ends, single.starts):
                         raise ValueError("a copy of it makes no step")
@@ -94,6 +96,13 @@ def check_by_trial(state: OptimizerState, keep: bool) -> bool:
                             f" norms of whole tensors or shared estimates). To continue, {remedy}"
                         )
             first = singles[0]
+            is_equal = _agree(ends[True], ends[False], first.starts)
+            if getattr(optimizer, "evaluations", 1) == 1 and not is_equal:
+                raise FederationError(
+                    f"{refused}: its step with a closure differs from its step without, and most"
+                    " local steps get none. If it evaluates the closure several times in a step,"
+                    " give it an attribute evaluations with their number. Otherwise, " + remedy
+                )
             is_linear = _is_linear(state, first)
     except FederationError:
         raise

@@ -15,6 +15,7 @@ from lightning_fl.runners.local_step import Tensors
 from lightning_fl.runners.logs import StepLogs
 from lightning_fl.runners.matmul import allow_fast_matmul
 from lightning_fl.runners.memory import keep_freed_memory
+from lightning_fl.runners.optimizer_values import step_hooks_of
 from lightning_fl.runners.samples import BatchSamples, Samples
 from lightning_fl.runners.separable import check_separable, fresh
 from lightning_fl.runners.stacks import Stacks
@@ -91,6 +92,30 @@ class VmapRunner(ClientRunner):
         self._held_before: dict[str, tuple[Tensor, Tensors]] = {}
         #: Whether the optimizer is known to support clients that train different parameters.
         self._is_per_client = False
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check hooks, too; see :meth:`ClientRunner.check_optimizer`.
+
+        Raises:
+            FederationError: If a hook of the optimizer would see the stacked parameters, or a
+                parameter got a hook, which vectorized steps do not call.
+        """
+        super().check_optimizer(optimizer)
+        name, remedy = type(self.module).__name__, "train the module without VectorizedClients"
+        for hook in step_hooks_of(optimizer):
+            if getattr(hook, "__self__", None) is not self:
+                raise FederationError(
+                    f"the optimizer of {name} has a step hook"
+                    f" ({getattr(hook, '__qualname__', hook)}). It would run once for the stacked"
+                    f" parameters of all clients instead of once per client: {remedy}"
+                )
+        for parameter, tensor in self.named_parameters.items():
+            if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                raise FederationError(
+                    f"a hook was registered on the parameter {parameter} of {name} after"
+                    " VectorizedClients(module), and vectorized steps do not call it: register it"
+                    f" in the constructor of {name}, or {remedy}"
+                )
 
     # --- clients ----------------------------------------------------------------------------------
 

@@ -85,6 +85,39 @@ def test_an_optimizer_that_couples_clients_is_refused(make):
         check_separable(stacked(make), keep=False)
 
 
+class Extragradient(optim.Optimizer):
+    """Steps by the gradient after a step if it gets a closure, otherwise by the gradient."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"]]
+        starts = [p.clone() for p in params]
+        if closure is not None:
+            self._move(params)
+            with torch.enable_grad():
+                closure()
+        for p, start in zip(params, starts, strict=True):
+            p.copy_(start)
+        self._move(params)
+
+    def _move(self, params):
+        for p in params:
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+
+def test_an_optimizer_whose_closure_changes_its_step_is_refused_until_it_says_so():
+    with pytest.raises(FederationError, match=r"differs from its step without .* evaluations"):
+        check_separable(stacked(Extragradient), keep=False)
+
+    class Named(Extragradient):
+        evaluations = 2
+
+    check_separable(stacked(Named), keep=False)
+
+
 @pytest.mark.skipif(not hasattr(optim, "Muon"), reason="torch 2.9 or later")
 def test_an_optimizer_of_matrices_alone_is_refused_with_the_remedy():
     matrix, stack = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(1, 4, 3))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightning_fl import VectorizedClients
+from lightning_fl.types import FederationError
 
 
 def test_hooks_of_the_module_are_called_as_ever(train, tiny):
@@ -68,3 +69,28 @@ def test_parameters_with_hooks_are_trained_by_themselves(tiny):
     module.net[0].weight.register_hook(lambda gradient: gradient * 0)
     with pytest.warns(UserWarning, match="its parameters have hooks"):
         assert VectorizedClients(module).reason
+
+
+def test_parameters_that_get_hooks_later_are_refused(train, tiny):
+    class Masked(tiny.kind):
+        def on_fit_start(self):
+            self.net[0].weight.register_hook(lambda gradient: gradient * 0)
+
+    train(tiny(Masked), rounds=1)
+    with pytest.raises(FederationError, match=r"parameter net\.0\.weight of Masked after"):
+        train(tiny(Masked), 3, rounds=1)
+
+
+def test_step_hooks_of_an_optimizer_are_refused(train, tiny):
+    def optimizer(params):
+        def project(optimizer, args, kwargs):
+            for p in optimizer.param_groups[0]["params"]:
+                p.data.mul_((1 / p.data.norm()).clamp(max=1))
+
+        made = torch.optim.SGD(params, lr=0.1)
+        made.register_step_post_hook(project)
+        return made
+
+    train(tiny(tiny.kind, optimizer), rounds=1)
+    with pytest.raises(FederationError, match=r"has a step hook \(.*project\)"):
+        train(tiny(tiny.kind, optimizer), 3, rounds=1)

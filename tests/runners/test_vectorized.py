@@ -146,28 +146,6 @@ def test_what_has_no_gradient_does_not_decay_in_a_graph(agree, tiny, data, uncom
     )
 
 
-def test_hooks_of_the_optimiser_see_updates_that_a_graph_would_make(agree, tiny, data, uncompiled):
-    def optimizer(params):
-        made = torch.optim.SGD(params, lr=0.1)
-
-        def clamp(optimizer, args, kwargs):
-            for group in optimizer.param_groups:
-                for p in group["params"]:
-                    p.data.clamp_(-0.3, 0.3)
-
-        made.register_step_post_hook(clamp)
-        return made
-
-    agree(
-        lambda: tiny(tiny.kind, optimizer),
-        group_size=(4,),
-        steps_per_batch="auto",
-        datamodule=data,
-        compile=True,
-        federation={"policy": Schedule(lr=0.05, num_steps=4)},
-    )
-
-
 class Damp(Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         for group in optimizer.param_groups:
