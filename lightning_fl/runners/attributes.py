@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
-from torch.utils._pytree import tree_leaves
 
 #: Attributes in which ``nn.Module`` stores parameters, buffers and children.
 _OF_TORCH = vars(nn.Module()).keys()
+#: Packages whose classes, and classes derived from them, are not looked into, as a Trainer's.
+_FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fl"}
 
 
 class Attributes:
     """Take a snapshot of the plain attributes of a module and its children.
+
+    It includes what the attributes hold: lists, dictionaries, sets, tensors, arrays, and the
+    attributes of objects of the user's own classes.
 
     Args:
         module: The module.
@@ -36,8 +43,10 @@ class Attributes:
     def __init__(self, module: nn.Module) -> None:
         self._owners = [(name, vars(m)) for name, m in module.named_modules()]
         self._before = [dict(own) for _, own in self._owners]
+        #: Parameters and buffers, which are none of the plain attributes.
+        self._known = {id(t) for t in [*module.parameters(), *module.buffers()]}
         values = [value for own in self._before for value in own.values()]
-        self._contents = {id(c): (c, copy.copy(c)) for c in _containers(values)}
+        self._contents = {id(v): (v, _saved(v)) for v in _mutable(values, set(self._known))}
 
     def restore(self) -> None:
         """Undo all changes since the snapshot."""
@@ -45,24 +54,25 @@ class Attributes:
             for key in own.keys() - objects.keys():
                 del own[key]
             own.update(objects)
-        for container, content in self._contents.values():
-            container.clear()
-            (container.extend if isinstance(content, list) else container.update)(content)
+        for key, (value, saved) in self._contents.items():
+            if _is_changed(value, saved):
+                _put_back(value, saved)
+                self._contents[key] = value, _saved(value)
 
     def changed(self) -> list[str]:
-        """Return the names of the attributes that were replaced or hold different objects."""
+        """Return the names of the attributes that were replaced or whose content has changed."""
         return [
             f"{name}.{key}".strip(".")
             for (name, own), objects in zip(self._owners, self._before, strict=True)
             for key, value in own.items()
             if key not in _OF_TORCH
-            and (objects.get(key, self) is not value or self._is_other_inside(value))
+            and (objects.get(key, self) is not value or self._has_changed_inside(value))
         ]
 
-    def _is_other_inside(self, value: Any) -> bool:
+    def _has_changed_inside(self, value: Any) -> bool:
         return any(
-            id(c) not in self._contents or _items(c) != _items(self._contents[id(c)][1])
-            for c in _containers([value])
+            id(each) not in self._contents or _is_changed(*self._contents[id(each)])
+            for each in _mutable([value], set(self._known))
         )
 
     def mapped(self) -> list[str]:
@@ -71,7 +81,7 @@ class Attributes:
             f"{name}.{key}".strip(".")
             for name, own in self._owners
             for key, value in own.items()
-            if any(isinstance(t, Tensor) and is_batchedtensor(t) for t in tree_leaves(value))
+            if any(isinstance(t, Tensor) and is_batchedtensor(t) for t in _mutable([value], set()))
         ]
 
 
@@ -85,18 +95,68 @@ def left_alone(module: nn.Module) -> Iterator[Attributes]:
         attributes.restore()
 
 
+def _mutable(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
+    """Yield what can change in place among values, and inside them.
+
+    An object is represented by the dictionary of its attributes.
+
+    Args:
+        values: The values.
+        seen: The ``id`` of objects to leave out; the objects found are added.
+    """
+    for value in values:
+        if id(value) in seen:
+            continue
+        if isinstance(value, list | dict | set | deque | Tensor | np.ndarray):
+            seen.add(id(value))
+            yield value
+        if isinstance(value, list | set | deque | tuple | dict):
+            inner = value.values() if isinstance(value, dict) else value
+            yield from _mutable(list(inner), seen)
+        elif _is_of_the_user(value):
+            yield from _mutable([vars(value)], seen)
+
+
+def _is_of_the_user(value: Any) -> bool:
+    """Return whether a value is an object with attributes, of a class of the user."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
+    is_code = isinstance(value, type | ModuleType | FunctionType | MethodType)
+    return hasattr(value, "__dict__") and not is_code and not packages & _FRAMEWORKS
+
+
+def _saved(value: Any) -> Any:
+    """Return a copy of a value's content."""
+    if isinstance(value, Tensor):
+        return _version(value), value.detach().clone()
+    return copy.copy(value)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_changed(value: Any, saved: Any) -> bool:
+    """Return whether a value holds other objects than its copy."""
+    if isinstance(value, Tensor):
+        return bool(_version(value) != saved[0])
+    if isinstance(value, np.ndarray):
+        return bool(value.tobytes() != saved.tobytes())
+    return _items(value) != _items(saved)
+
+
+def _put_back(value: Any, saved: Any) -> None:
+    """Restore a value's content from its copy."""
+    if isinstance(value, Tensor):
+        value.detach().copy_(saved[1])
+    elif isinstance(value, np.ndarray):
+        value[...] = saved
+    else:
+        value.clear()
+        (value.extend if isinstance(value, list | deque) else value.update)(saved)
+
+
 def _items(container: Any) -> list[int]:
-    """Return the identities of the items of a list, a dictionary or a set."""
+    """Return the identities of the items of a container."""
     values = container.values() if isinstance(container, dict) else container
     keys = container.keys() if isinstance(container, dict) else ()
     return [*map(hash, keys), *map(id, values)]
-
-
-def _containers(values: Iterable[Any], seen: set[int] | None = None) -> Iterator[Any]:
-    """Yield the lists, dictionaries and sets among values, and those inside them."""
-    seen = set() if seen is None else seen
-    for value in values:
-        if type(value) in (list, dict, set) and id(value) not in seen:
-            seen.add(id(value))
-            yield value
-            yield from _containers(value.values() if type(value) is dict else value, seen)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
-from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.functional.randomness import rng_state, seeded_rng
 from lightning_fl.runners.attributes import left_alone
 from lightning_fl.runners.base import is_floating
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
@@ -21,6 +22,7 @@ from lightning_fl.runners.samples import Samples
 from lightning_fl.runners.tensors import is_equal
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.runners.watch import Watch
+from lightning_fl.types import FederationError
 
 #: Maximum size of constant parameters that are copied in float64 for the comparison.
 MAX_WIDE_BYTES = 2**26
@@ -31,55 +33,92 @@ Result = tuple[Outcome, list[Tensor], list[Tensor]]
 def why_not_mapped(step: VectorizedStep, batch: Any) -> str | None:
     """Compare vectorized and sequential steps of two clients in float64.
 
+    Both draw the same random numbers: the sequential steps start from the same seed, and the
+    vectorized step draws once for all clients.
+
     Args:
         step: The step. Its first two clients are compared; their tensors are not changed.
         batch: Batches of two clients, stacked.
 
     Returns:
         The reason why the step cannot be vectorized, or None. Reasons are an exception; different
-        losses, gradients, buffers or frozen parameters; writes to trained parameters; and an update
-        of a torchmetrics metric, which would be silently wrong under ``vmap``.
+        losses, gradients, buffers or frozen parameters; writes to trained parameters; random
+        numbers of Python or NumPy, which all clients would share; and an update of a torchmetrics
+        metric, which would be silently wrong under ``vmap``.
+
+    Raises:
+        FederationError: If the step reads the stacked parameters of the optimizer.
     """
     module = step.module
     for m in module.modules():
         if isinstance(m, nn.Embedding) and m.padding_idx is not None:
             return "an Embedding with padding_idx would train its padding under vmap"
-    metrics = [m for m in module.modules() if isinstance(m, Metric)]
-    counts = [m._update_count for m in metrics]
     with (
         _without_dropout(module),
         left_alone(module) as attributes,
+        _metrics_reset(module) as updated,
         _Trial(step, batch) as trial,
     ):
         try:
-            try:
-                own, written = trial.by_itself()
-            except Exception:  # the step may not support double precision
-                trial.use_its_precision()
-                own, written = trial.by_itself()
-            if names := sorted(written.intersection(trial.trained)):
-                return f"training_step writes to the trained parameter {names[0]}"
+            own = trial.first()
+        except Exception as error:
+            return _first_line(error)
+        if own.stacks:
+            name = type(module).__name__
+            raise FederationError(
+                f"{name}.training_step reads the parameters of its optimizer ({own.stacks[0]})."
+                " With VectorizedClients these are the stacked parameters of all clients. Use the"
+                " module's own parameters (self.parameters()), or train the module without"
+                " VectorizedClients"
+            )
+        if names := sorted(own.written.intersection(trial.trained)):
+            return f"training_step writes to the trained parameter {names[0]}"
+        if own.draws:
+            return (
+                "training_step draws random numbers with Python or NumPy, which all clients would"
+                " share (draw them with torch)"
+            )
+        try:
+            again = trial.by_itself()
             with left_alone(module):  # same initial attributes as in the module's own step
                 alone = trial.stacked(at_once=False)
-            other, mapped = trial.stacked(at_once=False, seed=1), trial.stacked(at_once=True)
+            mapped = trial.stacked(at_once=True)
         except Exception as error:  # an operation without vmap rule, or a mistake of the user
-            return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        finally:
-            used = [m for m, n in zip(metrics, counts, strict=True) if m._update_count != n]
-            for metric in used:
-                metric.reset()
-        if used:
-            return f"training_step updates the metric {type(used[0]).__name__}"
+            if "same randomness" in str(error):
+                return (
+                    "its random numbers are drawn with other parameters for each client"
+                    " (torch.bernoulli, multinomial, normal or poisson of tensors), so that steps"
+                    " cannot be compared"
+                )
+            return _first_line(error)
+        if metric := updated():
+            return f"training_step updates the metric {type(metric).__name__}"
         if names := attributes.mapped():
             return f"training_step stores tensors in the attribute {names[0]}"
-    if not trial.agree(alone, other):
-        return None  # the step is random, so results cannot be compared
-    if not trial.agree(own, tree_map(lambda t: t[0], alone)):
+    if not trial.agree(own.result, again.result):
+        return "two equal steps of a client give different results, so they cannot be compared"
+    if not trial.agree(own.result, tree_map(lambda t: t[0], alone)):
         return (
             "training_step gives different results with other parameters in place of the module's,"
             " so it does not access them as attributes of the module (but in a list, for example)"
         )
     return None if trial.agree(alone, mapped) else "its vectorized step gives different results"
+
+
+class _Own(NamedTuple):
+    """Hold what a client's step in the module itself has done.
+
+    Args:
+        result: Its result.
+        written: Names of the tensors that it has written to.
+        stacks: Names of the stacked parameters that it has used, instead of the client's.
+        draws: Whether it has drawn random numbers of Python or NumPy.
+    """
+
+    result: Result
+    written: set[str]
+    stacks: list[str]
+    draws: bool
 
 
 class _Trial:
@@ -120,12 +159,16 @@ class _Trial:
         self._wide, self._exactness = {}, 1e-4
         self._restore_constants()
 
-    def by_itself(self) -> tuple[Result, set[str]]:
-        """Make the first client's step in the module itself.
+    def first(self) -> _Own:
+        """Make the first client's step, in the module's precision if it needs that."""
+        try:
+            return self.by_itself()
+        except Exception:  # the step may not support double precision
+            self.use_its_precision()
+            return self.by_itself()
 
-        Returns:
-            The result, and the names of the tensors that the step has written to.
-        """
+    def by_itself(self) -> _Own:
+        """Make the first client's step in the module itself."""
         stacks = self.stacks
         fixed = {n: t if stacks.fixed_is_shared else t[0] for n, t in self._fixed().items()}
         values = {n: p.detach()[0] for n, p in self._params().items()}
@@ -138,33 +181,43 @@ class _Trial:
             seeded_rng(0, self.module.device),
             torch.enable_grad(),
             stacks.values(values),
+            Watch(stacks.params) as of_optimizer,
             Watch(own) as watch,
         ):
+            before = rng_state()
             outcome, grads = self.local.by_itself(fixed, first, numbers)
+            draws = _draws_outside_torch(before, rng_state())
             written = watch.written
         buffers = {name: values[name] for name in stacks.tensors.buffers}
         found = [grads.get(n, torch.zeros_like(values[n])) for n in self.trained]
-        return (outcome._replace(buffers=buffers), found, self._frozen(values)), written
+        result = outcome._replace(buffers=buffers), found, self._frozen(values)
+        return _Own(result, written, sorted(of_optimizer.read | of_optimizer.written), draws)
 
-    def stacked(self, at_once: bool, seed: int = 0) -> Result:
-        """Make the step of both clients on stacked tensors.
+    def stacked(self, at_once: bool) -> Result:
+        """Make the step of both clients on stacked tensors, with the same random numbers.
 
         Args:
             at_once: Whether to vectorize it; otherwise the clients train one after another.
-            seed: Seed of the random numbers.
         """
         params, fixed = self._params(), self._fixed()
-        with seeded_rng(seed, self.module.device), torch.enable_grad():
-            outcome = self.local.many(
-                params,
-                tree_map(self._two, self.stacks.buffers),
-                fixed,
-                tree_map(self._two, self.batch),
-                None,
-                fixed_is_shared=self.stacks.fixed_is_shared,
-                at_once=at_once,
-                hyperparameters=tree_map(self._two, self.stacks.hyperparameters),
-            )
+        own = {
+            "params": params,
+            "buffers": tree_map(self._two, self.stacks.buffers),
+            "batch": tree_map(self._two, self.batch),
+            "hyperparameters": tree_map(self._two, self.stacks.hyperparameters),
+        }
+        if not self.stacks.fixed_is_shared:
+            own["fixed"] = fixed
+
+        def many(rows: slice) -> Outcome:
+            tensors = {"fixed": fixed, "weight": None, **tree_map(lambda t: t[rows], own)}
+            how: dict[str, Any] = {"fixed_is_shared": self.stacks.fixed_is_shared}
+            how |= {"at_once": at_once, "randomness": "same"}
+            with seeded_rng(0, self.module.device), torch.enable_grad():
+                return self.local.many(**tensors, **how)
+
+        clients = [slice(0, 2)] if at_once else [slice(0, 1), slice(1, 2)]
+        outcome = tree_map(lambda *t: torch.cat(t), *map(many, clients))
         wanted = [params[name] for name in self.trained]
         grads = torch.autograd.grad(outcome.loss.sum(), wanted, allow_unused=True)
         pairs = zip(grads, wanted, strict=True)
@@ -243,11 +296,13 @@ def mixes_samples(step: VectorizedStep, batch: Any) -> bool:
 
 
 def carried(step: VectorizedStep, samples: Samples) -> list[str]:
-    """Return the plain attributes through which one local step affects another.
+    """Return the plain attributes through which a step of one client affects that of another.
 
-    A client's step is made twice from the current attributes and once after the step of another
-    client, each time on the same tensors, batch and random numbers. Only the returned losses and
-    gradients are compared, so that a list of losses for the end of an epoch is allowed.
+    A client's first and second step are made twice from the current attributes, and once with a
+    step of another client before the last one, each time on the same tensors, batch and random
+    numbers. Only the returned losses and gradients are compared, so that a list of losses for the
+    end of an epoch is allowed. Steps have the right ``batch_idx``, since a module may reset its
+    state if it is 0.
 
     Args:
         step: The step; its clients and its module are not changed.
@@ -257,31 +312,45 @@ def carried(step: VectorizedStep, samples: Samples) -> list[str]:
         The names of all attributes that a step changes, if another step depends on them. The list
         is empty if none does, or if the step draws from random generators other than torch's.
     """
-    module = step.module
+    module, at = step.module, step.local.batch_idx
+    one, other, *_ = [i for i in range(step.stacks.count) if samples.client(i) is not None] * 2
 
-    def results(client: int) -> list[Tensor]:
-        batch = tree_map(_copied, samples.client(client))  # a step may write to it
-        with (
-            seeded_rng(0, module.device),
-            step.stacks.untouched(),
-            step.stacks.client(client),
-            torch.enable_grad(),
-        ):
-            outcome, grads = step.local.by_itself({}, batch)
+    def results(*steps: tuple[int, int]) -> list[Tensor]:
+        """Return loss and gradients of the last of some steps, each a client and its step."""
+        attributes.restore()
+        for client, number in steps:
+            batch = tree_map(_copied, samples.client(client))  # a step may write to it
+            step.local.batch_idx = at + number
+            with (
+                seeded_rng(0, module.device),
+                step.stacks.untouched(),
+                step.stacks.client(client),
+                torch.enable_grad(),
+            ):
+                outcome, grads = step.local.by_itself({}, batch)
         return [outcome.loss.detach(), *grads.values()]
 
-    one, other, *_ = [i for i in range(step.stacks.count) if samples.client(i) is not None] * 2
     with left_alone(module) as attributes:
-        first = results(other)
-        attributes.restore()
-        second = results(other)
-        attributes.restore()
-        results(one)
-        names = attributes.changed()
-        is_carried = (
-            bool(names) and is_equal(first, second) and not is_equal(second, results(other))
-        )
-    return names if is_carried else []
+        try:
+            for alone in ([(other, 0), (other, 1)], [(other, 0)]):
+                expected, names = results(*alone), attributes.changed()
+                if not names or not is_equal(expected, results(*alone)):
+                    return []
+                if not is_equal(expected, results(*alone[:-1], (one, 0), alone[-1])):
+                    return names
+        finally:
+            step.local.batch_idx = at
+    return []
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _draws_outside_torch(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Return whether the states of the generators of Python or NumPy differ."""
+    pairs = zip(before["numpy"], after["numpy"], strict=True)
+    return before["python"] != after["python"] or any(np.any(a != b) for a, b in pairs)
 
 
 def _copied(leaf: Any) -> Any:
@@ -291,6 +360,26 @@ def _copied(leaf: Any) -> Any:
 def _numbers(result: Result) -> list[Tensor]:
     wide = {True: torch.complex128, False: torch.float64}
     return [t.detach().to(wide[t.is_complex()]) for t in tree_leaves(result)]
+
+
+@contextmanager
+def _metrics_reset(module: nn.Module) -> Iterator[Callable[[], Metric | None]]:
+    """Reset the metrics that steps update within a ``with`` block.
+
+    Yields:
+        A function that returns one of them, or None.
+    """
+    counts = [(m, m._update_count) for m in module.modules() if isinstance(m, Metric)]
+
+    def updated() -> Metric | None:
+        return next((m for m, count in counts if m._update_count != count), None)
+
+    try:
+        yield updated
+    finally:
+        for metric, count in counts:
+            if metric._update_count != count:
+                metric.reset()
 
 
 @contextmanager

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from inspect import signature
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 from torchmetrics import Metric
 
 from lightning_fl.hooks import attributes_set
@@ -185,6 +185,7 @@ class LocalStep(nn.Module):
         fixed_is_shared: bool,
         at_once: bool,
         hyperparameters: Tensors | None = None,
+        randomness: Literal["different", "same"] = "different",
     ) -> Outcome:
         """Make the step of many clients; the first dimension of every tensor is the client.
 
@@ -195,8 +196,9 @@ class LocalStep(nn.Module):
             batch: Samples, ``[k, B, ...]``.
             weight: Sample weights, ``[k, B]``, or None.
             fixed_is_shared: Whether all clients started from the same parameters.
-            at_once: Whether to vectorize the step; otherwise clients run one after another.
+            at_once: Whether to vectorize the step. Otherwise there must be only one client.
             hyperparameters: Numbers of the policy by name, ``[k]``; None means none.
+            randomness: Whether the vectorized step draws different random numbers for each client.
         """
         shared: dict[str, Any] = {"fixed": fixed, "weight": weight}
         own: dict[str, Any] = {"params": params, "buffers": buffers, "batch": batch}
@@ -209,7 +211,7 @@ class LocalStep(nn.Module):
         def step(client: dict[str, Any]) -> Outcome:
             return self.one(**shared, **client)
 
-        return (_mapped if at_once else _one_after_another)(step, own)
+        return _mapped(step, own, randomness) if at_once else _single(step, own)
 
     def by_itself(
         self, fixed: Tensors, batch: Any, hyperparameters: Tensors | None = None
@@ -251,20 +253,15 @@ class LocalStep(nn.Module):
         return grads, outcome
 
 
-def _mapped(step: Callable[[Any], Outcome], stacked: dict[str, Any]) -> Outcome:
+def _mapped(
+    step: Callable[[Any], Outcome], stacked: dict[str, Any], randomness: str = "different"
+) -> Outcome:
     in_dims = tree_map(lambda t: 0 if isinstance(t, Tensor) else None, stacked)
-    outcome: Outcome = vmap(step, in_dims=(in_dims,), randomness="different")(stacked)
+    outcome: Outcome = vmap(step, in_dims=(in_dims,), randomness=randomness)(stacked)
     return outcome
 
 
-def _one_after_another(step: Callable[[Any], Outcome], stacked: dict[str, Any]) -> Outcome:
-    leaves, tree = tree_flatten(stacked)
-    count = next(len(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-    if count == 1:  # views need no copy of gradients
-        only = [t.squeeze(0) if isinstance(t, Tensor) else t for t in leaves]
-        outcome = step(tree_unflatten(only, tree))
-        return tree_map(lambda t: t.unsqueeze(0), outcome)  # type: ignore[no-any-return]
-    # unbind instead of indexing: its backward pass writes each client's gradient once.
-    unbound = [t.unbind(0) if isinstance(t, Tensor) else (t,) * count for t in leaves]
-    each = [step(tree_unflatten([rows[i] for rows in unbound], tree)) for i in range(count)]
-    return tree_map(lambda *t: torch.stack(t), *each)  # type: ignore[no-any-return]
+def _single(step: Callable[[Any], Outcome], stacked: dict[str, Any]) -> Outcome:
+    own = tree_map(lambda t: t.squeeze(0) if isinstance(t, Tensor) else t, stacked)
+    outcome: Outcome = tree_map(lambda t: t.unsqueeze(0), step(own))
+    return outcome

@@ -1,11 +1,15 @@
 """Plain Python attributes of a module, of which there is one for all clients."""
 
 import random
+from collections import deque
 
+import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from lightning_fl.runners.attributes import Attributes
 from lightning_fl.types import FederationError
 
 
@@ -115,4 +119,85 @@ def test_random_numbers_of_another_generator_carry_nothing(train, stateful):
         self.before = random.SystemRandom().random()  # which no seed reaches
         return loss * self.before
 
-    train(stateful(noise), 3, rounds=1)
+    with pytest.warns(UserWarning, match="two equal steps of a client give different results"):
+        train(stateful(noise), 3, rounds=1)
+
+
+class Annealed:
+    """A helper with a counter of its own."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self):
+        self.calls += 1
+        return self.calls / 4
+
+
+def helper(self, loss, outputs):
+    return loss * self.helper()
+
+
+def in_place(self, loss, outputs):
+    with torch.no_grad():
+        self.center.mul_(0.9).add_(0.1 * outputs.mean())
+    return loss + (outputs - self.center).square().mean()
+
+
+def array(self, loss, outputs):
+    self.array += 1
+    return loss * self.array[0]
+
+
+def recent(self, loss, outputs):
+    self.recent.append(loss.detach())
+    return loss * len(self.recent)
+
+
+@pytest.mark.parametrize(
+    ("step", "name", "value"),
+    [
+        (helper, "helper", Annealed),
+        (in_place, "center", lambda: torch.zeros((), dtype=torch.float64)),
+        (array, "array", lambda: np.zeros(1)),
+        (recent, "recent", lambda: deque(maxlen=9)),
+    ],
+)
+def test_what_attributes_hold_is_looked_at(train, stateful, step, name, value):
+    module = stateful(step)
+    setattr(module, name, value())
+    with pytest.raises(FederationError, match=rf"an earlier step has set \({name}\)"):
+        train(module, 3)
+
+
+def test_state_that_begins_anew_with_the_first_batch_is_refused(train, tiny):
+    class Truncated(tiny.kind):
+        """The state goes on from batch to batch, as a hidden state in truncated backpropagation."""
+
+        def training_step(self, batch, batch_idx):
+            outputs = self.net(batch[0])
+            hidden = 0 if batch_idx == 0 else self.hidden
+            self.hidden = hidden + outputs.detach().mean()
+            return F.cross_entropy(outputs, batch[1]) + (outputs.mean() - hidden).square()
+
+    train(tiny(Truncated), rounds=1)
+    with pytest.raises(FederationError, match=r"an earlier step has set \(hidden\)"):
+        train(tiny(Truncated), 3)
+
+
+def test_a_snapshot_is_restored_and_leaves_the_trainer_alone(tiny):
+    module = tiny()
+    module.helper, module.center, module.array = Annealed(), torch.zeros(2), np.zeros(2)
+    module.trainer = trainer = L.Trainer(logger=False, enable_checkpointing=False)
+    attributes = Attributes(module)
+    for _ in range(2):  # also after the first restore
+        module.helper()
+        module.center.add_(1)
+        module.array += 1
+        trainer.note = 1
+        assert attributes.changed() == ["helper", "center", "array"]
+        attributes.restore()
+        assert module.helper.calls == 0
+        assert module.center.tolist() == module.array.tolist() == [0, 0]
+        assert attributes.changed() == []
+    assert trainer.note == 1

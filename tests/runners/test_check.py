@@ -15,7 +15,7 @@ from torchmetrics import Metric
 from lightning_fl.functional.randomness import rng_state, set_rng_state
 from lightning_fl.runners import VectorizedClients, client_runner
 from lightning_fl.runners.check import why_not_mapped
-from lightning_fl.types import ServerState
+from lightning_fl.types import FederationError, ServerState
 
 
 class Total(Metric):
@@ -196,14 +196,87 @@ def test_a_step_with_a_part_in_float32_can_be_mapped():
     assert ask(mlp(nn.Tanh()), halved)[2]() is None
 
 
-def test_randomness_of_its_own_is_no_reason():
-    """Steps that never give the same have nothing to be compared with."""
+def test_steps_that_never_give_the_same_cannot_be_compared():
     numbers = iter(range(100))
 
     def noise(module, outputs, loss):
         return loss * (1 + next(numbers))
 
-    assert ask(mlp(), noise)[2]() is None
+    assert "two equal steps of a client give different results" in ask(mlp(), noise)[2]()
+
+
+def noise_and(step):
+    """A step with noise, which must not hide what else it does."""
+
+    def noisy(module, outputs, loss):
+        return step(module, outputs + 1e-6 * torch.randn_like(outputs), loss)
+
+    return noisy
+
+
+def in_a_list(module, outputs, loss):
+    return outputs.square().mean() + sum(p.square().sum() for p in module.metric.decayed)
+
+
+class Padded(Words):
+    """Padding by the function, which vmap does not support."""
+
+    def forward(self, x):
+        words = F.embedding(x, self.words.weight, padding_idx=0)
+        return self.head(F.dropout(words.mean(1), 0.5))
+
+
+@pytest.mark.parametrize("step", [in_a_list, noise_and(in_a_list)])
+def test_noise_does_not_hide_a_list_of_parameters(step):
+    module, _, why = ask(mlp(), step)
+    vars(module.metric)["decayed"] = list(module.parameters())
+    assert "in a list, for example" in why()
+
+
+def test_noise_does_not_hide_padding():
+    assert ask(Padded, words=True)[2]() == "its vectorized step gives different results"
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        torch.randn_like,
+        lambda x: F.dropout(x, 0.3),
+        lambda x: F.gumbel_softmax(x),
+        lambda x: x[torch.randperm(len(x))],
+        lambda x: torch.distributions.Normal(x, x.exp()).rsample(),
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.3),
+    ],
+)
+def test_random_steps_are_compared_with_the_same_numbers(noise):
+    assert (
+        ask(mlp(), lambda module, outputs, loss: loss + noise(outputs).square().mean())[2]() is None
+    )
+
+
+def test_numbers_drawn_with_other_parameters_for_each_client_cannot_be_compared():
+    def drawn(module, outputs, loss):
+        return loss * torch.bernoulli(outputs.detach().sigmoid()).mean()
+
+    assert "torch.bernoulli" in ask(mlp(), drawn)[2]()
+
+
+@pytest.mark.parametrize("number", [random.random, np.random.rand])
+def test_numbers_of_python_and_numpy_would_be_shared(number):
+    why = ask(mlp(), lambda module, outputs, loss: loss * number())[2]
+    assert "random numbers with Python or NumPy" in why()
+
+
+def test_a_step_that_reads_the_parameters_of_its_optimizer_is_refused(train, tiny):
+    class Decayed(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            groups = self.optimizers().param_groups
+            decay = sum(p.square().sum() for group in groups for p in group["params"])
+            return super().training_step(batch, batch_idx) + 0.1 * decay
+
+    train(tiny(Decayed), rounds=1)
+    with pytest.raises(FederationError, match=r"reads the parameters of its optimizer \(net\."):
+        train(tiny(Decayed), 3)
 
 
 def draw():
@@ -218,7 +291,7 @@ def test_what_the_check_draws_is_drawn_from_streams_of_its_own():
     rng = rng_state()
     expected = draw()
     set_rng_state(rng)
-    assert why() is None
+    why()
     assert draw() == expected
 
 

@@ -105,9 +105,8 @@ def as_it_is(module, tensors):
 CASES = [(f, w) for f in (None, "shared", "own") for w in (False, True)]
 
 
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(("k", "at_once"), [(1, False), (1, True), (3, True)])
 @pytest.mark.parametrize(("fixed", "weight"), CASES)
-@pytest.mark.parametrize("k", [1, 3])
 def test_the_step_of_many_is_the_step_of_each(module, k, fixed, weight, at_once):
     tensors = given(module, k, fixed=fixed, weight=weight)
     leaves = {n: p.clone().requires_grad_() for n, p in tensors[0].items()}
@@ -133,7 +132,7 @@ def test_the_step_of_many_is_the_step_of_each(module, k, fixed, weight, at_once)
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("error", [False, True])
 def test_nothing_of_it_stays(module, at_once, error):
-    tensors = given(module, fixed="own", weight=True)
+    tensors = given(module, k=3 if at_once else 1, fixed="own", weight=True)
     step, state = LocalStep(module), copy.deepcopy(module.state_dict())
     before = [{n: t.clone() for n, t in part.items()} for part in tensors[:3]]
     attributes, parameters = dict(vars(module)), dict(module.named_parameters())
