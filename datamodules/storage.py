@@ -24,7 +24,7 @@ class InMemory(TensorDataset):
 
     Example:
         >>> InMemory(torch.arange(4.0), torch.tensor([0, 1, 0, 1])).fetch(torch.tensor([3, 0]))
-        (tensor([3., 0.]), tensor([1, 0]))
+        [tensor([3., 0.]), tensor([1, 0])]
     """
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -55,8 +55,8 @@ class InMemory(TensorDataset):
             self._copy = InMemory(*(t.to(device) for t in self.tensors))
         return self._copy
 
-    def fetch(self, index: Tensor, reuse: bool = False) -> tuple[Tensor, ...]:
-        """Return the samples of a batch, stacked.
+    def fetch(self, index: Tensor, reuse: bool = False) -> list[Tensor]:
+        """Return the samples of a batch, stacked, in a list as from a ``DataLoader``.
 
         Args:
             index: Indices of the samples, ``[n]``.
@@ -66,13 +66,13 @@ class InMemory(TensorDataset):
         index = index.to(self.device, non_blocking=True)
         # index_select is several times faster than t[index] for small batches.
         if not reuse:
-            return tuple(t.index_select(0, index) for t in self.tensors)
+            return [t.index_select(0, index) for t in self.tensors]
         n = len(index)
         if n not in self._buffers:
             self._buffers[n] = tuple(t.new_empty(n, *t.shape[1:]) for t in self.tensors)
         for tensor, buffer in zip(self.tensors, self._buffers[n], strict=True):
             torch.index_select(tensor, 0, index, out=buffer)
-        return self._buffers[n]
+        return list(self._buffers[n])
 
 
 def check_map_style(data: Any, name: str) -> None:

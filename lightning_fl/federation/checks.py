@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
+from lightning_fl.federation.layout import VectorLayout
 from lightning_fl.federation.measures import evaluating
 from lightning_fl.federation.processes import processes_of
 from lightning_fl.federation.run_options import RunOptions
@@ -91,7 +92,7 @@ def check_module(module: LightningModule) -> None:
 
     Raises:
         FederationError: If the module optimizes manually, fetches its own batches or has lazy
-            parameters.
+            or sparse tensors.
     """
     name = type(module).__name__
     if not module.automatic_optimization:
@@ -105,11 +106,41 @@ def check_module(module: LightningModule) -> None:
             f"{name}.training_step(dataloader_iter) is not supported, because FederatedLoop chooses"
             " the batches of each client: use training_step(batch, batch_idx)"
         )
-    for tensor_name, tensor in module.named_parameters():
+    for tensor_name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         if nn.parameter.is_lazy(tensor):
             raise FederationError(
-                f"{name}.{tensor_name} is a lazy parameter: run the module on a sample before fit"
+                f"{name}.{tensor_name} is a lazy {kind}: run the module on a sample before fit"
             )
+        if tensor.layout != torch.strided:
+            raise FederationError(
+                f"{name}.{tensor_name} is a {kind} of layout {tensor.layout}, but clients exchange"
+                " dense tensors: make it dense, or keep it in a plain attribute instead of a buffer"
+                " and move it to the device in training_step"
+            )
+
+
+def check_finite(name: str, layout: VectorLayout, vector: Tensor) -> None:
+    """Check that the initial parameters are finite.
+
+    Args:
+        name: Name of the module.
+        layout: Layout of the vector.
+        vector: The exchanged tensors, ``[P]``.
+
+    Raises:
+        FederationError: If a parameter holds infinities or NaN, so that no update would be usable.
+    """
+    parameters = vector[None, : layout.num_parameters]
+    if parameters.isfinite().all():
+        return
+    parts = layout.split(parameters).items()
+    wrong = next(name for name, part in parts if not part.isfinite().all())
+    raise FederationError(
+        f"the parameter {wrong} of {name} has values that are not finite, so that no update of a"
+        " client would be usable: initialize it. Register a constant with infinities, such as an"
+        " attention mask, as a buffer (register_buffer)"
+    )
 
 
 def check_network(trainer: Trainer, module: LightningModule, data: FederatedData) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -120,6 +120,18 @@ class DropWarnings:
         self._lost = self._kept = 0
         self._sampled: Counter[int] = Counter()
         self._causes: dict[int, Counter[str]] = {}
+        #: A sentence on the first tensors with non-finite values, or an empty text.
+        self.non_finite = ""
+
+    def note_non_finite(self, names: Iterable[str]) -> None:
+        """Record the first tensors with non-finite values.
+
+        Args:
+            names: Names of all tensors of an update with non-finite values.
+        """
+        first, *others = [*names][:4] or ["the client's own tensors"]
+        listed = ", ".join([first, *others[:2]]) + ", ..." * (len(others) > 2)
+        self.non_finite = self.non_finite or f"Non-finite values are in {listed}. "
 
     def note(
         self, round: int, cohort: Sequence[int], dropped: Mapping[int, str], kept_by: str | None
@@ -140,8 +152,8 @@ class DropWarnings:
         if dropped and not self._lost:
             rank_zero_warn(
                 f"round {round}: dropped {len(dropped)} of {sampled} client updates:"
-                f" {describe_dropped(dropped, self._names)}. Later rounds are summarized at the end"
-                " of the fit",
+                f" {describe_dropped(dropped, self._names)}. {self.non_finite}Later rounds are"
+                " summarized at the end of the fit",
                 stacklevel=2,
             )
         if kept_by is not None and not self._kept:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fl.federation.checks import check_options
+from lightning_fl.federation.checks import check_finite, check_options
 from lightning_fl.federation.dropped import (
     check_causes,
     count_causes,
@@ -126,6 +126,8 @@ class Round:
         fit.runner.tensors.check_parameters()
         fit.runner.check_optimizer(fit.trainer.optimizers[0])
         self.server = self.start = fit.runner.read()
+        if not self.plan.round:
+            check_finite(type(fit.module).__name__, fit.runner.layout, self.server.vector)
         self.results.counters = self.server.counters
         self._schedule = self.results.schedule = fit.schedulers.read()
         self.rng = rng_state(fit.module.device)
@@ -281,6 +283,9 @@ class Round:
         finite = is_finite(delta, {**extras, **fit.runner.local_parameters()})
         for client in clients[~finite].tolist():
             dropped.setdefault(client, "non_finite")
+        if not finite.all():
+            parts = {**fit.runner.layout.split(delta), **extras}
+            fit.warnings.note_non_finite(n for n, p in parts.items() if not p.isfinite().all())
         usable = torch.tensor([client not in dropped for client in clients.tolist()])
         self._drop(dropped)
         if not usable.any():
@@ -333,9 +338,10 @@ class Round:
         if dropped and self.fit.federation.on_client_error == "raise":
             raise FederationError(
                 f"round {self.plan.round + 1} has no usable update of"
-                f" {describe_dropped(dropped, self.fit.data.client_names)}:"
-                " if values are non-finite, look for NaN in the client's samples, decrease the"
-                " learning rate or clip gradients; or set on_client_error: skip"
+                f" {describe_dropped(dropped, self.fit.data.client_names)}."
+                f" {self.fit.warnings.non_finite}If values are non-finite, look for NaN in the"
+                " client's samples, decrease the learning rate or clip gradients; or set"
+                " on_client_error: skip"
             )
         self.results.dropped |= dropped
 

@@ -375,8 +375,9 @@ class ClientRunner(ABC):
     def _moved(self, local: Tensor, state: ServerState) -> Tensor:
         """Return the updates of local vectors, ``[k, P]``, which are overwritten."""
         at = self.num_parameters
-        # A constant buffer may hold infinities, as attention masks do: inf - inf would be nan.
-        kept = local[:, at:] == state.vector[:, at:]
+        # A constant buffer may hold infinities, as attention masks do, or NaN: inf - inf is NaN.
+        now, before = local[:, at:], state.vector[:, at:]
+        kept = (now == before) | (now.isnan() & before.isnan())
         delta = local.sub_(state.vector)
         delta[:, at:].masked_fill_(kept, 0)
         if self.buffers == "server":

@@ -28,15 +28,17 @@ class ModuleTensors:
         self, module: LightningModule, constants: Mapping[str, nn.Parameter] | None = None
     ) -> None:
         self.module, self.constants = module, dict(constants or {})
+        #: Buffers with their owners and names there, full names and shapes.
         self._owned = []
-        for owner in module.modules():
+        for prefix, owner in module.named_modules():
             for name, buffer in owner._buffers.items():
                 if buffer is None:
                     continue
                 if 0 in buffer.stride():
                     buffer = buffer.clone(memory_format=torch.contiguous_format)
                     owner._buffers[name] = buffer
-                self._owned.append((owner, name, buffer))
+                full_name = f"{prefix}.{name}".strip(".")
+                self._owned.append((owner, name, full_name, buffer, buffer.shape))
         #: Parameters that differ between clients, by name.
         self.parameters = {
             name: p for name, p in module.named_parameters() if name not in self.constants
@@ -50,16 +52,22 @@ class ModuleTensors:
         Raises:
             FederationError: If the shape of a buffer has changed.
         """
-        for owner, name, buffer in self._owned:
-            if (now := owner._buffers[name]) is not buffer and now is not None:
-                if now.shape != buffer.shape:
-                    raise FederationError(
-                        f"{type(self.module).__name__} changed the shape of its buffer {name} from"
-                        f" {tuple(buffer.shape)} to {tuple(now.shape)}, so that clients cannot be"
-                        " averaged. Give the buffer its final shape before the fit"
-                    )
+        reshaped = list[str]()
+        for owner, name, full_name, buffer, shape in self._owned:
+            if (now := owner._buffers[name]) is None:
+                continue
+            if now.shape != shape:
+                reshaped.append(f"{full_name} from {tuple(shape)} to {tuple(now.shape)}")
+                buffer.data = buffer.new_zeros(shape)  # so that the global model can be restored
+            elif now is not buffer:
                 buffer.copy_(now)
-                owner._buffers[name] = buffer
+            owner._buffers[name] = buffer
+        if reshaped:
+            raise FederationError(
+                f"{type(self.module).__name__} changed the shape of its buffer {reshaped[0]}, so"
+                " that clients cannot be averaged. Give the buffer its final shape before the fit,"
+                " for example by a forward pass"
+            )
 
     def check_parameters(self) -> None:
         """Check that all parameters of the module are those of the start of the fit.

@@ -491,6 +491,27 @@ def test_on_client_error_raise_names_the_client(fit, linear):
         fit(linear(), FederatedLoop(on_client_error="raise"), poisoned([1]))
 
 
+@pytest.mark.parametrize("on_client_error", ["skip", "raise"])
+@pytest.mark.filterwarnings("ignore:dropped")
+def test_the_tensor_that_is_not_finite_is_named(fit, foreign, on_client_error):
+    class Best(type(foreign())):
+        """Keeps the lowest loss, which begins with infinity, so that no difference is finite."""
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("best", torch.tensor(torch.inf))
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.best = torch.minimum(self.best, loss.detach())
+            return loss
+
+    warns = pytest.warns(UserWarning, match="Non-finite values are in best. Later rounds")
+    refused = pytest.raises(FederationError, match=r"Non-finite values are in best. If values")
+    with warns if on_client_error == "skip" else refused:
+        fit(Best().double(), FederatedLoop(on_client_error=on_client_error, buffers="average"))
+
+
 @pytest.mark.filterwarnings("ignore:.*dropped")
 def test_below_min_clients_the_server_keeps_its_model(fit, linear):
     module = linear()
@@ -1147,6 +1168,25 @@ def test_lazy_parameters_are_refused(fit, foreign):
         fit(module)
 
 
+def test_lazy_and_sparse_buffers_are_refused(fit, foreign):
+    module = foreign()
+    module.lazy = nn.LazyBatchNorm1d(affine=False)
+    with pytest.raises(FederationError, match=r"lazy\.running_mean is a lazy buffer"):
+        fit(module)
+    module = foreign()
+    module.register_buffer("graph", torch.eye(3).to_sparse())
+    with pytest.raises(FederationError, match=r"\.graph is a buffer of layout torch.sparse_coo"):
+        fit(module)
+
+
+def test_initial_parameters_that_are_not_finite_are_refused(fit, foreign):
+    module = foreign()
+    mask = torch.full((2, 2), -torch.inf).triu(1)
+    module.mask = nn.Parameter(mask, requires_grad=False)
+    with pytest.raises(FederationError, match=r"the parameter mask of .* \(register_buffer\)"):
+        fit(module)
+
+
 def test_a_loader_instead_of_a_federation_is_refused(foreign, trainer, blobs):
     with pytest.raises(FederationError, match="datamodule=FederatedDataModule"):
         trainer().fit(foreign(), DataLoader(blobs()), DataLoader(blobs()))
@@ -1239,6 +1279,7 @@ class SetsAnew(Counting):
     def __init__(self):
         super().__init__()
         self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+        self.register_buffer("missing", torch.full((2,), torch.nan))
         self.register_buffer("wide", torch.zeros(1).expand(4))
 
     def training_step(self, batch, batch_idx):
@@ -1259,6 +1300,7 @@ def test_buffers_that_are_set_anew_infinite_or_expanded_are_federated_too(fit):
     assert loop.rows[0]["dropped"] == 0
     assert module.weight.item() > 0
     assert module.mask[0, 1] == float("-inf")
+    assert module.missing.isnan().all()
 
 
 def test_after_a_failed_fit_the_data_and_the_optimiser_are_free_again(fit, linear, data, trainer):

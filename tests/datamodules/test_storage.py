@@ -22,6 +22,7 @@ def test_memory_of_a_fetch_is_used_again_where_that_is_allowed():
     data = InMemory(torch.arange(12.0).view(6, 2), torch.arange(6))
     index = torch.tensor([4, 0, 5])
     first = data.fetch(index, reuse=True)
+    assert type(first) is list  # as from a DataLoader, so that a step may replace an element
     kept = [t.clone() for t in first]
     assert all(torch.equal(a, b) for a, b in zip(first, data.fetch(index), strict=True))
     second = data.fetch(index.flip(0), reuse=True)
