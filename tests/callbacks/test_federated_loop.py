@@ -492,7 +492,7 @@ def test_on_client_error_raise_names_the_client(fit, linear):
 
 
 @pytest.mark.parametrize("on_client_error", ["skip", "raise"])
-@pytest.mark.filterwarnings("ignore:dropped")
+@pytest.mark.filterwarnings("ignore:(dropped|round|the global model)")
 def test_the_tensor_that_is_not_finite_is_named(fit, foreign, on_client_error):
     class Best(type(foreign())):
         """Keeps the lowest loss, which begins with infinity, so that no difference is finite."""
