@@ -18,6 +18,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -253,6 +254,22 @@ def frozen(module):
     return module
 
 
+class Overflowing(Foreign):
+    """Gradients that are not finite for some batches, and the loss scale that follows."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) / (batch[1][0] != 1)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss_scale", self.trainer.precision_plugin.scaler.get_scale(), batch_size=1)
+
+    test_step = validation_step
+
+
+def scaled():
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=2))
+
+
 #: A BatchNorm layer and the last one stay with a client, which trains these and then the others.
 PARTLY_LOCAL = {
     "local_parameters": ["type:_BatchNorm", "net.4.*"],
@@ -400,6 +417,11 @@ CASES = {
     "lost clients": lambda: (
         client_module(),
         {"aggregator": GeometricMedian(), "callbacks": [Lose()], "policy": Uneven()},
+        {},
+    ),
+    "loss scale": lambda: (
+        Overflowing(dropout=0.0, metric=False),
+        {"policy": Uneven(), "clients_per_round": 5, "plugins": [scaled()]},
         {},
     ),
     "vectorized, fixed groups": lambda: (
@@ -617,7 +639,7 @@ def fit(
     L.seed_everything(1, verbose=False)
     module, loop_options, data_options = (SHARED if strategy == "ddp" else CASES)[case]()
     kind = getattr(torch, dtype)
-    of_the_case = loop_options.pop("callbacks", ())
+    of_the_case, plugins = loop_options.pop("callbacks", ()), loop_options.pop("plugins", None)
     loop = FederatedLoop(seed=1, csv_name=None, **loop_options)
     watch = Watch()
     trainer = L.Trainer(
@@ -629,6 +651,7 @@ def fit(
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        plugins=plugins,
         callbacks=[loop, watch, RoundCheckpoint(str(folder)), *of_the_case, *callbacks],
         num_sanity_val_steps=0,
     )

@@ -228,6 +228,14 @@ def check_trainer(trainer: Trainer, vectorized: bool = False) -> None:
             " which is not supported with VectorizedClients: set strategy='client_parallel', or"
             " remove VectorizedClients"
         )
+    if vectorized and getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise FederationError(
+            f"Trainer(precision={trainer.precision!r}) is not supported with VectorizedClients,"
+            " because clients that train at once would share a loss scale: non-finite gradients of"
+            " one client would skip the steps of the others. Set precision='bf16-mixed' or"
+            " '32-true', or pass the module itself to Trainer.fit instead of"
+            " VectorizedClients(module)"
+        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the connector
         check_package(callback, Callback)
         for kind, why in REFUSED.items():

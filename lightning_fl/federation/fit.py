@@ -23,6 +23,7 @@ from lightning_fl.federation.checks import (
 )
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.dropped import DropWarnings
+from lightning_fl.federation.loss_scale import LossScale
 from lightning_fl.federation.measures import Measures, evaluating
 from lightning_fl.federation.memory import ClientMemory
 from lightning_fl.federation.plan import Planner
@@ -200,7 +201,7 @@ class Fit:
         self.aggregator.to(server.device).start(server)
         #: Client-side work of the aggregator in addition to training.
         self.parts = self.aggregator.client_parts()
-        self.schedulers = Schedulers(self.trainer)
+        self.schedulers, self.loss_scale = Schedulers(self.trainer), LossScale(self.trainer)
         self.measures = Measures(self.trainer, self.data, seed, self.processes)
         self.memory = ClientMemory(
             store, self.options.update_transforms, self.parts, self.federation, server.device

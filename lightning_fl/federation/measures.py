@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -135,9 +135,12 @@ class Measures:
         trained = [p for p in params if p.requires_grad]
         total = torch.zeros(host.num_parameters, dtype=torch.float64, device=module.device)
         count = torch.zeros((), dtype=torch.float64, device=module.device)
+        precision = self._trainer.precision_plugin
+        # Without its loss scale, small gradients would be zero in float16.
+        scaled = getattr(precision, "scaler", None) is not None
         with evaluating(module), torch.enable_grad(), seeded_rng(seed, module.device):
             for batch in batches:
-                with self._trainer.precision_plugin.val_step_context():
+                with nullcontext() if scaled else precision.val_step_context():
                     losses = module.federated_losses(on_device(self._trainer, batch))
                 grads = torch.autograd.grad(losses.sum(), trained, allow_unused=True)
                 known = dict(zip(map(id, trained), grads, strict=True))

@@ -20,6 +20,7 @@ from lightning_fl.federation.dropped import (
 )
 from lightning_fl.federation.exchange import ClientContext
 from lightning_fl.federation.fit import Fit
+from lightning_fl.federation.loss_scale import ScaleState, median_state
 from lightning_fl.federation.table import COLUMNS
 from lightning_fl.federation.traffic import Traffic
 from lightning_fl.functional.randomness import (
@@ -54,6 +55,7 @@ class Results:
         dropped: Causes of dropped updates by client id.
         losses: Loss of the model at the start of the round, reported by clients, by client id.
         rates: Mean learning rate over the local steps, by client id.
+        scales: State of the gradient scaler after training, by id of the clients that returned.
         num_samples: Total number of training samples of the clients with a used update.
         most_steps: Maximum number of local steps of a client.
     """
@@ -63,6 +65,7 @@ class Results:
     dropped: dict[int, str] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
+    scales: dict[int, ScaleState] = field(default_factory=dict)
     num_samples: int = 0
     most_steps: int = 0
 
@@ -93,6 +96,7 @@ class Round:
         fit.progress.table.begin(fit.trainer.callback_metrics)
         #: State before any hook of the round, restored if the round is abandoned.
         self.before, self.schedule_before = fit.runner.read(), fit.schedulers.read()
+        self.scale_before = self._scale = fit.loss_scale.read()
         #: Model state of the server, and the state from which the clients in training started.
         self.server = self.start = self.before
         self.results = Results(self.before.counters, self.schedule_before)
@@ -130,6 +134,7 @@ class Round:
             check_finite(type(fit.module).__name__, fit.runner.layout, self.server.vector)
         self.results.counters = self.server.counters
         self._schedule = self.results.schedule = fit.schedulers.read()
+        self._scale = fit.loss_scale.read()
         self.rng = rng_state(fit.module.device)
         #: Mask of the trained parameters, ``[num_parameters]``; None means all.
         self.trained = fit.runner.trained_mask()
@@ -179,6 +184,7 @@ class Round:
         self.start = ServerState(fit.aggregator.models_for(clients), self.server.counters)
         # Before the optimizer state of the client, which takes precedence.
         fit.schedulers.write(self._schedule)
+        fit.loss_scale.write(self._scale)
         kept = [fit.memory.of_runner(client) for client in clients.tolist()]
         fit.runner.load(self.start, kept, [fit.lr(self.plan, row) for row in rows])
         fit.runner.start_phases(fit.planner.phase_ends(clients, self.plan.num_steps[rows]))
@@ -281,6 +287,10 @@ class Round:
             dropped.setdefault(client, cause)
         check_causes(dropped, clients.tolist(), COLUMNS)
         finite = is_finite(delta, {**extras, **fit.runner.local_parameters()})
+        if not dropped and (scale := fit.loss_scale.read()) is not None:  # of a single client
+            self.results.scales[int(clients)] = scale
+            # Without a step, parameters are finite though all gradients are not.
+            finite &= not fit.loss_scale.skipped_all(self._scale, int(self.plan.num_steps[rows]))
         for client in clients[~finite].tolist():
             dropped.setdefault(client, "non_finite")
         if not finite.all():
@@ -370,7 +380,8 @@ class Round:
         else:
             server = ServerState(vector.view_as(self.server.vector), self.results.counters)
         self.traffic.note_moved(self.server.vector, server.vector)
-        self._leave_clients(server, self.results.schedule)
+        scale = median_state(self.results.scales.values()) or self._scale
+        self._leave_clients(server, self.results.schedule, scale)
         clients, round = self.plan.clients.tolist(), self.plan.round
         fit.aggregator.load_global_network(
             lambda: fit.measures.training_accuracy(fit.runner.module, clients, round)
@@ -397,13 +408,15 @@ class Round:
             dict(sorted(item for each in results for item in each.dropped.items())),
             {c: loss for each in results for c, loss in each.losses.items()},
             {c: rate for each in results for c, rate in each.rates.items()},
+            {c: scale for each in results for c, scale in each.scales.items()},
             sum(each.num_samples for each in results),
             max(each.most_steps for each in results),
         )
         self.results = merged
 
-    def _leave_clients(self, server: ServerState, schedule: Any) -> None:
+    def _leave_clients(self, server: ServerState, schedule: Any, scale: ScaleState | None) -> None:
         self.fit.schedulers.write(schedule)
+        self.fit.loss_scale.write(scale)
         self.fit.runner.write(server)
         set_rng_state(self.rng)
 
@@ -416,7 +429,7 @@ class Round:
             rule.load_state_dict(self.fit.boundary.state()["aggregator"])
         rule.reset()
         rule.load_client_network()
-        self._leave_clients(self.before, self.schedule_before)
+        self._leave_clients(self.before, self.schedule_before, self.scale_before)
         rule.load_global_network()
         self.fit.memory.store.discard()
         self.is_abandoned = True

@@ -405,12 +405,15 @@ class ClientRunner(ABC):
         """
         params = self.client_parameters()
         self.completed.clear()
+        # Set by a gradient scaler for a fused optimizer, which itself divides the gradients by it.
+        scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
         for term in self.gradient_terms:
             for name, value in term(params).items():
                 param = self._trained_tensor(name)
                 if param.requires_grad:
                     self.completed.add(name)
                     value = value.reshape(param.shape).to(param.dtype)
+                    value = value if scale is None else value * scale
                     param.grad = value.clone() if param.grad is None else param.grad.add_(value)
         self.hold_gradients()
 

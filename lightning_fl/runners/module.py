@@ -346,8 +346,7 @@ class VectorizedClients(LightningModule):
         if (host := self.host) is None or not len(host.active):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
             return
-        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        is_seen = scaled or sees_gradients(self.trainer)
+        is_seen = sees_gradients(self.trainer)
         host.may_update = not (is_seen or self.trainer.gradient_clip_val or host.phases)
         for step, active in enumerate(host.active):
             host.step, host.evaluation = step, 0
