@@ -28,6 +28,7 @@ from lightning_fl.functional.randomness import rng_state, run_seed, set_rng_stat
 from lightning_fl.options import check_flag, check_integer
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import BufferPolicy, ClientRunner, Phase, user_module
+from lightning_fl.runners.samples import check_batch
 from lightning_fl.samplers import ClientSampler
 from lightning_fl.store import ClientStore
 from lightning_fl.transforms import UpdateTransform
@@ -264,6 +265,7 @@ class FederatedLoop(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Record the loss that clients report for the model at the start of the round."""
+        check_batch(batch)
         self._current.report(batch_idx, outputs)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_fl.federation.round import Round
 from lightning_fl.hooks import Method, overrides, replaced
+from lightning_fl.runners.samples import check_batch
 from lightning_fl.runners.step_hooks import GRADIENT_HOOKS, TRANSFER_HOOKS
 from lightning_fl.strategies import ClientParallelStrategy
 
@@ -117,6 +118,7 @@ class LeanSteps:
         batch, _, _ = next(fetcher)
         progress.is_last_batch = fetcher.done
         batch = self._to_device(batch)
+        check_batch(batch)
         progress.increment_ready()
         connector.on_batch_start(batch)
         outputs = None

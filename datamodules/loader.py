@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from lightning_fl.datamodules.batches import Batch, OwnBatches
 from lightning_fl.datamodules.storage import InMemory, fits
+from lightning_fl.files import short_repr
 from lightning_fl.functional.randomness import derive_seed, seeded_rng
-from lightning_fl.types import ClientBatches
+from lightning_fl.types import ClientBatches, FederationError
 
 Collate = Callable[[list[Any]], Any]
 
@@ -67,8 +68,29 @@ class Batches(Dataset[Any]):
             return self.data.fetch(index)
         with seeded_rng(derive_seed(*key)):
             if hasattr(self.data, "__getitems__"):
-                return self.collate(self.data.__getitems__(index.tolist()))
-            return self.collate([self.data[i] for i in index.tolist()])
+                samples = self.data.__getitems__(index.tolist())
+            else:
+                samples = [self.data[i] for i in index.tolist()]
+            batch = self.collate(samples)
+        if batch is None:
+            self._refuse_none(index, key)
+        return batch
+
+    def _refuse_none(self, index: Tensor, key: tuple[int, ...]) -> NoReturn:
+        """Refuse an empty batch. Lightning would skip it, and with it the start of a client.
+
+        Raises:
+            FederationError: In any case.
+        """
+        name = getattr(self.collate, "__qualname__", type(self.collate).__name__)
+        of_client = f", of client {key[3]} in local step {key[4] + 1}" if len(key) > 4 else ""
+        raise FederationError(
+            f"the collate_fn {name} returned None for the samples {short_repr(index.tolist())} of"
+            f" the data set{of_client}. A client cannot skip a batch: filter samples that cannot be"
+            " read in the data set, before it is split over clients, or let collate_fn return the"
+            " remaining samples. To skip a step without VectorizedClients, return an empty batch,"
+            " and None from training_step"
+        )
 
     def start_worker(self, worker: int) -> None:
         """Call ``worker_init`` in a loader process. It finds its own data set there.

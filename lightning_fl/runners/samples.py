@@ -169,8 +169,29 @@ def _by_step(batch: Any, steps: int, clients: int) -> Any:
     return tree_map(leaf, batch)
 
 
+def check_batch(batch: Any) -> None:
+    """Check a batch after its transfer. Lightning would skip None, and with it a client's start.
+
+    Raises:
+        FederationError: If the batch is None.
+    """
+    if batch is None:
+        raise FederationError(
+            "a training batch is None after its transfer to the device, so that no step can be"
+            " made with it: on_before_batch_transfer, transfer_batch_to_device and"
+            " on_after_batch_transfer of the module and of the data module must return the batch"
+        )
+
+
 def each_of(function: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function with a batch, or with the batch of each client."""
     if not isinstance(batch, ClientBatches):
         return function(batch, *args, **kwargs)
-    return ClientBatches(None if own is None else function(own, *args, **kwargs) for own in batch)
+
+    def of_client(own: Any) -> Any:
+        if own is None:  # the client is done
+            return None
+        check_batch(found := function(own, *args, **kwargs))
+        return found
+
+    return ClientBatches(map(of_client, batch))

@@ -15,7 +15,8 @@ from lightning_fl.datamodules.loader import Batches, round_loader
 from lightning_fl.functional import RandomStream, derive_seed
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.partition import QuantitySkew
-from lightning_fl.types import ClientBatches, RoundPlan
+from lightning_fl.runners import VectorizedClients
+from lightning_fl.types import ClientBatches, FederationError, RoundPlan
 from numbered import Dicts, Lists, batches, federated, held, lists, numbered, numbers, plan
 
 
@@ -283,3 +284,59 @@ def test_any_samples_are_evaluated_from_memory():
     loader = federated().evaluation_loader(numbered(5))
     assert isinstance(loader.dataset.data, InMemory)
     assert numbers(loader) == [[0, 1, 2, 3, 4]]
+
+
+class Corrupt(Dataset):
+    """Samples of blobs, some of which cannot be read."""
+
+    def __init__(self, samples, corrupt):
+        self.samples, self.corrupt = samples, corrupt
+        self.labels = samples.tensors[1].tolist()
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, i):
+        return None if i in self.corrupt else self.samples[i]
+
+
+def drop_corrupt(samples):
+    samples = [sample for sample in samples if sample is not None]
+    return default_collate(samples) if samples else None
+
+
+@pytest.mark.filterwarnings("ignore:.*not vectorized|.*one client after another")
+@pytest.mark.parametrize(
+    ("wrap", "options", "loader"),
+    [
+        (lambda m: m, {}, {}),
+        (lambda m: m, {}, {"num_workers": 1}),
+        (lambda m: m, {"profiler": "simple"}, {}),
+        (lambda m: VectorizedClients(m, 2, compile=False), {}, {}),
+    ],
+    ids=["lean", "workers", "hooks", "vectorized"],
+)
+def test_a_batch_that_is_none_is_refused(fit, foreign, data, blobs, wrap, options, loader):
+    samples = Corrupt(blobs(12), ())
+    federation = data(samples, num_clients=3, batch_size=1, collate_fn=drop_corrupt, **loader)
+    federation.setup("fit")
+    corrupt = samples.corrupt = set(federation.parts[1].tolist())
+    with pytest.raises(FederationError) as raised:
+        fit(wrap(foreign(batchnorm=False)), datamodule=federation, rounds=1, **options)
+    text = str(raised.value)
+    assert "collate_fn drop_corrupt returned None for the samples [" in text
+    assert int(text.split("samples [")[1].split("]")[0]) in corrupt
+    assert "of client 1 in local step 1" in text
+    assert raised.value.__notes__[0].startswith("In round 1, client")
+
+
+def test_batches_without_corrupt_samples_train(fit, foreign, data, blobs):
+    samples = Corrupt(blobs(12), {0})
+    fit(foreign(), datamodule=data(samples, num_clients=1, batch_size=6, collate_fn=drop_corrupt))
+
+
+def test_batches_of_validation_are_refused_too(data, blobs):
+    federation = data(blobs(12), val=Corrupt(blobs(4), {0, 1, 2, 3}), collate_fn=drop_corrupt)
+    federation.setup("fit")
+    with pytest.raises(FederationError, match=r"for the samples \[0, 1, 2, 3\] of the data set\. "):
+        list(federation.val_dataloader())

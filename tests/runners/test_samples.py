@@ -12,7 +12,9 @@ from torch.nn.utils.rnn import pack_sequence
 
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.partition import Dirichlet
+from lightning_fl.runners import VectorizedClients
 from lightning_fl.runners.samples import Collated
+from lightning_fl.types import FederationError
 
 
 class Reader(L.LightningModule):
@@ -213,3 +215,26 @@ def test_batches_of_one_shape_are_stacked_and_clients_that_are_done_left_out():
     assert groups[1][1]["x"].shape == (1, 2, 3)
     assert Collated(batches).pair()["x"][:, 0, 0].tolist() == [0, 3]
     assert Collated(batches[1:3]).pair()["x"].shape == (2, 2, 3)
+
+
+class Forgets(FederatedDataModule):
+    """A hook that returns no batch."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        """Change the batch, as a user may think."""
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
+@pytest.mark.parametrize(
+    ("wrap", "options"),
+    [
+        (lambda m: m, {}),
+        (lambda m: m, {"profiler": "simple"}),
+        (lambda m: VectorizedClients(m, 2, compile=False), {}),
+    ],
+    ids=["lean", "hooks", "vectorized"],
+)
+def test_a_hook_must_return_the_batch(fit, foreign, blobs, wrap, options):
+    federation = Forgets(blobs(12), num_clients=3, batch_size=2, val_size=0)
+    with pytest.raises(FederationError, match=r"on_after_batch_transfer .* must return the batch"):
+        fit(wrap(foreign()), datamodule=federation, rounds=1, **options)
