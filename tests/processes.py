@@ -266,6 +266,22 @@ class Overflowing(Foreign):
     test_step = validation_step
 
 
+class Late(Foreign):
+    """Hooks at the start of the fit write values that differ between processes."""
+
+    def __init__(self):
+        super().__init__(batchnorm=True, dropout=0.0, optimizer=sgd, metric=False)
+
+    def on_fit_start(self):
+        with torch.no_grad():
+            self.net[4].weight.fill_(0.1 + self.trainer.global_rank)
+
+    def on_train_start(self):
+        with torch.no_grad():
+            self.net[0].bias.fill_(0.2 + self.trainer.global_rank)
+        self.net[1].running_mean = self.net[1].running_mean + 1.0
+
+
 def scaled():
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=2))
 
@@ -419,6 +435,7 @@ CASES = {
         {"aggregator": GeometricMedian(), "callbacks": [Lose()], "policy": Uneven()},
         {},
     ),
+    "started by hooks": lambda: (Late(), PARTLY_LOCAL, {"drop_last": True}),
     "loss scale": lambda: (
         Overflowing(dropout=0.0, metric=False),
         {"policy": Uneven(), "clients_per_round": 5, "plugins": [scaled()]},

@@ -206,6 +206,8 @@ class Fit:
         self.memory = ClientMemory(
             store, self.options.update_transforms, self.parts, self.federation, server.device
         )
+        #: Whether the first round of the fit has begun.
+        self.has_begun = False
         #: Traffic of the current or last round, which sets it.
         self.traffic: Traffic
         self.warnings = DropWarnings(self.progress.table.rows, self.data.client_names)
@@ -245,3 +247,17 @@ class Fit:
         self.schedulers.catch_up(progress.round, progress.monitored)
         progress.monitored = {}
         self.runner.constants.note()
+        if progress.round:  # on_fit_start may have written over the initial values of the run
+            self.runner.restore_private()
+
+    def begin(self) -> None:
+        """Take over what the hooks at the start of the fit have written to the module.
+
+        Called once, when the first round of the fit begins.
+        """
+        self.has_begun, runner = True, self.runner
+        runner.adopt()
+        tensors = (*runner.named_parameters.values(), *runner.named_buffers.values())
+        self.processes.same_start(tensors)
+        if not self.progress.round:
+            runner.note_private()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar, final
 
@@ -78,6 +79,14 @@ class Processes(ABC):
     def same(self, tensor: Tensor) -> Tensor:
         """Return the tensor of process 0 if processes train the same client."""
 
+    def same_start(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the tensors of process 0 to all processes. Must be called on all processes.
+
+        Hooks at the start of a fit may have written different values on each process.
+        """
+        for tensor in tensors:
+            tensor.detach().copy_(_of_first(tensor))
+
     @abstractmethod
     def same_model(self, module: nn.Module) -> None:
         """Copy the model of process 0 to all processes that train the same client.
@@ -111,6 +120,9 @@ class WholeClients(Processes):
 @final
 class Alone(WholeClients):
     """Training in a single process."""
+
+    def same_start(self, tensors: Iterable[Tensor]) -> None:
+        """Keep the tensors."""
 
     def place(self, plan: RoundPlan) -> RoundPlan:
         """Return the plan."""
@@ -189,14 +201,11 @@ class SamplesShared(Processes):
 
     def same(self, tensor: Tensor) -> Tensor:
         """Return the tensor of process 0."""
-        whole = tensor.detach().contiguous()
-        torch.distributed.broadcast(whole, 0)
-        return whole
+        return _of_first(tensor)
 
     def same_model(self, module: nn.Module) -> None:
         """Copy the parameters and buffers of process 0."""
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.detach().copy_(self.same(tensor))
+        self.same_start((*module.parameters(), *module.buffers()))
 
 
 def processes_of(trainer: Trainer) -> Processes:
@@ -204,6 +213,12 @@ def processes_of(trainer: Trainer) -> Processes:
     if isinstance(trainer.strategy, ClientParallelStrategy):
         return ClientsShared(trainer)
     return SamplesShared(trainer) if trainer.world_size > 1 else Alone(trainer)
+
+
+def _of_first(tensor: Tensor) -> Tensor:
+    whole = tensor.detach().contiguous()
+    torch.distributed.broadcast(whole, 0)
+    return whole
 
 
 def _all_reduced(tensor: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class ClientRunner(ABC):
     """Train clients: load the global model, make local steps, collect the client updates.
 
     Client-local parameters and buffers (``federated_local_parameters``) are neither averaged nor
-    sent. A new client starts from the module's initial values; later its own values are restored.
+    sent. A new client starts from the module's values at the start of the run, and later from its own.
 
     Args:
         module: The user's module; between rounds it holds the global model.
@@ -190,7 +190,7 @@ class ClientRunner(ABC):
         self._warn_of_late_buffers()
         self.vector.write(state.vector)
         self.counters.write(state.counters)
-        self.restore({self.row_name(name): first for name, first in self.private.items()})
+        self.restore_private()
         self.optimizer_state.reset()
         self.gradient_terms = []
         self.declared.reset()
@@ -204,6 +204,10 @@ class ClientRunner(ABC):
         tensors: Rows = {**self.named_parameters, **self.named_buffers}
         names = self.private if names is None else names
         self.private = {name: tensors[name].detach().clone() for name in names}
+
+    def restore_private(self) -> None:
+        """Load the initial values of client-local tensors into the module."""
+        self.restore({self.row_name(name): first for name, first in self.private.items()})
 
     def row_name(self, name: str) -> str:
         """Return the name of a tensor in the stored rows of a client."""

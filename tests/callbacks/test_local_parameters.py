@@ -261,3 +261,117 @@ def test_a_client_whose_local_parameters_are_not_finite_is_dropped(wrap, fit, ra
     worst = int(means.argmax())
     assert loop.rows[0]["dropped_clients"] == str(worst)
     assert sorted(loop.store.rows) == [i for i in range(7) if i != worst]
+
+
+class Begun(Net):
+    """Has its first values from hooks, as the mean of the targets; they see the number of fits."""
+
+    fits = 0
+
+    def set_values(self, extra=0.0):
+        with torch.no_grad():
+            self.net[3].bias.fill_(2.0 + extra)
+            self.net[0].bias.fill_(0.5)
+        self.net[1].running_mean = self.net[1].running_mean * 0 + 0.25
+
+
+class InFitStart(Begun):
+    def on_fit_start(self):
+        self.fits += 1
+        self.set_values()
+
+
+class InTrainStart(Begun):
+    def on_train_start(self):
+        self.fits += 1
+        self.set_values()
+
+
+class InEpochStart(Begun):
+    def on_train_epoch_start(self):
+        if self.trainer.current_epoch == 0:
+            self.fits += 1
+            self.set_values()
+
+
+class Named(InTrainStart):
+    federated_local_parameters = ("net.3.weight", "net.3.bias", "net.1.running_mean")
+
+
+@wraps
+@pytest.mark.parametrize("kind", [InFitStart, InTrainStart, InEpochStart, Named])
+def test_clients_begin_with_the_values_when_the_first_round_begins(fit, ragged, flat, wrap, kind):
+    def train(module, patterns):
+        loop = FederatedLoop(
+            policy=Schedule(num_steps=2),
+            clients_per_round=3,
+            buffers="average",
+            seed=1,
+            local_parameters=patterns,
+        )
+        fit(wrap(module), loop, ragged(batch_size=100), rounds=2)
+        return module, loop
+
+    patterns = () if kind is Named else ("net.3.*", "net.1.running_mean")
+    module, loop = train(kind(), patterns)
+    before = Begun()
+    before.federated_local_parameters = getattr(kind, "federated_local_parameters", None)
+    before.set_values()
+    expected, other = train(before, patterns)
+    assert module.fits == 1
+    assert torch.equal(module.net[3].bias, torch.full((3,), 2.0).double())
+    assert torch.equal(flat(module), flat(expected))
+    assert loop.store.rows.keys() == other.store.rows.keys()
+    for client, rows in loop.store.rows.items():
+        for name, row in rows.items():
+            assert torch.equal(row, other.store.rows[client][name])
+
+
+class Drifting(Begun):
+    """Writes other values at the start of a resumed fit."""
+
+    def __init__(self, extra=0.0):
+        super().__init__()
+        self.extra = extra
+
+    def on_fit_start(self):
+        with torch.no_grad():
+            self.net[3].bias.fill_(2.0 + self.extra)
+
+    def on_train_start(self):
+        with torch.no_grad():
+            self.net[3].weight.fill_(1.0 + self.extra)
+
+
+class SaveAtStart(L.Callback):
+    """Save a checkpoint before the first round of a fit."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_resumed_run_keeps_the_initial_values_of_the_run(trainer, ragged, flat, tmp_path):
+    def train(module, rounds, path=None, callbacks=()):
+        loop = FederatedLoop(
+            policy=Schedule(num_steps=2),
+            clients_per_round=2,
+            buffers="average",
+            seed=1,
+            local_parameters=HEAD,
+        )
+        made = trainer(loop, rounds, callbacks)
+        made.fit(module, datamodule=ragged(batch_size=100), ckpt_path=path)
+        return made
+
+    train(whole := Drifting(), 4)
+    train(Drifting(), 1).save_checkpoint(first := tmp_path / "first.ckpt")
+    # A checkpoint before the first round of the resumed fit has them, too.
+    save = SaveAtStart(tmp_path / "start.ckpt")
+    train(resumed := Drifting(7.0), 4, first, [save])
+    assert torch.equal(flat(resumed), flat(whole))
+    train(again := Drifting(9.0), 4, save.path)
+    assert torch.equal(flat(again), flat(whole))
