@@ -193,7 +193,7 @@ class FederatedLoop(Callback):
         self._fit, self._round, self._is_closing = None, None, False
         if "://" not in (folder := str(trainer.default_root_dir)):  # needs a local folder
             self.store.folder = folder
-        self._prepared.take_over(self, self.undo)
+        self._prepared.take_over(self, self._local_steps, self.undo)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set up the client runner and the aggregator; restore the checkpoint if there is one."""
@@ -398,6 +398,9 @@ class FederatedLoop(Callback):
     def _current(self) -> Round:
         assert self._round is not None, "a training hook ran outside of a round"
         return self._round
+
+    def _local_steps(self) -> int | None:
+        return None if self._round is None else self._round.local_steps()
 
     def plan(self) -> RoundPlan:
         """Return the plan of the round. It is drawn once and depends on the saved state only."""

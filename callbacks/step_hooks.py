@@ -39,8 +39,16 @@ def follow_steps(
 
         return started
 
+    def in_hook(hook: Method, *args: Any) -> Any:
+        round = current()
+        round.is_in_hook = True
+        try:
+            return hook(*args)
+        finally:
+            round.is_in_hook = False
+
     def batch_start(hook: Method) -> Method:
-        return lambda batch, batch_idx: hook(batch, step_of(batch_idx).start)
+        return lambda batch, batch_idx: in_hook(hook, batch, step_of(batch_idx).start)
 
     def run(optimize: Method) -> Method:
         def counted(optimizer: Any, batch_idx: int, kwargs: dict[str, Any]) -> Any:
@@ -55,7 +63,7 @@ def follow_steps(
         def ended(outputs: Any, batch: Any, batch_idx: int) -> None:
             step = step_of(batch_idx)
             if step.rows:  # empty while this process waits for others
-                hook(outputs, batch, step.start)
+                in_hook(hook, outputs, batch, step.start)
             current().end_batch(batch_idx)
 
         return ended

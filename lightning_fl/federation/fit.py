@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -30,7 +31,7 @@ from lightning_fl.federation.plan import Planner
 from lightning_fl.federation.processes import processes_of
 from lightning_fl.federation.progress import Progress
 from lightning_fl.federation.run_options import RunOptions
-from lightning_fl.federation.schedulers import Schedulers, stepping_batches
+from lightning_fl.federation.schedulers import Schedulers, counts_of_one_client
 from lightning_fl.federation.traffic import Traffic
 from lightning_fl.federation.validation import Validation
 from lightning_fl.functional.randomness import seeded_rng
@@ -125,11 +126,14 @@ class PreparedFit:
             configuration=(rules, choices, self.checksum, n, loader),
         )
 
-    def take_over(self, loop: Callback, undo: ExitStack) -> None:
+    def take_over(
+        self, loop: Callback, local_steps: Callable[[], int | None], undo: ExitStack
+    ) -> None:
         """Configure the Trainer and the data module for rounds.
 
         Args:
             loop: The callback of the rounds.
+            local_steps: Function that returns the number of local steps of a client in its steps.
             undo: Clean-up functions of the fit, to which those of the configuration are added.
         """
         trainer, data, planner = self.trainer, self.data, self.planner
@@ -147,7 +151,7 @@ class PreparedFit:
             self.module.local_patterns = self.options.local_parameters
         undo.enter_context(checked_optimizers(self.module, check_one_optimizer))
         undo.enter_context(checked_optimizers(user_module(self.module), check_optimized_terms))
-        undo.enter_context(stepping_batches(trainer, planner.stepping_batches))
+        undo.enter_context(counts_of_one_client(trainer, planner.stepping_batches, local_steps))
         data.plan = planner.plan
         undo.callback(setattr, data, "plan", None)
 

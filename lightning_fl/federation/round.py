@@ -43,6 +43,8 @@ from lightning_fl.types import (
 
 #: Number of updates, and their size in bytes, that the aggregator gets together.
 MOST_WAITING, WAITING_BYTES = 16, 2**26
+#: Methods of a module in a local step that no callback has.
+STEP_METHODS = ("training_step", "optimizer_step")
 
 
 @dataclass
@@ -104,6 +106,8 @@ class Round:
         self.step: Step | None = None
         #: Number of finished clients of this process.
         self.position = 0
+        #: Whether a hook of the module runs at the start or the end of a batch.
+        self.is_in_hook = False
         #: Updates that the aggregator gets together.
         self._waiting: list[ClientUpdate] = []
         self.logs = ClientLogs()
@@ -240,6 +244,17 @@ class Round:
             factor = self.fit.processes.scale(self._batch_size(self.step))
             if factor != 1:
                 loss.register_hook(lambda gradient: gradient * factor)
+
+    def local_steps(self) -> int | None:
+        """Return the number of local steps of the client, where its module asks in a step.
+
+        None for others, and in an idle step.
+        """
+        is_in_step = self.is_in_hook or self.fit.module._current_fx_name in STEP_METHODS
+        if not is_in_step or self.step is None or not self.step.rows:
+            return None
+        steps = self.fit.runner.of_client(self.plan.num_steps[list(self.step.rows)])
+        return None if steps is None else int(steps)
 
     def _batch_size(self, step: Step) -> int:
         """Return the number of samples of a local step over all processes that share them."""

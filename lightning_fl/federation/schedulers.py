@@ -14,22 +14,36 @@ from lightning_fl.types import FederationError
 
 
 @contextmanager
-def stepping_batches(trainer: Trainer, count: Callable[[], int | float]) -> Iterator[None]:
-    """Replace ``trainer.estimated_stepping_batches`` by the scheduler steps of one client.
+def counts_of_one_client(
+    trainer: Trainer,
+    stepping_batches: Callable[[], int | float],
+    local_steps: Callable[[], int | None],
+) -> Iterator[None]:
+    """Let properties of the Trainer count the batches of one client instead of all clients.
 
-    Lightning's property counts the batches of all clients. A property cannot be set on an instance,
-    so the Trainer temporarily gets a subclass of its class.
+    ``estimated_stepping_batches`` is the number of scheduler steps of a client in the whole run.
+    ``num_training_batches`` is the number of local steps of the client in the round, where the
+    module asks for it in a step; Lightning and callbacks get the number of batches in the round. A
+    property cannot be set on an instance, so the Trainer temporarily gets a subclass of its class.
 
     Args:
         trainer: The Trainer.
-        count: Function that returns the number of steps.
+        stepping_batches: Function that returns the number of scheduler steps.
+        local_steps: Function that returns the number of local steps; None outside of a step.
     """
     kind = type(trainer)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": None}
-    estimated = property(lambda self: count(), doc="Scheduler steps of one client in the run.")
-    trainer.__class__ = type(
-        kind.__name__, (kind,), {**names, "estimated_stepping_batches": estimated}
-    )
+    of_round: Any = kind.num_training_batches
+
+    def batches(self: Trainer) -> int | float:
+        steps = local_steps()
+        return of_round.fget(self) if steps is None else steps
+
+    counts = {
+        "estimated_stepping_batches": property(lambda self: stepping_batches()),
+        "num_training_batches": property(batches),
+    }
+    trainer.__class__ = type(kind.__name__, (kind,), {**names, **counts})
     try:
         yield
     finally:

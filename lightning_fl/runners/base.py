@@ -87,7 +87,7 @@ class ClientRunner(ABC):
     """Train clients: load the global model, make local steps, collect the client updates.
 
     Client-local parameters and buffers (``federated_local_parameters``) are neither averaged nor
-    sent. A new client starts from the module's values at the start of the run, and later from its own.
+    sent. A new client starts from the module's values at the start of the run, later from its own.
 
     Args:
         module: The user's module; between rounds it holds the global model.
@@ -371,6 +371,17 @@ class ClientRunner(ABC):
     def client(self, row: int) -> Iterator[None]:
         """Put a client's tensors into the module within a ``with`` block."""
         yield
+
+    @abstractmethod
+    def of_client(self, values: Tensor) -> Tensor | None:
+        """Return the value of the client whose ``training_step`` runs; None if none does.
+
+        Args:
+            values: Values of the clients in training, ``[k]``.
+
+        Raises:
+            FederationError: If the step of several clients is vectorized.
+        """
 
     @abstractmethod
     def rows(self) -> list[dict[str, Tensor]]:

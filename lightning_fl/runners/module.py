@@ -12,6 +12,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_fl.hooks import attributes_set
 from lightning_fl.options import check_flag, check_integer
 from lightning_fl.runners.base import BufferPolicy, ClientRunner
 from lightning_fl.runners.groups import clients_at_once, device_memory, has_convolutions, num_steps
@@ -318,10 +319,11 @@ class VectorizedClients(LightningModule):
         host.vectorized.local.batch_idx = host.steps_before + step
         # A vectorized module cannot hold on to its samples, so their memory can be reused.
         samples = host.batch.samples(step, may_reuse=host.stacks.maps)
-        if host.count > 1 and not host.is_ready:
-            host.is_ready = True
-            tune(host.vectorized, samples, self._wishes(host))
-        total = host.loss(samples)
+        with attributes_set(host, {"is_in_step": True}):
+            if host.count > 1 and not host.is_ready:
+                host.is_ready = True
+                tune(host.vectorized, samples, self._wishes(host))
+            total = host.loss(samples)
         host.evaluation += 1
         if step == len(host.sizes) - 1 and host.evaluation == host.evaluations:
             host.logs.log(self.log, self.module)
@@ -331,7 +333,7 @@ class VectorizedClients(LightningModule):
         """Return the options of :func:`tune`."""
         trainer = self.trainer
         rounds = (trainer.max_epochs or 0) - trainer.current_epoch
-        steps = rounds * trainer.num_training_batches * len(host.sizes)
+        steps = rounds * trainer.fit_loop.max_batches * len(host.sizes)
         pays = compiling_pays(host.num_parameters, int(host.sizes[host.step].sum()), steps)
         return Wishes(self.group_size == "auto", self.compiled, pays)
 

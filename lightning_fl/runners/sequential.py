@@ -74,6 +74,10 @@ class SequentialRunner(ClientRunner):
         loss = reported_loss(outputs)
         return torch.full((1,), torch.nan) if loss is None else loss.reshape(1)
 
+    def of_client(self, values: Tensor) -> Tensor | None:
+        """Return the value of the client; see :meth:`ClientRunner.of_client`."""
+        return values[0]
+
     def rows(self) -> list[dict[str, Tensor]]:
         """Return the local tensors of the client, by name."""
         self.adopt()

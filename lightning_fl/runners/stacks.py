@@ -42,6 +42,8 @@ class Stacks:
         self.at_once = True
         #: Number of clients.
         self.count = 1
+        #: The client whose tensors are in the module; None if there is none.
+        self.row: int | None = None
 
     # --- memory -----------------------------------------------------------------------------------
 
@@ -154,7 +156,8 @@ class Stacks:
             start[HYPERPARAMETERS] = vars(self.module)[HYPERPARAMETERS] | own
         stacks: Tensors = {**self.params, **self.buffers}
         rows = {name: stack.detach()[row] for name, stack in stacks.items()}
-        with attributes_set(self.module, start), self.values(rows):
+        own_row = attributes_set(self, {"row": row})
+        with attributes_set(self.module, start), own_row, self.values(rows):
             yield
 
     @contextmanager

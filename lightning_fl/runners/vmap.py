@@ -74,6 +74,8 @@ class VmapRunner(ClientRunner):
             keep_freed_memory()
         #: Whether the stacks hold clients in training, from their first hook to their last step.
         self.is_loaded = False
+        #: Whether the module makes a local step, or several at once.
+        self.is_in_step = False
         #: Whether :func:`tune` has chosen how to train.
         self.is_ready = False
         #: The samples of the Lightning batch, and the index of its next local step.
@@ -222,6 +224,21 @@ class VmapRunner(ClientRunner):
     def reported(self, outputs: Any) -> Tensor:
         """Return the clients' task losses; see :meth:`ClientRunner.reported`."""
         return self.first_losses
+
+    def of_client(self, values: Tensor) -> Tensor | None:
+        """Return the value of a client that trains by itself; see :meth:`ClientRunner.of_client`.
+
+        Raises:
+            FederationError: If clients train at once. Their steps are then made one by one.
+        """
+        if not self.is_in_step:
+            return None
+        if (row := self.stacks.row) is None:
+            raise FederationError(
+                "training_step reads trainer.num_training_batches, which differs between clients."
+                " To train them at once, pass the number to the constructor of the module"
+            )
+        return values[row]
 
     def rows(self) -> list[dict[str, Tensor]]:
         """Return the local tensors of each client, by name."""

@@ -7,6 +7,7 @@ import re
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.profilers import PassThroughProfiler
 from torch import nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -817,3 +818,126 @@ def test_a_fit_without_a_loop_says_that_it_is_no_federation(linear, data, tmp_pa
     with pytest.warns(UserWarning, match=r"no FederatedLoop.*callbacks=\[FederatedLoop") as found:
         runner.fit(linear(), datamodule=data(regression(), val=regression(9)))
     assert sum("no FederatedLoop" in str(each.message) for each in found) == 1
+
+
+class Weighted(L.LightningModule):
+    """Divides a penalty by the number of batches, as variational methods do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.asked = nn.Linear(3, 1).double(), []
+
+    def training_step(self, batch, batch_idx):
+        steps = self.trainer.num_training_batches
+        self.asked.append(("training_step", batch_idx, steps))
+        loss = (self.net(batch[0])[:, 0] - batch[1]).square().mean()
+        return loss + self.net.weight.square().sum() / steps
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Hooked(Weighted):
+    """Asks in each hook that counts local steps."""
+
+    def ask(self, hook, batch_idx):
+        self.asked.append((hook, batch_idx, self.trainer.num_training_batches))
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.ask("start", batch_idx)
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        self.ask("optimizer_step", batch_idx)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.ask("end", batch_idx)
+
+
+class Asks(L.Callback):
+    """Asks in the hooks of a callback, which count the batches of the round."""
+
+    def __init__(self):
+        self.found = set()
+
+    def ask(self, trainer, *args):
+        self.found.add(trainer.num_training_batches)
+
+    on_train_batch_start = on_before_backward = on_train_batch_end = ask
+
+
+class StepsOfClients(HyperparameterPolicy):
+    """Client k makes k + 1 local steps."""
+
+    def sample(self, round, clients):
+        return {"num_steps": clients + 1}
+
+
+def ask_for_batches(fit, module, wrap=lambda m: m, is_lean=True, **options):
+    data = FederatedDataModule(regression(), num_clients=4, batch_size=3, val_size=0, seed=1)
+    loop = FederatedLoop(policy=StepsOfClients(), seed=1, lean_steps=is_lean)
+    fit(wrap(module), loop, data, rounds=2, **options)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
+@pytest.mark.filterwarnings("ignore:Hooked is not vectorized")
+@pytest.mark.parametrize(
+    ("kind", "wrap", "hooks"),
+    [
+        (Weighted, lambda m: m, ["training_step"]),
+        (Hooked, lambda m: m, ["start", "optimizer_step", "training_step", "end"]),
+        (Hooked, VectorizedClients, ["start", "optimizer_step", "training_step", "end"]),
+    ],
+    ids=["step", "hooks", "not vectorized"],
+)
+@pytest.mark.parametrize("is_lean", [True, False])
+def test_the_training_batches_are_those_of_the_client(fit, kind, wrap, hooks, is_lean):
+    look = Asks()
+    asked = ask_for_batches(fit, kind(), wrap, is_lean, callbacks=[look]).asked
+    a_round = [(h, step, n) for n in (1, 2, 3, 4) for step in range(n) for h in hooks]
+    assert asked == a_round * 2
+    assert look.found == {10}
+
+
+class Profiled(PassThroughProfiler):
+    """Asks before and after each training step, as the profiler of torch does."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def start(self, action_name):
+        if action_name.endswith("training_step"):
+            self.found.add(self._lightning_module.trainer.num_training_batches)
+
+    stop = start
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
+def test_a_profiler_counts_batches_though_clients_train_at_once(fit, linear):
+    profiler = Profiled()
+    ask_for_batches(
+        fit, linear(), lambda m: VectorizedClients(m, 2, 1, compile=False), profiler=profiler
+    )
+    assert profiler.found == {6}
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
+@pytest.mark.parametrize("group_size", [1, 2, 3])
+@pytest.mark.parametrize("steps_per_batch", [1, 3])
+def test_vectorized_the_training_batches_are_the_same(fit, group_size, steps_per_batch):
+    expected = ask_for_batches(fit, Weighted())
+
+    def wrap(module):
+        return VectorizedClients(module, group_size, steps_per_batch, compile=True)
+
+    module = Weighted()
+    if group_size == 1:
+        ask_for_batches(fit, module, wrap)
+    else:
+        with pytest.warns(UserWarning, match="one client after another.*num_training_batches"):
+            ask_for_batches(fit, module, wrap)
+    torch.testing.assert_close(module.net.weight, expected.net.weight, rtol=0, atol=1e-12)
+    assert set(module.asked) >= set(expected.asked)
