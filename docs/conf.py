@@ -189,13 +189,13 @@ with `VectorizedClients`.
 
 ## Precision
 
-With `precision="16-mixed"`, Lightning's gradient scaler multiplies the loss by a scale, skips a step
-whose gradients are not finite, and then lowers the scale:
+With `precision="16-mixed"`, Lightning's gradient scaler multiplies the loss by a scale, skips a
+step whose gradients are not finite, and then lowers the scale:
 
 - Every client of a round starts from the same scale, so that the order of clients does not matter.
   The next round starts from the scale of the median client, that is, from the middle of the scales
-  after training, sorted by size. Of two middle scales, it is the higher one. Clients whose
-  update is lost (dropped out, crashed, late) do not count. With a single client, this is the scale of
+  after training, sorted by size. Of two middle scales, it is the higher one. Clients whose update
+  is lost (dropped out, crashed, late) do not count. With a single client, this is the scale of
   ordinary training.
 - An update is dropped as non-finite if all steps of its client were skipped. With a few local steps
   per round, this may happen to all clients in the first rounds, until the scale is low enough. To
