@@ -129,9 +129,10 @@ class DropWarnings:
         Args:
             names: Names of all tensors of an update with non-finite values.
         """
-        first, *others = [*names][:4] or ["the client's own tensors"]
-        listed = ", ".join([first, *others[:2]]) + ", ..." * (len(others) > 2)
-        self.non_finite = self.non_finite or f"Non-finite values are in {listed}. "
+        found = [*names]
+        listed = ", ".join(found[:3]) + ", ..." * (len(found) > 3)
+        if found and not self.non_finite:
+            self.non_finite = f"Non-finite values are in {listed}. "
 
     def note(
         self, round: int, cohort: Sequence[int], dropped: Mapping[int, str], kept_by: str | None

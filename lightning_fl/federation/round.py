@@ -303,7 +303,8 @@ class Round:
         for client, cause in fit.aggregator.rejected(clients).items():
             dropped.setdefault(client, cause)
         check_causes(dropped, clients.tolist(), COLUMNS)
-        finite = is_finite(delta, {**extras, **fit.runner.local_parameters()})
+        own = fit.runner.local_parameters()
+        finite = is_finite(delta, {**extras, **own})
         if not dropped and (scale := fit.loss_scale.read()) is not None:  # of a single client
             self.results.scales[int(clients)] = scale
             # Without a step, parameters are finite though all gradients are not.
@@ -311,7 +312,7 @@ class Round:
         for client in clients[~finite].tolist():
             dropped.setdefault(client, "non_finite")
         if not finite.all():
-            parts = {**fit.runner.layout.split(delta), **extras}
+            parts = {**fit.runner.layout.split(delta), **extras, **own}
             fit.warnings.note_non_finite(n for n, p in parts.items() if not p.isfinite().all())
         usable = torch.tensor([client not in dropped for client in clients.tolist()])
         self._drop(dropped)

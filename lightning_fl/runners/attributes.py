@@ -17,6 +17,8 @@ from torch._C._functorch import is_batchedtensor
 _OF_TORCH = vars(nn.Module()).keys()
 #: Packages whose classes, and classes derived from them, are not looked into, as a Trainer's.
 _FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fl"}
+#: Maximum size of a tensor or array that is copied.
+MAX_BYTES = 2**26
 
 
 class Attributes:
@@ -46,7 +48,10 @@ class Attributes:
         #: Parameters and buffers, which are none of the plain attributes.
         self._known = {id(t) for t in [*module.parameters(), *module.buffers()]}
         values = [value for own in self._before for value in own.values()]
-        self._contents = {id(v): (v, _saved(v)) for v in _mutable(values, set(self._known))}
+        self._contents = {
+            id(value): (value, _saved(value), _version(value))
+            for value in _mutable(values, set(self._known))
+        }
 
     def restore(self) -> None:
         """Undo all changes since the snapshot."""
@@ -54,10 +59,10 @@ class Attributes:
             for key in own.keys() - objects.keys():
                 del own[key]
             own.update(objects)
-        for key, (value, saved) in self._contents.items():
-            if _is_changed(value, saved):
+        for key, (value, saved, version) in self._contents.items():
+            if saved is not None and _is_changed(value, saved, version):
                 _put_back(value, saved)
-                self._contents[key] = value, _saved(value)
+                self._contents[key] = value, saved, _version(value)
 
     def changed(self) -> list[str]:
         """Return the names of the attributes that were replaced or whose content has changed."""
@@ -104,17 +109,20 @@ def _mutable(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
         values: The values.
         seen: The ``id`` of objects to leave out; the objects found are added.
     """
-    for value in values:
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
         if id(value) in seen:
             continue
         if isinstance(value, list | dict | set | deque | Tensor | np.ndarray):
             seen.add(id(value))
             yield value
-        if isinstance(value, list | set | deque | tuple | dict):
-            inner = value.values() if isinstance(value, dict) else value
-            yield from _mutable(list(inner), seen)
-        elif _is_of_the_user(value):
-            yield from _mutable([vars(value)], seen)
+        if isinstance(value, list | set | deque | tuple):
+            waiting.extend(value)
+        if isinstance(value, dict):
+            waiting.extend(value.values())
+        if _is_of_the_user(value):
+            waiting.append(vars(value))
 
 
 def _is_of_the_user(value: Any) -> bool:
@@ -125,20 +133,22 @@ def _is_of_the_user(value: Any) -> bool:
 
 
 def _saved(value: Any) -> Any:
-    """Return a copy of a value's content."""
-    if isinstance(value, Tensor):
-        return _version(value), value.detach().clone()
-    return copy.copy(value)
+    """Return a copy of a value's content; None for large tensors and arrays."""
+    if isinstance(value, Tensor):  # nbytes is not defined for sparse tensors
+        is_large = value.numel() * value.element_size() > MAX_BYTES
+        return None if is_large else value.detach().clone()
+    return None if isinstance(value, np.ndarray) and value.nbytes > MAX_BYTES else copy.copy(value)
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(value: Any) -> int:
+    """Return the number of writes to a tensor; 0 for others."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
-def _is_changed(value: Any, saved: Any) -> bool:
-    """Return whether a value holds other objects than its copy."""
-    if isinstance(value, Tensor):
-        return bool(_version(value) != saved[0])
+def _is_changed(value: Any, saved: Any, version: int) -> bool:
+    """Return whether a value was written to or holds other objects than its copy."""
+    if isinstance(value, Tensor) or saved is None:
+        return _version(value) != version
     if isinstance(value, np.ndarray):
         return bool(value.tobytes() != saved.tobytes())
     return _items(value) != _items(saved)
@@ -147,7 +157,7 @@ def _is_changed(value: Any, saved: Any) -> bool:
 def _put_back(value: Any, saved: Any) -> None:
     """Restore a value's content from its copy."""
     if isinstance(value, Tensor):
-        value.detach().copy_(saved[1])
+        value.detach().copy_(saved)
     elif isinstance(value, np.ndarray):
         value[...] = saved
     else:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_fl.runners.attributes import Attributes
+from lightning_fl.runners.attributes import MAX_BYTES, Attributes
 from lightning_fl.types import FederationError
 
 
@@ -201,3 +201,19 @@ def test_a_snapshot_is_restored_and_leaves_the_trainer_alone(tiny):
         assert module.center.tolist() == module.array.tolist() == [0, 0]
         assert attributes.changed() == []
     assert trainer.note == 1
+
+
+def test_a_snapshot_takes_any_tensor_and_any_depth(tiny):
+    module, last = tiny(), Annealed()
+    module.chain = last
+    for _ in range(2000):  # more than Python's limit of recursion
+        last.next = last = Annealed()
+    module.sparse, module.meta = torch.eye(3).to_sparse(), torch.zeros(3, device="meta")
+    module.large = torch.zeros(MAX_BYTES + 1, dtype=torch.uint8)
+    attributes = Attributes(module)
+    last.calls = 1
+    module.large += 1
+    assert attributes.changed() == ["chain", "large"]
+    attributes.restore()
+    assert last.calls == 0
+    assert attributes.changed() == ["large"]  # it is not copied
