@@ -109,7 +109,7 @@ class Extragradient(optim.Optimizer):
 
 
 def test_an_optimizer_whose_closure_changes_its_step_is_refused_until_it_says_so():
-    with pytest.raises(FederationError, match=r"differs from its step without .* evaluations"):
+    with pytest.raises(FederationError, match=r"differs from its step without, .* evaluations"):
         check_separable(stacked(Extragradient), keep=False)
 
     class Named(Extragradient):
