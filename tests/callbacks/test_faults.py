@@ -82,8 +82,8 @@ def test_each_cause_has_a_column_and_is_named_in_the_first_warning(simulate, tmp
     messages = [str(w.message) for w in found if "dropped" in str(w.message)]
     assert messages == [
         "round 1: dropped 2 of 4 client updates: client 2 (dropped out), client 0 (non-finite"
-        " values). Non-finite values are in net.weight, net.bias. Later rounds are summarized at the"
-        " end of the fit",
+        " values). Non-finite values are in net.weight, net.bias. Later rounds are summarized"
+        " at the end of the fit",
         "dropped 4 of 12 client updates in 3 of 3 rounds (dropped out: 1, crashed: 1, too late: 1,"
         " non-finite values: 1)",
     ]
