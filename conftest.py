@@ -1,7 +1,10 @@
 """Examples in docstrings that need an extra are collected where it is installed."""
 
+import os
 from importlib.util import find_spec
 
+# LightningCLI 2.6 calls much of what jsonargparse 5 will take away: hence pyproject's cap.
+os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 #: Files that need a package.
 NEEDED_BY = {
     "peft": ["lightning_fl/models/lora.py", "lightning_fl/models/timm_model.py"],

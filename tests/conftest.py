@@ -24,8 +24,6 @@ from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.policies import Schedule
 
-# LightningCLI 2.6 calls much of what jsonargparse 5 will take away: hence pyproject's cap.
-os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 torch.set_num_threads(1)  # as fast for small models, and ten times faster on a busy machine
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
