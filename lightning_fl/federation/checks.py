@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 
 from lightning_fl.federation.layout import VectorLayout
+from lightning_fl.federation.loss_scale import scaler_of
 from lightning_fl.federation.measures import evaluating
 from lightning_fl.federation.processes import processes_of
 from lightning_fl.federation.run_options import RunOptions
@@ -228,7 +229,7 @@ def check_trainer(trainer: Trainer, vectorized: bool = False) -> None:
             " which is not supported with VectorizedClients: set strategy='client_parallel', or"
             " remove VectorizedClients"
         )
-    if vectorized and getattr(trainer.precision_plugin, "scaler", None) is not None:
+    if vectorized and scaler_of(trainer) is not None:
         raise FederationError(
             f"Trainer(precision={trainer.precision!r}) is not supported with VectorizedClients,"
             " because clients that train at once would share a loss scale: non-finite gradients of"

@@ -8,6 +8,11 @@ from typing import Any, NamedTuple
 from lightning.pytorch import Trainer
 
 
+def scaler_of(trainer: Trainer) -> Any:
+    """Return the gradient scaler of the Trainer; None if its precision has none."""
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
 class ScaleState(NamedTuple):
     """State of a gradient scaler.
 
@@ -32,7 +37,7 @@ class LossScale:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+        scaler = scaler_of(trainer)
         #: The gradient scaler; None if the precision has none.
         self._scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None
 

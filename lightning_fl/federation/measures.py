@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_fl.federation.loss_scale import scaler_of
 from lightning_fl.federation.processes import Processes
 from lightning_fl.functional.randomness import RandomStream, derive_seed, seeded_rng
 from lightning_fl.runners.base import ClientRunner, flat
@@ -137,7 +138,7 @@ class Measures:
         count = torch.zeros((), dtype=torch.float64, device=module.device)
         precision = self._trainer.precision_plugin
         # Without its loss scale, small gradients would be zero in float16.
-        scaled = getattr(precision, "scaler", None) is not None
+        scaled = scaler_of(self._trainer) is not None
         with evaluating(module), torch.enable_grad(), seeded_rng(seed, module.device):
             for batch in batches:
                 with nullcontext() if scaled else precision.val_step_context():
