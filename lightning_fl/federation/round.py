@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -21,6 +20,7 @@ from lightning_fl.federation.dropped import (
 from lightning_fl.federation.exchange import ClientContext
 from lightning_fl.federation.fit import Fit
 from lightning_fl.federation.loss_scale import ScaleState, median_state
+from lightning_fl.federation.results import Results, is_finite, weights_and_losses
 from lightning_fl.federation.table import COLUMNS
 from lightning_fl.federation.traffic import Traffic
 from lightning_fl.functional.randomness import (
@@ -45,31 +45,6 @@ from lightning_fl.types import (
 MOST_WAITING, WAITING_BYTES = 16, 2**26
 #: Methods of a module in a local step that no callback has.
 STEP_METHODS = ("training_step", "optimizer_step")
-
-
-@dataclass
-class Results:
-    """Results of the clients of a process in a round.
-
-    Args:
-        counters: Maximum of the integer buffers, ``[C]``.
-        schedule: State of the schedulers after the client with the most local steps.
-        dropped: Causes of dropped updates by client id.
-        losses: Loss of the model at the start of the round, reported by clients, by client id.
-        rates: Mean learning rate over the local steps, by client id.
-        scales: State of the gradient scaler after training, by id of the clients that returned.
-        num_samples: Total number of training samples of the clients with a used update.
-        most_steps: Maximum number of local steps of a client.
-    """
-
-    counters: Tensor
-    schedule: Any
-    dropped: dict[int, str] = field(default_factory=dict)
-    losses: dict[int, float] = field(default_factory=dict)
-    rates: dict[int, float] = field(default_factory=dict)
-    scales: dict[int, ScaleState] = field(default_factory=dict)
-    num_samples: int = 0
-    most_steps: int = 0
 
 
 class Round:
@@ -416,21 +391,9 @@ class Round:
         if processes.share_clients:
             own.counters = own.counters.cpu()
         every = processes.gather((own, memory.store.new, self.traffic.extra_up))
-        results = [each for each, _, _ in every]
         memory.store.new = {client: rows for _, new, _ in every for client, rows in new.items()}
         self.traffic.extra_up = max(extra for _, _, extra in every)  # a process may have no client
-        merged = Results(
-            torch.stack([each.counters for each in results]).amax(0).to(device),
-            max(results, key=lambda each: each.most_steps).schedule,
-            # Sorted, because groups of clients finish in the order of their work.
-            dict(sorted(item for each in results for item in each.dropped.items())),
-            {c: loss for each in results for c, loss in each.losses.items()},
-            {c: rate for each in results for c, rate in each.rates.items()},
-            {c: scale for each in results for c, scale in each.scales.items()},
-            sum(each.num_samples for each in results),
-            max(each.most_steps for each in results),
-        )
-        self.results = merged
+        self.results = Results.merged([results for results, _, _ in every], device)
 
     def _leave_clients(self, server: ServerState, schedule: Any, scale: ScaleState | None) -> None:
         self.fit.schedulers.write(schedule)
@@ -574,53 +537,6 @@ class Round:
         where += f", {list_clients(clients, self.fit.data.client_names, len(clients))}"
         where += f", local step{'s' * (last > first)} {first}"
         return where + (f" to {last}" if last > first else "")
-
-
-def weights_and_losses(
-    clients: Tensor, reported: Mapping[int, float], num_samples: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the weights of clients by their samples, and their losses, ``[k]`` each.
-
-    Args:
-        clients: The clients of the round, ``[k]``.
-        reported: Losses of the clients with a used update. Others have weight 0 and loss NaN.
-        num_samples: Number of training samples per client, ``[num_clients]``.
-
-    Example:
-        >>> weights_and_losses(torch.tensor([0, 2]), {2: 0.5}, torch.tensor([10, 20, 30]))
-        (tensor([0., 1.], dtype=torch.float64), tensor([   nan, 0.5000], dtype=torch.float64))
-    """
-    used = torch.tensor([client in reported for client in clients.tolist()])
-    weights = num_samples[clients].double() * used
-    losses = [reported.get(client, math.nan) for client in clients.tolist()]
-    return weights / weights.sum().clamp(min=1), torch.tensor(losses, dtype=torch.float64)
-
-
-def is_finite(delta: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
-    """Return a mask of the clients with finite values only, ``[k]``.
-
-    Args:
-        delta: Updates, ``[k, P]``.
-        extras: Tensors sent with the updates or kept by the clients, ``[k, ...]`` by name.
-
-    Example:
-        >>> is_finite(torch.zeros(2, 3), {"loss": torch.tensor([1.0, torch.inf])})
-        tensor([ True, False])
-    """
-    finite = torch.ones(len(delta), dtype=torch.bool)
-    values = [
-        torch.view_as_real(value) if value.is_complex() else value
-        for value in (delta, *extras.values())
-        if value.numel() and (value.is_floating_point() or value.is_complex())
-    ]
-    # Non-finite if any entry is; isfinite() on all entries would take six times as long.
-    extremes = [torch.stack(value.aminmax()).isfinite().all() for value in values]
-    flags = [flag.to(delta.device, non_blocking=True) for flag in extremes]
-    if not flags or torch.stack(flags).all():  # the only wait for the device
-        return finite
-    for value in values:
-        finite &= value.reshape(len(value), -1).isfinite().all(1).cpu()
-    return finite
 
 
 def call_hook(module: nn.Module, name: str) -> None:

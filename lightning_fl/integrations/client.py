@@ -18,8 +18,8 @@ from lightning_fl.datamodules import FederatedDataModule, FromClients
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import ClientPart
 from lightning_fl.federation.frozen import digest
+from lightning_fl.federation.results import Results
 from lightning_fl.federation.resume import load_unsaved, unsaved_values
-from lightning_fl.federation.round import Results
 from lightning_fl.integrations.exchange import Reply, Task, client_side, exchange_id
 from lightning_fl.integrations.server import counted, quiet, refuse_schedulers, trainer_of
 from lightning_fl.policies import HyperparameterPolicy

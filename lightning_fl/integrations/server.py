@@ -25,8 +25,8 @@ from lightning_fl.federation.checks import (
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.frozen import digest
 from lightning_fl.federation.plan import draw_clients, draw_values
+from lightning_fl.federation.results import is_finite, weights_and_losses
 from lightning_fl.federation.resume import changes, load_unsaved, unsaved_values
-from lightning_fl.federation.round import is_finite, weights_and_losses
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.functional.randomness import run_seed
 from lightning_fl.integrations.exchange import Reply, Task, client_side, exchange_id
