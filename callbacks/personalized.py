@@ -18,6 +18,7 @@ from lightning_fl.aggregators.matching import NeuronMatching
 from lightning_fl.callbacks.client_table import KINDS, summary, write_table
 from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.federation.compare import compare
+from lightning_fl.federation.loss_scale import without_scale
 from lightning_fl.federation.measures import accuracy, evaluating, on_device
 from lightning_fl.federation.memory import runner_rows
 from lightning_fl.federation.round import call_hook
@@ -337,7 +338,7 @@ class PersonalizedEvaluation(Callback):
     def _loss(self, trainer: Trainer, host: SequentialRunner, batch: Any, step: int) -> float:
         """Compute the loss and its clipped gradients."""
         host.optimizer.zero_grad()
-        with trainer.precision_plugin.train_step_context():
+        with trainer.precision_plugin.train_step_context(), without_scale(trainer):
             out: Any = host.module.training_step(batch, step)
         loss: Tensor = out["loss"] if isinstance(out, Mapping) else out
         loss.backward()

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
 from lightning.pytorch import Trainer
 
 
 def scaler_of(trainer: Trainer) -> Any:
     """Return the gradient scaler of the Trainer; None if its precision has none."""
     return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def without_scale(trainer: Trainer | None) -> AbstractContextManager[None]:
+    """Return the context of a forward pass whose gradients are computed without the loss scale.
+
+    With a gradient scaler, the pass is made in single precision, since small gradients would be
+    zero in float16. Otherwise, the precision does not change.
+
+    Args:
+        trainer: The Trainer; None has no scaler.
+    """
+    if trainer is None or scaler_of(trainer) is None:
+        return nullcontext()
+    return torch.autocast(trainer.strategy.root_device.type, enabled=False)
 
 
 class ScaleState(NamedTuple):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_fl.federation.loss_scale import scaler_of
+from lightning_fl.federation.loss_scale import without_scale
 from lightning_fl.federation.processes import Processes
 from lightning_fl.functional.randomness import RandomStream, derive_seed, seeded_rng
 from lightning_fl.runners.base import ClientRunner, flat
@@ -137,11 +137,9 @@ class Measures:
         total = torch.zeros(host.num_parameters, dtype=torch.float64, device=module.device)
         count = torch.zeros((), dtype=torch.float64, device=module.device)
         precision = self._trainer.precision_plugin
-        # Without its loss scale, small gradients would be zero in float16.
-        scaled = scaler_of(self._trainer) is not None
         with evaluating(module), torch.enable_grad(), seeded_rng(seed, module.device):
             for batch in batches:
-                with nullcontext() if scaled else precision.val_step_context():
+                with precision.val_step_context(), without_scale(self._trainer):
                     losses = module.federated_losses(on_device(self._trainer, batch))
                 grads = torch.autograd.grad(losses.sum(), trained, allow_unused=True)
                 known = dict(zip(map(id, trained), grads, strict=True))

@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg, FedDyn, Scaffold
-from lightning_fl.callbacks import ClientFaults, FederatedLoop
+from lightning_fl.callbacks import ClientFaults, FederatedLoop, PersonalizedEvaluation
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.federation.loss_scale import ScaleState, median_state
+from lightning_fl.objectives import PerFedAvg
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 
@@ -164,6 +165,54 @@ def test_an_interrupted_round_leaves_the_scale_of_its_start(train):
     with pytest.raises(RuntimeError, match="stop"):
         train(bad, callbacks=[Keep()])
     assert plugin[0].scaler.state_dict() == expected.state_dict()
+
+
+def test_gradients_outside_of_the_optimizers_steps_are_not_lost_in_float16():
+    trainer = L.Trainer(
+        accelerator="cpu",
+        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))],
+        logger=False,
+        enable_checkpointing=False,
+    )
+    module = PerFedAvg(nn.Linear(1, 2, bias=False), inner_lr=0.1)
+    weight, batch = torch.tensor([[5.0], [-5.0]]), (torch.ones(4096, 1), torch.zeros(4096).long())
+
+    def gradient():
+        with trainer.precision_plugin.train_step_context():
+            return module._gradient({"net.weight": weight}, batch)["net.weight"]
+
+    assert (gradient() == 0).all()  # no Trainer, whose scaler would tell
+    module.trainer = trainer
+    # Softmax minus target; for one of the equal samples, this is below the range of float16.
+    expected = torch.tensor([[-1.0], [1.0]]) / (1 + torch.tensor(10.0).exp())
+    torch.testing.assert_close(gradient(), expected, rtol=5e-3, atol=0)
+
+
+def test_clients_adapt_the_global_model_in_single_precision(trainer):
+    class Small(Net):
+        """Gradients of 1e-8, which are zero in float16."""
+
+        def forward(self, x):
+            return self.net(x)
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * 1e-8
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=5e6)
+
+    def score(module, batch):
+        return -(module(batch[0])[:, 0] - batch[1]).square()
+
+    evaluation = PersonalizedEvaluation(steps=30, metric=score)
+    data = FederatedDataModule.from_clients(
+        samples(n=20), batch_size=4, val_size=0, local_test_size=0.4, seed=0
+    )
+    loop = FederatedLoop(csv_name=None, policy=Schedule(num_steps=1), seed=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+    trainer(loop, 1, [evaluation], plugins=plugins).fit(Small(), datamodule=data)
+    assert all(row["personal"] > row["server"] / 2 for row in evaluation.rows)
 
 
 def test_clients_that_train_at_once_cannot_share_a_scale(train):
