@@ -115,7 +115,9 @@ def write_api(app: Sphinx) -> None:
     pages, rows = {}, []
     for name in modules(lightning_fl):
         room = import_module(name)
-        parts = modules(room) if name in BY_FILE else [name]
+        is_by_file = name in BY_FILE
+        own = [] if is_by_file and hasattr(room, "__all__") else [name]
+        parts = [*own, *(modules(room) if is_by_file else [])]
         title = name.removeprefix("lightning_fl.")
         text = [f"# {title}", ""]
         for part in parts:
