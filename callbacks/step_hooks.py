@@ -6,28 +6,28 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-
+from lightning_fl.federation.fit import Fit
 from lightning_fl.federation.round import Round
 from lightning_fl.hooks import Method, replaced
+from lightning_fl.runners import SequentialRunner
+from lightning_fl.runners.carried import CarriedState
 from lightning_fl.types import Step
 
 
-def follow_steps(
-    trainer: Trainer, module: LightningModule, current: Callable[[], Round], undo: ExitStack
-) -> None:
+def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> None:
     """Call the round after all hooks of the start of an epoch and of the end of a batch.
 
     Lightning calls the hooks of the module after those of all callbacks, so the round is called
     after the hooks of the module. In the module, ``batch_idx`` is the local step of the client; in
-    callbacks, it is the index of the batch in the round.
+    callbacks, it is the index of the batch in the round. Clients that train one after another are
+    watched by :class:`~lightning_fl.runners.carried.CarriedState`.
 
     Args:
-        trainer: The Trainer.
-        module: The module whose hooks Lightning calls.
+        fit: The fit.
         current: Function that returns the current round.
         undo: Clean-up functions of the fit, to which those of the hooks are added.
     """
+    module, carried = fit.module, CarriedState(fit.runner.tensors)
 
     def step_of(batch_idx: int) -> Step:
         return current().plan.schedule[batch_idx]
@@ -65,10 +65,27 @@ def follow_steps(
             if step.rows:  # empty while this process waits for others
                 in_hook(hook, outputs, batch, step.start)
             current().end_batch(batch_idx)
+            if step.last:
+                carried.end_client()
 
         return ended
 
-    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    def training_step(hook: Method) -> Method:
+        def made(batch: Any, *args: Any) -> Any:
+            # Callbacks call it, too, between rounds.
+            if carried.is_done or module._current_fx_name != "training_step":
+                return hook(batch, *args)
+            round = current()
+            if round.step is None or not round.step.first:
+                return hook(batch, *args)
+            with carried.first_step((round.plan.round, round.position), batch):
+                return hook(batch, *args)
+
+        return made
+
+    if isinstance(fit.runner, SequentialRunner) and not fit.processes.share_samples:
+        undo.enter_context(replaced(module, "training_step", training_step))
+    epoch_loop: Any = fit.trainer.fit_loop.epoch_loop
     for owner, name, make in (
         (module, "on_train_epoch_start", epoch_start),
         (module, "on_train_batch_start", batch_start),

@@ -40,6 +40,37 @@ def attributes_set(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
+def properties_set(owner: Any, getters: Mapping[str, Callable[[Any], Any]]) -> Iterator[None]:
+    """Replace properties of one object within a ``with`` block.
+
+    A property cannot be set on an object, so the object temporarily gets a subclass of its class.
+
+    Args:
+        owner: The object.
+        getters: Functions of the object by name of the property.
+
+    Example:
+        >>> class Counter:
+        ...     @property
+        ...     def steps(self): return 3
+        >>> counter = Counter()
+        >>> with properties_set(counter, {"steps": lambda own: 5}):
+        ...     counter.steps
+        5
+        >>> counter.steps
+        3
+    """
+    kind = type(owner)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": None}
+    properties = {name: property(getter) for name, getter in getters.items()}
+    owner.__class__ = type(kind.__name__, (kind,), {**names, **properties})
+    try:
+        yield
+    finally:
+        owner.__class__ = kind
+
+
+@contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Method], Method]) -> Iterator[None]:
     """Replace a method of one object within a ``with`` block.
 

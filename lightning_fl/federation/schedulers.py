@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from lightning_fl.hooks import properties_set
 from lightning_fl.types import FederationError
 
 
@@ -23,31 +24,25 @@ def counts_of_one_client(
 
     ``estimated_stepping_batches`` is the number of scheduler steps of a client in the whole run.
     ``num_training_batches`` is the number of local steps of the client in the round, where the
-    module asks for it in a step; Lightning and callbacks get the number of batches in the round. A
-    property cannot be set on an instance, so the Trainer temporarily gets a subclass of its class.
+    module asks for it in a step; Lightning and callbacks get the number of batches in the round.
 
     Args:
         trainer: The Trainer.
         stepping_batches: Function that returns the number of scheduler steps.
         local_steps: Function that returns the number of local steps; None outside of a step.
     """
-    kind = type(trainer)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": None}
-    of_round: Any = kind.num_training_batches
+    of_round: Any = type(trainer).num_training_batches
 
-    def batches(self: Trainer) -> int | float:
+    def batches(trainer: Trainer) -> int | float:
         steps = local_steps()
-        return of_round.fget(self) if steps is None else steps
+        return of_round.fget(trainer) if steps is None else steps
 
     counts = {
-        "estimated_stepping_batches": property(lambda self: stepping_batches()),
-        "num_training_batches": property(batches),
+        "estimated_stepping_batches": lambda _: stepping_batches(),
+        "num_training_batches": batches,
     }
-    trainer.__class__ = type(kind.__name__, (kind,), {**names, **counts})
-    try:
+    with properties_set(trainer, counts):
         yield
-    finally:
-        trainer.__class__ = kind
 
 
 ScheduleState = tuple[list[dict[str, Any]], list[dict[str, Any]]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -53,21 +53,32 @@ class Attributes:
             for value in _mutable(values, set(self._known))
         }
 
-    def restore(self) -> None:
-        """Undo all changes since the snapshot."""
-        for (_, own), objects in zip(self._owners, self._before, strict=True):
-            for key in own.keys() - objects.keys():
-                del own[key]
-            own.update(objects)
-        for key, (value, saved, version) in self._contents.items():
+    def restore(self, names: Collection[str] | None = None) -> None:
+        """Undo changes since the snapshot.
+
+        Args:
+            names: Names of the attributes, as from :meth:`changed`; None means all.
+        """
+        values = []
+        for (owner, own), before in zip(self._owners, self._before, strict=True):
+            for key in {**own, **before}:
+                if names is not None and _full_name(owner, key) not in names:
+                    continue
+                if key not in before:
+                    del own[key]
+                    continue
+                own[key] = before[key]
+                values.append(before[key])
+        for value in _mutable(values, set(self._known)):  # looks into containers as restored here
+            _, saved, version = self._contents[id(value)]
             if saved is not None and _is_changed(value, saved, version):
                 _put_back(value, saved)
-                self._contents[key] = value, saved, _version(value)
+                self._contents[id(value)] = value, saved, _version(value)
 
     def changed(self) -> list[str]:
         """Return the names of the attributes that were replaced or whose content has changed."""
         return [
-            f"{name}.{key}".strip(".")
+            _full_name(name, key)
             for (name, own), objects in zip(self._owners, self._before, strict=True)
             for key, value in own.items()
             if key not in _OF_TORCH
@@ -83,7 +94,7 @@ class Attributes:
     def mapped(self) -> list[str]:
         """Return the names of the attributes that hold a tensor leaked from ``vmap``."""
         return [
-            f"{name}.{key}".strip(".")
+            _full_name(name, key)
             for name, own in self._owners
             for key, value in own.items()
             if any(isinstance(t, Tensor) and is_batchedtensor(t) for t in _mutable([value], set()))
@@ -98,6 +109,10 @@ def left_alone(module: nn.Module) -> Iterator[Attributes]:
         yield attributes
     finally:
         attributes.restore()
+
+
+def _full_name(owner: str, key: str) -> str:
+    return f"{owner}.{key}".strip(".")
 
 
 def _mutable(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:

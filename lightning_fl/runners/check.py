@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,8 +17,6 @@ from lightning_fl.functional.randomness import rng_state, seeded_rng
 from lightning_fl.runners.attributes import left_alone
 from lightning_fl.runners.base import is_floating
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
-from lightning_fl.runners.samples import Samples
-from lightning_fl.runners.tensors import is_equal
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.runners.watch import Watch
 from lightning_fl.types import FederationError
@@ -295,54 +292,6 @@ def mixes_samples(step: VectorizedStep, batch: Any) -> bool:
         return not torch.allclose(loss(half), loss(size), rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
-def carried(step: VectorizedStep, samples: Samples) -> list[str]:
-    """Return the plain attributes through which a step of one client affects that of another.
-
-    A client's first and second step are made twice from the current attributes, and once with a
-    step of another client before the last one, each time on the same tensors, batch and random
-    numbers. Only the returned losses and gradients are compared, so that a list of losses for the
-    end of an epoch is allowed. Steps have the right ``batch_idx``, since a module may reset its
-    state if it is 0.
-
-    Args:
-        step: The step; its clients and its module are not changed.
-        samples: The samples of the local step.
-
-    Returns:
-        The names of all attributes that a step changes, if another step depends on them. The list
-        is empty if none does, or if the step draws from random generators other than torch's.
-    """
-    module, at = step.module, step.local.batch_idx
-    one, other, *_ = [i for i in range(step.stacks.count) if samples.client(i) is not None] * 2
-
-    def results(*steps: tuple[int, int]) -> list[Tensor]:
-        """Return loss and gradients of the last of some steps, each a client and its step."""
-        attributes.restore()
-        for client, number in steps:
-            batch = tree_map(_copied, samples.client(client))  # a step may write to it
-            step.local.batch_idx = at + number
-            with (
-                seeded_rng(0, module.device),
-                step.stacks.untouched(),
-                step.stacks.client(client),
-                torch.enable_grad(),
-            ):
-                outcome, grads = step.local.by_itself({}, batch)
-        return [outcome.loss.detach(), *grads.values()]
-
-    with left_alone(module) as attributes:
-        try:
-            for alone in ([(other, 0), (other, 1)], [(other, 0)]):
-                expected, names = results(*alone), attributes.changed()
-                if not names or not is_equal(expected, results(*alone)):
-                    return []
-                if not is_equal(expected, results(*alone[:-1], (one, 0), alone[-1])):
-                    return names
-        finally:
-            step.local.batch_idx = at
-    return []
-
-
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
@@ -351,10 +300,6 @@ def _draws_outside_torch(before: dict[str, Any], after: dict[str, Any]) -> bool:
     """Return whether the states of the generators of Python or NumPy differ."""
     pairs = zip(before["numpy"], after["numpy"], strict=True)
     return before["python"] != after["python"] or any(np.any(a != b) for a, b in pairs)
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
 
 
 def _numbers(result: Result) -> list[Tensor]:

@@ -21,7 +21,7 @@ from lightning_fl.runners.optimizer_values import optimizers_in, remove, restack
 from lightning_fl.runners.samples import BatchSamples, each_of
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.step_hooks import changes_transfers, hooks_of, sees_gradients, why_alone
-from lightning_fl.runners.tuning import Wishes, compiling_pays, tune
+from lightning_fl.runners.tuning import Wishes, check_state, compiling_pays, tune
 from lightning_fl.runners.vmap import VmapRunner
 from lightning_fl.types import ClientBatches, FederationError, check_package
 
@@ -61,7 +61,7 @@ class VectorizedClients(LightningModule):
     Raises:
         FederationError: If an option is out of range. At the start of a fit: if the optimizer mixes
             the parameters of several clients (LBFGS, LARS) or has step hooks, or if the step
-            depends on plain attributes that an earlier step has set.
+            depends on plain attributes that an earlier step has set, or on ``global_step``.
 
     Example:
         >>> from lightning_fl import ClientModule
@@ -321,8 +321,11 @@ class VectorizedClients(LightningModule):
         samples = host.batch.samples(step, may_reuse=host.stacks.maps)
         with attributes_set(host, {"is_in_step": True}):
             if host.count > 1 and not host.is_ready:
-                host.is_ready = True
+                host.is_ready = host.is_checked = True
                 tune(host.vectorized, samples, self._wishes(host))
+            elif not host.is_checked:
+                host.is_checked = True
+                check_state(host.vectorized, samples)
             total = host.loss(samples)
         host.evaluation += 1
         if step == len(host.sizes) - 1 and host.evaluation == host.evaluations:

@@ -12,7 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.runners.attributes import left_alone
-from lightning_fl.runners.check import carried, mixes_samples, why_not_mapped
+from lightning_fl.runners.carried import carried
+from lightning_fl.runners.check import mixes_samples, why_not_mapped
 from lightning_fl.runners.graphs import depends_on_batch_idx, reads_batch_idx
 from lightning_fl.runners.samples import Padded, Samples
 from lightning_fl.runners.tensors import select
@@ -39,6 +40,26 @@ class Wishes(NamedTuple):
     pays: bool
 
 
+def check_state(step: VectorizedStep, samples: Samples) -> None:
+    """Check that clients affect each other only through parameters and buffers.
+
+    Args:
+        step: The step.
+        samples: The samples of a local step.
+
+    Raises:
+        FederationError: If a step depends on what an earlier step has set; see :func:`carried`.
+    """
+    if names := carried(step, samples):
+        name = type(step.module).__name__
+        raise FederationError(
+            f"{name}.training_step depends on values that an earlier step has set"
+            f" ({', '.join(names[:3])}). Clients that train at once would share them. Store them in"
+            " buffers (register_buffer), which are separate for each client; instead of"
+            " global_step, use batch_idx. Or train the module without VectorizedClients"
+        )
+
+
 def tune(step: VectorizedStep, samples: Samples, wishes: Wishes) -> None:
     """Check that vectorized steps agree with the module's own, and choose the fastest way to train.
 
@@ -48,17 +69,10 @@ def tune(step: VectorizedStep, samples: Samples, wishes: Wishes) -> None:
         wishes: The user's options.
 
     Raises:
-        FederationError: If a step depends on plain attributes that an earlier step has set, since
-            all clients share them.
+        FederationError: See :func:`check_state`.
     """
     name, stacks = type(step.module).__name__, step.stacks
-    if names := carried(step, samples):
-        raise FederationError(
-            f"{name}.training_step depends on attributes that an earlier step has set"
-            f" ({', '.join(names[:3])}). Clients that train at once would share them. Store the"
-            " values in buffers (register_buffer), which are separate for each client, or train the"
-            " module without VectorizedClients"
-        )
+    check_state(step, samples)
     why = samples.why_not_stacked() or why_not_mapped(step, samples.pair())
     if why is not None:
         stacks.train_one_by_one()

@@ -78,6 +78,8 @@ class VmapRunner(ClientRunner):
         self.is_in_step = False
         #: Whether :func:`tune` has chosen how to train.
         self.is_ready = False
+        #: Whether :func:`check_state` has looked for state that clients share.
+        self.is_checked = False
         #: The samples of the Lightning batch, and the index of its next local step.
         self.batch: BatchSamples | None = None
         self.step = 0

@@ -35,7 +35,7 @@ def inside(self, loss, outputs):
 
 
 def child(self, loss, outputs):
-    self.net[1].calls = getattr(self.net[1], "calls", 0) + 1
+    self.net[1].calls += 1
     return loss / self.net[1].calls
 
 
@@ -71,6 +71,7 @@ def stateful(tiny):
     class Stateful(tiny.kind):
         def on_client_start(self):
             self.steps, self.before, self.history, self.nested = 0, None, [], {"losses": []}
+            self.net[1].calls = 0
 
         def training_step(self, batch, batch_idx):
             outputs = self.net(batch[0])

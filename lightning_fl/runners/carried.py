@@ -1,0 +1,228 @@
+"""State outside of parameters and buffers, through which clients affect each other's steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.hooks import properties_set
+from lightning_fl.runners.attributes import Attributes, left_alone
+from lightning_fl.runners.local_step import LocalStep, Tensors
+from lightning_fl.runners.samples import Samples
+from lightning_fl.runners.tensors import ModuleTensors, is_equal
+from lightning_fl.runners.vectorized import VectorizedStep
+
+#: Attributes of every LightningModule.
+_OF_LIGHTNING = frozenset(vars(LightningModule()))
+#: Name of the Trainer's count of steps in messages.
+GLOBAL_STEP = "trainer.global_step"
+#: Numbers of steps by which it is moved: to the next step, and beyond thresholds.
+LATER = (1, 10**6)
+
+
+def carried(step: VectorizedStep, samples: Samples) -> list[str]:
+    """Return the values through which a step of one client affects that of another.
+
+    A client's first and second step are made twice from the current attributes, and once with a
+    step of another client before the last one, each time on the same tensors, batch and random
+    numbers. Only the returned losses and gradients are compared, so that a list of losses for the
+    end of an epoch is allowed. Steps have the right ``batch_idx``, since a module may reset its
+    state if it is 0. A step that reads the Trainer's ``global_step`` is repeated with other values.
+
+    Args:
+        step: The step; its clients and its module are not changed.
+        samples: The samples of the local step.
+
+    Returns:
+        The names of all attributes that a step changes, if another step depends on them, or
+        ``trainer.global_step``. The list is empty if a step depends on none, or if it draws from
+        random generators other than torch's.
+    """
+    module, at = step.module, step.local.batch_idx
+    one, other, *_ = [i for i in range(step.stacks.count) if samples.client(i) is not None] * 2
+    global_step = GlobalStep(module)
+
+    def results(*steps: tuple[int, int]) -> list[Tensor]:
+        """Return loss and gradients of the last of some steps, each a client and its step."""
+        attributes.restore()
+        for client, number in steps:
+            batch = tree_map(_copied, samples.client(client))
+            step.local.batch_idx = at + number
+            with (
+                seeded_rng(0, module.device),
+                step.stacks.untouched(),
+                step.stacks.client(client),
+                torch.enable_grad(),
+            ):
+                outcome, grads = step.local.by_itself({}, batch)
+        return [outcome.loss.detach(), *grads.values()]
+
+    with left_alone(module) as attributes:
+        try:
+            for alone in ([(other, 0), (other, 1)], [(other, 0)]):
+                with global_step.noted():
+                    expected, names = results(*alone), attributes.changed()
+                if not (names or global_step.is_read) or not is_equal(expected, results(*alone)):
+                    return []
+                if names and not is_equal(expected, results(*alone[:-1], (one, 0), alone[-1])):
+                    return names
+                for steps in LATER if global_step.is_read else ():
+                    with global_step.moved_by(steps):
+                        if not is_equal(expected, results(*alone)):
+                            return [GLOBAL_STEP]
+        finally:
+            step.local.batch_idx = at
+    return []
+
+
+class CarriedState:
+    """Warn if the steps of a client depend on what the client before has left behind.
+
+    Clients that train one after another share the module. Its parameters and buffers are loaded
+    for each client, but its plain attributes and the Trainer's ``global_step`` go on. At the first
+    step of the second client in a round, loss and gradients are also computed with the attributes
+    at the first step of the first client, and with other values of ``global_step``, from the same
+    tensors, batch and random numbers. If they differ, a warning names the attributes. This is done
+    once in a fit, and only if the first client has changed attributes or read ``global_step``.
+
+    Args:
+        tensors: The tensors of the user's module.
+    """
+
+    def __init__(self, tensors: ModuleTensors) -> None:
+        self.tensors, self.module = tensors, tensors.module
+        #: Whether the second client has been compared.
+        self.is_done = False
+        #: Round and position of the first client.
+        self._first: tuple[int, int] | None = None
+        #: Attributes at the first step of this client, and after its training.
+        self._before: Attributes | None = None
+        self._after: Attributes | None = None
+        self._global_step = GlobalStep(self.module)
+
+    @contextmanager
+    def first_step(self, client: tuple[int, int], batch: Any) -> Iterator[None]:
+        """Watch the first step of a client, which runs within a ``with`` block.
+
+        Args:
+            client: The round, and the position of the client in it.
+            batch: Its batch.
+        """
+        if client == self._first:  # some optimizers repeat a step
+            yield
+        elif self._first is None or self._first[0] != client[0]:
+            self._first, self._before, self._after = client, Attributes(self.module), None
+            with self._global_step.noted():
+                yield
+        else:
+            self.is_done = True
+            if names := self._found(batch):
+                rank_zero_warn(
+                    f"{type(self.module).__name__}.training_step depends on"
+                    f" {' and '.join(names[:3])}, which carries over from client to client, so that"
+                    " results depend on the order of clients. Store such a value in a buffer"
+                    " (register_buffer), or set it in on_client_start; instead of global_step, use"
+                    " batch_idx (the local step of the client) or current_epoch (the round)"
+                )
+            self._before = self._after = None
+            yield
+
+    def end_client(self) -> None:
+        """Record the attributes after the training of the first client."""
+        if self._before is not None and self._after is None:
+            self._after = Attributes(self.module)
+
+    def _found(self, batch: Any) -> list[str]:
+        """Return the names of values on which the first step of the second client depends."""
+        before, after = self._before, self._after
+        assert before is not None
+        assert after is not None
+        set_since = {*after.changed(), *_OF_LIGHTNING}  # for this client, or in each step
+        changed = [name for name in before.changed() if name not in set_since]
+        if not changed and not self._global_step.is_read:
+            return []
+        with left_alone(self.module) as now:
+
+            def differs(*names: str, moved: int = 0) -> bool:
+                """Return whether some attributes, or a later ``global_step``, change the step."""
+                now.restore()
+                before.restore(names)
+                with self._global_step.moved_by(moved):
+                    result = self._result(batch)
+                return result is not None and not is_equal(result, expected)
+
+            expected = self._result(batch) or []
+            if not expected or differs():  # no loss, or random numbers from elsewhere
+                return []
+            found = list[str]()
+            if changed and differs(*changed):
+                found += [name for name in changed if differs(name)] or changed
+            if self._global_step.is_read and any(differs(moved=by) for by in LATER):
+                found.append(GLOBAL_STEP)
+        return found
+
+    def _result(self, batch: Any) -> list[Tensor] | None:
+        """Return loss and gradients of a step; None if it fails or has no loss."""
+        tensors: Tensors = {**self.tensors.parameters, **self.tensors.buffers}
+        before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        try:
+            with seeded_rng(0, self.module.device), torch.enable_grad():
+                batch = tree_map(_copied, batch)
+                outcome, grads = LocalStep(self.module).by_itself({}, batch)
+        except Exception:  # if it fails with the current attributes, the step itself will, too
+            return None
+        finally:
+            self.tensors.adopt()  # buffers that the step has replaced
+            for name, tensor in tensors.items():
+                tensor.data.copy_(before[name])
+        return [outcome.loss, *grads.values()]
+
+
+class GlobalStep:
+    """Note whether a module reads its Trainer's ``global_step``, and give it later values.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._trainer: Any = module._trainer
+        kind: Any = type(self._trainer)
+        self._value: Any = None if self._trainer is None else kind.global_step.fget
+        #: Whether it was read while it was noted.
+        self.is_read = False
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note within a ``with`` block whether it is read."""
+        self.is_read = False
+
+        def noted(trainer: Trainer) -> Any:
+            self.is_read = True
+            return self._value(trainer)
+
+        with self._replaced(noted):
+            yield
+
+    def moved_by(self, steps: int) -> AbstractContextManager[None]:
+        """Increase its value within a ``with`` block."""
+        return self._replaced(lambda trainer: self._value(trainer) + steps)
+
+    def _replaced(self, getter: Callable[[Trainer], Any]) -> AbstractContextManager[None]:
+        if self._trainer is None:
+            return nullcontext()
+        return properties_set(self._trainer, {"global_step": getter})
+
+
+def _copied(leaf: Any) -> Any:
+    """Return a copy of a part of a batch, as a step may write to it."""
+    return leaf.clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)

@@ -1,0 +1,190 @@
+"""What a client leaves behind in the module, for clients that train one after another."""
+
+from collections import deque
+from contextlib import nullcontext
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_fl.runners.carried import CarriedState
+from lightning_fl.types import FederationError
+
+
+class Helper:
+    def __init__(self):
+        self.calls = 0
+
+
+#: How a step changes an attribute, and the number that depends on it, by name of the attribute.
+CARRIED = {
+    "steps": lambda m: setattr(m, "steps", m.steps + 1) or m.steps,
+    "history": lambda m: m.history.append(0) or len(m.history),
+    "nested": lambda m: m.nested["losses"].append(0) or len(m.nested["losses"]),
+    "helper": lambda m: setattr(m.helper, "calls", m.helper.calls + 1) or m.helper.calls,
+    "center": lambda m: m.center.add_(1).item(),
+    "array": lambda m: np.add(m.array, 1, out=m.array)[0],
+    "recent": lambda m: m.recent.append(0) or len(m.recent),
+    "late": lambda m: setattr(m, "late", vars(m).get("late", 0) + 1) or m.late,
+    "net.1.calls": lambda m: (
+        setattr(m.net[1], "calls", vars(m.net[1]).get("calls", 0) + 1) or m.net[1].calls
+    ),
+}
+#: Steps that change attributes on which no other client depends.
+ALLOWED = {
+    "losses": lambda m: m.history.append(m.loss) or 1,
+    "last loss": lambda m: setattr(m, "late", m.loss) or 1,
+    "cache": lambda m: vars(m).setdefault("late", 0.5),
+    "resets": lambda m: setattr(m, "steps", 0 if m.batch_idx == 0 else m.steps + 1) or 1 + m.steps,
+}
+
+
+@pytest.fixture
+def stateful(tiny):
+    """A module whose loss is multiplied by a number that may depend on attributes."""
+
+    class Stateful(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            self.batch_idx = batch_idx
+            loss = super().training_step(batch, batch_idx)
+            self.loss = loss.detach()
+            return loss * self.factor(self)
+
+    def make(factor, kind=None):
+        module = tiny(Stateful if kind is None else type("Stateful", (kind, Stateful), {}))
+        module.factor, module.steps, module.history, module.nested = factor, 0, [], {"losses": []}
+        module.helper, module.center, module.array = Helper(), torch.zeros(()), np.zeros(1)
+        module.recent = deque(maxlen=99)
+        return module
+
+    return make
+
+
+def warns(*names):
+    return pytest.warns(
+        UserWarning, match=rf"training_step depends on {' and '.join(names)}, which carries over"
+    )
+
+
+@pytest.mark.parametrize("lean_steps", [True, False])
+@pytest.mark.parametrize("name", CARRIED)
+def test_what_a_client_leaves_to_the_next_is_named(train, stateful, name, lean_steps):
+    with warns(name):
+        train(stateful(CARRIED[name]), rounds=2, federation={"lean_steps": lean_steps})
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_a_vectorized_group_of_one_client_refuses_it(train, stateful, name):
+    with pytest.raises(FederationError, match=rf"an earlier step has set \(.*{name}"):
+        train(stateful(CARRIED[name]), 1)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_no_other_client_depends_on_is_not(train, stateful, name):
+    train(stateful(ALLOWED[name]))
+
+
+def test_several_are_named_together(train, stateful):
+    with warns("steps", "history"):
+        train(stateful(lambda m: CARRIED["steps"](m) * CARRIED["history"](m)))
+
+
+def test_what_is_set_for_each_client_does_not_carry_over(train, stateful):
+    class Anew:
+        def on_client_start(self):
+            self.steps, self.history = 0, []
+
+    train(stateful(lambda m: CARRIED["steps"](m) * CARRIED["history"](m), Anew))
+
+    class Name(L.Callback):
+        clients = 0
+
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if trainer.callbacks[0].plan().schedule[batch_idx].first:
+                self.clients += 1
+                module.steps = self.clients
+
+    train(stateful(lambda m: 1 / m.steps), callbacks=[Name()])
+
+
+def test_a_buffer_does_not_carry_over(train, stateful):
+    module = stateful(lambda m: m.count.add_(1).item())
+    module.register_buffer("count", torch.zeros((), dtype=torch.float64))
+    train(module)
+
+
+@pytest.mark.parametrize("group_size", [None, 1, 3])
+def test_global_step_counts_the_steps_of_all_clients(train, stateful, group_size):
+    is_alone = group_size is None
+    refused = pytest.raises(FederationError, match=r"\(trainer\.global_step\).*use batch_idx")
+    for factor in (
+        lambda m: 1 / (1 + m.global_step),
+        lambda m: min(1, m.trainer.global_step / 1000),
+        lambda m: 1 + (m.global_step > 500),
+    ):
+        with warns(r"trainer\.global_step") if is_alone else refused:
+            train(stateful(factor), group_size)
+
+
+@pytest.mark.parametrize("group_size", [None, 1, 3])
+@pytest.mark.filterwarnings("ignore:Stateful is trained one client after another")
+def test_global_step_may_be_read_for_other_purposes(train, stateful, group_size):
+    train(stateful(lambda m: m.seen.append(m.global_step) or 1 if hasattr(m, "seen") else 1))
+    module = stateful(lambda m: 1)
+    module.factor = lambda m: 1 if m.global_step % 2 else 1.0
+    train(module, group_size)
+
+
+def test_rounds_of_one_client_are_not_compared(train, stateful):
+    train(stateful(CARRIED["steps"]), federation={"clients_per_round": 1})
+
+
+@pytest.mark.parametrize("depends", [True, False])
+def test_the_comparison_changes_nothing(train, flat, tiny, ragged, monkeypatch, depends):
+    class Everything(tiny.kind):
+        """Dropout, BatchNorm, a metric, logs, and writes to buffers, parameters and the batch."""
+
+        def __init__(self):
+            layers = [torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Dropout()]
+            super().__init__(net=lambda: torch.nn.Sequential(*layers, torch.nn.Linear(5, 3)))
+            self.accuracy, self.steps, self.calls = MulticlassAccuracy(3), 0, []
+            self.register_buffer("count", torch.zeros(()))
+            self.seen = torch.nn.Parameter(torch.zeros(()), requires_grad=False)
+
+        def training_step(self, batch, batch_idx):
+            self.count = self.count + 1
+            self.seen.add_(len(batch[0]))
+            self.steps += 1
+            self.calls.append(self.global_step)
+            outputs = self.net(batch[0].mul_(0.9))
+            self.log("train_acc", self.accuracy(outputs, batch[1]), on_epoch=True)
+            return F.cross_entropy(outputs, batch[1]) / (self.steps if depends else 1)
+
+    def run():
+        module = tiny(Everything)
+        loop = train(module, datamodule=ragged(batch_size=4, drop_last=True))
+        values = loop.rows[-1]["train_acc"], loop.rows[-1]["val_loss"]
+        return flat(module).tolist(), module.count, module.steps, module.calls, values
+
+    with warns("steps") if depends else nullcontext():
+        compared = run()
+    monkeypatch.setattr(CarriedState, "_found", lambda self, batch: [])
+    assert run() == compared
+
+
+def test_an_optimizer_may_repeat_the_first_step(train, tiny):
+    class Counts(tiny.kind):
+        calls = 0
+
+        def training_step(self, batch, batch_idx):
+            self.calls += 1
+            return super().training_step(batch, batch_idx) / self.calls
+
+    def lbfgs(params):
+        return torch.optim.LBFGS(params, lr=0.1, max_iter=3)
+
+    with warns("calls"):
+        train(tiny(Counts, lbfgs), federation={"policy": train.policy(lr=False)})
