@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -43,19 +43,6 @@ class Graphs:
         self._gradients = compiled(LocalStep.gradients, on_a_gpu, rewrites)
         self._sgd_step = compiled(sgd_step, on_a_gpu, rewrites)
 
-    def can_update(self) -> bool:
-        """Return whether the graph can include the update: SGD, with momentum buffers present."""
-        groups, made = self.optimizer.param_groups, self.optimizer
-        # One pair of hooks is the runner's, for learning rates. Others must see the update.
-        hooks = (made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks)
-        if any(len(each) > 1 for each in hooks):
-            return False
-        return type(made) is torch.optim.SGD and all(
-            not group["momentum"] or self.optimizer.state[p].get("momentum_buffer") is not None
-            for group in groups
-            for p in group["params"]
-        )
-
     def gradients(self, params: Tensors, *tensors: Any, **how: Any) -> tuple[Tensors, Outcome]:
         """Return the gradients and the outcome of a step; see :meth:`LocalStep.gradients`."""
         found: tuple[Tensors, Outcome] = self._gradients(self.local, params, *tensors, **how)
@@ -88,6 +75,54 @@ class Graphs:
             self.local, params, groups, rates, buffers, *tensors, **how
         )
         return outcome
+
+
+def can_update(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a local step can include the update: SGD, with momentum buffers present."""
+    # One pair of hooks is the runner's, for learning rates. Others must see the update.
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    if any(len(each) > 1 for each in hooks):
+        return False
+    return type(optimizer) is torch.optim.SGD and all(
+        not group["momentum"] or optimizer.state[p].get("momentum_buffer") is not None
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )
+
+
+@torch.no_grad()
+def sgd_update(
+    optimizer: torch.optim.Optimizer,
+    params: Mapping[str, Tensor],
+    rows: int | slice,
+    grads: Tensors,
+    ratio: float,
+) -> None:
+    """Make SGD's in-place update of some clients.
+
+    For one client, this saves copying its gradients into those of all clients.
+
+    Args:
+        optimizer: The optimizer of the stacked parameters; see :func:`can_update`.
+        params: Parameters, ``[k, ...]``.
+        rows: Position of a client, or positions of clients.
+        grads: Their gradients by name. Parameters without one are not updated.
+        ratio: Factor of the learning rates.
+    """
+    names = {id(p): name for name, p in params.items()}
+    for group in optimizer.param_groups:
+        own = [p for p in group["params"] if names[id(p)] in grads]
+        state = [optimizer.state[p]["momentum_buffer"] if group["momentum"] else None for p in own]
+        sgd(
+            [p[rows] for p in own],
+            [grads[names[id(p)]] for p in own],
+            [None if buffer is None else buffer[rows] for buffer in state],
+            has_sparse_grad=False,
+            foreach=False,
+            fused=False,
+            lr=group["lr"] * ratio,
+            **{option: group[option] for option in _OPTIONS},
+        )
 
 
 def sgd_step(

@@ -14,7 +14,12 @@ from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.runners.attributes import left_alone
 from lightning_fl.runners.carried import carried
 from lightning_fl.runners.check import mixes_samples, why_not_mapped
-from lightning_fl.runners.graphs import depends_on_batch_idx, reads_batch_idx
+from lightning_fl.runners.graphs import (
+    can_update,
+    depends_on_batch_idx,
+    reads_batch_idx,
+    sgd_update,
+)
 from lightning_fl.runners.samples import Padded, Samples
 from lightning_fl.runners.tensors import select
 from lightning_fl.runners.vectorized import VectorizedStep
@@ -81,7 +86,7 @@ def tune(step: VectorizedStep, samples: Samples, wishes: Wishes) -> None:
     if isinstance(samples, Padded) and step.weighted:
         step.weighted = not mixes_samples(step, samples.tensors)
     if wishes.timed:
-        with left_alone(step.module):
+        with left_alone(step.module), step.stacks.untouched():
             mapped, one_by_one = (
                 seconds(partial(trial, step, samples, at_once=way)) for way in (True, False)
             )
@@ -147,15 +152,19 @@ def seconds(step: Callable[[], None], repeats: int = 3) -> float:
 
 
 def trial(step: VectorizedStep, samples: Samples, at_once: bool) -> None:
-    """Make a forward and backward pass without side effects."""
-    everyone = torch.ones(step.stacks.count, dtype=torch.bool)
-    with seeded_rng(0), step.stacks.untouched(), torch.enable_grad():
+    """Make a forward and backward pass, and the update of plain SGD with a learning rate of 0."""
+    stacks, everyone = step.stacks, torch.ones(step.stacks.count, dtype=torch.bool)
+    updates = can_update(step.optimizer) and not step.optimizer.state
+    with seeded_rng(0), torch.enable_grad():
         if not at_once:
-            step.one_by_one(samples, everyone)
+            step.one_by_one(samples, everyone, 0.0 if updates else None)
             return
         total, _ = step.mapped(samples, everyone)
-        wanted = [p for p in step.stacks.params.values() if p.requires_grad]
-        torch.autograd.grad(total, wanted, allow_unused=True)
+        wanted = {name: p for name, p in stacks.params.items() if p.requires_grad}
+        grads = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
+    known = {name: g for name, g in zip(wanted, grads, strict=True) if g is not None}
+    if updates:
+        sgd_update(step.optimizer, stacks.params, slice(None), known, 0.0)
 
 
 def unused_parameters(step: VectorizedStep, samples: Samples) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_fl.runners.graphs import Graphs
+from lightning_fl.runners.graphs import Graphs, can_update, sgd_update
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
 from lightning_fl.runners.samples import Collated, Padded, Samples
 from lightning_fl.runners.stacks import Stacks
@@ -74,7 +74,7 @@ class VectorizedStep:
         if isinstance(samples, Padded) and self.stacks.channels_last:
             samples = samples._replace(tensors=tree_map(self.stacks.laid_out, samples.tensors))
         if not self.stacks.maps or (isinstance(samples, Collated) and not self._can_stack(samples)):
-            return self.one_by_one(samples, active)
+            return self.one_by_one(samples, active, rate)
         total, outcome = self.mapped(samples, active, rate)
         for name, buffer in outcome.buffers.items():
             after = buffer.detach()
@@ -96,17 +96,24 @@ class VectorizedStep:
 
     # --- one client after another -----------------------------------------------------------------
 
-    def one_by_one(self, samples: Samples, active: Tensor) -> tuple[Tensor, Outcome]:
+    def one_by_one(
+        self, samples: Samples, active: Tensor, rate: float | None = None
+    ) -> tuple[Tensor, Outcome]:
         """Make the clients' steps one after another, each with its backward pass.
 
         Each step runs on the module itself, with the client's tensors in place. A client that is
-        done makes no step, since a module may count its steps.
+        done makes no step, since a module may count its steps. See :meth:`loss`.
         """
         rows, outcomes = active.nonzero()[:, 0], []
         trained: dict[str, list[int]] = {}
+        ratio = rate if can_update(self.optimizer) else None
+        self.has_updated = ratio is not None
         for row in rows.tolist():
             with self.stacks.client(row), torch.enable_grad():
                 outcome, grads = self.local.by_itself({}, samples.client(row))
+            if ratio is not None:
+                sgd_update(self.optimizer, self.stacks.params, row, grads, ratio)
+                grads = {}
             for name, grad in grads.items():
                 self._gradient_memory(name)[row] = grad
                 trained.setdefault(name, []).append(row)
@@ -157,7 +164,7 @@ class VectorizedStep:
             if versions != self.stacks.versions():
                 raise  # the step has already written to parameters
             self.stacks.train_one_by_one()
-            result = self.one_by_one(samples, active)
+            result = self.one_by_one(samples, active, rate)
             rank_zero_warn(
                 f"{type(self.module).__name__} is trained one client after another from here on,"
                 f" not at once: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -256,7 +263,7 @@ class VectorizedStep:
         """Make a compiled step, which yields gradients or also updates the parameters."""
         grads: Tensors = {}
         with torch.no_grad():
-            if rate is not None and graphs.can_update():
+            if rate is not None and can_update(self.optimizer):
                 outcome = graphs.update(*tensors, ratio=rate, **how)
                 self.has_updated = True
             else:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_fl.runners.graphs import Graphs, compiled, sgd_step
+from lightning_fl.runners.graphs import Graphs, can_update, compiled, sgd_step, sgd_update
 from lightning_fl.runners.local_step import LocalStep
 
 SGD = {
@@ -51,7 +51,7 @@ def test_a_step_with_its_update_is_that_of_the_optimizer(ready, monkeypatch, opt
     local, params, optimizer, batch = ready(**options)
     expected_local, expected, expected_optimizer, _ = ready(**options)
     graphs = Graphs(local, optimizer)
-    assert graphs.can_update()
+    assert can_update(optimizer)
     for _ in range(2):
         with torch.no_grad():
             graphs.update(params, {}, {}, batch, None, ratio=0.5, **HOW)
@@ -83,14 +83,41 @@ def test_what_is_frozen_has_no_gradient(ready):
     assert frozen not in local.gradients(params, {}, {}, batch, None, **HOW)[0]
 
 
-def test_only_sgd_that_has_begun_is_updated_in_a_graph(ready):
-    local, params, _, _ = ready()
+def test_only_sgd_that_has_begun_is_updated_in_a_step(ready):
+    _, params, _, _ = ready()
     for optimizer, can in (
         (torch.optim.SGD(params.values()), True),
         (torch.optim.SGD(params.values(), momentum=0.9), False),
         (torch.optim.Adam(params.values()), False),
     ):
-        assert Graphs(local, optimizer).can_update() is can
+        assert can_update(optimizer) is can
+
+
+@pytest.mark.parametrize("options", SGD.values(), ids=SGD)
+def test_the_update_of_a_client_is_that_of_the_optimizer(ready, options):
+    _, params, optimizer, _ = ready(**options)
+    _, expected, expected_optimizer, _ = ready(**options)
+    for param in expected.values():  # client 1 trains, the others do not
+        param.grad = torch.randn_like(param)
+    unused = list(params)[-1]
+    grads = {name: p.grad[1].clone() for name, p in expected.items() if name != unused}
+    before = {name: p.detach().clone() for name, p in expected.items()}
+    states = {
+        name: {key: value.clone() for key, value in expected_optimizer.state[p].items()}
+        for name, p in expected.items()
+    }
+    for group in expected_optimizer.param_groups:
+        group["lr"] *= 0.5
+    expected_optimizer.step()
+    sgd_update(optimizer, params, 1, grads, 0.5)
+    for name, param in params.items():
+        moved = expected[name] if name != unused else before[name]
+        assert torch.equal(param[1], moved[1])
+        for key, value in optimizer.state[param].items():
+            wanted = expected_optimizer.state[expected[name]][key]
+            assert torch.equal(value[1], wanted[1] if name != unused else states[name][key][1])
+            assert torch.equal(value[[0, 2]], states[name][key][[0, 2]])
+        assert torch.equal(param[[0, 2]], before[name][[0, 2]])
 
 
 @pytest.mark.slow
