@@ -25,7 +25,8 @@ class FedOpt(FedAvg):
     The pseudo-gradient :math:`g^t` is the negative mean client update. SGD with learning rate 1 is
     :class:`FedAvg`. Floating-point buffers are averaged as in :class:`FedAvg`, because a variance
     with momentum could become negative. The optimizer state persists across rounds and is saved in
-    the checkpoint. State and step are in float64.
+    the checkpoint. State and step are in float64. Parameters that clients do not train in a round
+    are averaged, too: frozen ones keep their values, also with weight decay.
 
     Args:
         optimizer: Function that creates the optimizer from the parameters. None means SGD with
@@ -45,15 +46,23 @@ class FedOpt(FedAvg):
         tensor([0.5000])
     """
 
+    needs_trained_mask = True
+
     def __init__(
         self,
         optimizer: OptimizerCallable | None = None,
         weighting: Literal["samples", "uniform"] = "samples",
     ) -> None:
         super().__init__(weighting)
+        self._trained: Tensor | None = None
         self.make_optimizer = optimizer or partial(torch.optim.SGD, lr=1.0)
         #: Name and options of the optimizer, for checkpoints and reports.
         self.optimizer = _tried(self.make_optimizer)
+
+    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
+        """Begin a round; see :meth:`Aggregator.start`."""
+        super().start(server, trained)
+        self._trained = trained
 
     def allocate(self, server: Tensor) -> None:
         """Create the optimizer; see :meth:`FedAvg.allocate`."""
@@ -72,10 +81,15 @@ class FedOpt(FedAvg):
         param: Tensor = self._optimizer.param_groups[0]["params"][0]
         server, mean, n = self.server.double(), self._mean(), param.numel()
         param.data = server[:n].clone()
+        if self._trained is not None:  # weight decay of 0 is 0, so that the state keeps none of it
+            param.data.masked_fill_(~self._trained, 0)
         for move in moves:
             param.grad = -move[:n].double()
             self._optimizer.step()
-        return torch.cat([param.detach(), (server + mean)[n:]]).to(self.server.dtype)
+        moved = param.detach()
+        if self._trained is not None:
+            moved = moved.where(self._trained, (server + mean)[:n])
+        return torch.cat([moved, (server + mean)[n:]]).to(self.server.dtype)
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the optimizer state for the checkpoint."""

@@ -108,7 +108,6 @@ class DPFedAvg(FedOpt):
         self.ledger: list[tuple[float, int]] = []
         self._figures: dict[str, float] = {}
         self._noise_key = 0
-        self._trained: Tensor | None = None
 
     def setup(self, federation: Federation) -> None:
         """Raise an error if the run would reveal data of single clients."""
@@ -122,11 +121,6 @@ class DPFedAvg(FedOpt):
         """Raise an error if a callback or scheduler monitors client metrics without noise."""
         if self.federation is not None and self.federation.trainer is not None:
             check_monitors(type(self).__name__, self.federation.trainer, of_clients)
-
-    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
-        """Begin a round; see :meth:`Aggregator.start`."""
-        super().start(server, trained)
-        self._trained = trained
 
     def allocate(self, server: Tensor) -> None:
         """Check delta and count_noise, and declare states; see :meth:`FedOpt.allocate`."""
@@ -207,6 +201,7 @@ class DPFedAvg(FedOpt):
         self._pay()
         step = self._stepped((mean * mask.to(mean))[None])
         step[len(mask) :] = self.server[len(mask) :]
+        step[: len(mask)] = step[: len(mask)].where(mask, self.server[: len(mask)])
         return step
 
     def _pay(self) -> None:

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from lightning_fl.aggregators import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedOpt, FedYogi
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
@@ -78,6 +79,35 @@ def test_any_optimiser_and_weighting():
         optimizer.step()
         expected.append(x.detach().clone())
     close(rounds(rule, 3), expected)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_parameters_that_clients_do_not_train_have_no_weight_decay(momentum):
+    """They are averaged; the server's decay and momentum would move a frozen layer."""
+    made = partial(torch.optim.SGD, lr=0.5, weight_decay=0.1, momentum=momentum)
+    rule, whole = FedOpt(made), FedOpt(made)
+    trained, server = torch.tensor([True, False, False]), torch.ones(3, dtype=torch.float64)
+    expected = server
+    for _ in range(3):
+        delta = torch.tensor([[1.0, 0.0, 2.0]], dtype=torch.float64)
+        update = ClientUpdate(torch.tensor([0]), delta, torch.tensor([5]))
+        for each, model, mask in ((rule, server, trained), (whole, expected, None)):
+            each.start(model, mask)
+            each.update(update)
+        server, expected = rule.compute(), whole.compute()
+    close([server], [torch.tensor([expected[0], 1.0, 7.0], dtype=torch.float64)])
+
+
+def test_a_frozen_parameter_keeps_its_values(simulate):
+    class Freeze(Callback):
+        def on_fit_start(self, trainer, pl_module):
+            pl_module.net.bias.requires_grad_(False)
+
+    made = partial(torch.optim.SGD, lr=1.0, weight_decay=0.1)
+    decayed, _ = simulate(Freeze(), aggregator=FedOpt(made), rounds=2)
+    plain, _ = simulate(Freeze(), rounds=2)
+    assert torch.equal(decayed.net.bias, plain.net.bias)
+    assert not torch.equal(decayed.net.weight, plain.net.weight)
 
 
 def test_buffers_are_averaged():

@@ -3,6 +3,7 @@
 import csv
 import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -249,12 +250,13 @@ def test_a_budget_ends_a_run(simulate):
     assert len(loop.rows) == 5
 
 
-def test_frozen_parameters_have_no_noise(simulate):
+def test_frozen_parameters_have_no_noise_and_no_decay(simulate):
     class Freeze(Callback):
         def on_fit_start(self, trainer, pl_module):
             pl_module.net.bias.requires_grad_(False)
 
-    made, _ = simulate(Freeze(), aggregator=DPFedAvg(), rounds=2)
+    optimizer = partial(torch.optim.SGD, lr=1.0, weight_decay=0.1)
+    made, _ = simulate(Freeze(), aggregator=DPFedAvg(optimizer=optimizer), rounds=2)
     plain, _ = simulate(Freeze(), rounds=2)
     assert torch.equal(made.net.bias, plain.net.bias)
     assert not torch.equal(made.net.weight, plain.net.weight)
