@@ -126,6 +126,33 @@ def test_each_loader_has_its_own_collate_fn():
     assert all((y >= 3).all() for _, y in data.val_dataloader())
 
 
+def test_loaders_of_one_data_set_have_their_own_collate_fn():
+    """Batches for training would be those of the validation loader, without augmentation."""
+
+    def marked(sign):
+        return lambda samples: (default_collate([x for x, _ in samples]), torch.tensor(sign))
+
+    class OneSet(LightningDataModule):
+        samples = [(torch.zeros(4), 0)] * 12  # noqa: RUF012
+
+        def train_dataloader(self):
+            return DataLoader(self.samples, batch_size=3, collate_fn=marked(1))
+
+        def val_dataloader(self):
+            return DataLoader(self.samples, batch_size=3, collate_fn=marked(2))
+
+        def test_dataloader(self):
+            return DataLoader(self.samples, batch_size=3, collate_fn=marked(3))
+
+    data = FromDataModule(OneSet(), num_clients=2)
+    data.setup("fit")
+    data.setup("test")
+    assert {int(sign) for _, sign in data.samples_of(0)} == {1}
+    assert {int(sign) for _, sign in data.train_dataloader()} == {1}
+    assert {int(sign) for _, sign in data.val_dataloader()} == {2}
+    assert {int(sign) for _, sign in data.test_dataloader()} == {3}
+
+
 def test_samples_are_held_out_without_a_validation_loader():
     class NoVal(Mine):
         val_dataloader = LightningDataModule.val_dataloader
