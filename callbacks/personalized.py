@@ -278,7 +278,7 @@ class PersonalizedEvaluation(Callback):
         """Yield all training samples of a client in batches."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         for batch in data.samples_of(client):
-            yield on_device(trainer, batch)
+            yield on_device(trainer, batch, is_training=True)
 
     def _load(
         self,
@@ -331,7 +331,7 @@ class PersonalizedEvaluation(Callback):
         with torch.enable_grad():
             for step, (seed, batch) in enumerate(batches):
                 with seeded_rng(seed, module.device):
-                    moved = on_device(trainer, batch)
+                    moved = on_device(trainer, batch, is_training=True)
                     host.optimizer.step(partial(self._loss, trainer, host, moved, step))
         call_hook(module, "on_client_end")
 

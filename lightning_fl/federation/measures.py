@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 
 from lightning_fl.federation.loss_scale import without_scale
@@ -29,9 +30,25 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def on_device(trainer: Trainer, batch: Any) -> Any:
-    """Convert a batch to the precision and device of training, as Lightning's loops do."""
-    return trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
+def on_device(trainer: Trainer, batch: Any, is_training: bool = False) -> Any:
+    """Convert a batch to the precision and device of training, as Lightning's loops do.
+
+    All hooks of the transfer are called. Hooks that augment samples ask ``trainer.training``.
+
+    Args:
+        trainer: The Trainer.
+        batch: The batch.
+        is_training: Whether the batch is for training instead of an evaluation.
+    """
+    state = trainer.state
+    stage = state.stage
+    state.stage = RunningStage.TRAINING if is_training else RunningStage.VALIDATING
+    try:
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return trainer.strategy.batch_to_device(batch)
+    finally:
+        state.stage = stage
 
 
 def accuracy(module: LightningModule, batch: Any) -> Tensor:

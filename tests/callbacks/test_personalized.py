@@ -57,6 +57,26 @@ def accuracy(weight, bias, data, client):
 
 
 @pytest.mark.parametrize("group_size", [None, 3])
+def test_hooks_of_the_transfer_are_those_of_an_evaluation(train, blobs, group_size):
+    """Without the first hook, the module gets other inputs; with the second, augmented ones."""
+
+    class Transfers(FederatedDataModule):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return [-3 * batch[0], batch[1]]
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            is_augmented = self.trainer is not None and self.trainer.training
+            return [batch[0].roll(1, 1) if is_augmented else batch[0], batch[1]]
+
+    data = Transfers(blobs(160), num_clients=4, batch_size=8, local_test_size=0.3, seed=1)
+    callback = PersonalizedEvaluation(steps=0)
+    module, _, data = train(callback, group_size, datamodule=data)
+    weight, bias = -3 * module.net.weight.detach(), module.net.bias.detach()
+    for client, row in enumerate(callback.rows):
+        assert row["server"] == pytest.approx(accuracy(weight, bias, data, client))
+
+
+@pytest.mark.parametrize("group_size", [None, 3])
 def test_scores_by_hand(train, group_size):
     """Gradient descent on all of a client's samples, from the server's model and from the first."""
     callback = PersonalizedEvaluation(steps=3, local_steps=5)
