@@ -181,7 +181,8 @@ class ClientMemory:
                 delta[:n] = transform(delta[:n], memory, random)
             else:
                 delta[trained] = transform(delta[trained], memory, random)
-            left |= {prefix + name: _of_all(tensor, n, trained) for name, tensor in memory.items()}
+            for name, tensor in memory.items():
+                left[prefix + name] = _of_all(tensor, n, trained, stored.get(prefix + name))
         return left
 
 
@@ -211,8 +212,10 @@ def _of_trained(tensor: Tensor, count: int, trained: Tensor | None) -> Tensor:
     return tensor if trained is None or tensor.shape != (count,) else tensor[trained]
 
 
-def _of_all(tensor: Tensor, count: int, trained: Tensor | None) -> Tensor:
-    """Undo :func:`_of_trained`, with zeros for the other parameters."""
+def _of_all(tensor: Tensor, count: int, trained: Tensor | None, before: Tensor | None) -> Tensor:
+    """Undo :func:`_of_trained`. Other parameters keep what was stored, or have zeros."""
     if trained is None or tensor.shape != trained.shape:
         return tensor
-    return tensor.new_zeros(count).index_copy(0, trained, tensor)
+    if before is None or before.shape != (count,):
+        before = tensor.new_zeros(count)
+    return before.to(tensor).index_copy(0, trained, tensor)

@@ -6,9 +6,13 @@ from torch import nn
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
+from lightning_fl.federation.context import Federation
+from lightning_fl.federation.layout import VectorLayout
+from lightning_fl.federation.memory import ClientMemory
 from lightning_fl.policies import Schedule
+from lightning_fl.store import ClientStore
 from lightning_fl.transforms import Quantize, TopK, UpdateTransform
-from lightning_fl.types import FederationError
+from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
 
 def module(seed=0, lr=0.1, network=None):
@@ -30,6 +34,24 @@ def test_error_feedback_by_hand():
         assert torch.equal(sent, expected)
         error = wanted - expected
         assert torch.equal(memory["error"], error)
+
+
+def test_errors_wait_while_other_layers_are_trained():
+    """Layers may be trained in turn; the error of one of them is not that of the other."""
+    layout = VectorLayout({"w": torch.Size([4])}, 4)
+    federation = Federation(1, Cohort(1, 1), layout=layout)
+    memory = ClientMemory(ClientStore(), [TopK(0.5)], [], federation, torch.device("cpu"))
+
+    def sent(round, trained, *delta):
+        update = ClientUpdate(torch.tensor([0]), torch.tensor([delta]), torch.tensor([1]))
+        found = memory.keep(update, [{}], [], round, torch.tensor(trained)).delta
+        memory.store.commit()
+        return found[0].tolist()
+
+    assert sent(0, [0, 1], 4.0, 1.0, 0.0, 0.0) == [4, 0, 0, 0]
+    assert sent(1, [2, 3], 0.0, 0.0, 2.0, 8.0) == [0, 0, 0, 8]
+    assert sent(2, [0, 1], 0.0, 0.5, 0.0, 0.0) == [0, 1.5, 0, 0]
+    assert sent(3, [2, 3], 0.0, 0.0, 0.5, 0.0) == [0, 0, 2.5, 0]
 
 
 def test_nothing_is_lost_but_later():
