@@ -415,9 +415,10 @@ class FederatedDataModule(LightningDataModule):
             client: Id of the client.
             generator: Random generator of the order.
         """
-        batches = self._batches(self.train)
-        for index in client_batches(self.present[client], self._batching, generator):
-            yield batches[Batch(index, [(generator.initial_seed(),)])]
+        batches, seed = self._batches(self.train), generator.initial_seed()
+        stream = client_batches(self.present[client], self._batching, generator)
+        for step, index in enumerate(stream):
+            yield batches[Batch(index, [(seed, step)])]
 
     # --- loaders ----------------------------------------------------------------------------------
 

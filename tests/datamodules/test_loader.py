@@ -340,3 +340,18 @@ def test_batches_of_validation_are_refused_too(data, blobs):
     federation.setup("fit")
     with pytest.raises(FederationError, match=r"for the samples \[0, 1, 2, 3\] of the data set\. "):
         list(federation.val_dataloader())
+
+
+def test_each_step_of_fine_tuning_draws_its_own_random_numbers():
+    class Noise(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.rand(()), index
+
+    data = FederatedDataModule(Noise(), num_clients=1, batch_size=4, val_size=0, seed=0)
+    data.setup("fit")
+    steps = data.steps_of(0, torch.Generator().manual_seed(0))
+    drawn = torch.cat([next(steps)[0] for _ in range(5)])
+    assert len(drawn.unique()) == 20
