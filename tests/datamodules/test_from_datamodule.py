@@ -133,7 +133,7 @@ def test_loaders_of_one_data_set_have_their_own_collate_fn():
         return lambda samples: (default_collate([x for x, _ in samples]), torch.tensor(sign))
 
     class OneSet(LightningDataModule):
-        samples = [(torch.zeros(4), 0)] * 12  # noqa: RUF012
+        samples = [(torch.zeros(4), 0)] * 12
 
         def train_dataloader(self):
             return DataLoader(self.samples, batch_size=3, collate_fn=marked(1))
