@@ -92,8 +92,8 @@ def test_a_site_trains_its_own_samples(config):
 
 def test_a_site_has_the_loader_and_the_hooks_of_the_configuration(config):
     data = {"class_path": "Digits", "init_args": {"batch_size": 32, "drop_last": True}}
-    found = read_config(changed(data=data, federation={"aggregator": "FedAvg"}))
-    data = read_config(changed(data=data)).data
+    path = changed(data=data, federation={"aggregator": "FedAvg"})
+    found, data = read_config(path), read_config(path).data
     data.prepare_data()
     data.setup("fit")
     part = torch.utils.data.Subset(data.train, data.parts[0].tolist())  # whole numbers of pixels
@@ -103,7 +103,7 @@ def test_a_site_has_the_loader_and_the_hooks_of_the_configuration(config):
     server.begin([len(part)] * 10, [client.work(0)[1]] * 10, num_rounds=1)
     tasks = server.tasks()
     own, _ = client.train(tasks[0], {})
-    simulated, _ = read_config(Path("changed.yaml")).client().train(tasks[0], {})
+    simulated, _ = read_config(path).client().train(tasks[0], {})
     assert torch.equal(own.delta, simulated.delta)
 
 
