@@ -175,9 +175,11 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
         inside = [path] if (path / "rounds.csv").is_file() else version_folders(path)
         runs = [folder for folder in inside if (folder / "rounds.csv").is_file()]
         if not runs:
+            deeper = sorted({str(each.parents[1]) for each in path.glob("*/version_*/rounds.csv")})
+            remedy = f": pass {listed(deeper, 5)}" if deeper else ""
             raise FederationError(
                 f"neither {path} nor a folder version_0, version_1, ... in it has a rounds.csv: it"
-                " is not the folder of a run, or the first round is not completed"
+                f" is not the folder of a run, or the first round is not completed{remedy}"
             )
         left_out += [f"{_name(f)}: no round is completed" for f in inside if f not in runs]
         found |= {folder.resolve(): folder for folder in runs}

@@ -48,6 +48,14 @@ def test_runs_are_found_by_their_folder_or_the_one_above(folder, tmp_path):
     assert find_runs([runs[1], tmp_path / "digits", runs[1]])[0] == [runs[1], runs[0], runs[2]]
 
 
+def test_a_folder_of_folders_of_runs_names_those(folder, tmp_path):
+    for name in ("scaffold/version_0", "fedavg/version_0", "fedavg/version_1"):
+        folder(f"script/{name}")
+    inside = tmp_path / "script"
+    with pytest.raises(FederationError, match=f"pass {inside}/fedavg, {inside}/scaffold$"):
+        find_runs([inside])
+
+
 @pytest.mark.parametrize(
     ("name", "words"), [("nowhere", "nowhere does not exist"), ("", "has a rounds.csv")]
 )
