@@ -15,6 +15,8 @@ from lightning_fl.report.run import PLACES, Run
 
 #: Options that may differ within a group: seeds, paths and display options.
 SEEDS_AND_PLACES = {"seed_everything", "federation.seed", "data.seed"} | PLACES
+#: Entries of ``environment.json`` that may differ within a group of runs without a config.
+NOT_COMPARED = {"seed", "state", "no train_acc", "machine", "versions"}
 #: Defaults of options that are null in a config.
 DEFAULTS = {
     "federation.aggregator": "FedAvg",
@@ -94,21 +96,41 @@ def at_time(run: Run, name: str, time: float) -> float:
 def group(runs: Sequence[Run]) -> list[Group]:
     """Group runs that differ only in the seed, and name groups by their differences.
 
-    A run without a config is a separate group, named after its folder.
+    Runs without a config were made in Python. Those of one folder with the same environment are a
+    group, named after the folder. If two of them have the same seed, they differ in something that
+    is not recorded, and each is a group of its own.
     """
-    found: dict[str | int, list[Run]] = {}
+    found: dict[str, list[Run]] = {}
     for run in runs:
-        key = repr(sorted(identity(run).items())) if run.config else id(run)
-        found.setdefault(key, []).append(run)
-    groups = list(found.values())
+        known = sorted(identity(run).items()) if run.config else (_parent(run), _described(run))
+        found.setdefault(repr(known), []).append(run)
+    groups: list[list[Run]] = []
+    for each in found.values():
+        seeds = {run.seed for run in each}
+        is_one = each[0].config or (len(seeds) == len(each) and None not in seeds)
+        groups += [each] if is_one else [[run] for run in each]
     if len(groups) == 1:
-        return [Group(groups[0][0].name.partition("/")[0], groups[0])]
+        return [Group(_parent(groups[0][0]), groups[0])]
     names = _names([identity(runs[0]) for runs in groups])
-    counts = Counter(names)
-    return [
-        Group(name if name and runs[0].config and counts[name] == 1 else _folders(runs), runs)
+    names = [
+        name if runs[0].config else _parent(runs[0]) if len(runs) > 1 else ""
         for name, runs in zip(names, groups, strict=True)
     ]
+    counts = Counter(names)
+    return [
+        Group(name if name and counts[name] == 1 else _folders(runs), runs)
+        for name, runs in zip(names, groups, strict=True)
+    ]
+
+
+def _parent(run: Run) -> str:
+    return run.name.partition("/")[0]
+
+
+def _described(run: Run) -> str:
+    """Return what the environment says of the federation, without seed, state and machine."""
+    found = {name: value for name, value in run.environment.items() if name not in NOT_COMPARED}
+    return repr(sorted(found.items()))
 
 
 def _folders(runs: Sequence[Run]) -> str:
@@ -159,21 +181,42 @@ def describe_differences(base: Mapping[str, Any], other: Mapping[str, Any]) -> s
         >>> base = {"aggregator": "FedAvg"}
         >>> describe_differences(base, {"aggregator": "Krum", "aggregator.f": 2})
         'aggregator: Krum instead of FedAvg; aggregator.f: 2'
+        >>> one = {"model.terms.0": "Proximal", "model.terms.0.mu": 0.1}
+        >>> describe_differences({"model.terms": []}, one)
+        'terms.0: Proximal; terms.0.mu: 0.1'
     """
     changed = differences([dict(base), dict(other)])
-    short = Counter(name.rpartition(".")[2] for name in changed)
+    short = Counter(_last(name) for name in changed)
     parts = []
     for name, (was, now) in changed.items():
+        if name not in other and _has_entries(name, was, changed):
+            continue
         parent, _, last = name.rpartition(".")
-        label = name if short[last] > 1 or last.isdecimal() else last
+        label = name if short[_last(name)] > 1 else _last(name)
         if parent in changed:  # an option of a class that differs
-            label = f"{parent.rpartition('.')[2]}.{last}"
+            label = f"{_last(parent)}.{last}"
         was, now = (_short(value) for value in (was, now))
         if name not in other:
             parts.append(f"no {label} (was {was})")
         else:
             parts.append(f"{label}: {now}" + (f" instead of {was}" if name in base else ""))
     return "; ".join(parts)
+
+
+def _has_entries(name: str, value: Any, names: Collection[str]) -> bool:
+    """Return whether an option is an empty list, or none, that has entries in another config."""
+    return value in (None, [], {}) and any(each.startswith(f"{name}.") for each in names)
+
+
+def _last(name: str) -> str:
+    """Return the last part of a dotted name, with the name of the list if it is a position.
+
+    Example:
+        >>> _last("model.terms.0"), _last("federation.policy.lr")
+        ('terms.0', 'lr')
+    """
+    parts = name.split(".")
+    return ".".join(parts[-2:] if parts[-1].isdecimal() else parts[-1:])
 
 
 def _short(value: Any) -> str:
@@ -187,6 +230,11 @@ def _names(configs: Sequence[dict[str, Any]]) -> list[str]:
     The name is empty if it would be too long.
     """
     found = differences(configs)
+    found = {
+        name: values
+        for name, values in found.items()
+        if not all(_has_entries(name, value, found) for value in values)
+    }
     top = {name: found[name] for name in top_level(found)}
     labels: list[str] = []
     for kept in (top, found):
@@ -197,12 +245,12 @@ def _names(configs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _name(found: dict[str, list[Any]], at: int) -> str:
-    short = Counter(name.rpartition(".")[2] for name in found)
+    short = Counter(map(_last, found))
     parts = []
     for name, values in found.items():
         value, count = Counter(map(repr, values)).most_common(1)[0]
         if (repr(values[at]) == value and count > len(values) / 2) or values[at] is None:
             continue
-        last = name.rpartition(".")[2]
-        parts.append(f"{name if short[last] > 1 or last.isdecimal() else last}={values[at]}")
+        last = _last(name)
+        parts.append(f"{name if short[last] > 1 else last}={values[at]}")
     return ", ".join(parts) or "base"

@@ -84,6 +84,40 @@ def test_a_run_without_a_config_stands_alone():
     assert names(run("a/version_0"), run("a/version_0")) == [("a/version_0", 1)] * 2  # x/a and y/a
 
 
+def from_python(name, seed, **environment):
+    known = {"seed": seed, "state": "finished", "machine": {"threads": seed}, **environment}
+    return Run(name, [{"round": 1.0}], environment=known)
+
+
+def test_runs_without_a_config_are_grouped_by_folder():
+    runs = [
+        from_python(f"{rule.lower()}/version_{i}", i, aggregator=rule)
+        for rule in ("FedAvg", "Scaffold")
+        for i in range(3)
+    ]
+    assert names(*runs) == [("fedavg", 3), ("scaffold", 3)]
+
+
+def test_runs_of_a_folder_with_other_rules_or_equal_seeds_are_no_group():
+    other_rule = [from_python("a/version_0", 1, aggregator="FedAvg"), from_python("a/version_1", 2)]
+    assert len(group(other_rule)) == 2
+    equal_seeds = [from_python(f"a/version_{i}", i % 2) for i in range(4)]
+    assert [len(each.runs) for each in group(equal_seeds)] == [1, 1, 1, 1]
+    unknown_seeds = [Run(f"a/version_{i}", [{"round": 1.0}]) for i in range(2)]
+    assert len(group(unknown_seeds)) == 2
+
+
+def test_a_list_that_is_empty_elsewhere_is_named_by_its_entries():
+    term = {"class_path": "x.Proximal", "init_args": {"mu": 0.1}}
+    base, prox = run(model={"terms": []}), run(model={"terms": [term]})
+    scaffold = run(model={"terms": []}, **rule("Scaffold", option="II"))
+    assert names(base, prox, scaffold) == [
+        ("base", 1),
+        ("terms.0=Proximal", 1),
+        ("aggregator=Scaffold", 1),
+    ]
+
+
 def test_names_that_would_be_too_long_are_folders():
     many = [{f"option_{i}": i * k for i in range(1, 20)} for k in (1, 2)]
     found = names(run("a/version_0", **many[0]), run("b/version_3", **many[1]))
