@@ -218,9 +218,15 @@ def test_a_test_leaves_the_config_of_the_fit_alone(cli, tmp_path):
     other = tmp_path / "runs" / "digits" / "version_1"
     for name in ("rounds.csv", "config.yaml"):
         assert (other / name).read_bytes() == (run / name).read_bytes()
-    cli("test", "--config", run / "config.yaml")
-    found = json.loads((other / "test.json").read_text())
-    assert (found["differing options"], len(found["metrics"])) == ({}, 2)
+    for folder in (other, run):  # the run of the config, not the newest
+        (run / "test.json").unlink(missing_ok=True)
+        cli("test", "--config", folder / "config.yaml")
+        found = json.loads((folder / "test.json").read_text())
+        assert (found["differing options"], len(found["metrics"])) == ({}, 2)
+    out = cli(
+        *("fit", "--config", run / "config.yaml"), "--trainer.max_epochs=2", "--ckpt_path=last"
+    )
+    assert "Written to runs/digits/version_0" in out and len(rounds(run)) == 2
 
 
 def test_a_test_beside_a_damaged_config_says_that_nothing_was_compared(cli, fitted):

@@ -104,8 +104,9 @@ class FederatedCLI(LightningCLI):
     """LightningCLI with a ``FederatedLoop``, a checkpoint and one folder per run.
 
     A new fit creates the next free folder ``version_N`` under ``trainer.default_root_dir``. ``fit
-    --ckpt_path last`` resumes the newest run, and the other commands load its checkpoint. A
-    requeued SLURM job resumes in the folder of its first start.
+    --ckpt_path last`` resumes the newest run, and the other commands load its checkpoint. With the
+    ``config.yaml`` in the folder of a run, they take that run instead of the newest. A requeued
+    SLURM job resumes in the folder of its first start.
     """
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -178,6 +179,8 @@ class FederatedCLI(LightningCLI):
             self.run_folder, self.is_requeued = requeued, True
             if config.ckpt_path is None or self._newest(config) is not None:
                 config.ckpt_path = "last"  # newer than the checkpoint of the command line
+        if config.ckpt_path == "last" and not self.is_requeued:
+            self.run_folder = self._run_of_config(config) or self.run_folder
         if config.ckpt_path == "last":
             last = self.run_folder / f"{config.checkpoint.filename}.ckpt"
             if (newest := self._newest(config)) is not None:
@@ -204,6 +207,14 @@ class FederatedCLI(LightningCLI):
                 in_full=False,
             )
         # Unlike Lightning, do not let hyperparameters of a checkpoint choose classes.
+
+    def _run_of_config(self, config: Any) -> Path | None:
+        """Return the folder of a run if its own ``config.yaml`` is a config of the command."""
+        for path in reversed(config.get("config") or []):
+            file = Path(path.absolute)
+            if file.name == "config.yaml" and (file.parent / "rounds.csv").is_file():
+                return file.parent
+        return None
 
     def _newest(self, config: Any) -> Path | None:
         """Return the newest checkpoint of the run, including those written on SLURM signals."""
