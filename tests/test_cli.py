@@ -626,6 +626,32 @@ def test_predictions_lie_beside_the_checkpoint_that_made_them(cli, fitted):
     assert not (run / "predictions.pt").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "config X.yaml does not exist: lightning-fl configs lists"),
+        (b"", "config X.yaml is empty"),
+        (b"- a\n- b\n", "config X.yaml is a list"),
+        (b"trainer:\n\tmax_epochs: 3\n", "config X.yaml cannot be read: line 2, column 1: found"),
+        (b"\xff\xfe", "config X.yaml cannot be read: 'utf-8' codec"),
+    ],
+)
+@pytest.mark.parametrize("command", ["fit", "partition", "export flower"])
+def test_a_config_that_cannot_be_read_is_named(cli, tmp_path, command, content, message):
+    if content is not None:
+        (tmp_path / "X.yaml").write_bytes(content)
+    option = ["--config"] * (command == "fit")
+    out = cli(*command.split(), *option, "X.yaml", expect=2)
+    assert message in out and "Traceback" not in out
+    assert {path.name for path in tmp_path.iterdir()} <= {"X.yaml"}
+
+
+def test_a_fit_without_a_config_or_with_a_misspelled_one_tells_what_to_set(cli):
+    assert "set --config, such as --config digits.yaml" in cli("fit", expect=2)
+    out = cli("fit", "--config=digit.yaml", expect=2)
+    assert "config digit.yaml does not exist: did you mean digits.yaml?" in out
+
+
 def test_a_test_without_a_checkpoint_is_an_error(cli):
     assert "run fit first" in cli("test", "--config", DIGITS, expect=2)
 

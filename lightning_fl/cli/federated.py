@@ -43,6 +43,7 @@ from lightning_fl.callbacks.checkpoint import read_checkpoint
 from lightning_fl.callbacks.config import RunConfig
 from lightning_fl.cli import INTERRUPTED
 from lightning_fl.cli.arguments import short_path
+from lightning_fl.cli.config_files import check_configs
 from lightning_fl.cli.messages import explain
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.files import one_line, read_text, write_atomically
@@ -384,7 +385,13 @@ def start(cli: Callable[..., _CLI], args: ArgsType = None) -> _CLI:
     Args:
         cli: Class of the command line.
         args: Arguments; None takes those of the process.
+
+    Raises:
+        FederationError: If a configuration does not exist or cannot be read.
     """
+    words = sys.argv[1:] if args is None else args
+    if isinstance(words, list):
+        check_configs(words)
     return cli(
         LightningModule,
         FederatedDataModule,
@@ -398,6 +405,7 @@ def start(cli: Callable[..., _CLI], args: ArgsType = None) -> _CLI:
         # Treat a prefix of an option as an error, not as an abbreviation.
         parser_kwargs={
             "description": "Federated learning with the Lightning Trainer.",
+            "prog": "lightning-fl",  # also with python -m lightning_fl
             "allow_abbrev": False,
         },
         args=args,

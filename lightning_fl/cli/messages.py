@@ -22,12 +22,18 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
     Example:
         >>> explain("unrecognized arguments: --trainer.max_epoch=3", ["--trainer.max_epochs"])
         'unknown option --trainer.max_epoch: did you mean --trainer.max_epochs?'
+        >>> explain("the following arguments are required: fit.data, fit.model")
+        'no data and no model: set --config, such as --config digits.yaml'
     """
     if found := re.search(r"unrecognized arguments: ([^\s=]+)", message):
         return f"unknown option {found[1]}{did_you_mean(found[1], options)}"
     if found := re.search(r"does not accept option '([^']+)'", message):
         names = [option.removeprefix("--") for option in options]
         return f"unknown option {found[1]}{did_you_mean(found[1], names)}"
+    if found := re.search(r"the following arguments are required: (.*)", message):
+        missing = [name.partition(".")[2] or name for name in found[1].split(", ")]
+        if set(missing) <= {"model", "data"}:
+            return f"no {' and no '.join(missing)}: set --config, such as --config digits.yaml"
     key = ".".join(re.findall(r'[Kk]ey "([^"]+)"', message))
     if found := re.search(r"Option '([^']+)' is not accepted", message):
         owner = re.findall(r"class_path '([^']+)'", message[: found.start()])[-1]
