@@ -22,6 +22,7 @@ from lightning_fl.federation.loss_scale import without_scale
 from lightning_fl.federation.measures import accuracy, evaluating, on_device
 from lightning_fl.federation.memory import runner_rows
 from lightning_fl.federation.round import call_hook
+from lightning_fl.files import one_line
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
 from lightning_fl.options import check_integer, check_number
 from lightning_fl.runners import SequentialRunner, optimizers_in, user_module
@@ -81,12 +82,14 @@ class PersonalizedEvaluation(Callback):
         every_n_rounds: Number of rounds between evaluations; None evaluates after the last round
             only.
         metric: Function of module and batch that returns one score per sample, higher is better;
-            None is accuracy.
+            None is accuracy, for batches ``(x, y)`` and a module whose ``forward`` returns one
+            score per class.
         name: Name of the files, without ``.csv`` and ``.png``.
 
     Raises:
         FederationError: If an option is out of range. At the start of a fit, if there is no
-            :class:`FederatedLoop` or there are no local test samples.
+            :class:`FederatedLoop`, there are no local test samples, or the metric does not return
+            one score per sample.
     """
 
     def __init__(
@@ -134,15 +137,45 @@ class PersonalizedEvaluation(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Store the initial global model."""
+        """Store the initial global model, and score one batch before anything is trained."""
         if self._first is None and self._loop.round and self.local_steps:
             raise FederationError(
                 "local_steps requires the initial global model, which the checkpoint does not"
                 " contain: set local_steps=0, or set it from the start of a run"
             )
+        self._try_metric(trainer)
         now = self._loop.runner.read().vector
         self._first = now if self._first is None else self._first
         compare(self._first, now, "the first model of PersonalizedEvaluation")
+
+    def _try_metric(self, trainer: Trainer) -> None:
+        """Score the first test batch of a client, so that a fit does not fail at its end."""
+        runner, data = self._loop.runner, trainer.datamodule  # type: ignore[attr-defined]
+        module = _copied(runner.module, runner.constants.parameters.values())
+        vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **options: None
+        own = self.metric is accuracy
+        remedy = "give a metric" if own else "check the metric"
+        with evaluating(module), torch.no_grad(), seeded_rng(0, module.device):
+            for batch in data.samples_of(0, test=True):
+                moved = on_device(trainer, batch)
+                try:
+                    found = self.metric(module, moved)
+                except Exception as error:
+                    what = "the accuracy" if own else "the metric"
+                    raise FederationError(
+                        f"PersonalizedEvaluation cannot compute {what} of {type(module).__name__}"
+                        f" on a batch of test samples ({type(error).__name__}: {one_line(error)}):"
+                        f" {remedy}, a function of module and batch that returns one score per"
+                        " sample"
+                    ) from error
+                shape = tuple(found.shape) if isinstance(found, Tensor) else None
+                if not shape:
+                    got = "a single number" if shape == () else f"a {type(found).__name__}"
+                    raise FederationError(
+                        f"PersonalizedEvaluation needs one score per sample, got {got} for a batch"
+                        f" of test samples: {remedy} that returns a tensor of the shape [samples]"
+                    )
+                return
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate, log and write the table if an evaluation is due."""

@@ -254,6 +254,32 @@ def test_a_module_without_forward_needs_a_metric(train, group_size):
 
 
 @pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        (lambda module, batch: module(batch["x"]), r"cannot compute the metric .* \(TypeError: .*check"),
+        (lambda module, batch: torch.tensor(1.0), "got a single number .* tensor of the shape"),
+        (lambda module, batch: 1.0, "got a float"),
+    ],
+)
+def test_a_metric_that_fails_ends_the_fit_before_the_first_step(train, metric, words):
+    callback = PersonalizedEvaluation(metric=metric)
+    module = ClientModule(nn.Linear(6, 3)).double()
+    before = module.net.weight.detach().clone()
+    with pytest.raises(FederationError, match=words):
+        train(callback, module=module)
+    assert torch.equal(module.net.weight, before)
+
+
+def test_samples_without_labels_need_a_metric(train):
+    class Scores(ClientModule):
+        def forward(self, x):
+            return super().forward(x)[:, 0]
+
+    with pytest.raises(FederationError, match="cannot compute the accuracy of Scores .* give a"):
+        train(PersonalizedEvaluation(), module=Scores(nn.Linear(6, 3)).double())
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"steps": -1}, "steps must be an integer of at least 0, got -1"),
