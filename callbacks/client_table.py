@@ -22,18 +22,25 @@ KINDS = ("global", "server", "personal", "kept", "local")
 
 
 @rank_zero_only
-def write_table(path: Path, rows: Sequence[Mapping[str, float]]) -> None:
+def write_table(
+    path: Path, rows: Sequence[Mapping[str, float]], names: Sequence[str] | None = None
+) -> None:
     """Write the rows of clients as a table and as a figure.
 
     Args:
         path: Path of the files, without ``.csv`` and ``.png``.
         rows: One row per client.
+        names: Names of all clients for the table; None if they have none.
     """
     columns = list(dict.fromkeys(name for row in rows for name in row))
+    named: Sequence[Mapping[str, float | str]] = rows
+    if names is not None:
+        columns.insert(1, "name")
+        named = [{**row, "name": names[int(row["client"])]} for row in rows]
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(named)
     write_atomically(path.with_name(f"{path.name}.csv"), text.getvalue())
     picture = partial(client_figure(rows).savefig, format="png", dpi=120)
     write_atomically(path.with_name(f"{path.name}.png"), picture)

@@ -200,7 +200,8 @@ class PersonalizedEvaluation(Callback):
         self.rows = self._measured(trainer, round)
         # Called on all processes: Lightning broadcasts the log folder from the first one.
         if (path := self._loop.table_path(trainer)) is not None:
-            write_table(path.parent / self.name, self.rows)
+            names = trainer.datamodule.client_names  # type: ignore[attr-defined]
+            write_table(path.parent / self.name, self.rows, names)
         return {
             f"{kind}/{figure}": value
             for kind in KINDS
