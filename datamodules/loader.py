@@ -67,11 +67,17 @@ class Batches(Dataset[Any]):
         if isinstance(self.data, InMemory) and self.collate is default_collate:
             return self.data.fetch(index)
         with seeded_rng(derive_seed(*key)):
-            if hasattr(self.data, "__getitems__"):
-                samples = self.data.__getitems__(index.tolist())
-            else:
-                samples = [self.data[i] for i in index.tolist()]
-            batch = self.collate(samples)
+            try:
+                if hasattr(self.data, "__getitems__"):
+                    samples = self.data.__getitems__(index.tolist())
+                else:
+                    samples = [self.data[i] for i in index.tolist()]
+                batch = self.collate(samples)
+            except Exception as error:
+                if len(key) > 4:
+                    shown = short_repr(index.tolist())
+                    error.add_note(f"While reading the samples {shown}{_of_client(key)}")
+                raise
         if batch is None:
             self._refuse_none(index, key)
         return batch
@@ -83,10 +89,9 @@ class Batches(Dataset[Any]):
             FederationError: In any case.
         """
         name = getattr(self.collate, "__qualname__", type(self.collate).__name__)
-        of_client = f", of client {key[3]} in local step {key[4] + 1}" if len(key) > 4 else ""
         raise FederationError(
             f"the collate_fn {name} returned None for the samples {short_repr(index.tolist())} of"
-            f" the data set{of_client}. A client cannot skip a batch: filter samples that cannot be"
+            f" the data set{_of_client(key)}. A client cannot skip a batch: filter samples that cannot be"
             " read in the data set, before it is split over clients, or let collate_fn return the"
             " remaining samples. To skip a step without VectorizedClients, return an empty batch,"
             " and None from training_step"
@@ -115,6 +120,11 @@ class Batches(Dataset[Any]):
         for place in [place for place in self.waiting if place[0] < round]:
             del self.waiting[place]  # fetched by others
         return lambda step, reuse: self.data.fetch(steps[step], reuse)
+
+
+def _of_client(key: tuple[int, ...]) -> str:
+    """Return the client and local step of the key of a training batch."""
+    return f", of client {key[3]} in local step {key[4] + 1}" if len(key) > 4 else ""
 
 
 class RoundLoader(DataLoader[Any]):

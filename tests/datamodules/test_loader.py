@@ -1,6 +1,7 @@
 """Map-style data sets give the same batches, sequential or vectorized, with or without workers."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -328,6 +329,36 @@ def test_a_batch_that_is_none_is_refused(fit, foreign, data, blobs, wrap, option
     assert int(text.split("samples [")[1].split("]")[0]) in corrupt
     assert "of client 1 in local step 1" in text
     assert raised.value.__notes__[0].startswith("In round 1, client")
+
+
+class Unreadable(Corrupt):
+    """Some samples raise an error when they are read."""
+
+    def __getitem__(self, i):
+        if i in self.corrupt:
+            raise OSError("no such file")
+        return self.samples[i]
+
+
+@pytest.mark.filterwarnings("ignore:.*not vectorized|.*one client after another")
+@pytest.mark.parametrize("group_size", [None, 3])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_cannot_be_read_is_named_with_its_client(
+    fit, foreign, data, blobs, group_size, workers
+):
+    samples = Unreadable(blobs(12), ())
+    federation = data(samples, num_clients=3, batch_size=1, num_workers=workers)
+    federation.setup("fit")
+    first = {0}  # is read before the first round
+    corrupt = samples.corrupt = set(federation.parts[1].tolist()) - first
+    module = foreign(batchnorm=False)
+    if group_size:
+        module = VectorizedClients(module, group_size, compile=False)
+    with pytest.raises(OSError, match="no such file") as raised:
+        fit(module, datamodule=federation, rounds=1)
+    text = "\n".join([str(raised.value), *raised.value.__notes__])
+    assert re.search(r"While reading the samples \[\d+\], of client 1 in local step \d", text)
+    assert int(text.split("samples [")[1].split("]")[0]) in corrupt
 
 
 def test_batches_without_corrupt_samples_train(fit, foreign, data, blobs):
