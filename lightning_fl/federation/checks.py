@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
+from lightning_fl.federation.dropped import list_clients
 from lightning_fl.federation.layout import VectorLayout
 from lightning_fl.federation.loss_scale import scaler_of
 from lightning_fl.federation.measures import evaluating
@@ -168,10 +169,11 @@ def check_smallest_batch(module: nn.Module, data: Any) -> None:
     if smallest is None or not (single := smallest == 1).any():
         return
     if any(isinstance(m, nn.BatchNorm1d | nn.SyncBatchNorm) for m in module.modules()):
+        clients = list_clients(single.nonzero()[:, 0].tolist(), getattr(data, "client_names", None))
         rank_zero_warn(
-            f"client {int(single.nonzero()[0])} has batches of one sample, which BatchNorm cannot"
-            " train on: set drop_last=True to drop incomplete batches, and give each client at"
-            " least two samples (min_size of the partition)"
+            f"batches of one sample, which BatchNorm cannot train on, in {clients}: set"
+            " drop_last=True to drop incomplete batches, and give each client at least two samples"
+            " (min_size of the partition)"
         )
 
 

@@ -356,7 +356,7 @@ def test_batchnorm_and_batches_of_one_sample_are_warned_of(fit, foreign, data, l
     train = data().train
     one_too_many = TensorDataset(*(t[:33] for t in train.tensors))  # clients of 9, 8, 8, 8
     with (
-        pytest.warns(UserWarning, match="client 0 has batches of one sample"),
+        pytest.warns(UserWarning, match="batches of one sample, .*, in client 0: set drop_last"),
         pytest.raises(ValueError, match="more than 1 value per channel"),
     ):
         fit(foreign(), datamodule=data(one_too_many))
