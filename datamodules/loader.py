@@ -91,10 +91,10 @@ class Batches(Dataset[Any]):
         name = getattr(self.collate, "__qualname__", type(self.collate).__name__)
         raise FederationError(
             f"the collate_fn {name} returned None for the samples {short_repr(index.tolist())} of"
-            f" the data set{_of_client(key)}. A client cannot skip a batch: filter samples that cannot be"
-            " read in the data set, before it is split over clients, or let collate_fn return the"
-            " remaining samples. To skip a step without VectorizedClients, return an empty batch,"
-            " and None from training_step"
+            f" the data set{_of_client(key)}. A client cannot skip a batch: filter samples that"
+            " cannot be read in the data set, before it is split over clients, or let collate_fn"
+            " return the remaining samples. To skip a step without VectorizedClients, return an"
+            " empty batch, and None from training_step"
         )
 
     def start_worker(self, worker: int) -> None:

@@ -256,7 +256,10 @@ def test_a_module_without_forward_needs_a_metric(train, group_size):
 @pytest.mark.parametrize(
     ("metric", "words"),
     [
-        (lambda module, batch: module(batch["x"]), r"cannot compute the metric .* \(TypeError: .*check"),
+        (
+            lambda module, batch: module(batch["x"]),
+            r"cannot compute the metric .* \(TypeError: .*check",
+        ),
         (lambda module, batch: torch.tensor(1.0), "got a single number .* tensor of the shape"),
         (lambda module, batch: 1.0, "got a float"),
     ],
@@ -275,7 +278,7 @@ def test_samples_without_labels_need_a_metric(train):
         def forward(self, x):
             return super().forward(x)[:, 0]
 
-    with pytest.raises(FederationError, match="cannot compute the accuracy of Scores .* give a"):
+    with pytest.raises(FederationError, match=r"cannot compute the accuracy of Scores .* give a"):
         train(PersonalizedEvaluation(), module=Scores(nn.Linear(6, 3)).double())
 
 

@@ -288,12 +288,15 @@ def test_the_comparison_lists_every_run_and_what_differs(two_groups, undrawn):
 def test_seeds_of_a_script_are_compared(folder):
     seeds = {"a": (1, 2, 3), "b": (1, 2, 3)}
     folders = [
-        folder(f"{name}/version_{at}", config__yaml="", environment__json=json.dumps({"seed": seed}))
+        folder(
+            f"{name}/version_{at}", config__yaml="", environment__json=json.dumps({"seed": seed})
+        )
         for name, each in seeds.items()
         for at, seed in enumerate(each)
     ]
     page = about_groups(group([read_run(each) for each in folders]))
-    assert "6 runs in 2 groups" in page.lead[0] and "grouped by folder" in page.lead[0]
+    assert "6 runs in 2 groups" in page.lead[0]
+    assert "grouped by folder" in page.lead[0]
     paired = next(section for section in page.sections if section.title == "Paired seeds")
     assert paired.tables[0].rows[0][0] == "b"
 
