@@ -152,30 +152,30 @@ class PersonalizedEvaluation(Callback):
         """Score the first test batch of a client, so that a fit does not fail at its end."""
         runner, data = self._loop.runner, trainer.datamodule  # type: ignore[attr-defined]
         module = _copied(runner.module, runner.constants.parameters.values())
-        vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **options: None
         own = self.metric is accuracy
         remedy = "give a metric" if own else "check the metric"
         with evaluating(module), torch.no_grad(), seeded_rng(0, module.device):
-            for batch in data.samples_of(0, test=True):
-                moved = on_device(trainer, batch)
-                try:
-                    found = self.metric(module, moved)
-                except Exception as error:
-                    what = "the accuracy" if own else "the metric"
-                    raise FederationError(
-                        f"PersonalizedEvaluation cannot compute {what} of {type(module).__name__}"
-                        f" on a batch of test samples ({type(error).__name__}: {one_line(error)}):"
-                        f" {remedy}, a function of module and batch that returns one score per"
-                        " sample"
-                    ) from error
-                shape = tuple(found.shape) if isinstance(found, Tensor) else None
-                if not shape:
-                    got = "a single number" if shape == () else f"a {type(found).__name__}"
-                    raise FederationError(
-                        f"PersonalizedEvaluation needs one score per sample, got {got} for a batch"
-                        f" of test samples: {remedy} that returns a tensor of the shape [samples]"
-                    )
+            batch = next(data.samples_of(0, test=True), None)
+            if batch is None:
                 return
+            batch = on_device(trainer, batch)
+            try:
+                found = self.metric(module, batch)
+            except Exception as error:
+                what = "the accuracy" if own else "the metric"
+                raise FederationError(
+                    f"PersonalizedEvaluation cannot compute {what} of {type(module).__name__}"
+                    f" on a batch of test samples ({type(error).__name__}: {one_line(error)}):"
+                    f" {remedy}, a function of module and batch that returns one score per"
+                    " sample"
+                ) from error
+        shape = tuple(found.shape) if isinstance(found, Tensor) else None
+        if not shape:
+            got = "a single number" if shape == () else f"a {type(found).__name__}"
+            raise FederationError(
+                f"PersonalizedEvaluation needs one score per sample, got {got} for a batch"
+                f" of test samples: {remedy} that returns a tensor of the shape [samples]"
+            )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate, log and write the table if an evaluation is due."""
@@ -226,7 +226,6 @@ class PersonalizedEvaluation(Callback):
         loop, user = self._loop, self._loop.runner.module
         constants = loop.runner.constants.parameters
         module = _copied(user, constants.values())
-        vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **options: None
         made = next(optimizers_in(module.configure_optimizers()))
         known = {id(param) for param in module.parameters()}
         if any(id(p) not in known for group in made.param_groups for p in group["params"]):
@@ -395,7 +394,7 @@ class PersonalizedEvaluation(Callback):
 
 
 def _copied(module: LightningModule, constants: Iterable[Tensor]) -> LightningModule:
-    """Copy a module without its Trainer.
+    """Copy a module without its Trainer; the copy logs nothing.
 
     Functions set on it and constant tensors are shared, but functions that hold the module or a
     part of it hold the copy instead: Lightning's DDP, for example, sets ``forward`` on the module.
@@ -417,6 +416,7 @@ def _copied(module: LightningModule, constants: Iterable[Tensor]) -> LightningMo
     vars(made).update(
         {k: _rebound(v, copies) for k, v in functions.items() if k != "configure_optimizers"}
     )
+    vars(made)["log"] = vars(made)["log_dict"] = lambda *args, **options: None
     return made
 
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
@@ -456,11 +456,11 @@ class FederatedDataModule(LightningDataModule):
             warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
             return []
         fits = self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
-        return self.evaluation_loader(self.val, self.shares_validation or not fits)
+        return self.evaluation_loader(self.val, self.shares_validation or not fits, "val")
 
     def test_dataloader(self) -> DataLoader[Any]:
         """Return the test samples in order."""
-        return self.evaluation_loader(self._test_samples())
+        return self.evaluation_loader(self._test_samples(), use="test")
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return the test samples in order."""
@@ -472,20 +472,24 @@ class FederatedDataModule(LightningDataModule):
             raise FederationError(f"{name} has no test samples: {self.test_remedy}")
         return self.test
 
-    def evaluation_loader(self, data: Any, shared: bool = True) -> DataLoader[Any]:
+    def evaluation_loader(
+        self, data: Any, shared: bool = True, use: Literal["train", "val", "test"] = "train"
+    ) -> DataLoader[Any]:
         """Return a loader that reads samples in order, as in validation.
 
         Args:
             data: Map-style data set.
             shared: Whether several processes share the samples; if False, each process reads all of
                 them, in the same batches as a single process.
+            use: What the data set is used for, if it is one that is used for several purposes with
+                different ``collate_fn``; see :class:`FromDataModule`.
         """
         processes = self._processes() if shared else (0, 1)
-        batches = self._batches(in_memory(data, "data"))
+        batches = self._batches(in_memory(data, "data"), use)
         sampler = EvaluationBatches(len(data), self.eval_batch_size, batches.seed, *processes)
         return self._loader(batches, sampler)
 
-    def _batches(self, data: Any) -> Batches:
+    def _batches(self, data: Any, use: str = "train") -> Batches:
         return Batches(data, self.collate_fn, run_seed(self.seed))
 
     def _loader(

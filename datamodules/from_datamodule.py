@@ -19,7 +19,7 @@ from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.loader import Batches, Collate
 from lightning_fl.datamodules.splits import labels_of
 from lightning_fl.datamodules.storage import check_absent, check_map_style, in_memory, subset
-from lightning_fl.hooks import attributes_set, overrides
+from lightning_fl.hooks import overrides
 from lightning_fl.partition import Partition
 from lightning_fl.runners.step_hooks import TRANSFER_HOOKS
 from lightning_fl.types import FederationError, check_package
@@ -127,8 +127,6 @@ class FromDataModule(FederatedDataModule):
         #: Functions that make a batch and that start a loader process, by the name of the data set.
         self._collates: dict[str, Any] = {}
         self._worker_inits: dict[str, Any] = {}
-        #: Name of the data set for which a loader is made.
-        self._reads = "train"
 
     def prepare_data(self) -> None:
         """Call the hook of the data module, which gets the Trainer first."""
@@ -231,22 +229,12 @@ class FromDataModule(FederatedDataModule):
         """Return the loader of the data module."""
         return self.datamodule.predict_dataloader()
 
-    def val_dataloader(self) -> Any:
-        """See the base class."""
-        with attributes_set(self, {"_reads": "val"}):
-            return super().val_dataloader()
-
-    def test_dataloader(self) -> Any:
-        """See the base class."""
-        with attributes_set(self, {"_reads": "test"}):
-            return super().test_dataloader()
-
-    def _batches(self, data: Any) -> Batches:
-        batches = super()._batches(data)
+    def _batches(self, data: Any, use: str = "train") -> Batches:
+        batches = super()._batches(data, use)
         batches.worker_init = self._worker_inits.get("train")
         # Loaders may share a data set and make other batches of it.
         sets = {"train": self.train, "val": self.val, "test": self.test}
-        names = [name for name in (self._reads, *sets) if sets[name] is data]
+        names = [name for name in (use, *sets) if sets[name] is data]
         if names and (name := names[0]) in self._worker_inits:
             batches.collate = self._collates.get(name, batches.collate)
             batches.worker_init = self._worker_inits[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 #: Configurations that come with the package.
@@ -14,6 +14,24 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 def short_path(path: Path) -> Path:
     """Return a path relative to the working directory, if it lies there."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def config_values(args: Sequence[str]) -> Iterator[tuple[int, str, str]]:
+    """Yield the position, the option and the value of each configuration on a command line.
+
+    Args:
+        args: Arguments of the command line.
+
+    Example:
+        >>> list(config_values(["fit", "--config=a.yaml", "-c", "b.yaml"]))
+        [(1, '--config', 'a.yaml'), (3, '-c', 'b.yaml')]
+    """
+    before = ""
+    for at, arg in enumerate(args):
+        option, _, value = arg.partition("=") if arg.startswith("--config=") else (before, "", arg)
+        if option in ("--config", "-c"):
+            yield at, option, value
+        before = arg
 
 
 def with_shipped_configs(args: Sequence[str]) -> list[str]:
@@ -29,14 +47,11 @@ def with_shipped_configs(args: Sequence[str]) -> list[str]:
         >>> Path(found).is_file()
         True
     """
-    found, before = [], ""
-    for arg in args:
-        option, _, value = arg.partition("=") if arg.startswith("--config=") else (before, "", arg)
+    found = list(args)
+    for at, option, value in config_values(args):
         shipped = CONFIGS / value.removeprefix("configs/")
         if option == "--config" and not Path(value).exists() and shipped.is_file():
-            arg = arg.removesuffix(value) + str(shipped)
-        found.append(arg)
-        before = arg
+            found[at] = found[at].removesuffix(value) + str(shipped)
     return found
 
 
