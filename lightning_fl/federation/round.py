@@ -324,7 +324,7 @@ class Round:
             self._waiting = []
 
     def _give(self, update: ClientUpdate) -> None:
-        with compiled_sums(self.fit.runner.choices().get("compiled", False)):
+        with compiled_sums(self.fit.runner.may_compile):
             self.fit.aggregator.update(update)
 
     def _end_parts(self, delta: Tensor, lr: Tensor) -> dict[str, Tensor]:

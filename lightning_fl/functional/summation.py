@@ -24,8 +24,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -38,9 +36,12 @@ BITS = 32
 BINS = 3
 #: Number of rows, and of elements, to add at once on a CPU, limited by its cache, and on other
 #: devices.
-ROWS, PIECE, DEVICE_PIECE = 16, 2**18, 2**22
-#: Number of elements from which compiled code is used, if it is permitted.
-LARGE = 2**17
+ROWS, PIECE, DEVICE_PIECE = 16, 2**17, 2**22
+#: Number of rows and columns that compiled code adds at once.
+FUSED_ROWS, FUSED_WIDTH = 8, 2**17
+#: Number of elements of a sum from which compiled code is used, and of all sums in a process before
+#: which it is not made: adding them takes about as long as compiling.
+LARGE, MANY = 2**17, 2**28
 
 #: Bound on scaled addends: half the unit of the next higher bin, so that this bin rounds to 0.
 _LIMIT = 2.0 ** (BITS - 1)
@@ -55,6 +56,8 @@ _is_permitted: ContextVar[bool] = ContextVar("compiled sums", default=False)
 @contextmanager
 def compiled_sums(permitted: bool = True) -> Iterator[None]:
     """Permit or forbid compiled code for large sums on a CPU. The results are the same bit for bit.
+
+    The code is made when many elements have been added where it is permitted.
 
     Args:
         permitted: Whether compiled code is permitted in the context.
@@ -84,8 +87,8 @@ def empty_sum(shape: tuple[int, ...], device: torch.device | str = "cpu") -> Ten
 def add_rows(total: Tensor, rows: Tensor, weights: Tensor | None = None) -> None:
     r"""Add :math:`\sum_k w_k x_k` to a sum, in place.
 
-    On a CPU only the coordinates that require a shift of bins are shifted. On other devices and in
-    compiled code, all coordinates are processed in the same way.
+    On a CPU only the coordinates that require a shift of bins are shifted. On other devices all
+    coordinates are processed in the same way.
 
     Args:
         total: Sum, ``[BINS + 1, P]``.
@@ -108,7 +111,7 @@ def add_rows(total: Tensor, rows: Tensor, weights: Tensor | None = None) -> None
         for state, piece in zip(total.split(width, 1), rows.split(width, 1), strict=True):
             _add_alike(state, piece, factors)
     elif _is_permitted.get() and len(rows) > 1 and rows.numel() >= LARGE:
-        _compiled(rows.shape[1], rows.dtype)(total, rows, factors)
+        _fused.add(total, rows, factors)
     else:
         _add_in_cache(total, rows, factors)
 
@@ -125,32 +128,76 @@ def _add_alike(total: Tensor, rows: Tensor, factors: Tensor) -> None:
     total.copy_(state)
 
 
-@cache
-def _compiled(width: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """Return a compiled form of :func:`_add_alike` for rows of one width and dtype."""
-    # With a code object of its own, since torch allows only eight graphs for each.
-    graph = torch.compile(FunctionType(_add_alike.__code__.replace(), globals()))
-    is_broken = False
+def _added(total: Tensor, rows: Tensor, factors: Tensor) -> list[Tensor]:
+    """Return the bins after :data:`FUSED_ROWS` weighted rows, and the largest of the addends.
 
-    def add_rows(total: Tensor, rows: Tensor, factors: Tensor) -> None:
-        nonlocal is_broken
-        if is_broken:
+    The code is elementwise, so that a compiler makes one pass of it.
+    """
+    *bins, scale = total.unbind()
+    largest = torch.zeros_like(scale)
+    for row in range(FUSED_ROWS):
+        rest = rows[row].to(total) * factors[row]
+        largest = torch.maximum(largest, rest.abs())
+        rest = rest * scale
+        for i, anchor in enumerate(_ANCHORS):
+            rounded = (rest + anchor) - anchor
+            bins[i] = bins[i] + rounded
+            rest = rest - rounded
+    return [*bins, largest]
+
+
+class _Fused:
+    """Adds rows with compiled code, once that pays."""
+
+    def __init__(self) -> None:
+        self.graph: Callable[..., list[Tensor]] = torch.compile(_added, dynamic=True)
+        #: Number of elements added so far.
+        self.num_elements = 0
+        self.is_broken = False
+
+    def add(self, total: Tensor, rows: Tensor, factors: Tensor) -> None:
+        """Add weighted rows."""
+        self.num_elements += rows.numel()
+        if self.is_broken or self.num_elements <= MANY:
             _add_in_cache(total, rows, factors)
             return
-        for tensor in (rows, factors):
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        try:
-            graph(total, rows, factors)
-        except Exception as error:  # torch.compile and the compilers below it fail in many ways
-            is_broken = True
-            warnings.warn(
-                f"sums are not compiled: {type(error).__name__}: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            _add_in_cache(total, rows, factors)
+        missing = -len(rows) % FUSED_ROWS  # in the last block, which is filled up
+        weights = torch.cat([factors, factors.new_zeros(missing)]).split(FUSED_ROWS)
+        for start in range(0, rows.shape[1], FUSED_WIDTH):
+            at = slice(start, start + FUSED_WIDTH)
+            for block, weight in zip(rows.split(FUSED_ROWS), weights, strict=True):
+                some = block[:, at]
+                if len(some) < FUSED_ROWS:
+                    some = torch.cat([some, some[-1:].expand(missing, -1)])
+                self._add_block(total[:, at], some, weight)
 
-    return add_rows
+    def _add_block(self, state: Tensor, rows: Tensor, factors: Tensor) -> None:
+        try:
+            *bins, largest = self.graph(state, rows, factors)
+        except Exception as error:  # torch.compile and the compilers below it fail in many ways
+            if not self.is_broken:
+                warnings.warn(
+                    f"sums are not compiled: {type(error).__name__}: {error}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            self.is_broken = True
+            _add_in_cache(state, rows, factors)
+            return
+        at = _too_large(largest * state[-1])
+        if isinstance(at, slice):  # for example in an empty sum
+            _shift(state, at, _scale_for(largest))
+            *bins, _ = self.graph(state, rows, factors)
+        elif at is not None:
+            shifted = state[:, at]
+            _add_in_cache(shifted, rows[:, at], factors)
+        for unit_bin, new in zip(state, bins, strict=False):  # not the scale
+            unit_bin.copy_(new)
+        if isinstance(at, Tensor):
+            state[:, at] = shifted
+
+
+_fused = _Fused()
 
 
 def _add_in_cache(total: Tensor, rows: Tensor, factors: Tensor) -> None:
@@ -160,11 +207,11 @@ def _add_in_cache(total: Tensor, rows: Tensor, factors: Tensor) -> None:
         memory = total.new_empty(2, len(some), min(width, total.shape[1]))
         for state, piece in zip(total.split(width, 1), some.split(width, 1), strict=True):
             addends, rest = memory[..., : piece.shape[1]]
-            torch.mul(piece, factor[:, None], out=addends)
+            addends.copy_(piece).mul_(factor[:, None])
             torch.mul(addends, state[-1], out=rest)
             if (at := _too_large(rest)) is not None:
                 _shift(state, at, _scale_for(addends[:, at].abs().amax(0)))
-                torch.mul(addends, state[-1], out=rest)
+                rest[:, at] = addends[:, at] * state[-1, at]
             _add_slices(state, rest, addends)
 
 
@@ -173,8 +220,10 @@ def _too_large(rest: Tensor) -> Tensor | slice | None:
     low, high = map(float, rest.aminmax())
     if -_LIMIT < low <= high < _LIMIT:
         return None
-    found = (~(rest.abs().amax(0) < _LIMIT)).nonzero()[:, 0]
-    return found if len(found) < rest.shape[1] // 8 else slice(None)
+    if rest.ndim > 1:
+        rest = rest.abs().amax(0)
+    found = (~(rest < _LIMIT)).nonzero()[:, 0]
+    return found if len(found) < len(rest) // 8 else slice(None)
 
 
 def _shift(state: Tensor, at: Tensor | slice, scale: Tensor) -> None:
@@ -188,9 +237,10 @@ def _shift(state: Tensor, at: Tensor | slice, scale: Tensor) -> None:
 
 def _add_slices(state: Tensor, rest: Tensor, rounded: Tensor) -> None:
     """Add scaled addends ``rest``, ``[k, P]``, to the bins; both arguments are overwritten."""
+    ones = rest.new_ones(len(rest))
     for i, (unit_bin, anchor) in enumerate(zip(state[:-1], _ANCHORS, strict=True)):
         torch.add(rest, anchor, out=rounded).sub_(anchor)
-        unit_bin += rounded.sum(0) if len(rounded) > 1 else rounded[0]
+        unit_bin += ones @ rounded if len(rounded) > 1 else rounded[0]
         if i + 1 < BINS:
             rest -= rounded
 

@@ -100,6 +100,9 @@ class ClientRunner(ABC):
         local: Names of the client-local tensors. None takes those that the module names.
     """
 
+    #: Whether code may be compiled.
+    may_compile = False
+
     def __init__(
         self,
         module: LightningModule,

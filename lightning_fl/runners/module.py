@@ -45,8 +45,9 @@ class VectorizedClients(LightningModule):
         steps_per_batch: Number of local steps in one Lightning batch. More steps reduce Lightning's
             overhead per step. ``auto`` chooses by memory. Callback hooks run for the last step
             only.
-        compile: Whether to compile forward and backward pass, and on a CPU the sums of updates.
-            ``auto`` compiles if the remaining run is long enough to pay for it.
+        compile: Whether to compile forward and backward pass. ``auto`` does so if the remaining run
+            is long enough to pay for it. Unless it is false, large sums of updates are compiled on
+            a CPU, too, after the first of them, with the same results bit for bit.
         fast_matmul: Whether oneDNN multiplies matrices on a CPU. ``auto`` uses it if it is as
             exact.
         channels_last: Whether to store images and filters of 2-d convolutions in channels-last
@@ -450,6 +451,7 @@ def client_runner(
         fast_matmul=module.fast_matmul,
         channels_last=channels_last,
         rewrites=module.rewrite_graphs,
+        may_compile=module.compiled is not False,
     )
     module.host = host
     host.undo.callback(setattr, module, "host", None)

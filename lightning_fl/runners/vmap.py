@@ -41,6 +41,7 @@ class VmapRunner(ClientRunner):
         fast_matmul: Whether oneDNN multiplies matrices on a CPU.
         channels_last: Whether images and filters may be stored in channels-last memory format.
         rewrites: Whether to rewrite compiled graphs for a CPU.
+        may_compile: Whether code may be compiled.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class VmapRunner(ClientRunner):
         fast_matmul: bool | Literal["auto"],
         channels_last: bool,
         rewrites: bool,
+        may_compile: bool,
     ) -> None:
         super().__init__(module, buffers, optimizer, keep_optimizer, constants, local)
+        self.may_compile = may_compile
         self.is_linear = check_separable(self.optimizer_state, keep_optimizer)
         self.stacks = Stacks(self.tensors, params, channels_last)
         self.vectorized = VectorizedStep(self.stacks, optimizer, rewrites)
