@@ -122,6 +122,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "vectorized, groups of 100, compiled, fast matmul": _library(group_size=100, compile=True),
     "2 processes, sequential": _library(processes=2),
     "2 processes, vectorized, groups of 1": _library(processes=2, group_size=1),
+    "2 processes, auto": _library(processes=2, group_size="auto"),
     "2 processes, vectorized, groups of 10, compiled, fast matmul": _library(
         processes=2, group_size=10, compile=True
     ),
