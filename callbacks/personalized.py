@@ -111,6 +111,12 @@ class PersonalizedEvaluation(Callback):
         self._measured_at = 0
         self._first: Tensor | None = None
 
+    @property
+    def metric_name(self) -> str:
+        """Name of the metric in reports: that of its function or class."""
+        name: str = getattr(self.metric, "__name__", type(self.metric).__name__)
+        return "score" if name == "<lambda>" else name
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that there are a FederatedLoop and local test samples."""
         if stage != "fit":

@@ -27,6 +27,7 @@ from lightning_fl.federation.memory import runner_rows
 from lightning_fl.federation.participation import Participation
 from lightning_fl.files import write_atomically
 from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.objectives.client_module import ClientModule
 from lightning_fl.options import check_integer
 from lightning_fl.partition import plot
 from lightning_fl.runners import ClientRunner, user_module
@@ -121,10 +122,9 @@ class RunReport(Callback):
         if self._folder is None:
             return
         found: list[float] | str = "PersonalizedEvaluation uses test samples"
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if not self.client_samples:
             found = "client_samples=0"
-        elif not any(isinstance(c, PersonalizedEvaluation) for c in callbacks):
+        elif _personalized(trainer) is None:
             found = client_accuracies(trainer, self.client_samples)
         self._write_clients(trainer, found)
 
@@ -190,6 +190,7 @@ class RunReport(Callback):
         loop, device = _loop(trainer), trainer.strategy.root_device
         options = loop.options
         module, data = user_module(trainer.lightning_module), trainer.datamodule  # type: ignore[attr-defined]
+        evaluation = _personalized(trainer)
         found = {
             "format": FORMAT,
             "state": state,
@@ -200,12 +201,17 @@ class RunReport(Callback):
             "module": type(module).__name__,
             "network": network_name(module),
             "parameters": sum(parameter.numel() for parameter in module.parameters()),
+            "terms": [describe(t) for t in module.terms]
+            if isinstance(module, ClientModule)
+            else [],
+            "optimizer": ", ".join(map(_optimizer, trainer.optimizers)),
             "clients_per_round": options.clients_per_round,
             "client_fraction": options.client_fraction,
             "aggregator": describe(options.aggregator),
             "policy": describe(options.policy),
             "sampler": describe(options.sampler),
             "update_transforms": [describe(transform) for transform in options.update_transforms],
+            "client_metric": None if evaluation is None else evaluation.metric_name,
             "no train_acc": self._reason,
             "machine": {
                 "platform": f"{platform.system()} {platform.machine()}",
@@ -357,6 +363,19 @@ def round_figure(rows: Sequence[dict[str, Any]]) -> Figure:
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _personalized(trainer: Trainer) -> PersonalizedEvaluation | None:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return next((c for c in callbacks if isinstance(c, PersonalizedEvaluation)), None)
+
+
+def _optimizer(optimizer: Any) -> str:
+    """Return the class of an optimizer with the initial options that are set."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # Lightning may wrap it
+    options = {name: value for name, value in optimizer.defaults.items() if value}
+    arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    return f"{type(optimizer).__name__}({arguments})"
 
 
 def _loop(trainer: Trainer) -> FederatedLoop:

@@ -18,7 +18,7 @@ from lightning_fl.report.figures import COLORS, Bars, Grid, Line, Lines, Panel
 from lightning_fl.report.lead import client_label, dropped, sampled, split_rule
 from lightning_fl.report.page import Picture, Section, Table
 from lightning_fl.report.run import Outcomes, Row, Run
-from lightning_fl.report.scores import client_scores, drops, finite, total
+from lightning_fl.report.scores import client_metric, client_scores, drops, finite, total
 from lightning_fl.report.words import counted, number, span
 
 #: Counts by kind and position, the input of :class:`Bars`.
@@ -296,7 +296,7 @@ def _median(values: Sequence[float]) -> str:
 
 def clients(run: Run) -> Section:
     """Show the accuracy of the last round's models for each client, and what happened to it."""
-    title, (samples, scores) = "Clients", client_scores(run)
+    title, (samples, scores), metric = "Clients", client_scores(run), client_metric(run)
     text = []
     if not scores:
         why = run.environment.get("no train_acc")
@@ -309,7 +309,7 @@ def clients(run: Run) -> Section:
     if "server" in scores:
         server = summary(scores["server"], "server")
         text.append(
-            f"The mean accuracy of clients on their {samples} is {number(server['mean'])}, with a"
+            f"The mean {metric} of clients on their {samples} is {number(server['mean'])}, with a"
             f" standard deviation of {number(server['std'])}. The mean of the worst tenth is"
             f" {number(server['worst'])}."
         )
@@ -325,7 +325,7 @@ def clients(run: Run) -> Section:
 
 
 def _spread_picture(samples: str, scores: Mapping[str, Sequence[Row]], run: Run) -> Picture:
-    ylabel = f"accuracy on {samples}"
+    metric = client_metric(run)
     most = max(map(len, scores.values()))
     ranked = [
         Line(kind, range(1, len(rows) + 1), sorted(row[kind] for row in rows)).thinned(MOST_POINTS)
@@ -333,12 +333,19 @@ def _spread_picture(samples: str, scores: Mapping[str, Sequence[Row]], run: Run)
     ]
     shade = (0.5, max(1, most // 10) + 0.5)
     panels: list[Panel] = [
-        Lines(ylabel, ranked, "clients, worst first (gray: worst tenth)", shade=shade)
+        Lines(
+            f"{metric} on {samples}",
+            ranked,
+            "clients, worst first (gray: worst tenth)",
+            shade=shade,
+        )
     ]
-    caption = f"Accuracy of the last round's models on each client's {samples}, in ascending order"
+    caption = f"The {metric} of the last round's models on each client's {samples}, ascending"
     points = [_points(kind, rows, run) for kind, rows in scores.items()]
     if len({x for line in points for x in line.x}) > 1:
-        panels.append(Lines(ylabel, points, "training samples of the client", joined=False))
+        panels.append(
+            Lines(f"{metric} on {samples}", points, "training samples of the client", joined=False)
+        )
         caption += ", and by number of training samples"
         if most > MOST_POINTS:
             caption += f" ({number(len(points[0].x))} of {number(most)} clients)"
@@ -347,7 +354,7 @@ def _spread_picture(samples: str, scores: Mapping[str, Sequence[Row]], run: Run)
 
 
 def _points(kind: str, rows: Sequence[Row], run: Run) -> Line:
-    """Return one point per client: its accuracy over its number of training samples."""
+    """Return one point per client: its score over its number of training samples."""
     some = rows[:: -(-len(rows) // MOST_POINTS)]
     names = [client_label(int(row["client"]), run) for row in some]
     return Line(kind, [r.get("train_samples", 0) for r in some], [r[kind] for r in some], (), names)
@@ -420,7 +427,8 @@ def _history(
     if run.outcomes is None:
         return None
     names, codes = run.outcomes.names, run.outcomes.codes
-    accuracies = {
+    metric = client_metric(run)
+    by_kind = {
         kind: {int(row["client"]): row[kind] for row in rows} for kind, rows in scores.items()
     }
     clients: dict[str, str] = {}
@@ -433,8 +441,8 @@ def _history(
         if (room := room - len(text)) < 0:
             break
         words = [
-            f"{kind} accuracy {number(by_client[client])}"
-            for kind, by_client in accuracies.items()
+            f"{kind} {metric} {number(by_client[client])}"
+            for kind, by_client in by_kind.items()
             if client in by_client
         ]
         if client < len(sizes := run.partition.get("sizes", ())):

@@ -82,7 +82,12 @@ def client_scores(run: Run) -> tuple[str, dict[str, list[Row]]]:
     return samples, {kind: rows for kind, rows in scores.items() if rows}
 
 
+def client_metric(run: Run) -> str:
+    """Return the name of the metric of clients."""
+    return str(run.environment.get("client_metric") or "accuracy")[:40]
+
+
 def worst_decile(run: Run) -> float:
-    """Return the mean accuracy of the global model for the worst tenth of clients."""
+    """Return the mean score of the global model for the worst tenth of clients."""
     _, scores = client_scores(run)
     return summary(scores["server"], "server")["worst"] if "server" in scores else math.nan

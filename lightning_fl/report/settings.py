@@ -84,7 +84,8 @@ def _mapping(run: Run, name: str) -> dict[str, Any]:
 def _parts(run: Run) -> dict[str, Any]:
     """Return the module and the rules of a run by name."""
     parts = {}
-    for name in ("module", "aggregator", "policy", "sampler", "update_transforms"):
+    names = ("module", "terms", "optimizer", "aggregator", "policy", "sampler", "update_transforms")
+    for name in names:
         value = run.environment.get(name)
         parts[name] = ", ".join(map(str, value)) if isinstance(value, list) else value
     return parts

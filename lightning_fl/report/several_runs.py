@@ -26,6 +26,7 @@ from lightning_fl.report.page import Report, Section, Table, Verbatim
 from lightning_fl.report.paper import csv_text, latex, markdown
 from lightning_fl.report.run import Run
 from lightning_fl.report.scores import (
+    client_metric,
     client_scores,
     final_and_best,
     finite,
@@ -283,17 +284,18 @@ def _clients(groups: Sequence[Group]) -> Section | None:
         curves: dict[str, list[Any]] = {}
         for run in each.runs:
             samples, scores = client_scores(run)
+            label = f"{client_metric(run)} on {samples}"
             if values := [row["server"] for row in scores.get("server", [])]:
-                curves.setdefault(samples, []).append(np.quantile(values, share).tolist())
-        for samples, found in curves.items():
+                curves.setdefault(label, []).append(np.quantile(values, share).tolist())
+        for label, found in curves.items():
             means, bands = zip(*map(t_interval, zip(*found, strict=True)), strict=True)
             line = Line(each.name, (100 * share).tolist(), means, bands)
-            panels.setdefault(f"accuracy on {samples}", []).append(line)
+            panels.setdefault(label, []).append(line)
     if not panels:
         return None
     caption = (
-        "Accuracy of the last round's model on each client's samples, in ascending order. A flat"
-        " line means that all clients have the same accuracy."
+        "Scores of the last round's model on each client's samples, in ascending order. A flat line"
+        " means that all clients have the same score."
     )
     across = "clients, worst first (%)"
     return Section("Clients", (), [picture("clients", caption, panels, groups, across)])

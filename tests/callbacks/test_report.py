@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import os
+from functools import partial
 
 import lightning as L
 import pytest
@@ -21,7 +22,7 @@ from lightning_fl.callbacks import (
     RunReport,
 )
 from lightning_fl.callbacks.report import round_figure
-from lightning_fl.objectives import FedEM, RepresentationMatching
+from lightning_fl.objectives import FedEM, Proximal, RepresentationMatching
 from lightning_fl.partition import Manifest
 from lightning_fl.policies import Schedule, Stragglers
 from lightning_fl.types import FederationError
@@ -415,6 +416,24 @@ def test_client_samples_is_a_number(value):
         RunReport(value)
 
 
+def test_terms_and_optimizer_and_the_metric_of_clients_are_written(trainer, data, tmp_path):
+    """Groups of runs made in Python differ in them."""
+
+    def margins(module, batch):
+        return module(batch[0]).amax(1)
+
+    module = ClientModule(
+        nn.Linear(6, 3), terms=[Proximal(mu=0.5)], optimizer=partial(torch.optim.Adam, lr=0.01)
+    )
+    callbacks = [RunReport(), PersonalizedEvaluation(metric=margins)]
+    runner = trainer(FederatedLoop(), 1, callbacks=callbacks)
+    runner.fit(module.double(), datamodule=data(local_test_size=0.5))
+    found = environment(tmp_path)
+    assert found["terms"] == ["Proximal(mu=0.5)"]
+    assert found["optimizer"].startswith("Adam(lr=0.01, betas=(0.9, 0.999)")
+    assert found["client_metric"] == "margins"
+
+
 def test_what_the_run_ran_with_is_written_and_nothing_personal(run, tmp_path):
     run(loop=FederatedLoop(clients_per_round=2, seed=5))
     found = environment(tmp_path)
@@ -424,6 +443,9 @@ def test_what_the_run_ran_with_is_written_and_nothing_personal(run, tmp_path):
     assert found["aggregator"] == "FedAvg(weighting='samples')"
     assert found["versions"]["torch"] == torch.__version__.partition("+")[0]
     assert found["machine"]["processes"] == 1
+    assert found["terms"] == []
+    assert found["optimizer"] == "SGD(lr=0.001)"
+    assert found["client_metric"] is None
     text = (tmp_path / "environment.json").read_text()
     assert os.uname().nodename not in text
     assert str(tmp_path) not in text

@@ -208,6 +208,19 @@ def test_numbers_that_are_not_finite_are_gaps(folder):
     assert ("best val_acc (round 6)", "0.5") in page.figures
 
 
+def test_the_metric_of_clients_has_its_name(folder, undrawn):
+    files = {"clients__csv": "client,train_samples,test_samples,server\n0,3,1,0.5\n1,2,3,0.25\n"}
+    files["environment__json"] = json.dumps({"client_metric": "dice"})
+    paths = [folder(f"{at}/version_0", **files) for at in "ab"]
+    page = about_run(read_run(paths[0]))
+    (section,) = (s for s in page.sections if s.title == "Clients")
+    assert "The mean dice of clients on their own test samples is 0.375" in section.text[0]
+    assert section.pictures[0].panels[0].ylabel == "dice on own test samples"
+    several = about_groups(group([read_run(path) for path in paths]))
+    (section,) = (s for s in several.sections if s.title == "Clients")
+    assert section.pictures[0].panels[0].ylabel == "dice on own test samples"
+
+
 def test_scores_on_test_samples_go_first(folder, undrawn):
     clients = "client,train_samples,test_samples,server,personal\n0,3,1,0.5,1.0\n1,2,3,0.25,1.0\n"
     page = about_run(read_run(folder(clients__csv=clients)))
