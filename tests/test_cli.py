@@ -531,6 +531,8 @@ def test_a_class_that_does_not_exist_is_answered_with_those_that_do(cli, args, n
         ),
         (["--federation.client_fraction=two"], "federation.client_fraction must be a number"),
         (["--federation.buffers=mean"], "must be one of 'average', 'server', 'local' or null, got"),
+        (["--threads=-1"], "threads must be a positive whole number or null, got '-1'"),
+        (["--vectorize=2.5"], "vectorize must be a positive whole number or one of 'auto' or a"),
         (
             ["--federation.policy.init_args.lr=fast"],
             "federation.policy.lr must be a number or null",

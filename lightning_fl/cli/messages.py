@@ -54,6 +54,8 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
         return f"{key}: unknown class {found[1]}: {found[2]}{similar}"
     inner = message[message.rfind('arser key "') :]
     expected = re.findall(r"Expected an? (.+?)(?:\. Got value: (.*))?$", inner, re.MULTILINE)
+    restricted = [(kind, "") for kind in re.findall(r"Not of type (\w+): ", inner)]
+    expected = restricted + expected
     value = re.search(r"Given value: (.*)", inner)
     got = value[1] if value else ""
     if with_value := [(kind, at) for kind, at in expected if at]:  # of the option itself
@@ -83,6 +85,7 @@ def describe_type(kind: str) -> str:
     if found := re.fullmatch(r"typing\.Literal\[(.*)\]", name):
         return f"one of {found[1]}"
     words = {"int": "a whole number", "float": "a number", "NoneType": "null", "str": "a text"}
+    words |= {"PositiveInt": "a positive whole number", "dict": "a mapping"}
     return {**words, "bool": "true or false"}.get(name, name.rpartition(".")[2])
 
 
