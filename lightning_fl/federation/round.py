@@ -31,6 +31,7 @@ from lightning_fl.functional.randomness import (
     set_rng_state,
 )
 from lightning_fl.functional.summation import compiled_sums
+from lightning_fl.runners.spectral_norm import refine_singular_vectors
 from lightning_fl.strategies import ClientLogs
 from lightning_fl.types import (
     ClientUpdate,
@@ -375,6 +376,8 @@ class Round:
         self.traffic.note_moved(self.server.vector, server.vector)
         scale = median_state(self.results.scales.values()) or self._scale
         self._leave_clients(server, self.results.schedule, scale)
+        if vector is not None:
+            refine_singular_vectors(fit.runner.module)
         clients, round = self.plan.clients.tolist(), self.plan.round
         fit.aggregator.load_global_network(
             lambda: fit.measures.training_accuracy(fit.runner.module, clients, round)
