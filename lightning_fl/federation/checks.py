@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,9 @@ from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import replaced
 from lightning_fl.objectives import ClientModule
+from lightning_fl.runners import flat
 from lightning_fl.runners.optimizer_values import optimizers_in, params_of
+from lightning_fl.runners.spectral_norm import spectral_norms
 from lightning_fl.types import FederatedData, FederationError, check_package
 
 
@@ -71,6 +73,37 @@ def warn_of_running_statistics(module: nn.Module, shared: Iterable[Tensor]) -> N
         rank_zero_warn(
             "the module has running statistics (BatchNorm), which FederatedLoop averages over"
             " clients. To silence this warning, set buffers to 'average', 'server' or 'local'"
+        )
+
+
+def warn_of_averaged_buffers(
+    module: nn.Module, shared: Mapping[str, Tensor], before: Tensor
+) -> None:
+    """Warn if the first aggregation averaged buffers whose mean may have no meaning.
+
+    Args:
+        module: The user's module with the new global model.
+        shared: The buffers that clients exchange, by name.
+        before: The state before the round, as one vector, with these buffers at its end.
+    """
+    parts = module.modules()
+    known = [getattr(m, name, None) for m in parts for name in ("running_mean", "running_var")]
+    known += [vector for vectors, _ in spectral_norms(module) for vector in vectors]
+    ids = {id(buffer) for buffer in known}
+    sizes = [len(flat(buffer)) for buffer in shared.values()]
+    olds = before[len(before) - sum(sizes) :].split(sizes)
+    changed = [
+        name
+        for (name, new), old in zip(shared.items(), olds, strict=True)
+        if id(new) not in ids and not torch.equal(flat(new).to(old), old)
+    ]
+    if changed:
+        listed = ", ".join(changed[:3]) + ", ..." * (len(changed) > 3)
+        rank_zero_warn(
+            f"clients change the buffers {listed}, which FederatedLoop averages over clients. If"
+            " their mean has no meaning (a queue, a unit vector), keep them on the clients with"
+            " buffers='local', or list them in local_parameters. To silence this warning, set"
+            " buffers to 'average', 'server' or 'local'"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fl.federation.checks import check_finite, check_options
+from lightning_fl.federation.checks import check_finite, check_options, warn_of_averaged_buffers
 from lightning_fl.federation.dropped import (
     check_causes,
     count_causes,
@@ -378,6 +378,9 @@ class Round:
         self._leave_clients(server, self.results.schedule, scale)
         if vector is not None:
             refine_singular_vectors(fit.runner.module)
+            if fit.options.buffers is None and self.plan.round == 0:
+                buffers = fit.runner.shared_buffers
+                warn_of_averaged_buffers(fit.runner.module, buffers, self.server.vector)
         clients, round = self.plan.clients.tolist(), self.plan.round
         fit.aggregator.load_global_network(
             lambda: fit.measures.training_accuracy(fit.runner.module, clients, round)

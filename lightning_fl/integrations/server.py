@@ -20,6 +20,7 @@ from lightning_fl.federation.checks import (
     check_one_optimizer,
     check_policy,
     checked_optimizers,
+    warn_of_averaged_buffers,
     warn_of_running_statistics,
 )
 from lightning_fl.federation.context import Federation
@@ -33,6 +34,7 @@ from lightning_fl.integrations.exchange import Reply, Task, client_side, exchang
 from lightning_fl.options import check_flag, check_integer
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import Declared, client_runner
+from lightning_fl.runners.spectral_norm import refine_singular_vectors
 from lightning_fl.samplers import ClientSampler, how_drawn
 from lightning_fl.types import (
     ClientUpdate,
@@ -342,7 +344,11 @@ class RemoteServer:
             )
         vector = self.rule.conclude(returned, self.options.min_clients)
         if vector is not None:
+            before = self.runner.read().vector
             self.runner.write(ServerState(vector, counters))
+            refine_singular_vectors(self.module)
+            if self.options.buffers is None and self.round == 0:
+                warn_of_averaged_buffers(self.module, self.runner.shared_buffers, before)
         self.rule.load_global_network()
         weights, reported = weights_and_losses(plan.clients, losses, self.num_samples)
         metrics = {

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 #: Steps of the power method after each round.
 STEPS = 30
+
+
+def spectral_norms(module: nn.Module) -> Iterator[tuple[list[Tensor], Callable[[], object]]]:
+    """Yield the singular vectors of each normalized weight, and a function that improves them.
+
+    Args:
+        module: Any module, with either of torch's two forms of spectral normalization.
+    """
+    for part in module.modules():
+        for hook in part._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                vectors = [getattr(part, f"{hook.name}_{vector}") for vector in "uv"]
+                yield vectors, partial(hook.compute_weight, part, do_power_iteration=True)
+        if isinstance(part, ParametrizationList) and part.original.ndim > 1:
+            for form in part:
+                if isinstance(form, _SpectralNorm):
+                    matrix = form._reshape_weight_to_matrix(part.original)
+                    yield [form._u, form._v], partial(form._power_method, matrix, 1)
 
 
 @torch.no_grad()
@@ -32,12 +53,6 @@ def refine_singular_vectors(module: nn.Module) -> None:
         >>> round(float(torch.linalg.matrix_norm(layer.weight.detach(), 2)), 2)
         1.0
     """
-    for part in module.modules():
-        for hook in part._forward_pre_hooks.values():
-            if isinstance(hook, SpectralNorm):  # the older of torch's two forms
-                for _ in range(STEPS):
-                    hook.compute_weight(part, do_power_iteration=True)
-        if isinstance(part, ParametrizationList) and part.original.ndim > 1:
-            for form in part:
-                if isinstance(form, _SpectralNorm):
-                    form._power_method(form._reshape_weight_to_matrix(part.original), STEPS)
+    for _, improve in spectral_norms(module):
+        for _ in range(STEPS):
+            improve()

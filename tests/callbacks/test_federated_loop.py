@@ -1,10 +1,12 @@
 import copy
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
@@ -599,6 +601,24 @@ def test_what_becomes_of_buffers(fit, buffers, seen, steps):
 def test_running_statistics_ask_for_a_choice(fit, foreign):
     with pytest.warns(UserWarning, match="has running statistics"):
         fit(foreign(), FederatedLoop(), rounds=1)
+
+
+@pytest.mark.parametrize("buffers", [None, "average"])
+def test_other_buffers_that_clients_change_ask_for_a_choice(fit, linear, buffers):
+    module = linear()
+    step = module.training_step
+    module.register_buffer("fixed", torch.ones(2, dtype=torch.float64))
+    module.register_buffer("queue", torch.zeros(2, 3, dtype=torch.float64))
+
+    def training_step(batch, batch_idx):
+        module.queue.copy_(F.normalize(batch[0][:2], dim=1))
+        return step(batch, batch_idx)
+
+    module.training_step = training_step
+    data = FederatedDataModule(regression(), regression(9), num_clients=2)
+    match = "clients change the buffers queue, which FederatedLoop averages"
+    with pytest.warns(UserWarning, match=match) if buffers is None else nullcontext():
+        fit(module, FederatedLoop(buffers=buffers), data, rounds=2)
 
 
 @pytest.mark.parametrize("state", ["reset", "keep"])
