@@ -29,6 +29,7 @@ IMPORTED = {
     "torch._inductor.custom_graph_pass": ["CustomGraphPass", "get_hash_for_files"],
     "torch.nn.modules.batchnorm": ["_BatchNorm"],
     "torch.nn.modules.dropout": ["_DropoutNd"],
+    "torch.nn.utils.parametrizations": ["_SpectralNorm"],
     "torch.utils._python_dispatch": ["TorchDispatchMode"],
     "torch.utils._pytree": ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"],
 }

@@ -166,7 +166,9 @@ class Lines(Panel):
         if banded:
             low, high = axes.get_ylim()
             room = 0 if is_spiked else 0.25 * (high - low)
-            axes.set_ylim(low - room, high + room)
+            # Counts and losses have no room for a band below 0.
+            low = max(low - room, min(low, 0)) if min(drawn, default=0) >= 0 else low - room
+            axes.set_ylim(low, high + room)
             for at, line in banded:
                 y, half = np.array(line.y, float), np.array(line.band, float)
                 color = COLORS[at % len(COLORS)]

@@ -11,6 +11,8 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from lightning_fl.hooks import attributes_set
+
 #: Steps of the power method after each round.
 STEPS = 30
 
@@ -29,8 +31,13 @@ def spectral_norms(module: nn.Module) -> Iterator[tuple[list[Tensor], Callable[[
         if isinstance(part, ParametrizationList) and part.original.ndim > 1:
             for form in part:
                 if isinstance(form, _SpectralNorm):
-                    matrix = form._reshape_weight_to_matrix(part.original)
-                    yield [form._u, form._v], partial(form._power_method, matrix, 1)
+                    yield list(form.buffers()), partial(_train, form, part.original)
+
+
+def _train(form: nn.Module, weight: Tensor) -> None:
+    """Normalize a weight as in training, which improves the singular vectors."""
+    with attributes_set(form, {"training": True}):
+        form(weight)
 
 
 @torch.no_grad()
