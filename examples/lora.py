@@ -8,7 +8,7 @@ all that they train and send. `VectorizedClients` trains the clients at once.
 
 Prints (seed 1, 40 s on one core; needs `pip install timm peft`):
 
-    test accuracy 0.859 with 7 KB per client and round; all layers: 0.855 with 89 KB
+    test accuracy 0.933 with 7 KB per client and round; all layers: 0.955 with 89 KB
 """
 
 import copy
@@ -24,7 +24,7 @@ from lightning_fl.policies import Schedule
 
 
 def adam(params):
-    return torch.optim.AdamW([p for p in params if p.requires_grad], lr=0.003)
+    return torch.optim.AdamW([p for p in params if p.requires_grad], lr=0.001)
 
 
 def digits(first):
@@ -34,11 +34,11 @@ def digits(first):
 
 
 def adapt(net, lr):
-    train, test = random_split(digits(first=5), [0.5, 0.5], torch.Generator().manual_seed(1))
+    train, test = random_split(digits(first=5), [0.7, 0.3], torch.Generator().manual_seed(1))
     data = FederatedDataModule(train, test=test, val_size=0, num_clients=10, batch_size=16)
     loop = FederatedLoop(policy=Schedule(lr=lr, num_steps=5), exchange_frozen=False)
     module = VectorizedClients(ClientModule(net, optimizer=adam), compile=False)
-    trainer = L.Trainer(max_epochs=20, accelerator="cpu", callbacks=[loop])
+    trainer = L.Trainer(max_epochs=60, accelerator="cpu", callbacks=[loop])
     trainer.fit(module, datamodule=data)
     accuracy = trainer.test(module, datamodule=data)[0]["test_acc"]
     return f"{accuracy:.3f} with {loop.rows[-1]['bytes_up'] / 10 / 1000:.0f} KB"
@@ -49,8 +49,8 @@ if __name__ == "__main__":
     options = {"img_size": 8, "patch_size": 2, "in_chans": 1, "embed_dim": 32, "depth": 2}
     net = TimmModel("test_vit", num_classes=5, options=options)
     batches = DataLoader(digits(first=0), batch_size=32, shuffle=True)
-    L.Trainer(max_epochs=20, accelerator="cpu").fit(ClientModule(net, optimizer=adam), batches)
+    L.Trainer(max_epochs=60, accelerator="cpu").fit(ClientModule(net, optimizer=adam), batches)
     net.net.reset_classifier(num_classes=5)
     lora = LoRA(copy.deepcopy(net), rank=4, target_modules=["qkv", "proj"], train=["net.head.*"])
-    lora, whole = adapt(lora, lr=0.01), adapt(net, lr=0.003)
+    lora, whole = adapt(lora, lr=0.003), adapt(net, lr=0.001)
     print(f"test accuracy {lora} per client and round; all layers: {whole}")
