@@ -1,6 +1,7 @@
 """The names of the package itself."""
 
 import os
+import subprocess
 import sys
 import warnings
 from importlib import import_module
@@ -43,3 +44,10 @@ def test_an_import_of_the_package_leaves_out_what_is_not_asked_for():
         finally:
             os._exit(failed)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_what_a_federation_needs_does_not_bring_the_compiler():
+    """It takes a second to import, and most runs compile nothing."""
+    code = "import sys, lightning_fl.callbacks, lightning_fl.datamodules, lightning_fl.cli.federated"
+    code += "; assert 'torch._inductor.compile_fx' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -150,10 +151,14 @@ class _Fused:
     """Adds rows with compiled code, once that pays."""
 
     def __init__(self) -> None:
-        self.graph: Callable[..., list[Tensor]] = torch.compile(_added, dynamic=True)
         #: Number of elements added so far.
         self.num_elements = 0
         self.is_broken = False
+
+    @cached_property
+    def graph(self) -> Callable[..., list[Tensor]]:
+        """Compiled code, made when it is first used: torch's compiler takes a second to import."""
+        return torch.compile(_added, dynamic=True)
 
     def add(self, total: Tensor, rows: Tensor, factors: Tensor) -> None:
         """Add weighted rows."""
