@@ -377,7 +377,8 @@ class Round:
         scale = median_state(self.results.scales.values()) or self._scale
         self._leave_clients(server, self.results.schedule, scale)
         if vector is not None:
-            refine_singular_vectors(fit.runner.module)
+            is_of_one = returned == 1 and fit.runner.buffers != "server"
+            refine_singular_vectors(fit.runner.module, is_of_one)
             if fit.options.buffers is None and self.plan.round == 0:
                 buffers = fit.runner.shared_buffers
                 warn_of_averaged_buffers(fit.runner.module, buffers, self.server.vector)

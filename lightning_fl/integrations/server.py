@@ -346,7 +346,8 @@ class RemoteServer:
         if vector is not None:
             before = self.runner.read().vector
             self.runner.write(ServerState(vector, counters))
-            refine_singular_vectors(self.module)
+            is_of_one = returned == 1 and self.options.buffers != "server"
+            refine_singular_vectors(self.module, is_of_one)
             if self.options.buffers is None and self.round == 0:
                 warn_of_averaged_buffers(self.module, self.runner.shared_buffers, before)
         self.rule.load_global_network()

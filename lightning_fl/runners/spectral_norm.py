@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -28,20 +28,35 @@ def spectral_norms(module: nn.Module) -> Iterator[tuple[list[Tensor], Callable[[
             if isinstance(hook, SpectralNorm):
                 vectors = [getattr(part, f"{hook.name}_{vector}") for vector in "uv"]
                 yield vectors, partial(hook.compute_weight, part, do_power_iteration=True)
-        if isinstance(part, ParametrizationList) and part.original.ndim > 1:
-            for form in part:
-                if isinstance(form, _SpectralNorm):
-                    yield list(form.buffers()), partial(_train, form, part.original)
+        if isinstance(part, ParametrizationList):
+            for i, form in enumerate(part):
+                # The weight of a vector is normalized without singular vectors.
+                if isinstance(form, _SpectralNorm) and (vectors := list(form.buffers())):
+                    yield vectors, partial(_train, part, i)
 
 
-def _train(form: nn.Module, weight: Tensor) -> None:
-    """Normalize a weight as in training, which improves the singular vectors."""
-    with attributes_set(form, {"training": True}):
-        form(weight)
+def _train(forms: ParametrizationList, position: int) -> None:
+    """Normalize a weight as in training, which improves the singular vectors.
+
+    Args:
+        forms: Parametrizations of the weight, which are applied one after another.
+        position: Position of the spectral normalization.
+    """
+    names = ["original"] if forms.is_tensor else [f"original{i}" for i in range(forms.ntensors)]
+    weights = [getattr(forms, name) for name in names]
+    for form in list(forms)[:position]:
+        weights = [form(*weights)]
+    with attributes_set(forms[position], {"training": True}):
+        forms[position](*weights)
+
+
+def _are_unit(vectors: Iterable[Tensor]) -> bool:
+    """Return whether all vectors have length 1, except for rounding."""
+    return all(abs(float(v.norm()) - 1) <= 100 * torch.finfo(v.dtype).eps for v in vectors)
 
 
 @torch.no_grad()
-def refine_singular_vectors(module: nn.Module) -> None:
+def refine_singular_vectors(module: nn.Module, of_one_client: bool = False) -> None:
     r"""Fit the singular vectors of spectral normalization to the weights.
 
     A layer with spectral normalization divides its weight :math:`W` by :math:`u^\top W v` (Miyato
@@ -51,6 +66,8 @@ def refine_singular_vectors(module: nn.Module) -> None:
 
     Args:
         module: The module with the aggregated weights.
+        of_one_client: Whether weights and vectors come from a single client. Vectors of length 1
+            then stay as they are, as in training without a federation.
 
     Example:
         >>> layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)).eval()
@@ -60,6 +77,8 @@ def refine_singular_vectors(module: nn.Module) -> None:
         >>> round(float(torch.linalg.matrix_norm(layer.weight.detach(), 2)), 2)
         1.0
     """
-    for _, improve in spectral_norms(module):
+    for vectors, improve in spectral_norms(module):
+        if of_one_client and _are_unit(vectors):
+            continue
         for _ in range(STEPS):
             improve()

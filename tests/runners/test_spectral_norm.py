@@ -1,11 +1,13 @@
+import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, spectral_norm
+from torch.nn.utils import parametrizations, parametrize, spectral_norm
 
 from lightning_fl import ClientModule
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.partition import ByLabel
+from lightning_fl.runners.spectral_norm import refine_singular_vectors
 
 
 @pytest.mark.parametrize("normalized", [parametrizations.spectral_norm, spectral_norm])
@@ -21,3 +23,61 @@ def test_the_aggregated_model_has_a_spectral_norm_of_one(fit, data, normalized, 
     layer.eval()
     layer(torch.zeros(1, 6, dtype=torch.float64))  # the older form sets the weight here
     assert float(torch.linalg.matrix_norm(layer.weight.detach(), 2)) == pytest.approx(1, abs=1e-3)
+
+
+class Columns(nn.Module):
+    """Scale the columns of a weight."""
+
+    def forward(self, weight):
+        return weight * torch.arange(1.0, weight.shape[1] + 1)
+
+
+@pytest.mark.parametrize("before", ["weight_norm", "own"])
+def test_singular_vectors_fit_the_weight_that_is_normalized(before):
+    """Other parametrizations of the same weight may come first, also those of several tensors."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 3)
+    if before == "own":
+        parametrize.register_parametrization(layer, "weight", Columns())
+    else:
+        parametrizations.weight_norm(layer)
+    parametrizations.spectral_norm(layer)
+    layer.parametrizations.weight[1]._u.mul_(0.5)
+    layer.eval()
+    refine_singular_vectors(layer)
+    assert float(torch.linalg.matrix_norm(layer.weight.detach(), 2)) == pytest.approx(1, abs=1e-3)
+
+
+def test_other_parametrizations_have_no_singular_vectors(fit, data):
+    net = nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 3))).double()
+    module = ClientModule(net, optimizer=lambda params: torch.optim.SGD(params, lr=0.5))
+    assert fit(module, FederatedLoop(buffers="average"), data()).round == 3
+
+
+class Batches(L.Callback):
+    """Record the batches of a fit."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.seen.append(batch)
+
+
+@pytest.mark.parametrize("normalized", [parametrizations.spectral_norm, spectral_norm])
+@pytest.mark.filterwarnings("ignore:.*spectral_norm:FutureWarning")
+def test_one_client_trains_as_without_a_federation(trainer, data, normalized):
+    def make():
+        torch.manual_seed(0)
+        net = nn.Sequential(normalized(nn.Linear(6, 8)), nn.ReLU(), nn.Linear(8, 3)).double()
+        return ClientModule(net, optimizer=lambda params: torch.optim.SGD(params, lr=0.5))
+
+    module, plain, batches = make(), make(), Batches()
+    trainer(callbacks=[batches]).fit(module, datamodule=data(num_clients=1))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for x, y in batches.seen:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain.net(x), y).backward()
+        optimizer.step()
+    for name, tensor in plain.net.state_dict().items():
+        torch.testing.assert_close(module.net.state_dict()[name], tensor, rtol=1e-12, atol=1e-12)
