@@ -379,6 +379,7 @@ class Round:
         if vector is not None:
             is_of_one = returned == 1 and fit.runner.buffers != "server"
             refine_singular_vectors(fit.runner.module, is_of_one)
+            fit.runner.restore_private()  # their vectors keep their initial values, too
             if fit.options.buffers is None and self.plan.round == 0:
                 buffers = fit.runner.shared_buffers
                 warn_of_averaged_buffers(fit.runner.module, buffers, self.server.vector)

@@ -348,6 +348,7 @@ class RemoteServer:
             self.runner.write(ServerState(vector, counters))
             is_of_one = returned == 1 and self.options.buffers != "server"
             refine_singular_vectors(self.module, is_of_one)
+            self.runner.restore_private()  # their vectors keep their initial values, too
             if self.options.buffers is None and self.round == 0:
                 warn_of_averaged_buffers(self.module, self.runner.shared_buffers, before)
         self.rule.load_global_network()

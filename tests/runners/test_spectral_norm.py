@@ -81,3 +81,14 @@ def test_one_client_trains_as_without_a_federation(trainer, data, normalized):
         optimizer.step()
     for name, tensor in plain.net.state_dict().items():
         torch.testing.assert_close(module.net.state_dict()[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:validation and test use the global model")
+def test_singular_vectors_that_stay_with_clients_keep_their_initial_values(fit, data):
+    """A resumed run takes the first values of new clients from the module."""
+    layer = parametrizations.spectral_norm(nn.Linear(6, 8))
+    net = nn.Sequential(layer, nn.ReLU(), nn.Linear(8, 3)).double()
+    before = layer.parametrizations.weight[0]._u.clone()
+    module = ClientModule(net, optimizer=lambda params: torch.optim.SGD(params, lr=0.5))
+    fit(module, FederatedLoop(buffers="average", local_parameters=["net.0.*"]), data())
+    assert torch.equal(layer.parametrizations.weight[0]._u, before)
