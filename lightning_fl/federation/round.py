@@ -31,7 +31,6 @@ from lightning_fl.functional.randomness import (
     set_rng_state,
 )
 from lightning_fl.functional.summation import compiled_sums
-from lightning_fl.runners.spectral_norm import refine_singular_vectors
 from lightning_fl.strategies import ClientLogs
 from lightning_fl.types import (
     ClientUpdate,
@@ -376,13 +375,10 @@ class Round:
         self.traffic.note_moved(self.server.vector, server.vector)
         scale = median_state(self.results.scales.values()) or self._scale
         self._leave_clients(server, self.results.schedule, scale)
-        if vector is not None:
-            is_of_one = returned == 1 and fit.runner.buffers != "server"
-            refine_singular_vectors(fit.runner.module, is_of_one)
-            fit.runner.restore_private()  # their vectors keep their initial values, too
-            if fit.options.buffers is None and self.plan.round == 0:
-                buffers = fit.runner.shared_buffers
-                warn_of_averaged_buffers(fit.runner.module, buffers, self.server.vector)
+        is_first = vector is not None and fit.runner.fit_to_average(returned)
+        if is_first and fit.options.buffers is None:
+            buffers = fit.runner.shared_buffers
+            warn_of_averaged_buffers(fit.runner.module, buffers, self.server.vector)
         clients, round = self.plan.clients.tolist(), self.plan.round
         fit.aggregator.load_global_network(
             lambda: fit.measures.training_accuracy(fit.runner.module, clients, round)

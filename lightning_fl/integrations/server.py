@@ -34,7 +34,6 @@ from lightning_fl.integrations.exchange import Reply, Task, client_side, exchang
 from lightning_fl.options import check_flag, check_integer
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import Declared, client_runner
-from lightning_fl.runners.spectral_norm import refine_singular_vectors
 from lightning_fl.samplers import ClientSampler, how_drawn
 from lightning_fl.types import (
     ClientUpdate,
@@ -346,10 +345,7 @@ class RemoteServer:
         if vector is not None:
             before = self.runner.read().vector
             self.runner.write(ServerState(vector, counters))
-            is_of_one = returned == 1 and self.options.buffers != "server"
-            refine_singular_vectors(self.module, is_of_one)
-            self.runner.restore_private()  # their vectors keep their initial values, too
-            if self.options.buffers is None and self.round == 0:
+            if self.runner.fit_to_average(returned) and self.options.buffers is None:
                 warn_of_averaged_buffers(self.module, self.runner.shared_buffers, before)
         self.rule.load_global_network()
         weights, reported = weights_and_losses(plan.clients, losses, self.num_samples)

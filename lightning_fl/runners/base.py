@@ -21,6 +21,7 @@ from lightning_fl.runners.local_tensors import local_tensors, named_local_tensor
 from lightning_fl.runners.optimizer_state import OptimizerState
 from lightning_fl.runners.optimizer_values import around_steps, parameters_held
 from lightning_fl.runners.phases import Phase, PhasedTraining
+from lightning_fl.runners.spectral_norm import refine_singular_vectors
 from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors, beside
 from lightning_fl.types import FederationError, ServerState
 
@@ -117,7 +118,7 @@ class ClientRunner(ABC):
         self.tensors = ModuleTensors(module, constants)
         self.constants = Constants(type(module).__name__, self.tensors.constants)
         self.named_parameters, self.named_buffers = self.tensors.parameters, self.tensors.buffers
-        self._has_warned_of_late = False
+        self._has_warned_of_late = self._has_aggregated = False
         #: Numbers of the module that a policy may set.
         self.declared = Declared(module)
         self.declared.reset()
@@ -197,6 +198,20 @@ class ClientRunner(ABC):
         self.optimizer_state.reset()
         self.gradient_terms = []
         self.declared.reset()
+
+    def fit_to_average(self, returned: int) -> bool:
+        """Fit singular vectors of spectral normalization to a new global model.
+
+        Args:
+            returned: Number of clients whose updates the model is made of.
+
+        Returns:
+            Whether this is the first new global model.
+        """
+        refine_singular_vectors(self.module, returned == 1 and self.buffers != "server")
+        self.restore_private()  # vectors that stay with the clients keep their initial values
+        is_first, self._has_aggregated = not self._has_aggregated, True
+        return is_first
 
     def note_private(self, names: Iterable[str] | None = None) -> None:
         """Record the current values of client-local tensors as their initial values.
