@@ -67,9 +67,12 @@ def test_a_lock_is_gone_with_its_process_although_a_forked_one_lives_on(tmp_path
 
     def hold_and_fork(ready):
         lock = FolderLock(tmp_path)
+        reader, writer = os.pipe()
         if not os.fork():
+            os.write(writer, b".")  # the hooks of the fork have run
             time.sleep(2)
             os._exit(0)
+        os.read(reader, 1)
         ready()
         time.sleep(60)
         lock.release()
