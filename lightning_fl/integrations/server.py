@@ -343,10 +343,10 @@ class RemoteServer:
             )
         vector = self.rule.conclude(returned, self.options.min_clients)
         if vector is not None:
-            before = self.runner.read().vector
             self.runner.write(ServerState(vector, counters))
             if self.runner.fit_to_average(returned) and self.options.buffers is None:
-                warn_of_averaged_buffers(self.module, self.runner.shared_buffers, before)
+                buffers = self.runner.shared_buffers
+                warn_of_averaged_buffers(self.module, buffers, self._start.vector)
         self.rule.load_global_network()
         weights, reported = weights_and_losses(plan.clients, losses, self.num_samples)
         metrics = {

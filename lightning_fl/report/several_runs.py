@@ -60,8 +60,8 @@ def about_groups(
         top = top_level(differing)
         lead += f" Groups differ in {', '.join(top[:6])}{', ...' * (len(top) > 6)}."
     if any(len(each.runs) > 1 and not each.runs[0].config for each in groups):
-        lead += " Runs without a config.yaml are grouped by folder, so options of their modules are"
-        lead += " not compared."
+        lead += " Runs without a config.yaml are grouped by folder. Of their modules, terms and"
+        lead += " optimizers are compared, but no other options."
     if len(groups) > MOST_LINES:
         lead += f" Figures show the first {MOST_LINES} groups."
     sections = [

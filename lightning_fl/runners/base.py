@@ -208,8 +208,8 @@ class ClientRunner(ABC):
         Returns:
             Whether this is the first new global model.
         """
-        refine_singular_vectors(self.module, returned == 1 and self.buffers != "server")
-        self.restore_private()  # vectors that stay with the clients keep their initial values
+        if refine_singular_vectors(self.module, returned == 1 and self.buffers != "server"):
+            self.restore_private()  # vectors that stay with the clients keep their initial values
         is_first, self._has_aggregated = not self._has_aggregated, True
         return is_first
 

@@ -56,7 +56,7 @@ def _are_unit(vectors: Iterable[Tensor]) -> bool:
 
 
 @torch.no_grad()
-def refine_singular_vectors(module: nn.Module, of_one_client: bool = False) -> None:
+def refine_singular_vectors(module: nn.Module, of_one_client: bool = False) -> bool:
     r"""Fit the singular vectors of spectral normalization to the weights.
 
     A layer with spectral normalization divides its weight :math:`W` by :math:`u^\top W v` (Miyato
@@ -69,16 +69,23 @@ def refine_singular_vectors(module: nn.Module, of_one_client: bool = False) -> N
         of_one_client: Whether weights and vectors come from a single client. Vectors of length 1
             then stay as they are, as in training without a federation.
 
+    Returns:
+        Whether vectors changed.
+
     Example:
         >>> layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)).eval()
         >>> vectors = layer.parametrizations.weight[0]
         >>> _ = vectors._u.mul_(0.5)
         >>> refine_singular_vectors(layer)
+        True
         >>> round(float(torch.linalg.matrix_norm(layer.weight.detach(), 2)), 2)
         1.0
     """
+    changed = False
     for vectors, improve in spectral_norms(module):
         if of_one_client and _are_unit(vectors):
             continue
+        changed = True
         for _ in range(STEPS):
             improve()
+    return changed
