@@ -34,6 +34,9 @@ from lightning_fl.store import ClientStore
 from lightning_fl.transforms import UpdateTransform
 from lightning_fl.types import FederationError, RoundPlan, check_package
 
+#: Hooks of a module before the first round.
+START_HOOKS = ("setup", "configure_optimizers", "on_fit_start", "on_train_start")
+
 
 class FederatedLoop(Callback):
     """Make each training epoch a communication round of federated learning.
@@ -400,7 +403,13 @@ class FederatedLoop(Callback):
         return self._round
 
     def _local_steps(self) -> int | None:
-        return None if self._round is None else self._round.local_steps()
+        """Return the number of local steps of a client, where its module asks for it, or None."""
+        if self._round is not None:
+            return self._round.local_steps()
+        prepared = self._prepared
+        if prepared is None or prepared.module._current_fx_name not in START_HOOKS:
+            return None
+        return prepared.planner.most_local_steps()
 
     def plan(self) -> RoundPlan:
         """Return the plan of the round. It is drawn once and depends on the saved state only."""

@@ -34,7 +34,7 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
 
     def epoch_start(hook: Method) -> Method:
         def started() -> None:
-            hook()
+            in_hook(hook)
             current().begin()
 
         return started

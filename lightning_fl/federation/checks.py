@@ -107,6 +107,24 @@ def warn_of_averaged_buffers(
         )
 
 
+def warn_of_loader_length(module: nn.Module, batches: int, steps: int) -> None:
+    """Warn that a schedule may be as long as the batches of all clients.
+
+    Args:
+        module: The user's module, which asked for the training loader before the first round.
+        batches: Number of batches of the round.
+        steps: Maximum number of local steps of a client in the round.
+    """
+    if batches != steps:
+        rank_zero_warn(
+            f"{type(module).__name__} asked for the training loader before the first round. Its"
+            f" length, {batches}, is the number of batches of all clients in a round, but the"
+            f" scheduler with interval='step' makes at most {steps} steps in a round. To compute"
+            " the length of a schedule, use trainer.estimated_stepping_batches, or"
+            " trainer.num_training_batches for one round"
+        )
+
+
 def check_policy(options: RunOptions) -> None:
     """Check that the policy does not learn from a global model that is not the clients' model.
 

@@ -20,6 +20,7 @@ from lightning_fl.federation.checks import (
     check_policy,
     check_smallest_batch,
     checked_optimizers,
+    warn_of_loader_length,
     warn_of_running_statistics,
 )
 from lightning_fl.federation.context import Federation
@@ -206,6 +207,9 @@ class Fit:
         #: Client-side work of the aggregator in addition to training.
         self.parts = self.aggregator.client_parts()
         self.schedulers, self.loss_scale = Schedulers(self.trainer), LossScale(self.trainer)
+        if self.schedulers.are_stepwise and self.planner.is_drawn:
+            batches, steps = len(self.planner.plan().schedule), self.planner.most_local_steps()
+            warn_of_loader_length(self.runner.module, batches, steps)
         self.measures = Measures(self.trainer, self.data, seed, self.processes)
         self.memory = ClientMemory(
             store, self.options.update_transforms, self.parts, self.federation, server.device

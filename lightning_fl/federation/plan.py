@@ -268,6 +268,19 @@ class Planner:
             plan, group_size=count, steps_per_batch=steps, stepwise=stepwise, fixed_groups=fixed
         )
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the training loader was made for a round, which draws the plan."""
+        return self._plan is not None
+
+    def most_local_steps(self) -> int:
+        """Return the maximum number of local steps of any client in the current round."""
+        round = self._progress.round
+        if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._advance(round)
+            return int(self.draw().num_steps.max())
+        return self._policy.max_local_steps(round, self.batches_per_epoch)
+
     def stepping_batches(self) -> int | float:
         """Return the number of scheduler steps of one client in the whole run.
 
@@ -277,8 +290,7 @@ class Planner:
         """
         trainer, round = self._trainer, self._progress.round
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._advance(round)
-            return int(self.draw().num_steps.max())
+            return self.most_local_steps()
         if (rounds := trainer.max_epochs) is None or rounds < 0:
             return math.inf
         if rounds not in self._total_steps:

@@ -64,7 +64,7 @@ class Round:
 
     def __init__(self, fit: Fit) -> None:
         self.fit, self.plan = fit, fit.planner.plan()
-        plan, count = self.plan, fit.trainer.num_training_batches
+        plan, count = self.plan, fit.trainer.fit_loop.max_batches
         if count != len(plan.schedule):
             raise FederationError(
                 f"round {plan.round + 1} has {len(plan.schedule)} local steps, but the training"
@@ -223,10 +223,13 @@ class Round:
     def local_steps(self) -> int | None:
         """Return the number of local steps of the client, where its module asks in a step.
 
-        None for others, and in an idle step.
+        It is the maximum over clients at the start of the round. None for others, and in an idle
+        step.
         """
-        is_in_step = self.is_in_hook or self.fit.module._current_fx_name in STEP_METHODS
-        if not is_in_step or self.step is None or not self.step.rows:
+        is_in_module = self.is_in_hook or self.fit.module._current_fx_name in STEP_METHODS
+        if is_in_module and self.step is None:
+            return int(self.plan.num_steps.max())
+        if not is_in_module or self.step is None or not self.step.rows:
             return None
         steps = self.fit.runner.of_client(self.plan.num_steps[list(self.step.rows)])
         return None if steps is None else int(steps)

@@ -24,12 +24,13 @@ def counts_of_one_client(
 
     ``estimated_stepping_batches`` is the number of scheduler steps of a client in the whole run.
     ``num_training_batches`` is the number of local steps of the client in the round, where the
-    module asks for it in a step; Lightning and callbacks get the number of batches in the round.
+    module asks for it in a step, and the maximum over clients, where it asks before a step.
+    Lightning and callbacks get the number of batches in the round.
 
     Args:
         trainer: The Trainer.
         stepping_batches: Function that returns the number of scheduler steps.
-        local_steps: Function that returns the number of local steps; None outside of a step.
+        local_steps: Function that returns the number of local steps; None for others.
     """
     of_round: Any = type(trainer).num_training_batches
 
@@ -80,6 +81,11 @@ class Schedulers:
         self._stepwise: list[Any] = [c.scheduler for c in stepwise]
         self._on_plateau = [c for c in configs if c.reduce_on_plateau and c.interval == "epoch"]
         self._optimizer = trainer.optimizers[0]
+
+    @property
+    def are_stepwise(self) -> bool:
+        """Whether they have ``interval="step"``."""
+        return bool(self._stepwise)
 
     def read(self) -> ScheduleState:
         """Return a copy of the state of step-wise schedulers and of their optimizer options."""

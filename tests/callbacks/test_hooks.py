@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+import warnings
 
 import lightning as L
 import pytest
@@ -941,3 +942,70 @@ def test_vectorized_the_training_batches_are_the_same(fit, group_size, steps_per
             ask_for_batches(fit, module, wrap)
     torch.testing.assert_close(module.net.weight, expected.net.weight, rtol=0, atol=1e-12)
     assert set(module.asked) >= set(expected.asked)
+
+
+class Plans(L.LightningModule):
+    """Looks for the length of its schedule before the first round."""
+
+    def __init__(self, hook, look):
+        super().__init__()
+        self.net, self.hook, self.look, self.found = nn.Linear(3, 1).double(), hook, look, []
+
+    def ask(self, hook):
+        if hook == self.hook:
+            self.found.append(self.look(self.trainer))
+
+    def setup(self, stage):
+        self.ask("setup")
+
+    def configure_optimizers(self):
+        self.ask("configure_optimizers")
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        config = {"interval": "step", "scheduler": LambdaLR(optimizer, lambda step: 1.0)}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+    def on_fit_start(self):
+        self.ask("on_fit_start")
+
+    def on_train_start(self):
+        self.ask("on_train_start")
+
+    def on_train_epoch_start(self):
+        self.ask("on_train_epoch_start")
+
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch[0])[:, 0] - batch[1]).square().mean()
+
+
+def batches_of_setup(trainer):
+    """As modules do that want the number of batches early."""
+    trainer.fit_loop.setup_data()
+    return trainer.num_training_batches
+
+
+HOOKS = ["setup", "configure_optimizers", "on_fit_start", "on_train_start", "on_train_epoch_start"]
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
+@pytest.mark.filterwarnings("ignore:.*asked for the training loader")
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: VectorizedClients(m, 2, compile=False)])
+@pytest.mark.parametrize("look", [lambda t: t.num_training_batches, batches_of_setup])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_before_a_step_the_training_batches_are_those_of_the_longest_client(fit, hook, look, wrap):
+    module = ask_for_batches(fit, Plans(hook, look), wrap)
+    assert set(module.found) == {4}
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
+@pytest.mark.parametrize(
+    "look",
+    [lambda t: len(t.datamodule.train_dataloader()), batches_of_setup],
+    ids=["data module", "Trainer"],
+)
+@pytest.mark.parametrize("hook", ["setup", "configure_optimizers"])
+def test_a_schedule_as_long_as_the_loader_of_all_clients_is_warned_of(fit, hook, look):
+    with pytest.warns(UserWarning, match="Plans asked for.* length, 10,.* at most 4 steps"):
+        ask_for_batches(fit, Plans(hook, look))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*asked for the training loader")
+        ask_for_batches(fit, Plans(hook, lambda t: t.estimated_stepping_batches))
