@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from lightning_fl.federation.fit import Fit
@@ -47,8 +48,17 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
         finally:
             round.is_in_hook = False
 
+    def watched(hook: Method, batch: Any, *args: Any) -> Any:
+        """Call the hook or the step with which a local step begins."""
+        round = current()
+        if carried.is_done or round.step is None or not round.step.first:
+            return hook(batch, *args)
+        with carried.first_step((round.plan.round, round.position), batch):
+            return hook(batch, *args)
+
     def batch_start(hook: Method) -> Method:
-        return lambda batch, batch_idx: in_hook(hook, batch, step_of(batch_idx).start)
+        begin = partial(watched, hook) if is_watched and carried.hooks else hook
+        return lambda batch, batch_idx: in_hook(begin, batch, step_of(batch_idx).start)
 
     def run(optimize: Method) -> Method:
         def counted(optimizer: Any, batch_idx: int, kwargs: dict[str, Any]) -> Any:
@@ -73,17 +83,13 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
     def training_step(hook: Method) -> Method:
         def made(batch: Any, *args: Any) -> Any:
             # Callbacks call it, too, between rounds.
-            if carried.is_done or module._current_fx_name != "training_step":
-                return hook(batch, *args)
-            round = current()
-            if round.step is None or not round.step.first:
-                return hook(batch, *args)
-            with carried.first_step((round.plan.round, round.position), batch):
-                return hook(batch, *args)
+            is_step = module._current_fx_name == "training_step"
+            return watched(hook, batch, *args) if is_step else hook(batch, *args)
 
         return made
 
-    if isinstance(fit.runner, SequentialRunner) and not fit.processes.share_samples:
+    is_watched = isinstance(fit.runner, SequentialRunner) and not fit.processes.share_samples
+    if is_watched and not carried.hooks:
         undo.enter_context(replaced(module, "training_step", training_step))
     epoch_loop: Any = fit.trainer.fit_loop.epoch_loop
     for owner, name, make in (

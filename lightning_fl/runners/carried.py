@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_fl.functional.randomness import seeded_rng
-from lightning_fl.hooks import properties_set
+from lightning_fl.hooks import attributes_set, properties_set
 from lightning_fl.runners.attributes import Attributes, left_alone
+from lightning_fl.runners.hooked_step import SEEN_HOOKS, HookedStep
 from lightning_fl.runners.local_step import LocalStep, Tensors
 from lightning_fl.runners.samples import Samples
+from lightning_fl.runners.step_hooks import hooks_of
 from lightning_fl.runners.tensors import ModuleTensors, is_equal
 from lightning_fl.runners.vectorized import VectorizedStep
 
@@ -89,10 +92,11 @@ class CarriedState:
 
     Clients that train one after another share the module. Its parameters and buffers are loaded
     for each client, but its plain attributes and the Trainer's ``global_step`` go on. At the first
-    step of the second client in a round, loss and gradients are also computed with the attributes
-    at the first step of the first client, and with other values of ``global_step``, from the same
-    tensors, batch and random numbers. If they differ, a warning names the attributes. This is done
-    once in a fit, and only if the first client has changed attributes or read ``global_step``.
+    step of the second client in a round, the step and the hooks of the module in it are repeated
+    with the attributes at the first step of the first client, and with other values of
+    ``global_step``, from the same tensors, batch and random numbers. If losses, gradients or what
+    hooks set differ, a warning names the attributes. This is done once in a fit, and without hooks
+    only if the first client has changed attributes or read ``global_step``.
 
     Args:
         tensors: The tensors of the user's module.
@@ -100,6 +104,9 @@ class CarriedState:
 
     def __init__(self, tensors: ModuleTensors) -> None:
         self.tensors, self.module = tensors, tensors.module
+        #: Hooks of the module in a step, which are a part of it.
+        self.hooks = [name for name in SEEN_HOOKS if name in hooks_of(self.module)]
+        self._step = (HookedStep if self.hooks else LocalStep)(self.module, tensors.constants)
         #: Whether the second client has been compared.
         self.is_done = False
         #: Round and position of the first client.
@@ -111,7 +118,7 @@ class CarriedState:
 
     @contextmanager
     def first_step(self, client: tuple[int, int], batch: Any) -> Iterator[None]:
-        """Watch the first step of a client, which runs within a ``with`` block.
+        """Watch the first step of a client, which begins within a ``with`` block.
 
         Args:
             client: The round, and the position of the client in it.
@@ -126,12 +133,14 @@ class CarriedState:
         else:
             self.is_done = True
             if names := self._found(batch):
+                where = " or ".join(["training_step", *self.hooks])
                 rank_zero_warn(
-                    f"{type(self.module).__name__}.training_step depends on"
+                    f"{type(self.module).__name__}.{where} depends on"
                     f" {' and '.join(names[:3])}, which carries over from client to client, so that"
                     " results depend on the order of clients. Store such a value in a buffer"
                     " (register_buffer), or set it in on_client_start; instead of global_step, use"
-                    " batch_idx (the local step of the client) or current_epoch (the round)"
+                    " batch_idx (the local step of the client) or current_epoch (the round), and a"
+                    " scheduler with interval='step' for learning rates"
                 )
             self._before = self._after = None
             yield
@@ -148,7 +157,8 @@ class CarriedState:
         assert after is not None
         set_since = {*after.changed(), *_OF_LIGHTNING}  # for this client, or in each step
         changed = [name for name in before.changed() if name not in set_since]
-        if not changed and not self._global_step.is_read:
+        may_count = self._global_step.is_read or bool(self.hooks)
+        if not changed and not may_count:
             return []
         with left_alone(self.module) as now:
 
@@ -166,25 +176,26 @@ class CarriedState:
             found = list[str]()
             if changed and differs(*changed):
                 found += [name for name in changed if differs(name)] or changed
-            if self._global_step.is_read and any(differs(moved=by) for by in LATER):
+            if may_count and any(differs(moved=by) for by in LATER):
                 found.append(GLOBAL_STEP)
         return found
 
     def _result(self, batch: Any) -> list[Tensor] | None:
-        """Return loss and gradients of a step; None if it fails or has no loss."""
+        """Return what follows from a step; None if it fails or has no loss."""
         tensors: Tensors = {**self.tensors.parameters, **self.tensors.buffers}
         before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         try:
-            with seeded_rng(0, self.module.device), torch.enable_grad():
+            muted = attributes_set(self.module.trainer, {"_loggers": [DummyLogger()]})
+            with seeded_rng(0, self.module.device), torch.enable_grad(), muted:
                 batch = tree_map(_copied, batch)
-                outcome, grads = LocalStep(self.module).by_itself({}, batch)
+                outcome, seen = self._step.by_itself({}, batch)
         except Exception:  # if it fails with the current attributes, the step itself will, too
             return None
         finally:
             self.tensors.adopt()  # buffers that the step has replaced
             for name, tensor in tensors.items():
                 tensor.data.copy_(before[name])
-        return [outcome.loss, *grads.values()]
+        return [outcome.loss, *seen.values()]
 
 
 class GlobalStep:

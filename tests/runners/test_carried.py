@@ -188,3 +188,180 @@ def test_an_optimizer_may_repeat_the_first_step(train, tiny):
 
     with warns("calls"):
         train(tiny(Counts, lbfgs), federation={"policy": train.policy(lr=False)})
+
+
+def multiplied(module, by):
+    for param in module.parameters():
+        param.data.mul_(by)
+
+
+def scaled_gradients(module, by):
+    for param in module.parameters():
+        param.grad.mul_(by)
+
+
+class OptimizerStep:
+    """Lightning's own example of a warm-up."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * self.number()
+        optimizer.step(closure=optimizer_closure)
+
+
+class OwnOptimizer:
+    def on_train_batch_start(self, batch, batch_idx):
+        self.optimizers().param_groups[0]["lr"] = 0.1 * self.number()
+
+
+class Momentum:
+    """Sets what the step reads."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.weight = self.number()
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.weight
+
+
+class Backward:
+    def backward(self, loss):
+        (loss * self.number()).backward()
+
+
+class BeforeBackward:
+    def on_before_backward(self, loss):
+        by = self.number()
+        loss.register_hook(lambda grad: grad * by)
+
+
+class AfterBackward:
+    def on_after_backward(self):
+        scaled_gradients(self, self.number())
+
+
+class BeforeStep:
+    def on_before_optimizer_step(self, optimizer):
+        scaled_gradients(self, self.number())
+
+
+class Clipping:
+    def configure_gradient_clipping(self, optimizer, **options):
+        self.clip_gradients(optimizer, 1e-3 * self.number(), "norm")
+
+
+class BeforeZeroGrad:
+    def on_before_zero_grad(self, optimizer):
+        multiplied(self, self.number())
+
+
+class ZeroGrad:
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+        multiplied(self, self.number())
+
+
+class BatchEnd:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        multiplied(self, self.number())
+
+
+class SchedulerStep:
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def lr_scheduler_step(self, scheduler, metric):
+        scheduler.step()
+        self.optimizers().param_groups[0]["lr"] = 0.1 * self.number()
+
+
+HOOKED = [
+    *(OptimizerStep, OwnOptimizer, Momentum, Backward, BeforeBackward, AfterBackward, BeforeStep),
+    *(Clipping, BeforeZeroGrad, ZeroGrad, BatchEnd, SchedulerStep),
+]
+NUMBERS = {
+    "calls": lambda m: setattr(m, "calls", vars(m).get("calls", 0) + 1) or 1 / m.calls,
+    "trainer.global_step": lambda m: 1 / (1 + m.global_step),
+    None: lambda m: 0.9,
+    "of the client": lambda m: 1 / (2 + len(m.seen_by_client)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("kind", HOOKED)
+def test_what_hooks_of_a_step_carry_over_is_named(train, flat, tiny, monkeypatch, kind, name):
+    class Numbers:
+        def on_client_start(self):
+            self.seen_by_client = []
+
+        def number(self):
+            self.seen_by_client.append(0)
+            return NUMBERS[name](self)
+
+    def run():
+        module = tiny(type("Hooked", (kind, Numbers, tiny.kind), {}))
+        train(module, rounds=2)
+        return flat(module).tolist(), module.seen_by_client
+
+    carries = name in ("calls", "trainer.global_step")
+    found = pytest.warns(UserWarning, match=rf"Hooked\..* depends on {name}, which carries over")
+    with found if carries else nullcontext():
+        compared = run()
+    monkeypatch.setattr(CarriedState, "_found", lambda self, batch: [])
+    assert run() == compared
+
+
+class Decays(SchedulerStep):
+    def lr_scheduler_step(self, scheduler, metric):
+        scheduler.step()
+
+
+class KeepsGradients:
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+
+
+class Freezes:
+    """A parameter that trains in the first step of each client."""
+
+    def on_client_start(self):
+        next(self.parameters()).requires_grad = True
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        next(self.parameters()).requires_grad = False
+
+
+@pytest.mark.parametrize("kind", [Decays, KeepsGradients, Freezes])
+def test_what_hooks_change_in_a_comparison_is_restored(train, flat, tiny, monkeypatch, kind):
+    def run():
+        module = tiny(type("Hooked", (kind, tiny.kind), {}))
+        train(module)
+        return flat(module).tolist()
+
+    compared = run()
+    monkeypatch.setattr(CarriedState, "_found", lambda self, batch: [])
+    assert run() == compared
+
+
+def test_loggers_are_silent_where_hooks_are_compared(train, tiny):
+    class Logged(tiny.kind):
+        steps = 0
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.steps += 1
+            self.logger.log_metrics({"own": 1.0}, step=batch_idx)
+            self.log("logged", 1.0)
+
+    class Logger(L.pytorch.loggers.logger.DummyLogger):
+        seen = 0
+
+        def log_metrics(self, metrics, step=None):
+            self.seen += "own" in metrics
+
+    module, logger = tiny(Logged), Logger()
+    train(module, logger=logger)
+    assert logger.seen == module.steps > 0
