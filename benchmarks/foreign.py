@@ -376,6 +376,134 @@ class GCN(Case):
         return Net().double()
 
 
+class MPNN(Case):
+    """A message passing network of chemprop, whose schedule counts the batches of an epoch."""
+
+    packages = ("chemprop",)
+
+    def samples(self) -> Any:
+        """Return chains of carbon with a random target."""
+        from chemprop.data import MoleculeDatapoint, MoleculeDataset
+
+        chains = ("C" * (1 + i // 2) + "ON"[i % 2] for i in range(SAMPLES))
+        points = [MoleculeDatapoint.from_smi(smi, [float(i % 5)]) for i, smi in enumerate(chains)]
+        return MoleculeDataset(points)
+
+    def collate(self, samples: Any) -> Any:
+        """Return a batch in float64."""
+        from chemprop.data import collate_batch
+
+        graph, *others = collate_batch(samples)
+        graph.V, graph.E = graph.V.double(), graph.E.double()
+        return graph, *(None if other is None else other.double() for other in others)
+
+    def module(self) -> L.LightningModule:
+        """Return a network for one target."""
+        from chemprop import models
+        from chemprop import nn as parts
+
+        passing = parts.BondMessagePassing(d_h=16, depth=2)
+        head = parts.RegressionFFN(input_dim=16, hidden_dim=8)
+        net: L.LightningModule = models.MPNN(
+            passing, parts.MeanAggregation(), head, warmup_epochs=1
+        )
+        return net.double()
+
+
+class Diffusion(Case):
+    """A diffusion model of diffusers; noise and times are a part of the samples."""
+
+    packages = ("diffusers",)
+
+    def samples(self) -> Dataset[Any]:
+        """Return images, noise and times."""
+        random = torch.Generator().manual_seed(0)
+        shape = (2, SAMPLES, 1, 8, 8)
+        clean, noise = torch.randn(shape, generator=random, dtype=torch.float64)
+        return TensorDataset(clean, noise, torch.randint(0, 50, (SAMPLES,), generator=random))
+
+    def module(self) -> L.LightningModule:
+        """Return a small U-Net with attention."""
+        from diffusers import DDPMScheduler, UNet2DModel
+
+        sizes = {"sample_size": 8, "block_out_channels": (8, 8), "layers_per_block": 1}
+        sizes |= {"in_channels": 1, "out_channels": 1, "norm_num_groups": 4}
+        blocks = {
+            "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+            "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+        }
+
+        class Net(L.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = UNet2DModel(**sizes, **blocks, attention_head_dim=4)
+                self.times = DDPMScheduler(50)
+
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                clean, noise, time = batch
+                noisy = self.times.add_noise(clean, noise, time)
+                return F.mse_loss(self.net(noisy, time).sample, noise)
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+        return Net().double()
+
+
+class Detector(Case):
+    """A Faster R-CNN of torchvision, whose batches are lists of images and of boxes."""
+
+    packages = ("torchvision",)
+
+    def samples(self) -> Any:
+        """Return images with a box each."""
+        boxes = torch.tensor([2.0, 2.0, 14.0, 16.0], dtype=torch.float64).repeat(SAMPLES, 1, 1)
+        boxes[:, 0, 2] += torch.arange(SAMPLES) % 8
+        labels = 1 + torch.arange(SAMPLES).unsqueeze(1) % 2
+        return [
+            (image, {"boxes": box, "labels": label})
+            for image, box, label in zip(images(), boxes, labels, strict=True)
+        ]
+
+    def collate(self, samples: Any) -> Any:
+        """Return lists of images and targets."""
+        return tuple(map(list, zip(*samples, strict=True)))
+
+    def module(self) -> L.LightningModule:
+        """Return a detector that draws the same boxes in each step."""
+        from torchvision.models.detection import FasterRCNN
+        from torchvision.models.detection.rpn import AnchorGenerator
+        from torchvision.ops import MultiScaleRoIAlign
+
+        class Net(L.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                layers = nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 8, 3, 2, 1)
+                backbone = nn.Sequential(*layers)
+                backbone.out_channels = 8
+                anchors, pool = (
+                    AnchorGenerator(((8, 16),), ((1.0,),)),
+                    MultiScaleRoIAlign(["0"], 3, 2),
+                )
+                self.net = FasterRCNN(
+                    backbone,
+                    num_classes=3,
+                    min_size=32,
+                    max_size=32,
+                    rpn_anchor_generator=anchors,
+                    box_roi_pool=pool,
+                )
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                torch.manual_seed(0)
+                return sum(self.net(*batch).values())
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+        return Net().double()
+
+
 CASES: dict[str, type[Case]] = {
     "transformers BERT, linear warm-up": Bert,
     "peft LoRA on BERT": LoRA,
@@ -387,6 +515,9 @@ CASES: dict[str, type[Case]] = {
     "pytorch-forecasting N-BEATS": NBeats,
     "torch-geometric GCN": GCN,
     "segmentation-models-pytorch U-Net": Unet,
+    "chemprop MPNN, Noam schedule": MPNN,
+    "diffusers U-Net": Diffusion,
+    "torchvision Faster R-CNN": Detector,
 }
 
 # --- runs -----------------------------------------------------------------------------------------
