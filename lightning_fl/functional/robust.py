@@ -73,15 +73,16 @@ def geometric_median(
 
     The Weiszfeld algorithm iterates :math:`v \leftarrow \sum_k \beta_k \Delta_k / \sum_k \beta_k`
     with :math:`\beta_k = p_k / \max(\nu, \|v - \Delta_k\|)`. It starts from the coordinate-wise
-    median, and stops when a step is shorter than :math:`\nu`. The paper uses an absolute
-    :math:`\nu`, which depends on the scale of the updates. Here :math:`\nu` is relative to a median
-    distance. Attackers could control a mean distance.
+    median, and stops when the gradient :math:`\sum_k \beta_k (v - \Delta_k)` is at most
+    ``smoothing``. The length of a step says little: steps are short near any update. The paper uses
+    an absolute :math:`\nu`, which depends on the scale of the updates. Here :math:`\nu` is relative
+    to a median distance. Attackers could control a mean distance.
 
     Args:
         updates: Client updates, ``[k, P]``.
         weights: Weights :math:`p`, ``[k]``.
         smoothing: :math:`\nu` as a fraction of the median distance between updates and the initial
-            point.
+            point, and the maximum norm of the gradient.
         iterations: Maximum number of iterations.
 
     Returns:
@@ -102,7 +103,7 @@ def geometric_median(
         beta = p / distances.clamp(min=nu)
         before, center = center, beta @ updates / beta.sum()
         distances = (updates - center).norm(dim=1)
-        if (center - before).norm() <= nu:
+        if (center - before).norm() * beta.sum() <= smoothing:
             break
     return center
 

@@ -82,6 +82,17 @@ def test_the_geometric_median_has_the_smallest_distance(seed):
     torch.testing.assert_close(found, param.detach(), rtol=0, atol=1e-4)
 
 
+def test_the_geometric_median_leaves_an_update_that_it_starts_from():
+    """The coordinate-wise median may be an update, near which all steps are short."""
+    corner = torch.tensor([[0.0, 0], [1, 0], [0, 1]], dtype=torch.float64)
+    found = geometric_median(corner, torch.ones(3))
+    fermat = (1 - 1 / 3**0.5) / 2  # it sees the three sides under equal angles
+    torch.testing.assert_close(found, torch.full_like(found, fermat), rtol=0, atol=1e-5)
+    line = torch.tensor([[0.0], [1.0], [3.0]], dtype=torch.float64)
+    for weights, median in (([3.0, 2.0, 6.0], 3.0), ([6.0, 2.0, 3.0], 0.0)):
+        assert float(geometric_median(line, torch.tensor(weights))) == pytest.approx(median, abs=1e-4)
+
+
 def test_limit_cases_of_the_geometric_median():
     same = rand(1, 4).expand(5, -1)
     torch.testing.assert_close(geometric_median(same, torch.ones(5)), same[0])
