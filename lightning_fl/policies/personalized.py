@@ -173,6 +173,8 @@ class PersonalizedPolicyGradient(RandomPolicy):
 
     def update(self, feedback: Feedback) -> None:
         """Learn from the effect of the sampled clients on the loss."""
+        if feedback.plan.is_empty:
+            return  # its placeholder client was not sampled, so its update was not dropped
         clients = feedback.plan.clients.cpu()
         rows = self._rows(clients)
         signal = self._signal(feedback, rows)
