@@ -81,13 +81,7 @@ class QFedAvg(Aggregator):
     def setup(self, federation: Federation) -> None:
         """Refuse local training that is not plain SGD, and modules without losses."""
         super().setup(federation)
-        name = type(self).__name__
-        check_plain_sgd(name, federation)
-        groups = () if federation.trainer is None else federation.trainer.optimizers[0].param_groups
-        if any(group["weight_decay"] for group in groups):
-            raise FederationError(
-                f"{name} does not support SGD(weight_decay=...): set weight_decay=0"
-            )
+        _check_solver(type(self).__name__, federation)
         check_losses(self, federation.module)
 
     def client_parts(self) -> Sequence[ClientPart]:
@@ -101,6 +95,8 @@ class QFedAvg(Aggregator):
 
     def broadcast(self, plan: RoundPlan) -> Mapping[str, Tensor]:
         """Take the learning rate of the round; send nothing."""
+        if self.federation is not None:  # a scheduler may have changed the optimizer
+            _check_solver(type(self).__name__, self.federation)
         self._lr = _common_lr(plan, self.federation)
         return {}
 
@@ -176,6 +172,14 @@ class QFedAvg(Aggregator):
     def metrics(self) -> dict[str, float]:
         """Return mean, variance and maximum of the initial losses of the last round's clients."""
         return self._metrics
+
+
+def _check_solver(name: str, federation: Federation) -> None:
+    """Refuse local training that is not plain SGD."""
+    check_plain_sgd(name, federation)
+    groups = () if federation.trainer is None else federation.trainer.optimizers[0].param_groups
+    if any(group["weight_decay"] for group in groups):
+        raise FederationError(f"{name} does not support SGD(weight_decay=...): set weight_decay=0")
 
 
 def _common_lr(plan: RoundPlan, federation: Federation | None) -> float:

@@ -92,13 +92,16 @@ class Scaffold(Aggregator):
         super().setup(federation)
         if self.option == "I":
             check_losses(self, federation.module)
-        else:
-            check_plain_sgd(f"{type(self).__name__}(option='II')", federation)
+        self._check_solver()
         if self.weighting == "samples" and getattr(federation.data, "stream_steps", 1) > 1:
             raise FederationError(
                 f"{type(self).__name__}(weighting='samples') needs clients of a constant size, and"
                 " the data module has stream_steps: set weighting='uniform'"
             )
+
+    def _check_solver(self) -> None:
+        if self.option == "II" and self.federation is not None:
+            check_plain_sgd(f"{type(self).__name__}(option='II')", self.federation)
 
     def client_parts(self) -> Sequence[ClientPart]:
         """Let clients correct their gradients."""
@@ -115,6 +118,7 @@ class Scaffold(Aggregator):
 
     def broadcast(self, plan: RoundPlan) -> Mapping[str, Tensor]:
         """Send the control variate of the server."""
+        self._check_solver()  # a scheduler may have changed the optimizer
         return {"control": self.control.to(self.server.dtype)}
 
     def update(self, clients: ClientUpdate) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.aggregators import FedAvg, FedNova
+from lightning_fl.aggregators import FedAvg, FedNova, QFedAvg, Scaffold
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.objectives import Proximal
 from lightning_fl.policies import Schedule
@@ -157,6 +157,45 @@ def test_a_run_resumes_bit_for_bit(fit, tmp_path, group_size):
 def test_solvers_that_cannot_be_normalized_are_refused(fit, make, match):
     with pytest.raises(FederationError, match=match):
         fit(make(), FederatedLoop(aggregator=FedNova(), seed=1), samples())
+
+
+def test_the_momentum_is_that_of_the_round(fit):
+    """A scheduler may change it from round to round."""
+
+    class Scheduled(ClientModule):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
+            self.momenta = []
+            return [optimizer], [cycle]
+
+        def on_train_epoch_start(self):
+            super().on_train_epoch_start()
+            self.momenta.append(self.optimizers().param_groups[0]["momentum"])
+
+    rule, made = Noting(), Scheduled(torch.nn.Linear(4, 2)).double()
+    fit(made, FederatedLoop(rule, Uneven(), seed=1), samples())
+    assert len(set(made.momenta)) > 1
+    for (server, updates, model), momentum in zip(rule.rounds, made.momenta, strict=True):
+        rows = [u.select(torch.tensor([i])) for u in updates for i in range(len(u.clients))]
+        a = [coefficients(1 + int(u.clients) % 4, momentum) for u in rows]
+        n = [int(u.num_samples) for u in rows]
+        effective = sum(k * each for k, each in zip(n, a, strict=True)) / sum(n)
+        move = sum(k * u.delta[0] / each for k, u, each in zip(n, rows, a, strict=True)) / sum(n)
+        torch.testing.assert_close(model, server + effective * move, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [FedNova, Scaffold, QFedAvg])
+def test_learning_rates_that_a_scheduler_makes_different_are_refused(fit, make):
+    class Scheduled(ClientModule):
+        def configure_optimizers(self):
+            groups = [{"params": [p]} for p in self.parameters()]
+            optimizer = torch.optim.SGD(groups, lr=0.1)
+            factors = [lambda round: 1.0, lambda round: 0.5**round]
+            return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, factors)]
+
+    with pytest.raises(FederationError, match="needs one lr for all parameters"):
+        fit(Scheduled(torch.nn.Linear(4, 2)).double(), FederatedLoop(make(), seed=1), samples())
 
 
 def test_other_optimizers_and_kept_momentum_are_refused(fit):
