@@ -164,11 +164,12 @@ class DPFedAvg(FedOpt):
 
     def update(self, clients: ClientUpdate) -> None:
         """Add clipped updates, and count the updates within the norm."""
-        n, norm = len(self._mask()), self._norm
-        for row in clients.delta[
-            :, :n
-        ]:  # row by row: a float64 copy of all would double the memory
-            short, is_below = clipped_update(row.double(), norm)
+        mask, norm = self._mask(), self._norm
+        n = len(mask)
+        # Row by row: a float64 copy of all would double the memory.
+        for row in clients.delta[:, :n]:
+            # Frozen parameters that the module changes, such as a moving average, are not released.
+            short, is_below = clipped_update(row.double() * mask, norm)
             add_rows(self.total[:, :n], short[None])
             self.below += is_below.double() - 0.5
         self.weight += len(clients.delta)

@@ -50,6 +50,15 @@ def test_without_noise_by_hand():
     assert rule.metrics() == figures
 
 
+def test_a_frozen_parameter_that_the_module_changes_is_not_in_the_norm():
+    """The server keeps its own, as with a moving average of the trained parameters."""
+    rule = started(torch.ones(3).double(), noise_multiplier=0.0, quantile=0.5)
+    rule.start(torch.ones(3).double(), torch.tensor([True, True, False]))
+    rule.update(update([0.3, 0.4, 100.0]))
+    assert rule.compute().tolist() == pytest.approx([1 + 0.3 / 4, 1 + 0.4 / 4, 1.0])
+    assert float(rule.clip) == pytest.approx(math.exp(-0.2 * 0.5 / 4))
+
+
 def test_noise_has_the_variance_that_it_says():
     size = 200_000
     server = torch.zeros(size, dtype=torch.float64)
