@@ -247,7 +247,8 @@ class Round:
             call_hook(self.fit.module, "on_client_end")
             self.collect(step)
             self.logs.take(self.fit.trainer, step.rows[0])
-            if (steps := step.start + step.steps) > self.results.most_steps:
+            steps = 0 if self.plan.is_empty else step.start + step.steps
+            if steps > self.results.most_steps:
                 self.results.most_steps = steps
                 self.results.schedule = self.fit.schedulers.read()
             self.position += len(step.rows)

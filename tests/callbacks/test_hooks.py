@@ -258,6 +258,19 @@ def decaying():
     return make
 
 
+@pytest.mark.filterwarnings("ignore:round 1. 0 of 0 clients", "ignore:the global model was kept")
+def test_a_round_that_samples_nobody_makes_no_scheduler_step(decaying, fit, data):
+    """The step of its placeholder client is discarded."""
+
+    class Late(PoissonSampler):
+        def sample(self, round, count, num_samples, generator):
+            return torch.arange(2 if round == 2 else 0)
+
+    loop = FederatedLoop(sampler=Late(), clients_per_round=2, policy=Schedule(num_steps=2), seed=0)
+    fit(decaying(linear_decay), loop, data(regression(20), val=regression(9)), rounds=4)
+    assert loop.rows[2]["lr"] == pytest.approx(0.05 * (1 + 7 / 8) / 2)  # of 8 steps
+
+
 @pytest.mark.parametrize("scheduler", [linear_decay, one_cycle, every_round])
 def test_one_client_equals_plain_lightning_hook_for_hook(decaying, trainer, data, scheduler):
     runs = []
