@@ -163,7 +163,8 @@ class Krum(RobustAggregator):
 class GeometricMedian(RobustAggregator):
     r"""Geometric median: the point of minimum mean distance (Pillutla et al., 2022, "RFA").
 
-    See :func:`~lightning_fl.functional.robust.geometric_median`.
+    See :func:`~lightning_fl.functional.robust.geometric_median`. Distances include floating-point
+    buffers, in contrast to those of :class:`Krum`.
 
     Args:
         weighting: ``samples`` weights a distance by the client's number of training samples.

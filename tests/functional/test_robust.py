@@ -90,7 +90,8 @@ def test_the_geometric_median_leaves_an_update_that_it_starts_from():
     torch.testing.assert_close(found, torch.full_like(found, fermat), rtol=0, atol=1e-5)
     line = torch.tensor([[0.0], [1.0], [3.0]], dtype=torch.float64)
     for weights, median in (([3.0, 2.0, 6.0], 3.0), ([6.0, 2.0, 3.0], 0.0)):
-        assert float(geometric_median(line, torch.tensor(weights))) == pytest.approx(median, abs=1e-4)
+        found = geometric_median(line, torch.tensor(weights))
+        assert float(found) == pytest.approx(median, abs=1e-4)
 
 
 def test_limit_cases_of_the_geometric_median():
