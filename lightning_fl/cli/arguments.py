@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
+from glob import glob
 from pathlib import Path
 
 #: Configurations that come with the package.
@@ -65,7 +66,9 @@ def report_parser() -> ArgumentParser:
     parser.add_argument(
         "runs",
         nargs="+",
-        help="Folders of runs (runs/digits/version_0), or folders that contain runs (runs/digits).",
+        help="Folders of runs (runs/digits/version_0), or folders that contain runs (runs/digits)."
+        " NAME=FOLDER names their group; FOLDER may contain wildcards (FedAvg='runs/a*'). A name"
+        " that is given several times has all of these runs.",
     )
     parser.add_argument(
         "--output",
@@ -74,6 +77,30 @@ def report_parser() -> ArgumentParser:
     )
     parser.add_argument("--title", help="Title of the report. By default, the names of the runs.")
     return parser
+
+
+def named_runs(words: Sequence[str]) -> dict[str, list[str]]:
+    """Return the folders of ``lightning-fl report`` by the name of their group.
+
+    Args:
+        words: Folders, or ``NAME=FOLDER``. A word that is an existing folder, or that has a slash
+            before the first equality sign, has an empty name.
+
+    Example:
+        >>> named_runs(["FedAvg=runs/a", "runs/lr=0.1", "FedAvg=runs/b"])
+        {'FedAvg': ['runs/a', 'runs/b'], '': ['runs/lr=0.1']}
+    """
+    found: dict[str, list[str]] = {}
+    for word in words:
+        name, _, pattern = word.partition("=")
+        if not name or not pattern or "/" in name or Path(word).exists():
+            found.setdefault("", []).append(word)
+            continue
+        pattern = str(Path(pattern).expanduser())
+        folders = [pattern] if Path(pattern).exists() else sorted(glob(pattern))
+        # Without a match, the error names the pattern.
+        found.setdefault(name, []).extend([f for f in folders if Path(f).is_dir()] or [pattern])
+    return found
 
 
 def partition_parser() -> ArgumentParser:

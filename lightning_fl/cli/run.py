@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_fl.cli.arguments import (
     completion_parser,
     export_words,
+    named_runs,
     partition_words,
     report_parser,
     short_path,
@@ -76,7 +77,8 @@ def _run(args: ArgsType) -> None:
     name, *rest = words
     if name == "report":
         asked = report_parser().parse_args(rest)
-        print(f"Written to {short_path(report(asked.runs, asked.output, asked.title))}")
+        path = report(named_runs(asked.runs), asked.output, asked.title)
+        print(f"Written to {short_path(path)}")
     elif name == "export":
         _export(rest)
     elif name == "completion":

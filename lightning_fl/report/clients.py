@@ -431,6 +431,8 @@ def _history(
     by_kind = {
         kind: {int(row["client"]): row[kind] for row in rows} for kind, rows in scores.items()
     }
+    # Of the partition, some may be held out as test samples of the client.
+    sizes = dict(enumerate(run.partition.get("sizes", ()))) | _by_client(run, "train_samples")
     clients: dict[str, str] = {}
     facts: dict[str, dict[str, str]] = {}
     room = MOST_HISTORY
@@ -445,8 +447,8 @@ def _history(
             for kind, by_client in by_kind.items()
             if client in by_client
         ]
-        if client < len(sizes := run.partition.get("sizes", ())):
-            words.insert(0, counted(sizes[client], "training sample"))
+        if (size := sizes.get(client)) is not None:
+            words.insert(0, counted(size, "training sample"))
         clients[str(client)] = text
         facts[str(client)] = {
             "name": client_label(client, run),

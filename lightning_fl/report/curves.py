@@ -77,7 +77,7 @@ def picture(
 def progress(groups: Sequence[Group]) -> Section:
     """Draw accuracy and loss over rounds."""
     title = "Accuracy and loss"
-    names = [name for name in _columns(groups) if "/" not in name]
+    names = _columns(groups)
     panels = _panels(groups, [n for n in names if "acc" in n][:6], "accuracy")
     panels |= _panels(groups, [n for n in names if "loss" in n and "acc" not in n][:6], "loss")
     if not panels:

@@ -27,15 +27,17 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ only in the seed.
+    """Runs that differ only in the seed, or that the user has put together.
 
     Args:
         name: Name of the group, made of its differences from the other groups.
         runs: One or more runs.
+        is_named: Whether the user has named the group.
     """
 
     name: str
     runs: list[Run]
+    is_named: bool = False
 
     def band(self, name: str) -> list[tuple[float, float, float]]:
         """Return round, mean and half its 95 % interval of a column, for rounds of all runs."""
@@ -121,6 +123,32 @@ def group(runs: Sequence[Run]) -> list[Group]:
         Group(name if name and counts[name] == 1 else _folders(runs), runs)
         for name, runs in zip(names, groups, strict=True)
     ]
+
+
+def with_names(named: Mapping[str, Sequence[Run]]) -> list[Group]:
+    """Return the groups that the user has named, and those of the other runs.
+
+    Args:
+        named: Runs by the name of their group. Runs with an empty name form groups as in
+            :func:`group`.
+    """
+    groups = []
+    for name, runs in named.items():
+        made = [Group(name, list(runs), True)] if name else group(runs)
+        groups += [
+            Group(_folders(each.runs), each.runs) if not name and each.name in named else each
+            for each in made
+        ]
+    return groups
+
+
+def alike(runs: Sequence[Run]) -> list[list[Run]]:
+    """Split the runs of a group into those that differ only in the seed."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        known = repr(sorted(identity(run).items())) if run.config else _described(run)
+        found.setdefault(known, []).append(run)
+    return list(found.values())
 
 
 def _parent(run: Run) -> str:

@@ -168,8 +168,9 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
     left_out = []
     for path in map(Path, paths):
         if not path.is_dir():
+            what = "is a file" if path.is_file() else "does not exist"
             raise FederationError(
-                f"folder {path} does not exist: pass the folder of a run, such as"
+                f"folder {path} {what}: pass the folder of a run, such as"
                 " runs/digits/version_0, or of several runs, such as runs/digits"
             )
         inside = [path] if (path / "rounds.csv").is_file() else version_folders(path)

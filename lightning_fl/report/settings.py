@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_fl.report.groups import Group
+from lightning_fl.report.groups import Group, alike
 from lightning_fl.report.page import Section, Table, Verbatim
 from lightning_fl.report.run import Run
 
@@ -35,7 +35,13 @@ def settings(groups: Sequence[Group]) -> Section:
     text = []
     if not any(run.environment for run in runs):
         text.append("Versions and machine are unknown, because the run has no environment.json.")
-    known = [group for group in groups if group.runs[0].config_text]
+    several = [(group.name, alike(group.runs)) for group in groups]
+    known = [
+        Group(f"{name}, {runs[0].name}" if len(kinds) > 1 else name, runs)
+        for name, kinds in several
+        for runs in kinds
+        if runs[0].config_text
+    ]
     if known:
         text.append(
             "To repeat a run, save its config below as config.yaml, or use the file in its folder."
@@ -48,7 +54,7 @@ def settings(groups: Sequence[Group]) -> Section:
         if (room := room - len(group.runs[0].config_text)) < 0:
             text.append("Other configs are left out; the folders of the runs have them.")
             break
-        of = f" {group.name}" if len(groups) > 1 else " the run"
+        of = f" {group.name}" if max(len(groups), len(known)) > 1 else " the run"
         verbatim.append(Verbatim(f"Repeat{of}", "\n".join(map(command, group.runs)), folded=False))
         verbatim.append(Verbatim(f"config.yaml of {group.runs[0].name}", group.runs[0].config_text))
     tables = [table] if table.rows else []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from lightning_fl.report.curves import cost, hyper_parameters, picture, progress
 from lightning_fl.report.figures import MOST_LINES, Line
 from lightning_fl.report.groups import (
     Group,
+    alike,
     at_time,
     common_time,
     describe_differences,
@@ -49,17 +51,19 @@ def about_groups(
         title: Title of the page; None derives it from the number of runs.
         left_out: Warnings about runs that were skipped.
     """
-    groups = [Group(each.name, [with_derived(run) for run in each.runs]) for each in groups]
+    groups = [replace(each, runs=[with_derived(run) for run in each.runs]) for each in groups]
     runs = [run for each in groups for run in each.runs]
     name, best = headline(runs)
     configs = [identity(each.runs[0]) for each in groups if each.runs[0].config]
     differing = differences(configs)
-    lead = f"{counted(len(runs), 'run')} in {counted(len(groups), 'group')}. Runs of a group differ"
-    lead += " only in the seed."
+    lead = f"{counted(len(runs), 'run')} in {counted(len(groups), 'group')}."
+    if not (mixed := list(_mixed(groups))):
+        lead += " Runs of a group differ only in the seed."
     if differing:
         top = top_level(differing)
         lead += f" Groups differ in {', '.join(top[:6])}{', ...' * (len(top) > 6)}."
-    if any(len(each.runs) > 1 and not each.runs[0].config for each in groups):
+    by_folder = [each.runs for each in groups if not each.is_named]
+    if any(len(runs) > 1 and not runs[0].config for runs in by_folder):
         lead += " Runs without a config.yaml are grouped by folder. Of their modules, terms and"
         lead += " optimizers are compared, but no other options."
     if len(groups) > MOST_LINES:
@@ -79,8 +83,20 @@ def about_groups(
         [lead, " ".join([*_common(runs), *_ranking(groups, name, best)])],
         [],
         [section for section in sections if section is not None],
-        [*left_out, *warnings(runs), *_untested(runs)],
+        [*left_out, *mixed, *warnings(runs), *_untested(runs)],
     )
+
+
+def _mixed(groups: Sequence[Group]) -> Iterator[str]:
+    """Yield a warning for each group that the user has made of runs of different settings."""
+    for each in groups:
+        if len(kinds := alike(each.runs)) > 1:
+            top = top_level(differences([identity(runs[0]) for runs in kinds]))
+            what = f": {listed(top, 6)}" if top else ""
+            yield (
+                f"Runs of {each.name} differ not only in the seed{what}. Means and intervals are"
+                " over all of them."
+            )
 
 
 def _untested(runs: Sequence[Run]) -> list[str]:
@@ -147,8 +163,11 @@ def _measures(
     for metric in list(dict.fromkeys(metric for test in tests for metric in test))[:6]:
         measures[metric] = finite(test[metric] for test in tests if metric in test)
     moved = [total(run, "bytes_up") + total(run, "bytes_down") for run in runs]
+    for run in runs:
+        if math.isfinite(worst := worst_decile(run)):
+            of = f"worst tenth of clients, {client_scores(run)[0]}"
+            measures.setdefault(of, []).append(worst)
     return measures | {
-        "worst tenth of clients": finite(map(worst_decile, runs)),
         "updates dropped": [total(run, "dropped") for run in runs],
         "upload and download (MB)": [each / 1e6 for each in moved],
         "virtual time (s)": last["virtual_time"],

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeAlias
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -15,13 +16,15 @@ from markupsafe import Markup
 from lightning_fl import __version__
 from lightning_fl.files import write_atomically
 from lightning_fl.report.figures import COLORS, Panel, svg
-from lightning_fl.report.groups import group
+from lightning_fl.report.groups import with_names
 from lightning_fl.report.one_run import about_run
 from lightning_fl.report.page import Report
 from lightning_fl.report.run import find_runs, read_run
 from lightning_fl.report.several_runs import about_groups
 from lightning_fl.types import FederationError
 
+#: Folders of runs, or folders that contain runs.
+Runs: TypeAlias = str | Path | Sequence[str | Path]
 #: Names of the PNG files that belong to a report.
 NAMES = (
     "accuracy",
@@ -36,7 +39,7 @@ NAMES = (
 
 
 def report(
-    runs: str | Path | Sequence[str | Path],
+    runs: Runs | Mapping[str, Runs],
     output: str | Path | None = None,
     title: str | None = None,
 ) -> Path:
@@ -48,7 +51,9 @@ def report(
 
     Args:
         runs: Folders of runs, or folders that contain runs as ``version_0``, ``version_1``, ...
-            Runs that differ only in the seed are shown as mean and standard deviation.
+            Runs that differ only in the seed are shown as mean and standard deviation. A mapping
+            has the names of groups as keys, such as ``{"FedAvg": "runs/a", "FedProx": "runs/b"}``.
+            Runs under an empty name are grouped and named automatically.
         output: Path of the report, ``.html``; None means ``report.html``, in the folder of the run
             for a single run, in the working directory for several runs. An existing report is
             replaced.
@@ -58,18 +63,23 @@ def report(
         Path of the report.
 
     Raises:
-        FederationError: If there is no run, its table of rounds cannot be read, or the report
-            cannot be written.
+        FederationError: If there is no run, a run is in two groups, its table of rounds cannot be
+            read, or the report cannot be written.
     """
-    folders, left_out = find_runs([runs] if isinstance(runs, str | Path) else runs)
+    named, left_out = _find_named(runs if isinstance(runs, Mapping) else {"": runs})
+    folders = [folder for each in named.values() for folder in each]
     if not folders:
         raise FederationError("no run to report: pass the folder of a run, such as runs/digits")
     alone = len(folders) == 1
     path = Path(output or (folders[0] / "report.html" if alone else "report.html"))
     if path.suffix != ".html" or path.is_dir():
         raise FederationError(f"output must be a file name that ends in .html, got {path}")
-    found = [read_run(folder) for folder in folders]
-    page = about_run(found[0], title) if alone else about_groups(group(found), title, left_out)
+    found = {name: [read_run(folder) for folder in each] for name, each in named.items()}
+    if alone:
+        ((run,),) = found.values()
+        page = about_run(run, title)
+    else:
+        page = about_groups(with_names(found), title, left_out)
     pictures = {p.name: p.content for section in page.sections for p in section.pictures}
     try:
         for name in NAMES:
@@ -84,6 +94,23 @@ def report(
             f"{path} could not be written ({error}): choose another output"
         ) from error
     return path
+
+
+def _find_named(runs: Mapping[str, Runs]) -> tuple[dict[str, list[Path]], list[str]]:
+    """Return the folders of runs by the name of their group, and notes on runs left out."""
+    named: dict[str, list[Path]] = {}
+    notes: list[str] = []
+    group_of: dict[Path, str] = {}
+    for name, paths in runs.items():
+        folders, left_out = find_runs([paths] if isinstance(paths, str | Path) else paths)
+        notes += left_out
+        for folder in folders:
+            if (other := group_of.setdefault(folder.resolve(), name)) != name:
+                both = " and ".join(each or "one without a name" for each in (other, name))
+                raise FederationError(f"{folder} is in two groups, {both}: pass it once")
+        if folders:
+            named[name] = folders
+    return named, notes
 
 
 def html(page: Report) -> str:

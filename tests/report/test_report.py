@@ -17,7 +17,7 @@ import yaml
 from lightning_fl.federation.participation import Participation
 from lightning_fl.report import Run, find_runs, group, read_run, report, write
 from lightning_fl.report.clients import clients, participation
-from lightning_fl.report.curves import cost
+from lightning_fl.report.curves import cost, progress
 from lightning_fl.report.figures import Line, Lines
 from lightning_fl.report.groups import Group
 from lightning_fl.report.one_run import about_run
@@ -282,12 +282,69 @@ def test_runs_are_compared_group_by_group(two_groups, tmp_path):
     assert (tmp_path / "new" / "both" / "accuracy.png").is_file()
 
 
+def test_groups_have_the_names_that_the_user_gives(two_groups, tmp_path):
+    runs = [str(two_groups / f"version_{i}") for i in range(4)]
+    named = {"few": runs[:2], "mixed": [runs[2]], "": [runs[3]]}
+    text = page_of(report(named, tmp_path / "named.html")).text
+    assert "4 runs in 3 groups. Runs of a group differ only in the seed." in text
+    assert "few 0, 1 2 0.30 ± 0.14" in text
+    assert "mixed client_fraction: 1.0 instead of 0.1" in text
+    assert "differ not only" not in text
+
+
+def test_runs_of_a_named_group_that_differ_are_a_warning(two_groups, tmp_path):
+    text = page_of(report({"all": two_groups}, tmp_path / "all.html")).text
+    assert "4 runs in 1 group. 2 clients" in text
+    assert "Runs of all differ not only in the seed: federation.client_fraction." in text
+    assert "Repeat all, digits/version_0" in text  # each config with its own seeds
+    assert "Repeat all, digits/version_2" in text
+
+
+def test_a_run_belongs_to_one_group(two_groups, tmp_path):
+    named = {"one": two_groups, "": [two_groups / "version_0"]}
+    with pytest.raises(FederationError, match="in two groups, one and one without a name"):
+        report(named, tmp_path / "twice.html")
+
+
+def test_scores_on_other_samples_have_a_column_of_their_own(two_groups, undrawn):
+    (two_groups / "version_0" / "clients.csv").write_text("client,server\n0,0.5\n1,0.25\n")
+    page = about_groups(group([read_run(f) for f in find_runs([two_groups])[0]]))
+    table = page.sections[0].tables[0]
+    few = dict(zip(table.head, table.rows[0], strict=True))
+    assert few["worst tenth of clients, own test samples"] == "0.25 (1 of 2 seeds)"
+    assert few["worst tenth of clients, own training samples"] == "0.5 (1 of 2 seeds)"
+
+
+def test_metrics_named_by_stage_are_drawn(folder, undrawn):
+    rounds = "round,clients,val/acc,train/loss\n1,2,0.5,1.5\n2,2,0.75,1.0\n"
+    section = progress([Group("a", [read_run(folder(rounds__csv=rounds))])])
+    assert section.text == ()
+    (picture,) = section.pictures
+    assert [line.label for panel in picture.panels for line in panel.lines] == [
+        "val/acc",
+        "train/loss",
+    ]
+
+
+def test_the_history_of_a_client_counts_training_samples_only(folder):
+    table = "client,train_samples,rounds,dropped\n0,2,4,0\n1,1,4,1\n"  # one of 3 and 2 for a test
+    outcomes = gzip.compress(b"round,0=not_sampled 1=arrived\n1,11\n")
+    files = {"participation__csv": table, "participation_by_round__csv__gz": outcomes}
+    history = clients(read_run(folder(**files))).history
+    assert history["facts"]["0"]["text"] == "2 training samples."
+    assert history["facts"]["1"]["text"] == "1 training sample."
+
+
 def test_the_comparison_lists_every_run_and_what_differs(two_groups, undrawn):
     folders, _ = find_runs([two_groups])
     page = about_groups(group([read_run(folder) for folder in folders]))
     tables = {t.head[0]: t for section in page.sections for t in section.tables}
     head = ["group", "seeds", "rounds", "final val_acc", "95 % interval", "best val_acc"]
-    head += ["worst tenth of clients", "updates dropped", "upload and download (MB)"]
+    head += [
+        "worst tenth of clients, own training samples",
+        "updates dropped",
+        "upload and download (MB)",
+    ]
     (groups,) = (section for section in page.sections if section.title == "Groups")
     compared, words = groups.tables
     assert compared.head == head
