@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from statistics import fmean
 from typing import Any
@@ -109,7 +109,8 @@ class RoundProgress(ProgressBar):
             now = time.monotonic()
             self._seconds.append(now - self._since)
             if self._enabled and (done % max(1, -(-total // self.lines)) == 0 or done == total):
-                line = [self._line(trainer, pl_module, done), *self._about(total - done)]
+                row = self._loop.rows[-1]
+                line = [self._line(trainer, pl_module, done, row), *self._about(total - done)]
                 self.print(" · ".join(line), highlight=False, soft_wrap=True)
             self._printed, self._since = done, now
 
@@ -122,7 +123,14 @@ class RoundProgress(ProgressBar):
         if row["dropped"]:
             yield f"dropped {row['dropped']} of {row['clients']} clients ({causes([row])})"
 
-    def _line(self, trainer: Trainer, pl_module: LightningModule, round: int) -> str:
+    def _line(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        round: int,
+        row: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return round, client and metrics; with a finished round's row, only its own metrics."""
         total = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
         line = f"round {round}{total}"
         client, clients = self._loop.clients_done
@@ -130,6 +138,9 @@ class RoundProgress(ProgressBar):
             line += f" · client {client}/{clients}"
         figures = self.get_metrics(trainer, pl_module)
         figures.pop("v_num", None)
+        if row is not None:  # without validation in a round, Lightning keeps its last metrics
+            old = trainer.callback_metrics.keys() - {n.removeprefix("module/") for n in row}
+            figures = {name: value for name, value in figures.items() if name not in old}
         return " · ".join(
             [line, *(f"{k} {v:.4g}" for k, v in figures.items() if isinstance(v, int | float))]
         )

@@ -85,6 +85,13 @@ def test_a_line_has_the_rounds_own_figures(run, capsys):
     assert loop.rows[0]["train_loss"] != loop.rows[1]["train_loss"]
 
 
+def test_a_line_has_no_metrics_of_earlier_rounds(run, capsys):
+    run(RoundProgress(), rounds=4, check_val_every_n_epoch=2)
+    found = capsys.readouterr().out.splitlines()
+    assert ["val_acc" in line for line in found] == [False, True, False, True]
+    assert all("train_loss" in line for line in found)
+
+
 def test_a_line_has_the_time_of_a_round_and_what_is_left(run, capsys, monkeypatch):
     clock = iter([0.0, 4.0, 6.0, 9.0])  # the start, and the ends of three rounds
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
