@@ -517,12 +517,22 @@ def test_a_class_that_does_not_exist_is_answered_with_those_that_do(cli, args, n
     assert not {"Aggregator", "Partition", "ClientModule", "JobNote", "RunConfig"} & set(known)
 
 
+def test_a_class_without_a_required_option_names_it(cli):
+    out = cli(*FIT, "--federation.sampler=AsynchronousSampler", expect=2)
+    assert "AsynchronousSampler requires concurrency: set --federation.sampler.concurrency" in out
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (
             ["--trainer.max_epoch=2"],
             "unknown option --trainer.max_epoch: did you mean --trainer.ma",
+        ),
+        (["digits.yaml"], "unknown argument digits.yaml: set --config digits.yaml"),
+        (
+            ["--trainer.callbacks.dropout=0.1"],
+            "Callback has no option dropout: name the class first, as in --trainer.callbacks+=",
         ),
         (["--federation.client_fractoin=1"], "did you mean --federation.client_fraction?"),
         (

@@ -1,5 +1,6 @@
 """Commands that answer without torch."""
 
+import errno
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from lightning.pytorch.cli import LightningCLI
 
 import quick_cli
 from lightning_fl.cli import COMMANDS, listing, main
-from lightning_fl.cli.arguments import export_words, partition_words
+from lightning_fl.cli.arguments import export_words, named_runs, partition_words
 
 ROOT = Path(__file__).parents[1]
 WITHOUT_TORCH = """
@@ -134,6 +135,31 @@ def test_the_folder_of_a_new_project_is_quoted(monkeypatch, tmp_path, capsys):
     assert "Next: cd 'my project' && lightning-fl fit" in capsys.readouterr().out
 
 
+def test_folders_of_a_report_can_be_named(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a1", "a2", "b", "lr=0.1"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a.html").touch()
+    words = ["A=a*", "B=b", "lr=0.1", "x/lr=1", "A=b", "C=c*", "=b"]
+    assert named_runs(words) == {
+        "A": ["a1", "a2", "b"],
+        "B": ["b"],
+        "": ["lr=0.1", "x/lr=1", "=b"],
+        "C": ["c*"],  # the report says that there is no such folder
+    }
+
+
+def test_a_folder_that_cannot_be_written_is_no_traceback(monkeypatch, tmp_path, capsys):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system", "there")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(SystemExit) as end:
+        main(["init", str(tmp_path / "there")])
+    assert end.value.code == 2
+    assert "there: Read-only file system: choose another folder" in capsys.readouterr().err
+
+
 def test_a_new_project_runs(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     main(["init", "mine"])
@@ -155,4 +181,6 @@ def test_a_new_project_runs(monkeypatch, tmp_path, capsys):
     assert "val_acc" in capsys.readouterr().out
     rounds = (folder / "runs" / "version_0" / "rounds.csv").read_text().splitlines()
     assert len(rounds) == 3
+    quick_cli.call("predict", "--config", "config.yaml")
+    assert (folder / "runs" / "version_0" / "predictions.pt").is_file()
     monkeypatch.delitem(sys.modules, "module")

@@ -6,6 +6,7 @@ Lightning, which take seconds: help, lists and mistyped commands are answered at
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ COMMANDS = {
     "export": "Write an app that runs a configuration on the machines of a deployment.",
     "completion": "Print a script that completes commands and options in a shell.",
 }
+#: Errors of a folder that is full, read-only, not yours, or a file.
+STORAGE = {getattr(errno, n) for n in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "ENOTDIR")}
 #: Exit code after an interruption (128 + SIGINT), as in a shell.
 INTERRUPTED = 130
 
@@ -70,6 +73,11 @@ def main(args: Any = None) -> None:
         from lightning_fl.cli.run import run
 
         run(args)
+    except OSError as error:
+        if error.errno not in STORAGE:
+            raise
+        place = "" if error.filename is None else f"{error.filename}: "
+        fail(f"{place}{error.strerror}: choose another folder, or free space")
     except KeyboardInterrupt:  # outside of the Trainer, which handles interruptions itself
         sys.stderr.write("\ninterrupted\n")
         raise SystemExit(INTERRUPTED) from None

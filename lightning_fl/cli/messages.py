@@ -24,7 +24,13 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
         'unknown option --trainer.max_epoch: did you mean --trainer.max_epochs?'
         >>> explain("the following arguments are required: fit.data, fit.model")
         'no data and no model: set --config, such as --config digits.yaml'
+        >>> explain("unrecognized arguments: digits.yaml")
+        'unknown argument digits.yaml: set --config digits.yaml'
     """
+    if found := re.search(r"unrecognized arguments: ([^-\s]\S*)", message):
+        is_config = found[1].endswith((".yaml", ".yml"))
+        remedy = f"set --config {found[1]}" if is_config else "options begin with --"
+        return f"unknown argument {found[1]}: {remedy}"
     if found := re.search(r"unrecognized arguments: ([^\s=]+)", message):
         return f"unknown option {found[1]}{did_you_mean(found[1], options)}"
     if found := re.search(r"does not accept option '([^']+)'", message):
@@ -38,7 +44,9 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
     if found := re.search(r"Option '([^']+)' is not accepted", message):
         owner = re.findall(r"class_path '([^']+)'", message[: found.start()])[-1]
         names = list(inspect.signature(locate(owner)).parameters)  # type: ignore[arg-type]
-        similar = did_you_mean(found[1], names) or f": it has {', '.join(names)}"
+        similar = did_you_mean(found[1], names) or f": it has {', '.join(names) or 'none'}"
+        if owner.endswith(".Callback"):  # as the list has no entry yet
+            similar = f": name the class first, as in --{key}+=ClientFaults"
         return f"{key}: {owner.rpartition('.')[2]} has no option {found[1]}{similar}"
     if found := re.search(r"Expected a dot import path string: (\S+)", message):
         names = known_names(message)
@@ -46,6 +54,10 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
         elsewhere = f": lightning-fl methods {found[1]} tells whether it is another kind of method"
         similar = did_you_mean(found[1], names) or elsewhere
         return f"{key}: unknown class {found[1]}{similar}{known}"
+    required = r"the following arguments are required: (.*)"
+    if found := re.search(rf"Problem with given class_path '([^']+)':\s+{required}", message):
+        options = " ".join(f"--{key}.{name}" for name in found[2].split(", "))
+        return f"{key}: {found[1].rpartition('.')[2]} requires {found[2]}: set {options}"
     reason = r"(module '[^']+' has no attribute '[^']+'|No module named '[^']+')"
     if found := re.search(rf"Problem with given class_path '([^']+)':\s+{reason}", message):
         module, _, name = found[1].rpartition(".")

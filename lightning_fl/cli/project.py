@@ -40,6 +40,10 @@ class DigitClassifier(L.LightningModule):
     def test_step(self, batch, batch_idx):
         self.evaluate(batch, "test")
 
+    def predict_step(self, batch, batch_idx):
+        x, _ = batch
+        return self(x).argmax(1)
+
     def evaluate(self, batch, stage):
         x, y = batch
         logits = self(x)
