@@ -76,6 +76,17 @@ def report_parser() -> ArgumentParser:
         " or in the working directory if there are several runs.",
     )
     parser.add_argument("--title", help="Title of the report. By default, the names of the runs.")
+    parser.add_argument(
+        "--metric",
+        help="Column of rounds.csv by which runs are judged and compared, such as val/f1. By"
+        " default, the accuracy of the validation, or else a loss.",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=["max", "min"],
+        help="Whether the best value of --metric is its maximum or its minimum. By default, min for"
+        " names with loss or err, otherwise max.",
+    )
     return parser
 
 

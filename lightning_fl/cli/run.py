@@ -77,7 +77,7 @@ def _run(args: ArgsType) -> None:
     name, *rest = words
     if name == "report":
         asked = report_parser().parse_args(rest)
-        path = report(named_runs(asked.runs), asked.output, asked.title)
+        path = report(named_runs(asked.runs), asked.output, asked.title, asked.metric, asked.mode)
         print(f"Written to {short_path(path)}")
     elif name == "export":
         _export(rest)

@@ -78,7 +78,9 @@ def progress(groups: Sequence[Group]) -> Section:
     """Draw accuracy and loss over rounds."""
     title = "Accuracy and loss"
     names = _columns(groups)
-    panels = _panels(groups, [n for n in names if "acc" in n][:6], "accuracy")
+    asked = groups[0].runs[0].metric
+    panels = {} if asked is None else _panels(groups, [asked], asked)
+    panels |= _panels(groups, [n for n in names if "acc" in n][:6], "accuracy")
     panels |= _panels(groups, [n for n in names if "loss" in n and "acc" not in n][:6], "loss")
     if not panels:
         return Section(title, ["The module logged neither accuracy nor loss."])
@@ -128,7 +130,8 @@ def cost(groups: Sequence[Group]) -> Section | None:
 
 def hyper_parameters(groups: Sequence[Group]) -> Section | None:
     """Draw the other columns, such as learning rates and logged values; None without any."""
-    rest = [n for n in _columns(groups) if n not in KNOWN and "acc" not in n and "loss" not in n]
+    drawn = {*KNOWN, groups[0].runs[0].metric}
+    rest = [n for n in _columns(groups) if n not in drawn and "acc" not in n and "loss" not in n]
     # Columns of the policy first, its precisions last.
     rest.sort(key=lambda n: (n.startswith("precision"), n != "lr", n != STEPS))
     panels: dict[str, list[Line]] = {}

@@ -104,6 +104,8 @@ class Run:
         resumed: Descriptions of resumed fits with options that differ from those of the first fit.
         pictures: Contents of the figures in the folder.
         notes: Warnings about files that could not be read.
+        metric: Column of the main metric; None chooses it.
+        mode: Whether ``max`` or ``min`` is the best value of this metric.
     """
 
     name: str
@@ -121,6 +123,8 @@ class Run:
     resumed: list[str] = field(default_factory=list)
     pictures: dict[str, bytes] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    metric: str | None = None
+    mode: str = "max"
 
     @property
     def rounds(self) -> int:

@@ -50,6 +50,8 @@ def drops(run: Run) -> dict[str, float]:
 
 def headline(runs: Sequence[Run]) -> tuple[str | None, Callable[..., Any]]:
     """Return the column of the main metric, and ``max`` or ``min`` for its best value."""
+    if runs and runs[0].metric is not None:
+        return runs[0].metric, min if runs[0].mode == "min" else max
     names = list(dict.fromkeys(name for run in runs for name in run.columns))
     kinds: tuple[tuple[str, Callable[..., Any]], ...] = (("acc", max), ("loss", min))
     for part, best in kinds:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -19,7 +21,7 @@ from lightning_fl.report.figures import COLORS, Panel, svg
 from lightning_fl.report.groups import with_names
 from lightning_fl.report.one_run import about_run
 from lightning_fl.report.page import Report
-from lightning_fl.report.run import find_runs, read_run
+from lightning_fl.report.run import Run, find_runs, read_run
 from lightning_fl.report.several_runs import about_groups
 from lightning_fl.types import FederationError
 
@@ -42,6 +44,8 @@ def report(
     runs: Runs | Mapping[str, Runs],
     output: str | Path | None = None,
     title: str | None = None,
+    metric: str | None = None,
+    mode: Literal["max", "min"] | None = None,
 ) -> Path:
     """Write a report on one run, or a comparison of several runs.
 
@@ -58,13 +62,17 @@ def report(
             for a single run, in the working directory for several runs. An existing report is
             replaced.
         title: Title of the page; None derives it from the name of the run.
+        metric: Column of ``rounds.csv`` by which runs are judged and compared, such as
+            ``val/f1``. None means the accuracy of the validation, or else a loss.
+        mode: Whether the best value of ``metric`` is its ``max`` or its ``min``. None means
+            ``min`` for names with ``loss`` or ``err``, otherwise ``max``.
 
     Returns:
         Path of the report.
 
     Raises:
         FederationError: If there is no run, a run is in two groups, its table of rounds cannot be
-            read, or the report cannot be written.
+            read, no run has the metric, or the report cannot be written.
     """
     named, left_out = _find_named(runs if isinstance(runs, Mapping) else {"": runs})
     folders = [folder for each in named.values() for folder in each]
@@ -75,6 +83,8 @@ def report(
     if path.suffix != ".html" or path.is_dir():
         raise FederationError(f"output must be a file name that ends in .html, got {path}")
     found = {name: [read_run(folder) for folder in each] for name, each in named.items()}
+    if metric is not None:
+        found = _judged_by(metric, mode, found)
     if alone:
         ((run,),) = found.values()
         page = about_run(run, title)
@@ -94,6 +104,20 @@ def report(
             f"{path} could not be written ({error}): choose another output"
         ) from error
     return path
+
+
+def _judged_by(
+    metric: str, mode: Literal["max", "min"] | None, named: Mapping[str, Sequence[Run]]
+) -> dict[str, list[Run]]:
+    """Return the runs with the main metric that was asked for."""
+    columns = list(dict.fromkeys(n for runs in named.values() for run in runs for n in run.columns))
+    if metric not in columns:
+        raise FederationError(f"no run has a metric {metric!r}: they have {', '.join(columns)}")
+    mode = mode or ("min" if re.search("loss|err", metric) else "max")
+    return {
+        name: [replace(run, metric=metric, mode=mode) for run in runs]
+        for name, runs in named.items()
+    }
 
 
 def _find_named(runs: Mapping[str, Runs]) -> tuple[dict[str, list[Path]], list[str]]:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import string
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -290,6 +291,27 @@ def test_groups_have_the_names_that_the_user_gives(two_groups, tmp_path):
     assert "few 0, 1 2 0.30 ± 0.14" in text
     assert "mixed client_fraction: 1.0 instead of 0.1" in text
     assert "differ not only" not in text
+
+
+def test_runs_are_judged_by_the_metric_that_is_asked_for(folder, tmp_path):
+    rounds = "round,clients,val_acc,own_score,err\n1,2,0.5,9,3\n2,2,0.6,8,4\n"
+    runs = [folder(f"{name}/version_0", rounds__csv=rounds) for name in ("one", "other")]
+
+    def text(found, **options):
+        return page_of(report(found, tmp_path / "page.html", **options)).text
+
+    assert "own_score was 8 in the last round, best in round 1 (9)." in text(
+        runs[0], metric="own_score"
+    )
+    assert "best in round 2 (8)" in text(runs[0], metric="own_score", mode="min")
+    assert "err was 4 in the last round, best in round 1 (3)." in text(runs[0], metric="err")
+    both = text(runs, metric="own_score")
+    assert "final own_score" in both
+    assert "final val_acc" not in both
+    panels = progress([Group("a", [replace(read_run(runs[0]), metric="own_score")])]).pictures[0]
+    assert [panel.ylabel for panel in panels.panels] == ["own_score", "accuracy"]
+    with pytest.raises(FederationError, match="no run has a metric 'f1': they have round, clients"):
+        text(runs, metric="f1")
 
 
 def test_runs_of_a_named_group_that_differ_are_a_warning(two_groups, tmp_path):
