@@ -192,12 +192,13 @@ def remedy(data: Any, option: str) -> str:
 def _class_labels(data: Any, given: Sequence[int] | None) -> Tensor | None:
     """Return one number per training sample, ``[n]``: given labels or those of the data set."""
     n, labels = len(data), labels_of(data) if given is None else _numbers(given)
-    if labels is not None and labels.shape == (n,):
-        return labels if labels.is_floating_point() or labels.is_complex() else labels.long()
+    if labels is not None and labels.shape == (n,) and not labels.is_complex():
+        return labels.cpu() if labels.is_floating_point() else labels.cpu().long()
     if given is not None:
-        got = "none" if labels is None else f"shape {tuple(labels.shape)}"
+        got = "none" if labels is None else f"shape {tuple(labels.shape)} of {labels.dtype}"
         raise FederationError(
-            f"labels must have one number for each of the {n} training samples, got {got}"
+            f"labels must have one number for each of the {n} training samples, got {got}: number"
+            " the classes from 0, for example with np.unique(labels, return_inverse=True)"
         )
     return None
 
@@ -205,6 +206,10 @@ def _class_labels(data: Any, given: Sequence[int] | None) -> Tensor | None:
 def _numbers(values: Any) -> Tensor | None:
     """Return values as a tensor; None if they are not numeric, such as names or methods."""
     try:
+        if hasattr(values, "__array__") and not isinstance(values, Tensor):
+            # torch would read a pandas Series by its index, and knows no reversed arrays.
+            array = np.asarray(values)
+            values = array.astype(array.dtype.newbyteorder("="), order="C")
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
         return None
@@ -226,8 +231,7 @@ def _split_by(
         if keys is None:
             advice = remedy(data, "keys")
             raise FederationError(f"{name} needs a key for each training sample: {advice}")
-        # Keys may be names or numbers. Clients are in ascending order of their keys.
-        distinct, codes = np.unique(np.asarray(keys), return_inverse=True)
+        distinct, codes = _distinct(keys, name)
         by = torch.as_tensor(codes)
         if by.shape != (n,):
             raise FederationError(
@@ -242,6 +246,39 @@ def _split_by(
             f" neither targets nor labels (one number per sample): {remedy(data, 'labels')}"
         )
     return (torch.zeros(n, dtype=torch.int64) if labels is None else labels), []
+
+
+def _distinct(keys: Any, rule: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return the distinct keys, ascending, and each sample's index into them.
+
+    Keys may be names or numbers.
+
+    Raises:
+        FederationError: If a sample has no key, or keys cannot be sorted.
+    """
+    values = np.asarray(keys)
+    # numpy makes names of the None and NaN of a list.
+    each: Any = keys if isinstance(keys, list | tuple) else values.flat
+    if values.dtype.kind in "OUSfM" and (missing := sum(map(_is_missing, each))):
+        raise FederationError(
+            f"{rule} needs a key for each training sample, but {missing} of {len(values)} keys are"
+            " missing (None or NaN): remove these samples, or give them a key"
+        )
+    try:
+        return np.unique(values, return_inverse=True)
+    except TypeError as error:
+        kinds = sorted({type(key).__name__ for key in values.flat})
+        raise FederationError(
+            f"{rule} sorts clients by their keys, but keys of the types {', '.join(kinds)} cannot"
+            " be sorted: make all of them names or numbers"
+        ) from error
+
+
+def _is_missing(key: Any) -> bool:
+    try:
+        return key is None or bool(key != key)
+    except (TypeError, ValueError):  # pandas' NA; a key that is an array
+        return not isinstance(key, np.ndarray | Tensor)
 
 
 def _name(keys: Tensor, names: Sequence[str]) -> str:

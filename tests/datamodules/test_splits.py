@@ -173,7 +173,8 @@ def test_a_stratified_split_gives_all_clients_the_same_classes_and_needs_labels(
         ([0, 1], r"shape \(2,\)"),
         ([0] * 99, r"shape \(99,\)"),
         ([[0, 1]] * 60, r"shape \(60, 2\)"),
-        (["a"] * 60, "none"),
+        (["a"] * 60, "none: number the classes"),
+        ([1j] * 60, r"shape \(60,\) of torch.complex64"),
     ],
 )
 @pytest.mark.parametrize("partition", [IID(), ByLabel()])
@@ -230,6 +231,64 @@ def test_a_hold_out_that_leaves_all_clients_is_the_same_with_keys():
 def test_keys_that_do_not_fit_are_refused(keys, words):
     with pytest.raises(FederationError, match=words):
         federated(partition=Natural(), num_clients=1, keys=keys)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [1.0, float("nan"), 2.0] * 20,
+        ["a", None, "b"] * 20,
+        ["a", float("nan"), "b"] * 20,
+        np.array(["a", float("nan"), "b"] * 20, dtype=object),
+        np.array(["2020-01-01", "NaT", "2021-01-01"] * 20, dtype="datetime64[D]"),
+    ],
+)
+def test_samples_without_a_key_are_no_client(keys):
+    words = "but 20 of 60 keys are missing .* remove these samples"
+    with pytest.raises(FederationError, match=words):
+        federated(partition=Natural(), num_clients=None, keys=keys)
+
+
+def test_keys_that_cannot_be_sorted_are_refused():
+    keys = np.array(["a", 1] * 30, dtype=object)
+    with pytest.raises(FederationError, match="keys of the types int, str cannot be sorted: make"):
+        federated(partition=Natural(), num_clients=None, keys=keys)
+
+
+class Column:
+    """A column of a table without its first rows, as of pandas: its items are found by an index."""
+
+    def __init__(self, values):
+        self.values = np.asarray(values)
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, index):
+        raise KeyError(index)
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+
+@pytest.mark.filterwarnings("ignore:sample 0 has the label")  # samples have none
+@pytest.mark.parametrize(
+    "labels",
+    [
+        Column([1, 1, 1, 0, 0, 0]),
+        np.array([0, 0, 0, 1, 1, 1])[::-1],
+        np.array([1, 1, 1, 0, 0, 0], dtype=">i4"),
+    ],
+)
+def test_labels_may_be_any_column_of_numbers(labels):
+    for train, options in ((having(targets=labels), {}), (having(), {"labels": labels})):
+        data = federated(train, partition=ByLabel(), num_clients=2, val_size=0, **options)
+        assert lists(data.parts) == [[3, 4, 5], [0, 1, 2]]
+
+
+def test_complex_targets_are_no_classes():
+    data = federated(TensorDataset(torch.arange(6.0), torch.arange(6) * 1j), val_size=2)
+    assert (data.num_samples.tolist(), data.class_labels) == ([1] * 4, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint16, torch.uint32])
