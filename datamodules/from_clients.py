@@ -13,7 +13,13 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.splits import labels_of
-from lightning_fl.datamodules.storage import AnyDataset, InMemory, check_absent, check_map_style
+from lightning_fl.datamodules.storage import (
+    AnyDataset,
+    InMemory,
+    check_absent,
+    check_map_style,
+    not_samples,
+)
 from lightning_fl.partition import Natural
 from lightning_fl.types import FederationError
 
@@ -100,17 +106,8 @@ def _check_samples(data: Any, name: str) -> None:
     arrays = Tensor | np.ndarray
     is_columns = isinstance(data, list | tuple) and all(isinstance(x, arrays) for x in data)
     if isinstance(data, arrays | Mapping | str) or (is_columns and data):
-        raise FederationError(
-            f"{name} must be a data set of samples, got {_kind(data)}: pass TensorDataset(x, y) for"
-            " tensors x and y"
-        )
+        raise not_samples(data, name)
     check_map_style(data, name)
-
-
-def _kind(data: Any) -> str:
-    """Return the type of a value, with that of its items."""
-    kind = type(data).__name__
-    return f"{kind} of {type(data[0]).__name__}" if isinstance(data, list | tuple) else kind
 
 
 class ByClient(Dataset[Any]):

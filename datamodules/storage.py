@@ -83,8 +83,10 @@ def check_map_style(data: Any, name: str) -> None:
         name: Name of the option, for error messages.
 
     Raises:
-        FederationError: If the data set is iterable-style or empty.
+        FederationError: If the data set is iterable-style, empty, or a table or columns of samples.
     """
+    if _is_table(data):
+        raise not_samples(data, name)
     is_map_style = isinstance(data, Sized) and hasattr(data, "__getitem__")
     if isinstance(data, IterableDataset) or not is_map_style:
         raise FederationError(
@@ -93,6 +95,36 @@ def check_map_style(data: Any, name: str) -> None:
         )
     if not len(data):
         raise FederationError(f"{name} has no samples")
+
+
+def _is_table(data: Any) -> bool:
+    """Return whether data are columns, such as ``(x, y)``: their items are no samples."""
+    if isinstance(data, Mapping):
+        return 0 not in data
+    if isinstance(data, list | tuple):
+        return 1 < len(data) < 4 and _has_one_length(data)
+    return hasattr(data, "iloc")  # of pandas
+
+
+def _has_one_length(arrays: Sequence[Any]) -> bool:
+    is_arrays = all(isinstance(x, Tensor | np.ndarray) and x.ndim for x in arrays)
+    return is_arrays and len({len(x) for x in arrays}) == 1
+
+
+def not_samples(data: Any, name: str) -> FederationError:
+    """Return the error for data that are no data set.
+
+    Args:
+        data: The data.
+        name: Name of the option.
+    """
+    kind = type(data).__name__
+    if isinstance(data, list | tuple):
+        kind = f"{kind} of {type(data[0]).__name__}"
+    return FederationError(
+        f"{name} must be a data set of samples, got {kind}: pass TensorDataset(x, y) for tensors x"
+        " and y"
+    )
 
 
 def check_kind(train: Any) -> None:

@@ -1,5 +1,8 @@
 """Samples in memory, and what is no map-style data set."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
@@ -83,6 +86,32 @@ def test_what_is_not_map_style_is_refused_by_name(name, make):
     data = FederatedDataModule(**{"train": numbered(), name: make()})
     with pytest.raises(FederationError, match=f"{name} must be a map-style data set .* got "):
         data.setup()
+
+
+@pytest.mark.parametrize("name", ["train", "val", "test"])
+@pytest.mark.parametrize(
+    ("table", "got"),
+    [
+        ((torch.zeros(8, 2), torch.zeros(8)), "tuple of Tensor"),
+        ([np.zeros((8, 2)), np.zeros(8)], "list of ndarray"),
+        (SimpleNamespace(iloc=None), "SimpleNamespace"),
+    ],
+)
+def test_columns_are_no_samples(name, table, got):
+    data = FederatedDataModule(**{"train": numbered(), name: table, "num_clients": 2})
+    with pytest.raises(FederationError, match=f"{name} must be a data set of samples, got {got}: "):
+        data.setup()
+
+
+def test_a_dictionary_of_columns_is_no_validation_set():
+    data = FederatedDataModule(numbered(), val={"x": torch.zeros(8), "y": torch.zeros(8)})
+    with pytest.raises(FederationError, match="val must be a data set of samples, got dict: "):
+        data.setup()
+
+
+def test_a_list_of_samples_is_a_data_set():
+    for samples in ([torch.zeros(3)] * 8, [(torch.zeros(3), 1)] * 8, dict(enumerate("abcd"))):
+        assert len(federated(numbered(), val=samples).val) == len(samples)
 
 
 @pytest.mark.parametrize("name", ["train", "val", "test"])
