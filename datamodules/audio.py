@@ -121,7 +121,8 @@ class LogMel(nn.Module):
         check_integer("rate", rate, min=1)
         self.size = check_integer("size", size, min=1)
         self.normalize = check_choice("normalize", normalize, "clip", "none")
-        hop = max(1, check_integer("samples", samples, min=1) // size)
+        hint = "increase seconds, or decrease image_size"
+        hop = check_integer("samples", samples, min=max(2, size), hint=hint) // size
         # The window is twice the hop, rounded up to a power of two: at 16 kHz 64 ms every 31 ms.
         self.mel = MelSpectrogram(
             rate, n_fft=1 << (2 * hop - 1).bit_length(), hop_length=hop, n_mels=size, power=2.0
@@ -156,8 +157,9 @@ class Augment(nn.Module):
         self.time_shift = check_number("time_shift", time_shift, min=0, max=1)
         self.noise = check_number("noise", noise, min=0, max=1)
         self.mask = check_integer("mask", mask, min=0)
+        # torchaudio's widths are less than its parameter.
         self.masks = nn.Sequential(
-            FrequencyMasking(mask, iid_masks=True), TimeMasking(mask, iid_masks=True)
+            FrequencyMasking(mask + 1, iid_masks=True), TimeMasking(mask + 1, iid_masks=True)
         )
 
     def clips(self, clips: Tensor) -> Tensor:

@@ -140,6 +140,19 @@ def test_noise_and_masks_change_what_they_should():
         Augment(mask=-1)
 
 
+def test_masks_have_all_widths_up_to_their_maximum():
+    torch.manual_seed(0)
+    masked = Augment(mask=2).spectrograms(torch.ones(200, 1, 16, 16))[:, 0] == 0
+    for axis in (1, 2):
+        assert masked.all(axis).sum(1).unique().tolist() == [0, 1, 2]
+
+
+def test_a_clip_has_a_sample_for_each_frame():
+    for samples, size in ((31, 32), (1, 1)):
+        with pytest.raises(FederationError, match=r"samples must be .* increase seconds, or decr"):
+            LogMel(8000, samples, size)
+
+
 # --- data sets ------------------------------------------------------------------------------------
 
 
