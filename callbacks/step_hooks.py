@@ -53,7 +53,7 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
         round = current()
         if carried.is_done or round.step is None or not round.step.first:
             return hook(batch, *args)
-        with carried.first_step((round.plan.round, round.position), batch):
+        with carried.first_step(int(round.plan.clients[round.step.rows[0]]), batch):
             return hook(batch, *args)
 
     def batch_start(hook: Method) -> Method:

@@ -92,7 +92,7 @@ class CarriedState:
 
     Clients that train one after another share the module. Its parameters and buffers are loaded
     for each client, but its plain attributes and the Trainer's ``global_step`` go on. At the first
-    step of the second client in a round, the step and the hooks of the module in it are repeated
+    step of the second client of the fit, the step and the hooks of the module in it are repeated
     with the attributes at the first step of the first client, and with other values of
     ``global_step``, from the same tensors, batch and random numbers. If losses, gradients or what
     hooks set differ, a warning names the attributes. This is done once in a fit, and without hooks
@@ -109,27 +109,27 @@ class CarriedState:
         self._step = (HookedStep if self.hooks else LocalStep)(self.module, tensors.constants)
         #: Whether the second client has been compared.
         self.is_done = False
-        #: Round and position of the first client.
-        self._first: tuple[int, int] | None = None
+        #: The first client.
+        self._first: int | None = None
         #: Attributes at the first step of this client, and after its training.
         self._before: Attributes | None = None
         self._after: Attributes | None = None
         self._global_step = GlobalStep(self.module)
 
     @contextmanager
-    def first_step(self, client: tuple[int, int], batch: Any) -> Iterator[None]:
+    def first_step(self, client: int, batch: Any) -> Iterator[None]:
         """Watch the first step of a client, which begins within a ``with`` block.
 
         Args:
-            client: The round, and the position of the client in it.
+            client: The client.
             batch: Its batch.
         """
-        if client == self._first:  # some optimizers repeat a step
-            yield
-        elif self._first is None or self._first[0] != client[0]:
+        if self._first is None:
             self._first, self._before, self._after = client, Attributes(self.module), None
             with self._global_step.noted():
                 yield
+        elif client == self._first:  # in a later round, or an optimizer repeats the step
+            yield
         else:
             self.is_done = True
             if names := self._found(batch):

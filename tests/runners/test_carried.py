@@ -138,8 +138,22 @@ def test_global_step_may_be_read_for_other_purposes(train, stateful, group_size)
     train(module, group_size)
 
 
-def test_rounds_of_one_client_are_not_compared(train, stateful):
-    train(stateful(CARRIED["steps"]), federation={"clients_per_round": 1})
+def test_rounds_of_one_client_are_compared(train, stateful):
+    with warns("steps"):
+        train(stateful(CARRIED["steps"]), federation={"clients_per_round": 1}, rounds=4)
+
+
+def test_a_client_alone_goes_on_from_what_it_left(train, stateful, data, blobs):
+    train(stateful(CARRIED["steps"]), datamodule=data(blobs(20), num_clients=1), rounds=3)
+
+
+def test_what_changes_between_rounds_does_not_carry_over(train, stateful):
+    class Anneals:
+        def on_train_epoch_end(self):
+            self.steps += 1
+
+    one = {"clients_per_round": 1}
+    train(stateful(lambda m: 1 / (1 + m.steps), Anneals), federation=one, rounds=4)
 
 
 @pytest.mark.parametrize("depends", [True, False])
