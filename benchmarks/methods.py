@@ -326,16 +326,18 @@ def cells(
 
 
 def section(name: str, data: str, seeds: Sequence[int], out: Path) -> str:
-    """Return the tables of a data set: one over all splits, or one for each split."""
+    """Return the tables of a data set: one over all splits, or one for each split.
+
+    Methods without a run are left out.
+    """
     experiment = EXPERIMENTS[name]
     end = [*(["lr"] if experiment.tuned_on is not None else []), "s", "MB"]
     is_wide = len(experiment.columns) == 1
     text = [f"## {DATA[data]}"]
     for group in [list(experiment.splits)] if is_wide else [[each] for each in experiment.splits]:
         head = group if is_wide else [heading for heading, _ in experiment.columns.values()]
-        lines = [
-            [method, *cells(name, data, method, group, seeds, out)] for method in experiment.arms
-        ]
+        found = {m: cells(name, data, m, group, seeds, out) for m in experiment.arms}
+        lines = [[method, *row] for method, row in found.items() if {*row} != {"-"}]
         text += [] if is_wide else [f"### {group[0].capitalize()}"]
         text.append(table(["", *head, *end], lines))
     return "\n\n".join(text)

@@ -40,7 +40,7 @@ def test_learning_rates_are_tuned_once_for_each_method(methods, commands, tmp_pa
     }
     row = "| SCAFFOLD | " + "90.0 ± 0.0 | " * len(methods.SKEWS) + "0.03 | 0 | "
     assert row in page.read_text()
-    assert "| FedNova | " + "- | " * len(methods.SKEWS) in page.read_text()
+    assert "| FedNova |" not in page.read_text()
     methods.main(given)
     assert len([line for line in commands if "fit" in line]) == len(fits)
     with pytest.raises(SystemExit):
