@@ -224,7 +224,7 @@ EXPERIMENTS = {
             rounds(800),
             {"pFedMe, beta = 1": (), "pFedMe, beta = 2": BETA_2, "FedAvg": PLAIN_SGD},
         ),
-        ("server/mean", "kept/mean", "kept/worst", "personal/mean", "personal/worst"),
+        ("server/mean", "kept/mean", "kept/worst", "personal/mean", "personal/worst", "R80"),
     ),
     "fedem": Experiment(
         "FedEM",
