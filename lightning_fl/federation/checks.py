@@ -37,6 +37,12 @@ from lightning_fl.runners.optimizer_values import optimizers_in, params_of
 from lightning_fl.runners.spectral_norm import spectral_norms
 from lightning_fl.types import FederatedData, FederationError, check_package
 
+#: What to do with several optimizers.
+SEVERAL_LOSSES = (
+    "Several losses, as in a GAN, fit into one optimizer with a parameter group for each network"
+    " (docs/tutorials/your_module.md)"
+)
+
 
 def check_fit(trainer: Trainer, module: LightningModule, vectorized: bool) -> FederatedData:
     """Check that the Trainer, the module and the data support rounds; return the data module.
@@ -152,7 +158,7 @@ def check_module(module: LightningModule) -> None:
         raise FederationError(
             f"{name} uses manual optimization (automatic_optimization=False), but FederatedLoop"
             " manages the optimizer state and learning rate of each client: use automatic"
-            " optimization"
+            f" optimization. {SEVERAL_LOSSES}"
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise FederationError(
@@ -367,6 +373,7 @@ def check_one_optimizer(module: LightningModule, configured: Any) -> None:
     if count != 1:
         raise FederationError(
             f"{type(module).__name__}.configure_optimizers must return one optimizer, got {count}"
+            + f". {SEVERAL_LOSSES}" * (count > 1)
         )
 
 
