@@ -224,9 +224,16 @@ class GlobalStep:
         with self._replaced(noted):
             yield
 
-    def moved_by(self, steps: int) -> AbstractContextManager[None]:
-        """Increase its value within a ``with`` block."""
-        return self._replaced(lambda trainer: self._value(trainer) + steps)
+    @contextmanager
+    def moved_by(self, steps: int) -> Iterator[None]:
+        """Increase its value within a ``with`` block, in which the fit cannot be told to stop."""
+        with self._replaced(lambda trainer: self._value(trainer) + steps):
+            before = None if self._trainer is None else self._trainer.should_stop
+            try:
+                yield
+            finally:
+                if self._trainer is not None:
+                    self._trainer.should_stop = before
 
     def _replaced(self, getter: Callable[[Trainer], Any]) -> AbstractContextManager[None]:
         if self._trainer is None:

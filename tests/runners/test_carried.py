@@ -361,6 +361,22 @@ def test_what_hooks_change_in_a_comparison_is_restored(train, flat, tiny, monkey
     assert run() == compared
 
 
+def test_a_late_stop_does_not_come_early(train, tiny):
+    class Stops(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            self.stop_late()
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.stop_late()
+
+        def stop_late(self):
+            if self.global_step > 10_000:
+                self.trainer.should_stop = True
+
+    assert len(train(tiny(Stops), rounds=3).rows) == 3
+
+
 def test_loggers_are_silent_where_hooks_are_compared(train, tiny):
     class Logged(tiny.kind):
         steps = 0
