@@ -79,7 +79,7 @@ def report_parser() -> ArgumentParser:
     parser.add_argument(
         "--metric",
         help="Column of rounds.csv by which runs are judged and compared, such as val/f1. By"
-        " default, the accuracy of the validation, or else a loss.",
+        " default, the accuracy of the validation, or else its loss.",
     )
     parser.add_argument(
         "--mode",

@@ -54,10 +54,13 @@ def headline(runs: Sequence[Run]) -> tuple[str | None, Callable[..., Any]]:
         return runs[0].metric, min if runs[0].mode == "min" else max
     names = list(dict.fromkeys(name for run in runs for name in run.columns))
     kinds: tuple[tuple[str, Callable[..., Any]], ...] = (("acc", max), ("loss", min))
-    for part, best in kinds:
-        if found := [n for n in names if part in n and n != "backdoor_acc"]:
-            # val_acc itself, then other columns of the validation; min takes the first of equals
-            return min(found, key=lambda n: (n != f"val_{part}", not n.startswith("val"))), best
+    # Those of the validation first: in training, clients are measured on their own samples.
+    for is_validation in (True, False):
+        for part, best in kinds:
+            found = [n for n in names if part in n and n.startswith("val") == is_validation]
+            found = [n for n in found if n != "backdoor_acc"]
+            if found:
+                return min(found, key=lambda n: n != f"val_{part}"), best  # the first of equals
     return None, max
 
 

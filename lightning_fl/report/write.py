@@ -63,7 +63,7 @@ def report(
             replaced.
         title: Title of the page; None derives it from the name of the run.
         metric: Column of ``rounds.csv`` by which runs are judged and compared, such as
-            ``val/f1``. None means the accuracy of the validation, or else a loss.
+            ``val/f1``. None means the accuracy of the validation, or else its loss.
         mode: Whether the best value of ``metric`` is its ``max`` or its ``min``. None means
             ``min`` for names with ``loss`` or ``err``, otherwise ``max``.
 

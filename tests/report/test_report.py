@@ -579,7 +579,8 @@ def test_the_round_of_the_last_value_is_named(folder, undrawn):
 @pytest.mark.parametrize(
     ("columns", "name"),
     [
-        (["backdoor_acc", "train_acc", "val_loss"], "train_acc"),
+        (["backdoor_acc", "train_acc", "val_loss"], "val_loss"),
+        (["train_loss", "train_acc", "backdoor_acc"], "train_acc"),
         (["train_acc", "val_f1_acc", "val_acc"], "val_acc"),
         (["train_acc", "val_f1_acc"], "val_f1_acc"),
         (["train_loss", "val_mse_loss", "backdoor_acc"], "val_mse_loss"),
