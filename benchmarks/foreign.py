@@ -481,17 +481,13 @@ class Detector(Case):
                 layers = nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 8, 3, 2, 1)
                 backbone = nn.Sequential(*layers)
                 backbone.out_channels = 8
-                anchors, pool = (
-                    AnchorGenerator(((8, 16),), ((1.0,),)),
-                    MultiScaleRoIAlign(["0"], 3, 2),
-                )
                 self.net = FasterRCNN(
                     backbone,
                     num_classes=3,
                     min_size=32,
                     max_size=32,
-                    rpn_anchor_generator=anchors,
-                    box_roi_pool=pool,
+                    rpn_anchor_generator=AnchorGenerator(((8, 16),), ((1.0,),)),
+                    box_roi_pool=MultiScaleRoIAlign(["0"], 3, 2),
                 )
 
             def training_step(self, batch: Any, batch_idx: int) -> Any:
