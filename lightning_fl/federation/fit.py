@@ -208,8 +208,9 @@ class Fit:
         self.parts = self.aggregator.client_parts()
         self.schedulers, self.loss_scale = Schedulers(self.trainer), LossScale(self.trainer)
         if self.schedulers.are_stepwise and self.planner.is_drawn:
-            batches, steps = len(self.planner.plan().schedule), self.planner.most_local_steps()
-            warn_of_loader_length(self.runner.module, batches, steps)
+            plan = self.planner.plan()
+            most = int(plan.num_steps.max())
+            warn_of_loader_length(self.runner.module, len(plan.schedule), most)
         self.measures = Measures(self.trainer, self.data, seed, self.processes)
         self.memory = ClientMemory(
             store, self.options.update_transforms, self.parts, self.federation, server.device
