@@ -336,9 +336,16 @@ class Rows(Dataset[Any]):
     @property
     def remedies(self) -> dict[str, str]:
         """What to do if a rule lacks labels or keys."""
+        labels = (
+            "encode the column with class_encode_column of the data set, or pass label_transform"
+            " (such as Relabel)"
+        )
+        name = self.label
+        is_column = name is not None and name in self._all.column_names
+        if is_column and (missing := self._column(str(name)).null_count):
+            labels = f"the column {name!r} has no value in {missing} rows: remove these rows"
         return {
-            "labels": "encode the column with class_encode_column of the data set, or pass"
-            " label_transform (such as Relabel)",
+            "labels": labels,
             "keys": "pass partition_by, the column with the client of each row",
         }
 
@@ -387,6 +394,8 @@ class Rows(Dataset[Any]):
         column = self._column(self.label)
         try:
             if self.label_transform is None:
+                if column.null_count:
+                    return None
                 return torch.from_numpy(np.array(column.to_numpy(zero_copy_only=False)))
             coded = column.dictionary_encode()
             values = [self.label_transform(value) for value in coded.dictionary.to_pylist()]

@@ -264,10 +264,12 @@ def _distinct(keys: Any, rule: str) -> tuple[np.ndarray[Any, Any], np.ndarray[An
             f"{rule} needs a key for each training sample, but {missing} of {len(values)} keys are"
             " missing (None or NaN): remove these samples, or give them a key"
         )
+    kinds = sorted({type(key).__name__ for key in each}) if values.dtype.kind in "OU" else []
     try:
+        if values.dtype.kind == "U" and len(kinds) > 1:  # numpy has made names of numbers
+            raise TypeError
         return np.unique(values, return_inverse=True)
     except TypeError as error:
-        kinds = sorted({type(key).__name__ for key in values.flat})
         raise FederationError(
             f"{rule} sorts clients by their keys, but keys of the types {', '.join(kinds)} cannot"
             " be sorted: make all of them names or numbers"

@@ -14,6 +14,7 @@ from zipfile import ZipFile
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Trainer
 
 import extras
 import quick_cli
@@ -236,6 +237,17 @@ def test_a_test_beside_a_damaged_config_says_that_nothing_was_compared(cli, fitt
     with pytest.warns(UserWarning, match=r"not compared .*version_0/config\.yaml cannot be read"):
         cli("test", "--config", DIGITS)
     assert json.loads((fitted / "test.json").read_text())["differing options"] == {}
+
+
+def test_metrics_of_a_test_without_a_value_are_null(cli, fitted, monkeypatch):
+    @wraps(Trainer.test)
+    def test(*args, **kwargs):
+        return [{"test_acc": 0.5, "test_f1": float("nan")}]
+
+    monkeypatch.setattr(Trainer, "test", test)
+    cli("test", "--config", fitted / "config.yaml")
+    found = json.loads((fitted / "test.json").read_text(), parse_constant=pytest.fail)
+    assert found["metrics"] == {"test_acc": 0.5, "test_f1": None}
 
 
 def test_a_resumed_fit_leaves_the_config_of_the_first_alone(cli, tmp_path):

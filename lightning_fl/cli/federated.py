@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import shutil
 import sys
@@ -356,7 +357,12 @@ class FederatedCLI(LightningCLI):
         found = {
             "format": TEST_FORMAT,
             "checkpoint": Path(used).name if used else None,
-            "metrics": {name: value for each in metrics for name, value in each.items()},
+            # JSON has no NaN.
+            "metrics": {
+                name: value if math.isfinite(value) else None
+                for each in metrics
+                for name, value in each.items()
+            },
             "seed": self._get(self.config, "seed_everything"),
             "differing options": differing,
         }

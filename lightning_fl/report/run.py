@@ -386,9 +386,9 @@ def _test(path: Path) -> dict[str, Any]:
         raise FederationError("it is not the result of a test")
     return {
         "metrics": {
-            str(name)[:80]: value if abs(value) <= LARGEST else math.nan
+            str(name)[:80]: math.nan if value is None or abs(value) > LARGEST else value
             for name, value in list(metrics.items())[:MOST_VALUES]
-            if type(value) in (int, float)
+            if value is None or type(value) in (int, float)
         },
         "checkpoint": str(found.get("checkpoint") or "")[:80],
         "differing": [

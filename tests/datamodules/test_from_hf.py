@@ -9,7 +9,7 @@ from PIL import Image
 
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, FromHuggingFace, from_hf
-from lightning_fl.partition import ByLabel, Natural
+from lightning_fl.partition import ByLabel, Dirichlet, Natural
 from lightning_fl.types import FederationError
 from tutorial import Net, trainer
 
@@ -353,6 +353,13 @@ def test_rows_without_a_client_are_refused(sites):
     rows = numbers().remove_columns("site").add_column("site", sites)
     data = FromHuggingFace(rows, input="x", partition_by="site")
     with pytest.raises(FederationError, match="'site' has no value in 1 rows"):
+        data.setup("fit")
+
+
+def test_rules_that_need_labels_count_the_rows_without_one():
+    rows = numbers().remove_columns("label").add_column("label", [None, 1] * 30)
+    data = FromHuggingFace(rows, input="x", partition=Dirichlet(), num_clients=3)
+    with pytest.raises(FederationError, match="'label' has no value in 30 rows: remove these"):
         data.setup("fit")
 
 

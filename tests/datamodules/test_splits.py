@@ -249,8 +249,8 @@ def test_samples_without_a_key_are_no_client(keys):
         federated(partition=Natural(), num_clients=None, keys=keys)
 
 
-def test_keys_that_cannot_be_sorted_are_refused():
-    keys = np.array(["a", 1] * 30, dtype=object)
+@pytest.mark.parametrize("keys", [["1", 1] * 30, np.array(["a", 1] * 30, dtype=object)])
+def test_keys_that_cannot_be_sorted_are_refused(keys):
     with pytest.raises(FederationError, match="keys of the types int, str cannot be sorted: make"):
         federated(partition=Natural(), num_clients=None, keys=keys)
 

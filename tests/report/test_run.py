@@ -174,10 +174,11 @@ def test_other_callbacks_of_a_resumed_fit_are_told(folder, config):
 
 
 def test_numbers_of_a_test_that_are_too_large_are_not_finite(folder):
-    test = json.dumps({"metrics": {"test_acc": 0.5, "count": 10**400}})
+    test = json.dumps({"metrics": {"test_acc": 0.5, "count": 10**400, "loss": None}})
     metrics = read_run(folder(test__json=test)).test["metrics"]
     assert metrics["test_acc"] == 0.5
     assert math.isnan(metrics["count"])
+    assert math.isnan(metrics["loss"])
 
 
 def test_files_that_are_too_large_are_not_read(folder, monkeypatch):
