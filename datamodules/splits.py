@@ -258,7 +258,7 @@ def _distinct(keys: Any, rule: str) -> tuple[np.ndarray[Any, Any], np.ndarray[An
     """
     values = np.asarray(keys)
     # numpy makes names of the None and NaN of a list.
-    each: Any = keys if isinstance(keys, list | tuple) else values.flat
+    each: Any = keys if isinstance(keys, list | tuple) else list(values.flat)
     if values.dtype.kind in "OUSfM" and (missing := sum(map(_is_missing, each))):
         raise FederationError(
             f"{rule} needs a key for each training sample, but {missing} of {len(values)} keys are"
