@@ -60,20 +60,8 @@ class Graphs:
         for param in params.values():
             if param.is_cuda:  # a CUDA graph needs fixed addresses
                 torch._dynamo.mark_static_address(param)
-        names = {id(p): name for name, p in params.items()}
-        groups, rates, buffers = [], [], []
-        for group in self.optimizer.param_groups:
-            own = [p for p in group["params"] if p.requires_grad]
-            groups.append(([names[id(p)] for p in own], {o: group[o] for o in _OPTIONS}))
-            # A tensor, since a Python number would recompile the graph for every new rate.
-            rates.append(torch.tensor(float(group["lr"]) * ratio, dtype=torch.float64))
-            state = self.optimizer.state
-            buffers.append(
-                [state[p].get("momentum_buffer") if group["momentum"] else None for p in own]
-            )
-        outcome: Outcome = self._sgd_step(
-            self.local, params, groups, rates, buffers, *tensors, **how
-        )
+        groups = sgd_groups(self.optimizer, params, ratio)
+        outcome: Outcome = self._sgd_step(self.local, params, groups, *tensors, **how)
         return outcome
 
 
@@ -87,6 +75,7 @@ def can_update(optimizer: torch.optim.Optimizer) -> bool:
         not group["momentum"] or optimizer.state[p].get("momentum_buffer") is not None
         for group in optimizer.param_groups
         for p in group["params"]
+        if p.requires_grad
     )
 
 
@@ -125,18 +114,49 @@ def sgd_update(
         )
 
 
+#: Names of the parameters of a group of SGD, its options, its rate, and the parameters' momentum.
+SGDGroup = tuple[list[str], dict[str, Any], Tensor, list[Tensor | None]]
+
+
+def sgd_groups(
+    optimizer: torch.optim.Optimizer,
+    params: Mapping[str, Tensor],
+    ratio: float,
+    rows: slice | None = None,
+) -> list[SGDGroup]:
+    """Return the parameter groups of SGD for :func:`sgd_step`.
+
+    Args:
+        optimizer: The optimizer of the stacked parameters; see :func:`can_update`.
+        params: Its parameters by name, ``[k, ...]``.
+        ratio: Factor of the learning rates.
+        rows: Clients whose momentum is returned; None means all.
+    """
+    names = {id(p): name for name, p in params.items()}
+    groups: list[SGDGroup] = []
+    for group in optimizer.param_groups:
+        own = [p for p in group["params"] if p.requires_grad]
+        # A tensor, since a Python number would recompile the graph for every new rate.
+        rate = torch.tensor(float(group["lr"]) * ratio, dtype=torch.float64)
+        momentum: list[Tensor | None] = [None] * len(own)
+        if group["momentum"]:
+            kept = [optimizer.state[p]["momentum_buffer"] for p in own]
+            momentum = [buffer if rows is None else buffer[rows] for buffer in kept]
+        options = {name: group[name] for name in _OPTIONS}
+        groups.append(([names[id(p)] for p in own], options, rate, momentum))
+    return groups
+
+
 def sgd_step(
     local: LocalStep,
     params: Tensors,
-    groups: Sequence[tuple[list[str], dict[str, Any]]],
-    rates: Sequence[Tensor],
-    buffers: Sequence[list[Tensor | None]],
+    groups: Sequence[SGDGroup],
     *tensors: Any,
     **how: Any,
 ) -> Outcome:
     """Make a local step and SGD's in-place update of each parameter group."""
     grads, outcome = local.gradients(params, *tensors, **how)
-    for (names, options), rate, momentum in zip(groups, rates, buffers, strict=True):
+    for names, options, rate, momentum in groups:
         sgd(
             [params[name] for name in names],
             [grads[name] for name in names],
@@ -172,7 +192,7 @@ def reads_batch_idx(module: LightningModule) -> bool:
 
 def depends_on_batch_idx(local: LocalStep, *tensors: Any, **how: Any) -> bool:
     """Return whether a new ``batch_idx`` changes the graph of a step; nothing is compiled."""
-    traced = torch.compile(_own(LocalStep.gradients), dynamic=False, backend="eager")
+    traced = torch.compile(own_code(LocalStep.gradients), dynamic=False, backend="eager")
     at, graphs = local.batch_idx, []
     try:
         for i in (at, at, at + 1):
@@ -199,17 +219,17 @@ def compiled(
         rewrites: Whether to rewrite graphs for a CPU, see :mod:`lightning_fl.runners.rewrites`.
     """
     if on_a_gpu:
-        graph = torch.compile(_own(function), dynamic=False, mode="reduce-overhead")
+        graph = torch.compile(own_code(function), dynamic=False, mode="reduce-overhead")
         return lambda *args, **kwargs: tree_map(torch.clone, graph(*args, **kwargs))
     options: dict[str, Any] = {}
     if rewrites:
         from lightning_fl.runners.rewrites import Rewrites  # imports torch's compiler
 
         options["post_grad_custom_post_pass"] = Rewrites()
-    return torch.compile(_own(function), dynamic=False, options=options)
+    return torch.compile(own_code(function), dynamic=False, options=options)
 
 
-def _own(function: Callable[..., Any]) -> Callable[..., Any]:
+def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """Copy a function with its code, since torch allows only eight graphs per code object."""
     assert isinstance(function, FunctionType)
     own = FunctionType(function.__code__.replace(), function.__globals__)

@@ -21,7 +21,7 @@ from lightning_fl.runners.optimizer_values import optimizers_in, remove, restack
 from lightning_fl.runners.samples import BatchSamples, each_of
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.step_hooks import changes_transfers, hooks_of, sees_gradients, why_alone
-from lightning_fl.runners.tuning import Wishes, check_state, compiling_pays, tune
+from lightning_fl.runners.tuning import Wishes, check_state, tune
 from lightning_fl.runners.vmap import VmapRunner
 from lightning_fl.types import ClientBatches, FederationError, check_package
 
@@ -338,8 +338,7 @@ class VectorizedClients(LightningModule):
         trainer = self.trainer
         rounds = (trainer.max_epochs or 0) - trainer.current_epoch
         steps = rounds * trainer.fit_loop.max_batches * len(host.sizes)
-        pays = compiling_pays(host.num_parameters, int(host.sizes[host.step].sum()), steps)
-        return Wishes(self.group_size == "auto", self.compiled, pays)
+        return Wishes(self.group_size == "auto", self.compiled, steps)
 
     def optimizer_step(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
@@ -25,8 +26,9 @@ from lightning_fl.runners.tensors import select
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.types import FederationError
 
-#: Conservative estimates of the seconds that compiling takes and the share of a step that it saves.
-COMPILING_TAKES, COMPILING_SAVES = 10, 0.5
+#: Conservative estimates of the seconds that compiling takes, and of the share of a step that it
+#: saves for clients that train at once or one after another.
+COMPILING_TAKES, COMPILING_SAVES, COMPILING_ONE_SAVES = 10, 0.5, 0.2
 #: Seconds of timing after which no further trial starts.
 LONG = 1.0
 
@@ -36,13 +38,13 @@ class Wishes(NamedTuple):
 
     Args:
         timed: Whether to choose the faster of vectorized and sequential steps by timing.
-        compile: Whether to compile. ``auto`` compiles vectorized steps if ``pays``.
-        pays: Whether the run is long enough for compiling to pay.
+        compile: Whether to compile. ``auto`` compiles if the run is long enough for it to pay.
+        steps: Number of remaining local steps of all clients at once.
     """
 
     timed: bool
     compile: bool | Literal["auto"]
-    pays: bool
+    steps: float
 
 
 def check_state(step: VectorizedStep, samples: Samples) -> None:
@@ -86,35 +88,75 @@ def tune(step: VectorizedStep, samples: Samples, wishes: Wishes) -> None:
     if isinstance(samples, Padded) and step.weighted:
         step.weighted = not mixes_samples(step, samples.tensors)
     if wishes.timed:
-        with left_alone(step.module), step.stacks.untouched():
+        with _put_back(step):
             mapped, one_by_one = (
                 seconds(partial(trial, step, samples, at_once=way)) for way in (True, False)
             )
         if one_by_one < mapped:
             stacks.train_one_by_one()
-    may_compile = wishes.compile is True or (wishes.compile and wishes.pays and stacks.at_once)
+    may_compile = wishes.compile is True or (
+        wishes.compile and compiling_pays(operations(step, samples), wishes.steps, stacks.at_once)
+    )
     if may_compile and (why := why_not_compiled(step, samples)) is not None:
         rank_zero_warn(f"the vectorized step is not compiled: {why}")
-    elif may_compile:
+    elif may_compile and stacks.at_once:
         step.compile()
+    elif may_compile:
+        try_one(step, samples)
     how = "at once" if stacks.at_once else "one after another, which is faster"
-    compiled = ", compiled" * (step.graphs is not None)
+    compiled = ", compiled" * (step.graphs is not None or step.side_by_side is not None)
     rank_zero_info(f"{name}: {stacks.count} clients {how}{compiled}")
 
 
-def compiling_pays(num_parameters: int, samples: int, steps: float) -> bool:
-    """Return whether a run is long enough for compiling to pay.
-
-    The decision rests on an estimate of the work, since timings vary. A step takes 6 operations per
-    parameter and sample at about 100 GFLOP/s, and at least the overhead of Python.
+def try_one(step: VectorizedStep, samples: Samples) -> None:
+    """Compile the step of one client if that is faster; see `VectorizedStep.compile_one`.
 
     Args:
-        num_parameters: Number of trained parameters of a client.
-        samples: Number of samples in a step of all clients.
-        steps: Number of remaining steps.
+        step: The step of clients that train one after another.
+        samples: The samples of the first local step.
     """
-    step_seconds = max(2e-3, 6 * num_parameters * samples / 1e11)
-    return steps * step_seconds * COMPILING_SAVES > COMPILING_TAKES
+    if step.stacks.first.device.type != "cpu" or type(step.optimizer) is not torch.optim.SGD:
+        return
+    one_by_one = partial(trial, step, samples, at_once=False)
+    with _put_back(step):
+        eager = seconds(one_by_one)
+        step.compile_one()
+        one_by_one()  # compiles
+        if step.side_by_side is not None and seconds(one_by_one) > eager:
+            step.discard_one()
+
+
+def operations(step: VectorizedStep, samples: Samples) -> float:
+    """Return the floating-point operations of a local step of all clients, counted for one."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports torch's compiler
+
+    row = next(i for i in range(step.stacks.count) if samples.client(i) is not None)
+    with (
+        left_alone(step.module),
+        seeded_rng(0, step.module.device),
+        step.stacks.untouched(),
+        step.stacks.client(row),
+        torch.enable_grad(),
+        FlopCounterMode(display=False) as counter,
+    ):
+        step.local.by_itself({}, samples.client(row))
+    return float(counter.get_total_flops()) * step.stacks.count
+
+
+def compiling_pays(operations: float, steps: float, at_once: bool) -> bool:
+    """Return whether a run is long enough for compiling to pay.
+
+    The decision rests on an estimate of the work, since timings vary. A step runs at about 100
+    GFLOP/s, and takes at least the overhead of Python.
+
+    Args:
+        operations: Floating-point operations in a step of all clients.
+        steps: Number of remaining steps.
+        at_once: Whether the clients train at once.
+    """
+    step_seconds = max(2e-3, operations / 1e11)
+    saves = COMPILING_SAVES if at_once else COMPILING_ONE_SAVES
+    return steps * step_seconds * saves > COMPILING_TAKES
 
 
 def why_not_compiled(step: VectorizedStep, samples: Samples) -> str | None:
@@ -151,10 +193,29 @@ def seconds(step: Callable[[], None], repeats: int = 3) -> float:
     return min(times[1:] or times)
 
 
+@contextmanager
+def _put_back(step: VectorizedStep) -> Iterator[None]:
+    """Undo what trials change in the module, the tensors of clients, and the momentum of SGD."""
+    optimizer, params = step.optimizer, list[torch.Tensor]()
+    if type(optimizer) is torch.optim.SGD:
+        groups = [group for group in optimizer.param_groups if group["momentum"]]
+        params = [p for group in groups for p in group["params"]]
+    before = {p: optimizer.state.pop(p) for p in params if p in optimizer.state}
+    with left_alone(step.module), step.stacks.untouched():
+        try:
+            for p in params:  # so that a step includes the update
+                optimizer.state[p] = {"momentum_buffer": torch.zeros_like(p)}
+            yield
+        finally:
+            for p in params:
+                del optimizer.state[p]
+            optimizer.state.update(before)
+
+
 def trial(step: VectorizedStep, samples: Samples, at_once: bool) -> None:
-    """Make a forward and backward pass, and the update of plain SGD with a learning rate of 0."""
+    """Make a forward and backward pass, and the update of SGD with a learning rate of 0."""
     stacks, everyone = step.stacks, torch.ones(step.stacks.count, dtype=torch.bool)
-    updates = can_update(step.optimizer) and not step.optimizer.state
+    updates = can_update(step.optimizer)
     with seeded_rng(0), torch.enable_grad():
         if not at_once:
             step.one_by_one(samples, everyone, 0.0 if updates else None)

@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.runners.attributes import left_alone
 from lightning_fl.runners.graphs import Graphs, can_update, sgd_update
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
 from lightning_fl.runners.samples import Collated, Padded, Samples
+from lightning_fl.runners.side_by_side import SideBySide
 from lightning_fl.runners.stacks import Stacks
 from lightning_fl.runners.tensors import beside, first_samples, placed, scattered, select
 
@@ -42,12 +45,15 @@ class VectorizedStep:
         )
         #: Compiled forms of the step, or None.
         self.graphs: Graphs | None = None
+        #: The compiled step of one client, for clients that train one after another, or None.
+        self.side_by_side: SideBySide | None = None
         #: Whether the last step has also updated the parameters.
         self.has_updated = False
         #: Clients with a gradient, ``[k]``, of each parameter of which another client has none.
         self.partial: Tensors = {}
-        #: Whether to compile for batch shapes. The first has been checked by :func:`tune`.
-        self._shapes: dict[tuple[torch.Size, ...], bool] = {}
+        #: Whether to compile for batch shapes, by :func:`shape_of`. If clients train at once, the
+        #: first has been checked by :func:`tune`.
+        self.shapes: dict[str, bool] = {}
         self._gradients: Tensors = {}
         self._rewrites = rewrites
         self._has_warned = False
@@ -55,6 +61,20 @@ class VectorizedStep:
     def compile(self) -> None:
         """Compile forward and backward pass into one graph per batch shape."""
         self.graphs = Graphs(self.local, self.optimizer, self._rewrites)
+
+    def compile_one(self) -> None:
+        """Compile the step of one client into one graph per batch shape; see `SideBySide`."""
+        self.side_by_side = SideBySide(self.local, self.stacks, self.optimizer, self._rewrites)
+
+    def discard_one(self) -> None:
+        """Return to the step of one client that is not compiled."""
+        self.close()
+        self.side_by_side = None
+
+    def close(self) -> None:
+        """End the threads of the compiled step of one client."""
+        if self.side_by_side is not None:
+            self.side_by_side.close()
 
     def loss(
         self, samples: Samples, active: Tensor, rate: float | None = None
@@ -71,8 +91,6 @@ class VectorizedStep:
             The sum of losses, for the backward pass, and the outcome of the step.
         """
         self.has_updated, self.partial = False, {}
-        if isinstance(samples, Padded) and self.stacks.channels_last:
-            samples = samples._replace(tensors=tree_map(self.stacks.laid_out, samples.tensors))
         if not self.stacks.maps or (isinstance(samples, Collated) and not self._can_stack(samples)):
             return self.one_by_one(samples, active, rate)
         total, outcome = self.mapped(samples, active, rate)
@@ -104,13 +122,20 @@ class VectorizedStep:
         Each step runs on the module itself, with the client's tensors in place. A client that is
         done makes no step, since a module may count its steps. See :meth:`loss`.
         """
-        rows, outcomes = active.nonzero()[:, 0], []
+        if isinstance(samples, Padded) and self.stacks.channels_last:
+            samples = samples._replace(tensors=tree_map(self.stacks.laid_out, samples.tensors))
+        rows, outcomes, started = active.nonzero()[:, 0], list[Outcome](), list[int]()
         trained: dict[str, list[int]] = {}
         ratio = rate if can_update(self.optimizer) else None
         self.has_updated = ratio is not None
         for row in rows.tolist():
+            batch = samples.client(row)
+            if ratio is not None and (begun := self._start(row, batch, ratio)) is not None:
+                started.append(len(outcomes))
+                outcomes.append(begun)
+                continue
             with self.stacks.client(row), torch.enable_grad():
-                outcome, grads = self.local.by_itself({}, samples.client(row))
+                outcome, grads = self.local.by_itself({}, batch)
             if ratio is not None:
                 sgd_update(self.optimizer, self.stacks.params, row, grads, ratio)
                 grads = {}
@@ -118,6 +143,10 @@ class VectorizedStep:
                 self._gradient_memory(name)[row] = grad
                 trained.setdefault(name, []).append(row)
             outcomes.append(tree_map(lambda t: t.detach(), outcome))
+        if self.side_by_side is not None:
+            self.side_by_side.wait()
+        for i in started:
+            outcomes[i] = self._finish(int(rows[i]), outcomes[i])
         known = {name: self._gradient_memory(name) for name in trained}
         for name, clients in trained.items():
             for other in set(range(self.stacks.count)).difference(clients):
@@ -125,6 +154,49 @@ class VectorizedStep:
         self._note_partial(trained, len(rows))
         stacked = tree_map(lambda *t: scattered(torch.stack(t), rows, self.stacks.count), *outcomes)
         return _with_gradients(stacked.loss, self.stacks.params, known), stacked
+
+    def _start(self, row: int, batch: Any, ratio: float) -> Outcome | None:
+        """Start the compiled step of a client; None if there is no graph for its batch."""
+        side = self.side_by_side
+        if side is None or not self._is_worth_one(row, batch):
+            return None
+        try:
+            return side.start(row, batch, ratio)
+        except Exception as error:  # torch.compile and the compilers below it fail in many ways
+            side.wait()
+            self.discard_one()
+            why = str(error).partition("\n")[0]
+            rank_zero_warn(f"the step of a client is not compiled: {type(error).__name__}: {why}")
+            return None
+
+    def _finish(self, row: int, outcome: Outcome) -> Outcome:
+        """Keep the buffers of a compiled step for its client; return the rest of its outcome."""
+        for name, buffer in outcome.buffers.items():
+            self.stacks.buffers[name][row].copy_(buffer[0])
+        found: Outcome = tree_map(lambda t: t[0], outcome._replace(buffers={}))
+        return found
+
+    def _is_worth_one(self, row: int, batch: Any) -> bool:
+        """Return whether to compile a client's step for a batch's shape: only the first ones.
+
+        A graph returns zeros for a parameter without a gradient, so that a trial looks for them.
+        """
+        shape = shape_of(batch)
+        if shape not in self.shapes and len(self.shapes) < MOST_GRAPHS:
+            with (
+                left_alone(self.module),
+                seeded_rng(0),
+                self.stacks.untouched(),
+                self.stacks.client(row),
+                torch.enable_grad(),
+            ):
+                _, grads = self.local.by_itself({}, batch)
+            count = sum(param.requires_grad for param in self.stacks.params.values())
+            is_dense = all(
+                type(leaf) is Tensor and leaf.layout == torch.strided for leaf in tree_leaves(batch)
+            )
+            self.shapes[shape] = is_dense and len(grads) == count
+        return self.shapes.get(shape, False)
 
     def _note_partial(self, trained: Mapping[str, list[int]], count: int) -> None:
         """Note the parameters with a gradient of only some of the clients.
@@ -251,10 +323,10 @@ class VectorizedStep:
                     f"the vectorized step is not compiled: {type(error).__name__}: {error}"
                 )
         outcome = self.local.many(*tensors, **how)
-        if self.graphs is not None and len(self._shapes) < MOST_GRAPHS:
+        if self.graphs is not None and len(self.shapes) < MOST_GRAPHS:
             # A graph returns zeros for a parameter without a gradient.
             count = sum(param.requires_grad for param in params.values())
-            self._shapes[shape_of(batch)] = len(used(outcome.loss, params)) == count
+            self.shapes[shape_of(batch)] = len(used(outcome.loss, params)) == count
         return outcome.loss.sum(), outcome
 
     def _compiled(
@@ -276,14 +348,14 @@ class VectorizedStep:
         A step with another shape than the first is made once without a graph, to see whether it
         uses all parameters.
         """
-        if not self._shapes:
-            self._shapes[shape_of(batch)] = True
-        return self._shapes.get(shape_of(batch), False)
+        if not self.shapes:
+            self.shapes[shape_of(batch)] = True
+        return self.shapes.get(shape_of(batch), False)
 
 
-def shape_of(batch: Any) -> tuple[torch.Size, ...]:
+def shape_of(batch: Any) -> str:
     """Return the shapes of a batch's tensors."""
-    return tuple(t.shape for t in tree_leaves(batch))
+    return str([list(t.shape) if isinstance(t, Tensor) else type(t) for t in tree_leaves(batch)])
 
 
 def used(loss: Tensor, params: Tensors) -> list[str]:

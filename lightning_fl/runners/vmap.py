@@ -23,6 +23,9 @@ from lightning_fl.runners.tensors import beside, flatten, placed, unflatten
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.types import FederationError, ServerState
 
+#: Prefix of a batch's shape among the choices.
+SHAPE = "compile "
+
 
 class VmapRunner(ClientRunner):
     """Train clients at once: every tensor of the user's module is stacked, ``[k, ...]``.
@@ -266,7 +269,9 @@ class VmapRunner(ClientRunner):
         return {
             "at_once": at_once,
             "compiled": step.graphs is not None,
+            "side_by_side": step.side_by_side is not None,
             "weighted": step.weighted,
+            **{f"{SHAPE}{shape}": is_compiled for shape, is_compiled in step.shapes.items()},
         }
 
     def choose(self, choices: Mapping[str, bool]) -> None:
@@ -278,10 +283,15 @@ class VmapRunner(ClientRunner):
                 self.stacks.train_one_by_one()
             if choices.get("compiled"):
                 self.vectorized.compile()
+            if choices.get("side_by_side"):
+                self.vectorized.compile_one()
+            known = {name.removeprefix(SHAPE): c for name, c in choices.items() if SHAPE in name}
+            self.vectorized.shapes.update(known)
 
     def close(self) -> None:
         """Release the optimizer and undo global settings."""
         super().close()
+        self.vectorized.close()
         self.undo.close()
 
     # --- a local step -----------------------------------------------------------------------------

@@ -6,7 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_fl.runners.graphs import Graphs, can_update, compiled, sgd_step, sgd_update
+from lightning_fl.runners.graphs import (
+    Graphs,
+    can_update,
+    compiled,
+    sgd_groups,
+    sgd_step,
+    sgd_update,
+)
 from lightning_fl.runners.local_step import LocalStep
 
 SGD = {
@@ -129,24 +136,11 @@ def test_compiled_it_is_the_same(ready, name):
     graphs = Graphs(local, optimizer)
     with torch.no_grad():
         graphs.update(params, {}, {}, batch, None, ratio=1.0, **HOW)
-    groups = [
-        ([n for n, p in expected.items() if any(p is q for q in g["params"])], options(g))
-        for g in expected_optimizer.param_groups
-    ]
-    rates = [torch.tensor(g["lr"], dtype=torch.float64) for g in expected_optimizer.param_groups]
-    buffers = [
-        [expected_optimizer.state[p].get("momentum_buffer") for p in g["params"]]
-        for g in expected_optimizer.param_groups
-    ]
+    groups = sgd_groups(expected_optimizer, expected, 1.0)
     with torch.no_grad():
-        sgd_step(expected_local, expected, groups, rates, buffers, {}, {}, batch, None, **HOW)
+        sgd_step(expected_local, expected, groups, {}, {}, batch, None, **HOW)
     for key, param in params.items():
         torch.testing.assert_close(param, expected[key], rtol=0, atol=1e-12)
-
-
-def options(group):
-    names = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
-    return {name: group[name] for name in names}
 
 
 # --- what a graph takes for constant --------------------------------------------------------------

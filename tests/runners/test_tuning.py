@@ -223,17 +223,19 @@ def test_a_step_that_uses_its_number_is_not_compiled(agree, tiny):
 
 
 @pytest.mark.parametrize(
-    ("num_parameters", "samples", "steps", "pays"),
+    ("operations", "steps", "at_once", "pays"),
     [
-        (10, 100, 9_999, False),  # Python's own time: 2 ms a step, of which half is saved
-        (10, 100, 10_001, True),
-        (10**6, 10**4, 33, False),  # 0.6 s of arithmetic a step
-        (10**6, 10**4, 34, True),
-        (10, 100, -1, False),  # no end of the run is known
+        (6e3, 9_999, True, False),  # Python's own time: 2 ms a step, of which half is saved
+        (6e3, 10_001, True, True),
+        (6e10, 33, True, False),  # 0.6 s of arithmetic a step
+        (6e10, 34, True, True),
+        (6e10, 83, False, False),  # of which a fifth is saved
+        (6e10, 84, False, True),
+        (6e3, -1, True, False),  # no end of the run is known
     ],
 )
-def test_compiling_pays_by_the_work_that_is_left(num_parameters, samples, steps, pays):
-    assert compiling_pays(num_parameters, samples, steps) is pays
+def test_compiling_pays_by_the_work_that_is_left(operations, steps, at_once, pays):
+    assert compiling_pays(operations, steps, at_once) is pays
 
 
 def test_the_shortest_time_counts_but_not_the_first():

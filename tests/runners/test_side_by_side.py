@@ -1,0 +1,256 @@
+"""Compiled steps of single clients, several at the same time."""
+
+import threading
+from itertools import cycle
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.policies import Schedule
+from lightning_fl.runners import VectorizedClients, side_by_side, tuning
+from lightning_fl.runners.side_by_side import MOST_SEEDS, Draws, SideBySide, Threads, use_seeds
+
+SGD = {
+    "plain": {},
+    "momentum": {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
+}
+
+
+class Averaging(nn.Module):
+    """It subtracts a moving average of its inputs, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return self.net(x - self.mean)
+
+
+@pytest.fixture
+def faster(monkeypatch):
+    """Timings by which clients train one after another, compiled."""
+    times = cycle([2, 1, 2, 1])  # at once, one after another; the same again, compiled
+    monkeypatch.setattr(tuning, "seconds", lambda step: next(times))
+
+
+@pytest.fixture
+def light(monkeypatch, faster):
+    """No compiler below torch's graphs, for speed; returns the steps that were started."""
+
+    def compiled(module, inputs, cores, rewrites):
+        return module.forward, Draws.NOTHING
+
+    monkeypatch.setattr(side_by_side, "compiled", compiled)
+    started, start = [], SideBySide.start
+
+    def noted(self, row, batch, ratio):
+        started.append(row)
+        return start(self, row, batch, ratio)
+
+    monkeypatch.setattr(SideBySide, "start", noted)
+    return started
+
+
+@pytest.fixture
+def federation(train):
+    """The same amount of work for each client, with one learning rate."""
+    return {"policy": train.policy(lr=False), "buffers": "average"}
+
+
+@pytest.mark.parametrize("net", [None, Averaging], ids=["layers", "averaging"])
+@pytest.mark.parametrize("options", SGD.values(), ids=SGD)
+def test_results_are_those_of_the_module(
+    train, flat, ragged, tiny, light, federation, options, net
+):
+    """Clients have batches of different sizes, and different numbers of steps."""
+
+    def module():
+        return tiny(optimizer=lambda params: torch.optim.SGD(params, lr=0.1, **options), net=net)
+
+    plain, found = module(), module()
+    train(plain, federation=federation)
+    train(found, "auto", 3, ragged(), federation=federation, compile=True)
+    torch.testing.assert_close(flat(found), flat(plain), rtol=0, atol=1e-12)
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(found.get_buffer(name), buffer, rtol=0, atol=1e-12)
+    assert len(light) > 15
+    assert set(light) == set(range(7))
+
+
+def test_a_resumed_run_goes_on_as_it_was(trainer, flat, data, tiny, light, tmp_path):
+    def run(rounds, ckpt_path=None):
+        module = tiny()
+        loop = FederatedLoop(policy=Schedule(num_steps=2), seed=3)
+        made = trainer(loop, rounds=rounds)
+        made.fit(VectorizedClients(module, compile=True), datamodule=data(), ckpt_path=ckpt_path)
+        made.save_checkpoint(tmp_path / f"{rounds}.ckpt")
+        return flat(module)
+
+    whole, count = run(3), len(light)
+    run(2)
+    assert torch.equal(run(3, tmp_path / "2.ckpt"), whole)
+    assert len(light) == 2 * count  # the choice was not made again
+
+
+def test_a_step_that_is_not_one_graph_runs_as_it_is(train, flat, ragged, tiny, faster, federation):
+    class Breaks(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            torch._dynamo.graph_break()
+            return super().training_step(batch, batch_idx)
+
+    plain, found = tiny(), tiny(Breaks)
+    train(plain, federation=federation)
+    with pytest.warns(UserWarning, match="the step of a client is not compiled: Unsupported: "):
+        train(found, "auto", 3, ragged(), federation=federation, compile=True)
+    torch.testing.assert_close(flat(found), flat(plain), rtol=0, atol=1e-12)
+    assert not [t for t in threading.enumerate() if t.name.startswith("client")]
+
+
+def test_what_is_not_faster_is_not_used(train, ragged, tiny, light, federation, monkeypatch):
+    times = cycle([2, 1, 1, 2])
+    monkeypatch.setattr(tuning, "seconds", lambda step: next(times))
+    train(tiny(), "auto", 3, ragged(), federation=federation, compile=True)
+    assert len(light) == 7  # of the trial
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.RMSprop])
+def test_other_optimizers_are_not_compiled(train, ragged, tiny, light, federation, optimizer):
+    module = tiny(optimizer=lambda params: optimizer(params, lr=0.01))
+    train(module, "auto", 3, ragged(), federation=federation, compile=True)
+    assert not light
+
+
+def test_a_failure_in_a_thread_ends_the_run(train, ragged, tiny, light, federation, monkeypatch):
+    def compiled(module, inputs, cores, rewrites):
+        runs = iter(range(8))  # the trial, and two steps
+
+        def run(*tensors):
+            if next(runs, None) is None:
+                raise ArithmeticError("in a thread")
+            return module(*tensors)
+
+        return run, Draws.NOTHING
+
+    monkeypatch.setattr(side_by_side, "compiled", compiled)
+    with pytest.raises(ArithmeticError, match="in a thread"):
+        train(tiny(), "auto", 3, ragged(), federation=federation, compile=True)
+
+
+# --- random numbers -------------------------------------------------------------------------------
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(40))
+
+    def forward(self, x):
+        return F.dropout(torch.ones(40, dtype=x.dtype), 0.5) @ self.weight
+
+
+class Updates(L.Callback):
+    """Keeps the update of each client."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_client_updates(self, plan, clients, updates, dropped):
+        self.found += list(updates.clone())
+        return updates
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_random_numbers_do_not_depend_on_threads(fit, data, tiny, faster, monkeypatch):
+    """Compiled. The step subtracts the mask of dropout, whose entries are 0 and 2."""
+
+    class Masked(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            return self.net(batch[0])
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    def run(threads):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        torch._dynamo.reset()
+        updates = Updates()
+        loop = FederatedLoop(policy=Schedule(num_steps=1, lr=1.0), seed=3)
+        module = VectorizedClients(tiny(Masked, net=Dropped), compile=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "set_num_threads", lambda count: None)
+            fit(module, loop, data(), rounds=3, callbacks=[updates])
+        return torch.stack(updates.found)
+
+    one, two = run(1), run(2)
+    assert torch.equal(one, two)
+    assert set(one.flatten().tolist()) == {0.0, -2.0}
+    assert len(one.unique(dim=0)) == len(one) == 12  # another mask for each client and round
+    assert abs(float(one.mean()) + 1) < 0.2
+
+
+def traced(function):
+    """The graph of a function, with the operations that torch's compiler makes of it."""
+    graph = torch.fx.Graph()
+    seeds = graph.placeholder("seeds")
+    mark = graph.call_function(torch.ops.lightning_fl.seeds.default, (seeds,))
+    graph.output((*function(graph), mark))
+    return graph
+
+
+def seeds_of(count):
+    return lambda graph: [
+        graph.call_function(torch.ops.prims.inductor_seeds.default, (count, torch.device("cpu")))
+    ]
+
+
+def test_seeds_are_taken_from_those_that_are_given():
+    graph = traced(lambda graph: [*seeds_of(2)(graph), *seeds_of(3)(graph)])
+    assert use_seeds(graph) is Draws.SEEDS
+    module = torch.fx.GraphModule({}, graph)
+    given = torch.arange(MOST_SEEDS)
+    first, second, _ = module(given)
+    assert (first.tolist(), second.tolist()) == ([0, 1], [2, 3, 4])
+
+
+def test_graphs_that_draw_in_other_ways_are_known():
+    assert use_seeds(traced(lambda graph: [])) is Draws.NOTHING
+    assert use_seeds(traced(seeds_of(MOST_SEEDS))) is Draws.SEEDS
+    assert use_seeds(traced(seeds_of(MOST_SEEDS + 1))) is Draws.UNKNOWN
+    permuted = traced(lambda g: [g.call_function(torch.ops.aten.randperm.default, (5,))])
+    assert use_seeds(permuted) is Draws.UNKNOWN
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+def test_threads_share_the_cores(monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for most, count, cores in ((1, 1, 4), (2, 2, 2), (3, 3, 1), (9, 4, 1)):
+            threads = Threads(most)
+            found = threads.start(lambda: (torch.get_num_threads(), torch.is_grad_enabled()))
+            assert (threads.count, threads.cores, found.result()) == (count, cores, (cores, False))
+            threads.close()
+            assert torch.get_num_threads() == 4
+            assert torch.is_grad_enabled()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_first_failure_is_raised():
+    threads = Threads(2)
+    threads.start(lambda: None)
+    threads.start(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        threads.wait()
+    threads.wait()  # nothing is left
+    threads.close()
