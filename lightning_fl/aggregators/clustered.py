@@ -100,7 +100,7 @@ class ClusteredFL(Aggregator):
         self.linkage = check_choice("linkage", linkage, "complete", "single")
         self.weighting = check_choice("weighting", weighting, "samples", "uniform")
         self.split_update = check_choice("split_update", split_update, "parts", "cluster")
-        self._norms = {"mean_norm": 0.0, "max_norm": 0.0}
+        self._norms: dict[str, float] = {}
 
     def allocate(self, server: Tensor) -> None:
         """Declare the updates of the round, and the cluster models and members."""
@@ -117,6 +117,7 @@ class ClusteredFL(Aggregator):
     def start(self, server: Tensor, trained: Tensor | None = None) -> None:
         """Begin a round. With a single cluster, its model is the global model."""
         super().start(server, trained)
+        self._norms = {}
         if len(self.models) == 1:
             self.models = server[None].clone()
 

@@ -72,7 +72,7 @@ class FlexLoRA(AdapterRule):
         self, ranks: Ranks = None, weighting: Literal["samples", "uniform"] = "samples"
     ) -> None:
         super().__init__(ranks, weighting)
-        self._lost = 0.0
+        self._metrics: dict[str, float] = {}
 
     def setup(self, federation: Federation) -> None:
         """Refuse what clients keep in coordinates; see :meth:`AdapterRule.setup`."""
@@ -89,6 +89,11 @@ class FlexLoRA(AdapterRule):
                 f"{type(self).__name__} changes the coordinates of the adapters in each round, so"
                 f" clients cannot keep {each}"
             )
+
+    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
+        """Begin a round."""
+        super().start(server, trained)
+        self._metrics = {}
 
     def allocate(self, server: Tensor) -> None:
         """Declare the factors of the round's clients, too; see :meth:`FedAvg.allocate`."""
@@ -141,9 +146,9 @@ class FlexLoRA(AdapterRule):
             ours[names[0]].copy_(new_a.reshape(ours[names[0]].shape))
             ours[names[1]].copy_(new_b.reshape(ours[names[1]].shape))
             lost.append(share)
-        self._lost = float(torch.stack(lost).max())
+        self._metrics = {"lost_energy": float(torch.stack(lost).max())}
         return model
 
     def metrics(self) -> dict[str, float]:
         """Return the share of the average product that the rank of the module cannot hold."""
-        return {"lost_energy": self._lost}
+        return self._metrics

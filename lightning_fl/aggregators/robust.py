@@ -217,14 +217,17 @@ class NormClipping(FedAvg):
         self.max_norm = check_number("max_norm", max_norm, above=0)
         self._figures: dict[str, float] = {}
 
+    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
+        """Begin a round."""
+        super().start(server, trained)
+        self._figures = {}
+
     def allocate(self, server: Tensor) -> None:
         """Declare also the number of clipped updates; see :meth:`FedAvg.allocate`."""
         super().allocate(server)
         for name in ("hits", "count"):
             zero = torch.zeros((), dtype=torch.float64, device=server.device)
             self.add_state(name, zero, dist_reduce_fx="sum")
-        #: Fraction of the last round's updates that were clipped.
-        self._figures = {"clipped": 0.0}
 
     def update(self, clients: ClientUpdate) -> None:
         """Add clipped updates to the weighted sum."""

@@ -223,6 +223,22 @@ def test_its_state_is_saved_and_loaded_between_rounds(make, tmp_path):
 
 
 @every_rule
+def test_a_skipped_round_has_no_metrics_of_an_earlier_one(make):
+    """A resumed run has not computed the earlier round, so that its table would differ."""
+    rule, again = make(), make()
+    server, update = problem()
+    server = aggregate(rule, server, update)
+    again.start(server)
+    again.load_state_dict(copy.deepcopy(rule.state_dict()))
+    found = []
+    for each in (rule, again):
+        each.start(server)
+        each.conclude(0, 1)
+        found.append(each.metrics())
+    assert found[0] == found[1]
+
+
+@every_rule
 def test_a_rule_may_go_on_with_a_model_of_another_size(make):
     if isinstance(make(), Staged):
         pytest.skip("it goes on with the next stage")
