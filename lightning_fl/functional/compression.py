@@ -27,6 +27,9 @@ def quantized(update: Tensor, bits: int, uniform: Tensor) -> Tensor:
     .. math:: Q(x) = s \Bigl\lfloor \frac{x}{s} + u \Bigr\rfloor, \qquad
         s = \frac{\max_i |x_i|}{2^{b - 1} - 1}, \qquad u \sim U[0, 1)
 
+    The computation is in float64, since a sum :math:`x / s + u` that was rounded to half precision
+    would be biased.
+
     Args:
         update: Client update :math:`x`, ``[P]``.
         bits: Number of bits :math:`b`, at least 2.
@@ -37,11 +40,12 @@ def quantized(update: Tensor, bits: int, uniform: Tensor) -> Tensor:
         tensor([-3.,  1.,  3.])
     """
     most = 2 ** (bits - 1) - 1
-    scale = update.abs().max() / most
+    wide = update.double()
+    scale = wide.abs().max() / most
     if not scale:
         return torch.zeros_like(update)
-    found: Tensor = scale * (update / scale + uniform).floor().clamp(-most, most)
-    return found
+    found: Tensor = scale * (wide / scale + uniform).floor().clamp(-most, most)
+    return found.to(update.dtype)
 
 
 def signs(update: Tensor) -> Tensor:

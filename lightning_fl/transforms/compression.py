@@ -112,7 +112,7 @@ class Quantize(Compression):
         """Return the quantized update; see :class:`Compression`."""
         if self.bits == 1:
             return signs(update)
-        uniform = torch.rand(len(update), generator=generator).to(update)
+        uniform = torch.rand(len(update), generator=generator).to(update.device)
         return quantized(update, self.bits, uniform)
 
     def message(self, numbers: int, before: Message) -> Message:

@@ -197,3 +197,15 @@ def test_personal_evaluation_is_not_disturbed(fit, data):
 def test_bad_options(make, message):
     with pytest.raises(FederationError, match=message):
         make()
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.float16, 12)])
+def test_quantization_is_unbiased_in_half_precision(dtype, bits):
+    """A sum with the random numbers that was rounded to this precision would be too large."""
+    x = torch.randn(2000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[:1000] = 0
+    sent = [Quantize(bits)(x, {}, torch.Generator().manual_seed(seed)) for seed in range(100)]
+    assert all(each.dtype == dtype and not each[:1000].any() for each in sent)
+    mean = torch.stack(sent).double().mean(0)[1000:]
+    scale = float(x.abs().max()) / (2 ** (bits - 1) - 1)
+    assert abs(float((mean - x[1000:].double()).mean())) < 0.03 * scale
