@@ -13,6 +13,9 @@ from lightning_fl.functional.low_rank import factorize
 from lightning_fl.transforms.compression import Compression
 from lightning_fl.types import ClientUpdate, FederationError
 
+#: What to do if clients train a second model.
+REMEDY = "remove its term, or use FedAvg or ZeroPadding"
+
 
 class FlexLoRA(AdapterRule):
     r"""Average the products of LoRA adapters of any rank, and factorize it (Bai et al., 2024).
@@ -39,7 +42,8 @@ class FlexLoRA(AdapterRule):
     The decomposition is that of the stacked factors of the clients: no matrix of the size of a
     weight is formed. It runs in float64 with fixed signs. The factors of the round's clients are
     kept until its end. The coordinates of factors change in each round, so clients cannot keep
-    their optimizer state, or errors of a compression (``error_feedback``).
+    their optimizer state, errors of a compression (``error_feedback``), or a second model with
+    adapters (:class:`~lightning_fl.objectives.Ditto`, :class:`~lightning_fl.objectives.APFL`).
 
     Args:
         ranks: Rank of the clients: one for all; a list with one per client; or the share of the
@@ -84,11 +88,22 @@ class FlexLoRA(AdapterRule):
         ]
         if federation.optimizer_state == "keep":
             kept.append("optimizer states: set optimizer_state: reset")
+        kept += [f"{name}, an adapter of a second model: {REMEDY}" for name in self._second()]
         for each in kept:
             raise FederationError(
                 f"{type(self).__name__} changes the coordinates of the adapters in each round, so"
                 f" clients cannot keep {each}"
             )
+
+    def _second(self) -> list[str]:
+        """Return the first adapter of a second model that clients train, such as Ditto's."""
+        federation, factors = self.federation, {name for pair in self.pairs for name in pair}
+        if federation is None or federation.module is None:
+            return []
+        params = dict(federation.module.named_parameters())
+        local = (n for n in federation.local_parameters if n in params and params[n].requires_grad)
+        # A LocalNetwork writes the dots of a name as slashes.
+        return [n for n in local if any(n.replace("/", ".").endswith(f".{f}") for f in factors)][:1]
 
     def start(self, server: Tensor, trained: Tensor | None = None) -> None:
         """Begin a round."""

@@ -1,13 +1,16 @@
 """FlexLoRA beside a plain derivation with full matrices, and its limits."""
 
+import functools
 import warnings
 
 import pytest
 import torch
 
 from adapted import HEAD, PAIRS, Adapted
-from lightning_fl.aggregators import FedAvg, FlexLoRA
+from lightning_fl import ClientModule
+from lightning_fl.aggregators import FedAvg, FlexLoRA, ZeroPadding
 from lightning_fl.callbacks import ClientFaults, FederatedLoop
+from lightning_fl.objectives import APFL, Ditto
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import Schedule
 from lightning_fl.transforms import TopK
@@ -164,6 +167,17 @@ def test_clients_cannot_keep_errors_of_a_compression(run):
     with pytest.raises(FederationError, match="cannot keep errors that TopK feeds back: set"):
         run(FlexLoRA(), update_transforms=[TopK(0.5)])
     run(FlexLoRA(), update_transforms=[TopK(0.5, error_feedback=False)])
+
+
+@pytest.mark.parametrize("term", [Ditto, APFL])
+def test_clients_cannot_keep_a_second_model_with_adapters(fit, data, term):
+    def module():
+        net = Adapted().net
+        return ClientModule(net, [term()], functools.partial(torch.optim.SGD, lr=0.1)).double()
+
+    with pytest.raises(FederationError, match=r"cannot keep terms.*lora_A.*, an adapter of a sec"):
+        fit(module(), FederatedLoop(FlexLoRA()), data(), rounds=1)
+    fit(module(), FederatedLoop(ZeroPadding()), data(), rounds=1)
 
 
 def test_a_round_without_updates_keeps_the_model(run):
