@@ -144,9 +144,7 @@ class AdapterRule(FedAvg, ABC):
         Returns:
             Views of the rows, ``[k, *shape]``, each with a mask that broadcasts to its shape.
         """
-        assert self.federation is not None
-        assert self.federation.layout is not None
-        parts = self.federation.layout.split(rows)
+        parts = self.known_federation.known_layout.split(rows)
         ranks = self.client_ranks[clients.cpu()].to(rows.device)
         found = []
         for name_a, name_b in self.pairs:
@@ -160,9 +158,8 @@ class AdapterRule(FedAvg, ABC):
         """Return the number of entries beyond the rank of each client, ``[k]``."""
         if not self.pairs:
             return super().unused_entries(clients)
-        assert self.federation is not None
-        assert self.federation.layout is not None
-        shapes, count = self.federation.layout.shapes, torch.zeros(len(clients), dtype=torch.int64)
+        shapes = self.known_federation.known_layout.shapes
+        count = torch.zeros(len(clients), dtype=torch.int64)
         for a, b in self.pairs:
             rank = shapes[a][0]
             width = (shapes[a].numel() + shapes[b].numel()) // rank

@@ -157,9 +157,8 @@ class AFL(Aggregator):
     def broadcast(self, plan: RoundPlan) -> Mapping[str, Tensor]:
         """Repeat the draws of the sampler; send nothing."""
         if self.mode == "sampling":
-            assert self.federation is not None
             random = generator(plan.seed, RandomStream.COHORT, plan.round)
-            count, device = self.federation.sampling.size, self.weights.device
+            count, device = self.known_federation.sampling.size, self.weights.device
             draws, evaluated = draw_from_mixture(self.mixture, count, random)
             self._draws = draws.to(device), evaluated.to(device)
         return {}
@@ -171,16 +170,12 @@ class AFL(Aggregator):
 
     def allocate(self, server: Tensor) -> None:
         """Declare the sums of a round, and the mixture."""
-        if self.federation is None:
-            raise FederationError(
-                f"{type(self).__name__} requires the number of clients: use it in a FederatedLoop,"
-                " or call its setup"
-            )
+        federation = self.known_federation
         self.add_sum("total", len(server))
         self.add_sum("weight", 1)
-        first = torch.ones(self.federation.num_clients, dtype=torch.float64, device=server.device)
-        if self.initial == "samples" and self.federation.num_samples is not None:
-            first = self.federation.num_samples.to(first)
+        first = torch.ones(federation.num_clients, dtype=torch.float64, device=server.device)
+        if self.initial == "samples" and federation.num_samples is not None:
+            first = federation.num_samples.to(first)
         for name in ("losses", "returned"):  # each client returns to one process
             self.add_state(name, torch.zeros_like(first), dist_reduce_fx="sum")
         self.weights = first
@@ -192,11 +187,7 @@ class AFL(Aggregator):
 
     def update(self, clients: ClientUpdate) -> None:
         """Add weighted updates to their sum, and note the losses."""
-        if "loss_before" not in clients.extras:
-            raise FederationError(
-                f"{type(self).__name__} requires the initial losses of clients: use it in a"
-                " FederatedLoop, or add loss_before to the extras of the update"
-            )
+        self.require_extras(clients, "loss_before")
         ids = clients.clients.to(self.weights.device)
         weights = (self.weights if self._draws is None else self._draws[0].double())[ids]
         add_rows(self.total, clients.delta, weights)
@@ -241,12 +232,10 @@ class AFL(Aggregator):
     @torch.no_grad()
     def _write(self, vector: Tensor) -> None:
         """Copy a vector into the module."""
-        federation = self.federation
-        assert federation is not None
-        assert federation.layout is not None
+        federation = self.known_federation
         module = federation.module
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        for name, stack in federation.layout.split(vector[None]).items():
+        for name, stack in federation.known_layout.split(vector[None]).items():
             tensors[name].copy_(stack[0])
 
     def metrics(self) -> dict[str, float]:

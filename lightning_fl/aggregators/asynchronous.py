@@ -86,8 +86,7 @@ class AsynchronousAggregator(Aggregator):
     def allocate(self, server: Tensor) -> None:
         """Declare the weighted sum of a round, the number of updates, and the earlier models."""
         self.add_sum("total", len(server))
-        zero = torch.zeros(1, dtype=torch.float64, device=server.device)
-        self.add_state("count", zero, dist_reduce_fx="sum")
+        self.add_counts("count")
         #: Earlier versions of the model that clients in training started from, ``[v, P]``.
         self.register_buffer("models", server.new_zeros(0, len(server)))
         #: Their numbers, ``[v]``.

@@ -18,7 +18,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import ClientPart
 from lightning_fl.functional.summation import all_reduced, empty_sum, merged_sums
-from lightning_fl.types import ClientUpdate, RoundPlan
+from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,6 +69,16 @@ class Aggregator(Metric, ABC):
     def num_parameters(self) -> int | None:
         """Number of leading vector entries that are parameters, before buffers; None means all."""
         return None if self.federation is None else self.federation.num_parameters
+
+    @property
+    def known_federation(self) -> Federation:
+        """Description of the run, for rules that do not work outside of one."""
+        if self.federation is None:
+            raise FederationError(
+                f"{type(self).__name__} requires the number of clients: use it in a FederatedLoop,"
+                " or call its setup"
+            )
+        return self.federation
 
     def start(self, server: Tensor, trained: Tensor | None = None) -> None:
         """Begin a round.
@@ -168,6 +178,49 @@ class Aggregator(Metric, ABC):
         # The default needs no memory, each reset copies it.
         self._defaults[name] = default = empty.expand(-1, *shape)
         setattr(self, name, default.clone())
+
+    def add_counts(self, *names: str) -> None:
+        """Declare sums of integers, such as counts, over clients: ``[1]`` in float64.
+
+        Args:
+            names: Names of the states.
+        """
+        for name in names:
+            zero = torch.zeros(1, dtype=torch.float64, device=self.device)
+            self.add_state(name, zero, dist_reduce_fx="sum")
+
+    def add_lists(self, *names: str) -> None:
+        """Declare lists with rows of all clients of a round.
+
+        Use :meth:`append` to add rows, and :meth:`gather_by_client` to read them.
+
+        Args:
+            names: Names of the states.
+        """
+        for name in names:
+            self.add_state(name, [], dist_reduce_fx="cat")
+
+    def append(self, **rows: Tensor) -> None:
+        """Add copies of the rows of clients to lists of :meth:`add_lists`.
+
+        Args:
+            rows: Rows, ``[k, ...]``, by the name of the list.
+        """
+        for name, values in rows.items():
+            getattr(self, name).append(values.to(self.server.device, copy=True))
+
+    def require_extras(self, clients: ClientUpdate, *names: str) -> None:
+        """Raise an error if clients did not send what the rule needs in addition to updates.
+
+        Args:
+            clients: Client updates.
+            names: Names in ``clients.extras``.
+        """
+        if missing := [name for name in names if name not in clients.extras]:
+            raise FederationError(
+                f"{type(self).__name__} requires {missing[0]} of the clients: use it in a"
+                f" FederatedLoop, or add {missing[0]} to the extras of the update"
+            )
 
     def _sync_dist(
         self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None

@@ -104,8 +104,7 @@ class ClusteredFL(Aggregator):
 
     def allocate(self, server: Tensor) -> None:
         """Declare the updates of the round, and the cluster models and members."""
-        for name in ("ids", "deltas", "sizes"):
-            self.add_state(name, [], dist_reduce_fx="cat")
+        self.add_lists("ids", "deltas", "sizes")
         #: The model of each cluster, ``[c, P]``.
         self.register_buffer("models", server[None].clone())
         #: The cluster of each client, ``[places]``; -1 before its first update.
@@ -129,12 +128,7 @@ class ClusteredFL(Aggregator):
 
     def update(self, clients: ClientUpdate) -> None:
         """Store updates until the end of the round."""
-        for state, value in (
-            (self.ids, clients.clients),
-            (self.deltas, clients.delta.clone()),
-            (self.sizes, clients.num_samples),
-        ):
-            state.append(value.to(self.models.device))  # type: ignore[union-attr]
+        self.append(ids=clients.clients, deltas=clients.delta, sizes=clients.num_samples)
 
     def compute(self) -> Tensor:
         """Update and split the clusters, and return the mean of the cluster models."""

@@ -90,7 +90,7 @@ class FedControl(Aggregator):
         self.add_sum("total", 3, len(server))
         self.add_sum("weight", 3)
         self.add_sum("absolute", 3)
-        self.add_state("reports", [], dist_reduce_fx="cat")
+        self.add_lists("reports")
         known = torch.zeros(PLACES, self.columns, dtype=torch.float64, device=device)
         self.register_buffer("known", known)
         self.register_buffer("round", torch.zeros((), dtype=torch.int64, device=device))
@@ -111,12 +111,7 @@ class FedControl(Aggregator):
 
     def update(self, clients: ClientUpdate) -> None:
         """Add updates to the three sums."""
-        if not {"loss_before", "loss_after"} <= clients.extras.keys():
-            raise FederationError(
-                f"{type(self).__name__} requires client losses, and the update has none:"
-                " add loss_before and loss_after to the extras of the update, or use a"
-                " FederatedLoop"
-            )
+        self.require_extras(clients, "loss_before", "loss_after")
         before, after = (
             clients.extras[name].to(self.total) for name in ("loss_before", "loss_after")
         )
@@ -128,7 +123,7 @@ class FedControl(Aggregator):
         add_rows(self.weight, weights.T)
         add_rows(self.absolute, weights.T.abs())
         ids = clients.clients.to(rows)[:, None]
-        self.reports.append(torch.cat([ids, rows], dim=1))  # type: ignore[union-attr]
+        self.append(reports=torch.cat([ids, rows], dim=1))
 
     def _terms(self, known: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss decreases, the integrals and the new client states, ``[k, columns]``."""

@@ -48,14 +48,12 @@ class Downpour(FedOpt):
     def allocate(self, server: Tensor) -> None:
         """Declare also the list of client updates."""
         super().allocate(server)
-        for name in ("ids", "deltas"):
-            self.add_state(name, [], dist_reduce_fx="cat")
+        self.add_lists("ids", "deltas")
 
     def update(self, clients: ClientUpdate) -> None:
         """Store updates until the end of the round."""
         super().update(clients)
-        self.ids.append(clients.clients.to(clients.delta.device))  # type: ignore[union-attr]
-        self.deltas.append(clients.delta.clone())  # type: ignore[union-attr]
+        self.append(ids=clients.clients, deltas=clients.delta)
 
     def compute(self) -> Tensor:
         """Return the global model after one step per client."""

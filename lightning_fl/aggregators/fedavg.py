@@ -48,8 +48,7 @@ class FedAvg(Aggregator):
     def allocate(self, server: Tensor) -> None:
         """Declare the weighted sum of updates and the sum of weights."""
         self.add_sum("total", len(server))
-        zero = torch.zeros(1, dtype=torch.float64, device=server.device)
-        self.add_state("weight", zero, dist_reduce_fx="sum")
+        self.add_counts("weight")
 
     def update(self, clients: ClientUpdate) -> None:
         """Add updates to the weighted sum."""

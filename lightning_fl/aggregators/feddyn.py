@@ -103,9 +103,9 @@ class FedDyn(Aggregator):
         """Return the mean number of samples of all clients if clients are weighted by theirs."""
         if self.weighting == "uniform":
             return {}
-        assert self.federation is not None
-        assert self.federation.num_samples is not None
-        return {"mean_samples": self.federation.num_samples.double().mean()}
+        num_samples = self.known_federation.num_samples
+        assert num_samples is not None
+        return {"mean_samples": num_samples.double().mean()}
 
     def start(self, server: Tensor, trained: Tensor | None = None) -> None:
         """Begin a round."""
@@ -115,8 +115,7 @@ class FedDyn(Aggregator):
     def allocate(self, server: Tensor) -> None:
         """Declare the sums of a round, and the vector of the server."""
         self.add_sum("total", len(server))
-        zero = torch.zeros(1, dtype=torch.float64, device=server.device)
-        self.add_state("count", zero, dist_reduce_fx="sum")
+        self.add_counts("count")
         #: :math:`h`, in float64.
         self.register_buffer("h", torch.zeros_like(server[: self.num_parameters]).double())
 
@@ -127,15 +126,11 @@ class FedDyn(Aggregator):
 
     def compute(self) -> Tensor:
         """Return the next model, and change the vector of the server."""
-        if self.federation is None:
-            raise FederationError(
-                f"{type(self).__name__} requires the number of clients: use it in a FederatedLoop,"
-                " or call its setup"
-            )
+        num_clients = self.known_federation.num_clients
         if not self.count:
             return self.server
         total, n = sum_value(self.total), len(self.h)
-        self.h = self.h - self.alpha / self.federation.num_clients * total[:n]
+        self.h = self.h - self.alpha / num_clients * total[:n]
         correction = self.h / self.alpha
         if self._trained is not None:  # h of a parameter may be left from rounds that trained it
             correction = correction.where(self._trained, 0)
@@ -167,16 +162,14 @@ class DynamicRegularizer(ClientPart):
 
     def initial_memory(self, federation: Federation) -> dict[str, Tensor]:
         """Return a linear term of 0."""
-        layout = federation.layout
-        assert layout is not None
+        layout = federation.known_layout
         return {"gradient": torch.zeros(layout.num_parameters, dtype=layout.dtype)}
 
     def start(
         self, client: ClientContext, memory: dict[str, Tensor], broadcast: Mapping[str, Tensor]
     ) -> None:
         """Add the gradient of the regularizer in all local steps."""
-        layout, gradient = client.federation.layout, memory["gradient"]
-        assert layout is not None
+        layout, gradient = client.federation.known_layout, memory["gradient"]
         alphas = torch.full((len(gradient),), self.alpha, dtype=torch.float64)
         if self.weighting == "samples":
             alphas *= broadcast["mean_samples"].cpu() / client.num_samples

@@ -113,8 +113,7 @@ class FlexLoRA(AdapterRule):
     def allocate(self, server: Tensor) -> None:
         """Declare the factors of the round's clients, too; see :meth:`FedAvg.allocate`."""
         super().allocate(server)
-        for name in ("ids", "weights", "factors"):
-            self.add_state(name, [], dist_reduce_fx="cat")
+        self.add_lists("ids", "weights", "factors")
 
     def update(self, clients: ClientUpdate) -> None:
         """Keep the factors of clients; add the other parameters to their sum."""
@@ -126,13 +125,9 @@ class FlexLoRA(AdapterRule):
         for factor, unused in self.unused(local, clients.clients):
             # What attacks and update transforms add beyond the rank is not sent.
             parts.append(factor.masked_fill(unused, 0).flatten(1))
-        assert isinstance(self.ids, list)
-        assert isinstance(self.weights, list)
-        assert isinstance(self.factors, list)
-        self.ids.append(clients.clients.to(self.device))
         weights = clients.num_samples.to(self.weight)
-        self.weights.append(weights if self.weighting == "samples" else torch.ones_like(weights))
-        self.factors.append(torch.cat(parts, 1))
+        weights = weights if self.weighting == "samples" else torch.ones_like(weights)
+        self.append(ids=clients.clients, weights=weights, factors=torch.cat(parts, 1))
 
     def compute(self) -> Tensor:
         """Return the average of the other parameters, and the factors of the average product."""
@@ -142,9 +137,8 @@ class FlexLoRA(AdapterRule):
             return model
         _, weights, factors = gathered
         weights = weights / weights.sum()
-        assert self.federation is not None
-        assert self.federation.layout is not None
-        ours, server = (self.federation.layout.split(v[None]) for v in (model, self.server))
+        layout = self.known_federation.known_layout
+        ours, server = (layout.split(v[None]) for v in (model, self.server))
         lost, at = [], 0
         for names in self.pairs:
             views = []

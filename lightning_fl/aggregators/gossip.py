@@ -87,8 +87,7 @@ class Gossip(Aggregator):
 
     def allocate(self, server: Tensor) -> None:
         """Initialize all client models with the global model."""
-        for name in ("ids", "deltas"):
-            self.add_state(name, [], dist_reduce_fx="cat")
+        self.add_lists("ids", "deltas")
         weights = self._mixing().to(server.device)
         #: The model of each client, ``[clients, P]``, and the mixing matrix.
         self.register_buffer("models", server.repeat(len(weights), 1))
@@ -121,8 +120,7 @@ class Gossip(Aggregator):
 
     def update(self, clients: ClientUpdate) -> None:
         """Store updates until the end of the round."""
-        self.ids.append(clients.clients.to(self.models.device))  # type: ignore[union-attr]
-        self.deltas.append(clients.delta.clone())  # type: ignore[union-attr]
+        self.append(ids=clients.clients, deltas=clients.delta)
 
     def compute(self) -> Tensor:
         """Mix the client models, and return their mean."""

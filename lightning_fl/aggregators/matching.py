@@ -296,8 +296,7 @@ class NeuronMatching(Aggregator):
 
     def allocate(self, server: Tensor) -> None:
         """Declare the updates of the round, and the persistent buffers."""
-        for name in ("ids", "deltas"):
-            self.add_state(name, [], dist_reduce_fx="cat")
+        self.add_lists("ids", "deltas")
         device = server.device
         #: Initial vector of the module, which it holds in training between clients.
         self.register_buffer("base", server.clone())
@@ -329,8 +328,7 @@ class NeuronMatching(Aggregator):
 
     def update(self, clients: ClientUpdate) -> None:
         """Store updates until the end of the round."""
-        self.ids.append(clients.clients.to(self.starts.device))  # type: ignore[union-attr]
-        self.deltas.append(clients.delta.clone())  # type: ignore[union-attr]
+        self.append(ids=clients.clients, deltas=clients.delta)
 
     def compute(self) -> Tensor:
         """Collect the client networks. :meth:`load_global_network` merges them."""

@@ -137,17 +137,11 @@ class DPFedAvg(FedOpt):
             size = self._drawn.size
             check_number("count_noise", self._count_noise, above=0, max=size, hint=hint)
         super().allocate(server)
-        zero = torch.zeros((), dtype=torch.float64, device=server.device)
-        self.add_state("below", zero, dist_reduce_fx="sum")
+        self.add_counts("below")  # halves, which are exact, too
 
     @property
     def _drawn(self) -> Cohort:
-        if self.federation is None:
-            raise FederationError(
-                f"{type(self).__name__} requires the client sampling: use it in a FederatedLoop, or"
-                " call its setup"
-            )
-        return self.federation.sampling
+        return self.known_federation.sampling
 
     @property
     def _delta(self) -> float:
@@ -182,10 +176,9 @@ class DPFedAvg(FedOpt):
 
     def compute(self) -> Tensor:
         """Return the global model after one optimizer step with the noisy mean."""
-        assert self.federation is not None  # checked by _drawn
         size, noise, mask = self._drawn.size, self.noise_multiplier, self._mask()
-        key = (self.federation.seed, RandomStream.NOISE, int(self.round), self._noise_key)
-        random = generator(*key)
+        seed = self.known_federation.seed
+        random = generator(seed, RandomStream.NOISE, int(self.round), self._noise_key)
         if self.quantile is not None:
             noise = noise_beside_a_count(noise, self._count_noise)
         deviation = noise * self._norm

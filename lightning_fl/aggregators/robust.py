@@ -37,15 +37,11 @@ class RobustAggregator(Aggregator):
 
     def allocate(self, server: Tensor) -> None:
         """Declare the updates of the round."""
-        for name in ("ids", "deltas", "weights"):
-            self.add_state(name, [], dist_reduce_fx="cat")
+        self.add_lists("ids", "deltas", "weights")
 
     def update(self, clients: ClientUpdate) -> None:
         """Store updates until the end of the round."""
-        device = clients.delta.device
-        self.ids.append(clients.clients.to(device))  # type: ignore[union-attr]
-        self.deltas.append(clients.delta.clone())  # type: ignore[union-attr]
-        self.weights.append(clients.num_samples.to(device))  # type: ignore[union-attr]
+        self.append(ids=clients.clients, deltas=clients.delta, weights=clients.num_samples)
 
     def compute(self) -> Tensor:
         """Return the global model plus the center, unchanged if no client returned."""
@@ -225,9 +221,7 @@ class NormClipping(FedAvg):
     def allocate(self, server: Tensor) -> None:
         """Declare also the number of clipped updates; see :meth:`FedAvg.allocate`."""
         super().allocate(server)
-        for name in ("hits", "count"):
-            zero = torch.zeros((), dtype=torch.float64, device=server.device)
-            self.add_state(name, zero, dist_reduce_fx="sum")
+        self.add_counts("hits", "count")
 
     def update(self, clients: ClientUpdate) -> None:
         """Add clipped updates to the weighted sum."""

@@ -112,9 +112,8 @@ class Scaffold(Aggregator):
         n = len(server[: self.num_parameters])
         self.add_sum("total", len(server))
         self.add_sum("change", n)
-        zero = torch.zeros(1, dtype=torch.float64, device=server.device)
-        self.add_state("weight", zero, dist_reduce_fx="sum")
-        self.register_buffer("control", zero.new_zeros(n))
+        self.add_counts("weight")
+        self.register_buffer("control", torch.zeros_like(server[:n]).double())
 
     def broadcast(self, plan: RoundPlan) -> Mapping[str, Tensor]:
         """Send the control variate of the server."""
@@ -123,11 +122,7 @@ class Scaffold(Aggregator):
 
     def update(self, clients: ClientUpdate) -> None:
         """Add the moves and the changes of control variates to their sums."""
-        if "control_change" not in clients.extras:
-            raise FederationError(
-                f"{type(self).__name__} needs the changes of the clients' control variates: use it"
-                " in a FederatedLoop, or add control_change to the extras of the update"
-            )
+        self.require_extras(clients, "control_change")
         weights = clients.num_samples.to(self.weight)
         if self.weighting == "uniform":
             weights = torch.ones_like(weights)
@@ -148,15 +143,11 @@ class Scaffold(Aggregator):
         return model if returned >= min_clients else None
 
     def _weight_of_all(self) -> float:
-        if self.federation is None:
-            raise FederationError(
-                f"{type(self).__name__} needs the number of clients: use it in a FederatedLoop, or"
-                " call its setup"
-            )
+        federation = self.known_federation
         if self.weighting == "uniform":
-            return self.federation.num_clients
-        assert self.federation.num_samples is not None
-        return float(self.federation.num_samples.sum())
+            return federation.num_clients
+        assert federation.num_samples is not None
+        return float(federation.num_samples.sum())
 
     def metrics(self) -> dict[str, float]:
         """Return the norm of the server's control variate, an estimate of the gradient's."""
@@ -176,16 +167,14 @@ class ControlVariate(ClientPart):
 
     def initial_memory(self, federation: Federation) -> dict[str, Tensor]:
         """Return a control variate of 0."""
-        layout = federation.layout
-        assert layout is not None
+        layout = federation.known_layout
         return {"control": torch.zeros(layout.num_parameters, dtype=layout.dtype)}
 
     def start(
         self, client: ClientContext, memory: dict[str, Tensor], broadcast: Mapping[str, Tensor]
     ) -> None:
         """Add :math:`c - c_k` to the gradients of all local steps."""
-        layout = client.federation.layout
-        assert layout is not None
+        layout = client.federation.known_layout
         self._server = broadcast["control"]
         correction = layout.split(self._server - memory["control"])
         client.add_to_gradients(lambda params: correction)

@@ -97,9 +97,8 @@ class ZeroPadding(AdapterRule):
             norm = sum_value(self.norms)
             mean = sum_value(self.factors) / torch.where(norm > 0, norm, 1.0)
             by_norm = (self.server + mean).to(model.dtype)
-            assert self.federation is not None
-            assert self.federation.layout is not None
-            ours, others = (self.federation.layout.split(v[None]) for v in (model, by_norm))
+            layout = self.known_federation.known_layout
+            ours, others = (layout.split(v[None]) for v in (model, by_norm))
             for name in (name for pair in self.pairs for name in pair):
                 # Before training all products are 0: then the weights are those of samples.
                 ours[name].copy_(torch.where(norm > 0, others[name], ours[name]))

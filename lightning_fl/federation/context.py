@@ -76,6 +76,12 @@ class Federation:
         """Number of entries of the vector that are parameters; None means all."""
         return None if self.layout is None else self.layout.num_parameters
 
+    @property
+    def known_layout(self) -> VectorLayout:
+        """Layout of the exchanged tensors, from the start of a fit on."""
+        assert self.layout is not None
+        return self.layout
+
     def refuse_stage(self, aggregator: object, why: str) -> None:
         """Raise an error if an aggregator is nested in another one.
 

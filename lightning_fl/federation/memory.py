@@ -46,9 +46,8 @@ class ClientMemory:
     ) -> None:
         self.store, self.transforms, self.parts = store, transforms, parts
         self._seed, self._device = federation.seed, device
-        layout = federation.layout
-        assert layout is not None
-        self._num_clients, self._num_parameters = federation.num_clients, layout.num_parameters
+        self._num_clients = federation.num_clients
+        self._num_parameters = federation.known_layout.num_parameters
         #: Initial client memory of each part.
         self.initial = [part.initial_memory(federation) for part in parts]
 

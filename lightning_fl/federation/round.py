@@ -93,7 +93,7 @@ class Round:
         self._client: ClientContext | None = None
         self._reported = torch.empty(0)
         self._broadcast: Mapping[str, Tensor] = {}
-        self.traffic = fit.traffic = Traffic(fit.federation.layout, fit.memory.transforms)
+        self.traffic = fit.traffic = Traffic(fit.federation.known_layout, fit.memory.transforms)
         # Random numbers outside of client training depend on the seed and the round only.
         device = fit.module.device
         seed_rng(derive_seed(plan.seed, RandomStream.ROUND, plan.round), device)

@@ -22,8 +22,7 @@ class Traffic:
         transforms: Update transforms, which can reduce the size of updates.
     """
 
-    def __init__(self, layout: VectorLayout | None, transforms: Sequence[UpdateTransform]) -> None:
-        assert layout is not None
+    def __init__(self, layout: VectorLayout, transforms: Sequence[UpdateTransform]) -> None:
         self._layout, self._transforms = layout, transforms
         #: Slices of the frozen parameters in the vector.
         self._frozen: list[slice] = []

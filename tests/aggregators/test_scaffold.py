@@ -251,7 +251,7 @@ def test_outside_a_loop_it_says_what_it_needs():
     rule.start(torch.zeros(2))
     with pytest.raises(FederationError, match="add control_change to the extras"):
         rule.update(update)
-    with pytest.raises(FederationError, match="needs the number of clients"):
+    with pytest.raises(FederationError, match="requires the number of clients"):
         rule.compute()
     rule.setup(Federation(4, Cohort(1, 4)))
     assert torch.equal(rule.compute(), torch.zeros(2))
