@@ -18,13 +18,13 @@ from lightning_fl.aggregators.matching_assignments import (
     table_fits,
 )
 from lightning_fl.aggregators.matching_clients import ClientNetworks
-from lightning_fl.aggregators.matching_options import MatchingRuleOptions
 from lightning_fl.aggregators.matching_search import candidates, narrowest
 from lightning_fl.federation.context import Federation
 from lightning_fl.functional.networks import MatchedNetwork, MatchingOptions
 from lightning_fl.functional.randomness import RandomStream, generator, run_seed
 from lightning_fl.functional.tables import PLACES, make_place, with_place
 from lightning_fl.layer_stack import Layers, LayerStack
+from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.types import ClientUpdate, FederationError
 
 if TYPE_CHECKING:
@@ -110,24 +110,22 @@ class NeuronMatching(Aggregator):
         accept: Literal["always", "improvement"] = "always",
     ) -> None:
         super().__init__()
-        self.settings = MatchingRuleOptions(
-            gamma=gamma,
-            client_variance=client_variance,
-            prior_variance=prior_variance,
-            widths=widths,
-            start=start,
-            std=std,
-            bias_mean=bias_mean,
-            sweeps=sweeps,
-            popularity=popularity,
-            cap=cap,
-            max_width=max_width,
-            tolerance=tolerance,
-            seed=seed,
-            accept=accept,
+        if widths is not None and not (isinstance(widths, list | tuple) and widths):
+            raise FederationError(f"widths must be a non-empty list of numbers, got {widths!r}")
+        for i, width in enumerate(widths or ()):
+            check_integer(f"widths[{i}]", width, min=1)
+        self.gamma = check_number("gamma", gamma, above=0, optional=True)
+        self.client_variance = check_number(
+            "client_variance", client_variance, above=0, optional=True
         )
-        # Also as attributes: tables, reports and checkpoints describe a rule by its arguments.
-        vars(self).update((k, v) for k, v in vars(self.settings).items() if k != "start")
+        self.prior_variance = check_number("prior_variance", prior_variance, above=0, optional=True)
+        self.widths, self.starts_from = widths, check_choice("start", start, "own", "server")
+        self.std = check_number("std", std, min=0, optional=True)
+        self.bias_mean, self.sweeps, self.popularity = bias_mean, sweeps, popularity
+        self.cap, self.max_width, self.accept = cap, max_width, accept
+        self.tolerance = check_number("tolerance", tolerance, min=0)
+        self.seed = check_integer("seed", seed, min=0, optional=True)
+        self._options(1.0, 1.0, 1.0)  # checks the others
         self.chain: LayerStack | None = None
         self._in_training: ClientNetworks | None = None
         self._returned: tuple[Tensor, list[Layers]] | None = None
@@ -198,8 +196,8 @@ class NeuronMatching(Aggregator):
             module.register_load_state_dict_pre_hook(self._fit_to)  # type: ignore[no-untyped-call]
         if example is None:
             return
-        self._in_training = ClientNetworks(self.chain, self.settings)
-        self._clients.check(example(), type(self).__name__)
+        self._in_training = ClientNetworks(self.chain, self)
+        self._clients.check(example())
         last = [*self.chain.layers.values()][-1]
         if self.layer is not None and not any(p.requires_grad for p in last.parameters()):
             raise FederationError(
@@ -381,8 +379,10 @@ class NeuronMatching(Aggregator):
         self, ids: Sequence[int], nets: Sequence[Layers], score: Callable[[], float] | None
     ) -> tuple[MatchedNetwork, MatchingOptions, dict[str, float]]:
         """Merge with the given options, or with those found by the search."""
-        settled = self.chosen.tolist() if self.searches_once and self.round > 0 else None
-        tried = candidates(self.settings, int(self.round), settled)
+        given: Sequence[float | None] = (self.gamma, self.client_variance, self.prior_variance)
+        if self.searches_once and self.round > 0:
+            given = self.chosen.tolist()
+        tried = [self._options(*values, int(self.round)) for values in candidates(given)]
         if len(tried) == 1:
             return self._matched(ids, nets, tried[0]), tried[0], {}
         if score is None:
@@ -397,13 +397,29 @@ class NeuronMatching(Aggregator):
             self.module_chain.write(merged.layers)
             return training_accuracy(), sum(merged.widths)
 
-        best, accuracy = narrowest(tried, self.settings.tolerance, scored)
+        best, accuracy = narrowest(tried, self.tolerance, scored)
         # Merge again with the same orders: keeping all merged networks takes too much memory.
         return self._matched(ids, nets, best), best, {"train_accuracy": accuracy}
 
+    def _options(
+        self, gamma: float, client_variance: float, prior_variance: float, round: int = 0
+    ) -> MatchingOptions:
+        """Return the options of a matching. Rounds after the first make at most three sweeps."""
+        return MatchingOptions(
+            client_variance,
+            prior_variance,
+            gamma,
+            bias_mean=self.bias_mean,
+            popularity=self.popularity,
+            cap=self.cap,
+            max_width=self.max_width,
+            sweeps=self.sweeps if round == 0 else min(self.sweeps, 3),
+            accept=self.accept,
+        )
+
     def _orders(self) -> torch.Generator:
         """Return the generator of the client orders of this round."""
-        return generator(run_seed(self.settings.seed), RandomStream.NEURONS, 0, int(self.round))
+        return generator(run_seed(self.seed), RandomStream.NEURONS, 0, int(self.round))
 
     def _counts(self, ids: Sequence[int]) -> Tensor | None:
         """Return samples per client and class, with ones for classes without samples."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightning_fl.aggregators.matching_options import MatchingRuleOptions
 from lightning_fl.functional.randomness import (
     RandomStream,
     derive_seed,
@@ -17,6 +16,9 @@ from lightning_fl.functional.randomness import (
 )
 from lightning_fl.layer_stack import Layers, LayerStack
 from lightning_fl.types import FederationError
+
+if TYPE_CHECKING:
+    from lightning_fl.aggregators.matching import NeuronMatching
 
 Shapes = list[tuple[int, int]]
 
@@ -28,17 +30,17 @@ class ClientNetworks:
 
     Args:
         chain: Layers of the module, with the shapes that clients train.
-        options: Options of the rule.
+        rule: The rule, whose options the networks have.
     """
 
-    def __init__(self, chain: LayerStack, options: MatchingRuleOptions) -> None:
-        self.chain, self.options = chain, options
+    def __init__(self, chain: LayerStack, rule: NeuronMatching) -> None:
+        self.chain, self.rule = chain, rule
         #: Shapes of the module's layers, and its initial network.
         self.shapes, self.initial = chain.shapes, chain.read()
 
     def widths(self, client: int) -> list[int]:
         """Return the hidden widths of a client."""
-        if (widths := self.options.widths) is None:
+        if (widths := self.rule.widths) is None:
             return [width for width, _ in self.shapes[:-1]]
         return [widths[client % len(widths)]] * (len(self.shapes) - 1)
 
@@ -63,26 +65,26 @@ class ClientNetworks:
             client: Client index.
             server: Parameter vector of the module.
         """
-        if self.options.start == "server":
+        if self.rule.starts_from == "server":
             return self.network(server.clone(), client)
-        key = (run_seed(self.options.seed), RandomStream.NEURONS, client)
-        if (std := self.options.std) is None:
+        key = (run_seed(self.rule.seed), RandomStream.NEURONS, client)
+        if (std := self.rule.std) is None:
             with seeded_rng(derive_seed(*key), server.device):
                 return self._narrowed(self.chain.drawn(), client)
-        random, mean = generator(*key), self.options.bias_mean
+        random, mean = generator(*key), self.rule.bias_mean
         layers = [
             (std * torch.randn(w.shape, generator=random), torch.full(b.shape, mean))
             for w, b in self.chain.unpack(server, self.shapes)
         ]
         return self._narrowed(layers, client)
 
-    def check(self, example: Any, rule: str) -> None:
+    def check(self, example: Any) -> None:
         """Raise an error if the module cannot be matched, or if widths do not fit it.
 
         Args:
             example: Batch ``(x, ...)`` of training samples.
-            rule: Name of the rule for error messages.
         """
+        rule = type(self.rule).__name__
         if not (isinstance(example, list | tuple) and isinstance(example[0], Tensor)):
             raise FederationError(
                 f"{rule} requires batches (x, ...) with a tensor x, got a batch of type"
@@ -96,7 +98,7 @@ class ClientNetworks:
                 " implement it"
             ) from error
         narrow = min(width for width, _ in self.shapes[:-1])
-        if (widths := self.options.widths) is not None and max(widths) > narrow:
+        if (widths := self.rule.widths) is not None and max(widths) > narrow:
             raise FederationError(
                 f"widths has {max(widths)} neurons, the module's network {narrow}: use a module as"
                 " wide as the widest client"

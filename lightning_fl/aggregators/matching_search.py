@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import product
 
-from lightning_fl.aggregators.matching_options import MatchingRuleOptions
 from lightning_fl.functional.networks import MatchingOptions
 
 #: Values of gamma, client_variance and prior_variance to try if they are None (from the authors'
@@ -13,24 +12,20 @@ from lightning_fl.functional.networks import MatchingOptions
 SEARCHED = ((1.0, 1e-3, 50.0), (1.0, 0.1, 0.5), (1.0, 10.0))
 
 
-def candidates(
-    options: MatchingRuleOptions, round: int, settled: Sequence[float] | None = None
-) -> list[MatchingOptions]:
+def candidates(given: Sequence[float | None]) -> list[tuple[float, float, float]]:
     """Return all combinations of given and searched options.
 
     Args:
-        options: Options of the rule.
-        round: Round index, from 0.
-        settled: Values of gamma, client_variance and prior_variance from an earlier search.
+        given: Values of gamma, client_variance and prior_variance; None is searched.
+
+    Example:
+        >>> candidates((7.0, 1.0, None))
+        [(7.0, 1.0, 1.0), (7.0, 1.0, 10.0)]
     """
-    given = settled or (options.gamma, options.client_variance, options.prior_variance)
-    axes = [
+    gammas, client_variances, prior_variances = (
         values if value is None else (value,) for value, values in zip(given, SEARCHED, strict=True)
-    ]
-    return [
-        options.matching(gamma, client_variance, prior_variance, round)
-        for gamma, client_variance, prior_variance in product(*axes)
-    ]
+    )
+    return list(product(gammas, client_variances, prior_variances))
 
 
 def narrowest(

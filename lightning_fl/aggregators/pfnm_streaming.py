@@ -159,15 +159,14 @@ class StreamingPFNM(NeuronMatching):
     def _first(self, client: int) -> Layers:
         if self.round == 0:
             return self._clients.first(client, self.base)
-        random = generator(
-            run_seed(self.settings.seed), RandomStream.POSTERIOR, client, int(self.round)
-        )
+        key = (run_seed(self.seed), RandomStream.POSTERIOR, client, int(self.round))
+        random = generator(*key)
         chosen = [
             layer.drawn(client, width - self.fresh, random)
             for layer, width in zip(self._each_layer(), self._clients.widths(client), strict=True)
         ]
         known = part_of([(w.cpu(), b.cpu()) for w, b in self.network()], chosen)
-        layers = padded(known, self._clients.shapes_of(client), bias=self.settings.bias_mean)
+        layers = padded(known, self._clients.shapes_of(client), bias=self.bias_mean)
         noisy = (
             t + self.noise * torch.randn(t.shape, generator=random)
             for w, b in layers

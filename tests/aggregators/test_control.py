@@ -212,7 +212,7 @@ def test_wrong_options(make, words):
 def test_losses_that_were_not_measured():
     rule = FedControl()
     rule.start(torch.zeros(1))
-    with pytest.raises(FederationError, match="requires loss_before of the clients.* add loss_before"):
+    with pytest.raises(FederationError, match="requires loss_before of the clients"):
         rule.update(ClientUpdate(torch.tensor([0]), torch.ones(1, 1), torch.ones(1)))
 
 
