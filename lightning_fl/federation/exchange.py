@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lightning_fl.types import FederationError
 Measure = Callable[[], Tensor]
 
 
+@dataclass
 class ClientContext:
     """Access to the clients that train on this process: one client, or several at once.
 
@@ -28,32 +30,29 @@ class ClientContext:
         clients: Ids of the clients, ``[k]``.
         num_samples: Number of training samples per client, ``[k]``.
         num_steps: Number of local steps per client in this round, ``[k]``.
+        start_model: Models from which the clients start, ``[k, P]``, with buffers.
+        trained: Mask of the trained parameters, ``[num_parameters]``; None means all.
         runner: Runner of the clients.
         losses: Returns the mean loss of the model of each client on its samples, ``[k]``.
         gradients: Returns the gradient of that loss, ``[k, num_parameters]``.
-        start_model: Models from which the clients start, ``[k, P]``.
-        trained: Mask of the trained parameters, ``[num_parameters]``; None means all.
     """
 
-    def __init__(
-        self,
-        federation: Federation,
-        round: int,
-        clients: Tensor,
-        num_samples: Tensor,
-        num_steps: Tensor,
-        runner: ClientRunner,
-        losses: Measure,
-        gradients: Measure,
-        start_model: Tensor,
-        trained: Tensor | None = None,
-    ) -> None:
-        self.federation, self.round, self.clients = federation, round, clients
-        self.num_samples, self.num_steps, self.trained = num_samples, num_steps, trained
-        #: Models from which the clients start, ``[k, P]``, with buffers.
-        self.start_model = start_model
-        self._runner, self._losses, self._gradients = runner, losses, gradients
-        self._delta, self._lr = torch.empty(0), torch.empty(0)
+    federation: Federation
+    round: int
+    clients: Tensor
+    num_samples: Tensor
+    num_steps: Tensor
+    start_model: Tensor
+    trained: Tensor | None
+    runner: ClientRunner
+    losses: Measure
+    gradients: Measure
+    #: Local models minus the models from which the clients started, ``[k, P]``. Available after
+    #: training. Includes buffers; attacks and update transforms are not applied yet.
+    delta: Tensor = field(init=False)
+    #: Mean learning rate over the local steps of each client, ``[k]`` in float64. Available after
+    #: training. Includes schedulers; taken from the first parameter group of the optimizer.
+    lr: Tensor = field(init=False)
 
     def mean_losses(self) -> Tensor:
         """Return the mean loss of each client's model on all its training samples, ``[k]``.
@@ -61,14 +60,14 @@ class ClientContext:
         Runs one pass over the samples in evaluation mode. The module must have a method
         ``federated_losses(batch)`` that returns the loss of each sample.
         """
-        return self._losses()
+        return self.losses()
 
     def mean_gradients(self) -> Tensor:
         """Return the gradient of :meth:`mean_losses` at each client's model, ``[k, P]`` in float64.
 
         ``P`` is the number of exchanged parameters. The gradient of frozen parameters is 0.
         """
-        return self._gradients()
+        return self.gradients()
 
     def add_to_gradients(self, term: GradientTerm) -> None:
         """Add a term to the gradients in every local step of these clients in this round.
@@ -79,34 +78,7 @@ class ClientContext:
             term: Maps stacked parameters by name, ``[k, *shape]``, to terms of the same shapes by
                 name. Names may be omitted.
         """
-        self._runner.add_to_gradients(term)
-
-    @property
-    def delta(self) -> Tensor:
-        """Local models minus the models from which the clients started, ``[k, P]``.
-
-        Available after training. Includes buffers; attacks and update transforms are not applied
-        yet.
-        """
-        return self._delta
-
-    @property
-    def lr(self) -> Tensor:
-        """Mean learning rate over the local steps of each client, ``[k]`` in float64.
-
-        Available after training. Includes schedulers; taken from the first parameter group of the
-        optimizer.
-        """
-        return self._lr
-
-    def finish(self, delta: Tensor, lr: Tensor) -> None:
-        """Set the result of local training. Called by the round.
-
-        Args:
-            delta: See :attr:`delta`.
-            lr: See :attr:`lr`.
-        """
-        self._delta, self._lr = delta, lr
+        self.runner.add_to_gradients(term)
 
 
 class ClientPart(ABC):

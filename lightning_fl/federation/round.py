@@ -187,11 +187,11 @@ class Round:
             clients,
             fit.planner.num_samples[clients],
             self.plan.num_steps[rows],
+            self.start.vector,
+            self.trained,
             fit.runner,
             losses=lambda: fit.measures.client_losses(fit.runner, ids, round),
             gradients=lambda: fit.measures.client_gradients(fit.runner, ids, round),
-            start_model=self.start.vector,
-            trained=self.trained,
         )
 
     def report(self, batch_idx: int, outputs: Any) -> None:
@@ -334,7 +334,7 @@ class Round:
     def _end_parts(self, delta: Tensor, lr: Tensor) -> dict[str, Tensor]:
         """Run the client parts after training; return the tensors sent with the updates."""
         assert self._client is not None
-        self._client.finish(delta, lr)
+        self._client.delta, self._client.lr = delta, lr
         extras: dict[str, Tensor] = {}
         for part, memory in zip(self.fit.parts, self._part_memory, strict=True):
             extras |= part.end(self._client, memory)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -9,26 +12,41 @@ from lightning_fl.options import check_flag, check_integer
 
 
 class _ConvNet(nn.Sequential):
-    """Blocks of convolutions, 2x2 pooling and ReLU, then fully connected layers."""
+    """Blocks of convolutions, 2x2 pooling and ReLU, then fully connected layers.
+
+    Args:
+        blocks: Channels of each convolution of each block.
+        head: Widths of the fully connected layers.
+        in_channels: Channels of the images.
+        batch_norm: Whether each convolution is followed by a BatchNorm layer.
+    """
+
+    #: Width of images and kernels, and padding of the convolutions.
+    image: ClassVar[int]
+    kernel: ClassVar[int]
+    padding: ClassVar[int] = 0
 
     def __init__(
         self,
-        blocks: list[list[nn.Module]],
-        shape: tuple[int, ...],
-        head: list[int],
+        blocks: Sequence[Sequence[int]],
+        head: Sequence[int],
+        in_channels: int = 1,
         batch_norm: bool = False,
     ) -> None:
         check_flag("batch_norm", batch_norm)
         layers: list[nn.Module] = []
+        channels = in_channels
         for block in blocks:
-            for layer in block:
-                layers.append(layer)
-                if batch_norm and isinstance(layer, nn.Conv2d):
-                    layers.append(nn.BatchNorm2d(layer.out_channels))
+            for i, width in enumerate(block):
+                layers += [nn.ReLU()] if i else []
+                layers.append(nn.Conv2d(channels, width, self.kernel, padding=self.padding))
+                layers += [nn.BatchNorm2d(width)] if batch_norm else []
+                channels = width
             layers += [nn.MaxPool2d(2), nn.ReLU()]
         layers.append(nn.Flatten())
+        x = torch.zeros(1, in_channels, self.image, self.image)
         with torch.no_grad():  # in evaluation mode, which does not change BatchNorm statistics
-            features = nn.Sequential(*layers).eval()(torch.zeros(1, *shape)).shape[1]
+            features = nn.Sequential(*layers).eval()(x).shape[1]
         for width in head[:-1]:
             layers += [nn.Linear(features, width), nn.ReLU()]
             features = width
@@ -63,6 +81,8 @@ class CifarCNN(_ConvNet):
         torch.Size([2, 10])
     """
 
+    image, kernel, padding = 32, 5, 2
+
     def __init__(
         self,
         width: int = 32,
@@ -72,11 +92,7 @@ class CifarCNN(_ConvNet):
         batch_norm: bool = False,
     ) -> None:
         _check(width=width, hidden=hidden, num_classes=num_classes, in_channels=in_channels)
-        blocks: list[list[nn.Module]] = [
-            [nn.Conv2d(in_channels, width, 5, padding=2)],
-            [nn.Conv2d(width, 2 * width, 5, padding=2)],
-        ]
-        super().__init__(blocks, (in_channels, 32, 32), [hidden, num_classes], batch_norm)
+        super().__init__([[width], [2 * width]], [hidden, num_classes], in_channels, batch_norm)
 
 
 class KeywordCNN(_ConvNet):
@@ -98,19 +114,13 @@ class KeywordCNN(_ConvNet):
         torch.Size([2, 10])
     """
 
+    image, kernel, padding = 32, 3, 1
+
     def __init__(
         self, width: int = 64, hidden: int = 1024, num_classes: int = 10, in_channels: int = 1
     ) -> None:
         _check(width=width, hidden=hidden, num_classes=num_classes, in_channels=in_channels)
-        blocks: list[list[nn.Module]] = [
-            [
-                nn.Conv2d(channels, width, 3, padding=1),
-                nn.ReLU(),
-                nn.Conv2d(width, width, 3, padding=1),
-            ]
-            for channels in (in_channels, width)
-        ]
-        super().__init__(blocks, (in_channels, 32, 32), [hidden, num_classes])
+        super().__init__([[width, width]] * 2, [hidden, num_classes], in_channels)
 
 
 class FashionCNN(_ConvNet):
@@ -132,6 +142,8 @@ class FashionCNN(_ConvNet):
         Linear(in_features=1600, out_features=10, bias=True)
     """
 
+    image, kernel = 28, 3
+
     def __init__(
         self,
         width: int = 32,
@@ -141,12 +153,8 @@ class FashionCNN(_ConvNet):
     ) -> None:
         _check(width=width, num_classes=num_classes)
         check_integer("hidden", hidden, min=1, optional=True)
-        blocks: list[list[nn.Module]] = [
-            [nn.Conv2d(1, width, 3)],
-            [nn.Conv2d(width, 2 * width, 3)],
-        ]
         head = [num_classes] if hidden is None else [hidden, num_classes]
-        super().__init__(blocks, (1, 28, 28), head, batch_norm)
+        super().__init__([[width], [2 * width]], head, batch_norm=batch_norm)
 
 
 class LeNet(_ConvNet):
@@ -168,15 +176,13 @@ class LeNet(_ConvNet):
         torch.Size([2, 10])
     """
 
+    image, kernel = 28, 5
+
     def __init__(
         self, width: int = 20, hidden: int = 500, num_classes: int = 10, in_channels: int = 1
     ) -> None:
         _check(width=width, hidden=hidden, num_classes=num_classes, in_channels=in_channels)
-        blocks: list[list[nn.Module]] = [
-            [nn.Conv2d(in_channels, width, 5)],
-            [nn.Conv2d(width, 5 * width // 2, 5)],
-        ]
-        super().__init__(blocks, (in_channels, 28, 28), [hidden, num_classes])
+        super().__init__([[width], [5 * width // 2]], [hidden, num_classes], in_channels)
 
 
 class FemnistCNN(_ConvNet):
@@ -195,10 +201,8 @@ class FemnistCNN(_ConvNet):
         torch.Size([2, 62])
     """
 
+    image, kernel, padding = 28, 5, 2
+
     def __init__(self, width: int = 32, hidden: int = 2048, num_classes: int = 62) -> None:
         _check(width=width, hidden=hidden, num_classes=num_classes)
-        blocks: list[list[nn.Module]] = [
-            [nn.Conv2d(1, width, 5, padding=2)],
-            [nn.Conv2d(width, 2 * width, 5, padding=2)],
-        ]
-        super().__init__(blocks, (1, 28, 28), [hidden, num_classes])
+        super().__init__([[width], [2 * width]], [hidden, num_classes])
