@@ -31,7 +31,6 @@ class RunConfig(Callback):
         """Write the configuration after all checks at the start of the fit."""
         if not trainer.is_global_zero:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "config.yaml"
         if self.resumed and path.exists():
             earlier = [path, *self.folder.glob("config_resumed_*.yaml")]

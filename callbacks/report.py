@@ -399,7 +399,6 @@ def write_partition(folder: Path, data: Any) -> list[Path]:
         The files, ``partition.json`` and ``partition.png``.
     """
     manifest, files = data.manifest(), [folder / "partition.json"]
-    folder.mkdir(parents=True, exist_ok=True)
     manifest.write(files[0])
     labels, picture = data.class_labels, folder / "partition.png"
     has_classes = labels is not None and not labels.is_floating_point()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -16,6 +17,23 @@ def overrides(owner: Any, name: str, base: type) -> bool:
     ``is_overridden`` of Lightning would miss a replacement that names what it wraps.
     """
     return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
+
+
+@contextmanager
+def quiet(logger: str, level: int = logging.WARNING) -> Iterator[None]:
+    """Hide messages of a logger below a level within a ``with`` block.
+
+    Args:
+        logger: Name of the logger.
+        level: Lowest level that is shown.
+    """
+    log = logging.getLogger(logger)
+    before = log.level
+    log.setLevel(max(before, level))
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 @contextmanager

@@ -118,8 +118,8 @@ def noise_key(federation: Federation) -> int:
     trainer: Any = federation.trainer
     module: LightningModule = federation.module
     groups = [
-        (type(optimizer), [_without_params(group) for group in optimizer.param_groups])
-        for optimizer in trainer.optimizers
+        (type(each), [{k: v for k, v in g.items() if k != "params"} for g in each.param_groups])
+        for each in trainer.optimizers
     ]
     schedulers = [
         (type(config.scheduler), config.scheduler.state_dict(), config.monitor)
@@ -130,7 +130,3 @@ def noise_key(federation: Federation) -> int:
     parts = tuple(federation.configuration)
     text = configuration([groups, schedulers, module, frozen, training, parts])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-def _without_params(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}

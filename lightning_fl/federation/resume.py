@@ -118,7 +118,7 @@ class Resume:
         Args:
             prepared: The fit that starts.
         """
-        options, planner, federation = prepared.options, prepared.planner, prepared.federation
+        options, planner = prepared.options, prepared.planner
         self._identity = {
             "num_clients": planner.num_clients,
             "checksum": prepared.checksum,
@@ -128,12 +128,7 @@ class Resume:
             "optimizer_state": options.optimizer_state,
         }
         self._options = {
-            "clients in a round": planner.cohort_size,
-            "min_clients": federation.min_clients,
-            "on_client_error": options.on_client_error,
-            "sampler": describe(options.sampler),
-            "aggregator": describe(options.aggregator),
-            "policy": describe(options.policy),
+            **options.described(planner.cohort_size),
             "phases": [repr(phase) for phase in options.phases],
             "update_transforms": [describe(transform) for transform in options.update_transforms],
             "batches in a local epoch": int(planner.batches_per_epoch.sum()),

@@ -14,7 +14,7 @@ from lightning_fl.runners import BufferPolicy
 from lightning_fl.runners.phases import Phase, check_phases
 from lightning_fl.samplers import ClientSampler, UniformSampler
 from lightning_fl.transforms import UpdateTransform
-from lightning_fl.types import FederationError
+from lightning_fl.types import FederationError, describe
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,21 @@ class RunOptions:
     def buffer_policy(self) -> BufferPolicy:
         """How the buffers of the clients are combined."""
         return "average" if self.buffers is None else self.buffers
+
+    def described(self, cohort_size: int) -> dict[str, Any]:
+        """Return what a resumed run may change with a warning, by name.
+
+        Args:
+            cohort_size: Number of clients sampled per round.
+        """
+        return {
+            "clients in a round": cohort_size,
+            "min_clients": int(self.min_clients),
+            "on_client_error": self.on_client_error,
+            "sampler": describe(self.sampler),
+            "aggregator": describe(self.aggregator),
+            "policy": describe(self.policy),
+        }
 
     def check_min_clients(self, sampled: int) -> None:
         """Check that a round can reach ``min_clients``.

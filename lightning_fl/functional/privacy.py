@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from lightning_fl.hooks import quiet
 from lightning_fl.options import check_integer, check_number
 from lightning_fl.types import Cohort, FederationError
 
+#: Silences warnings about skipped Renyi orders; the other orders are valid bounds.
+_quiet = partial(quiet, "absl", logging.ERROR)
 #: Smallest noise multiplier of the calibration; smaller values give no useful privacy.
 _LEAST_NOISE = 0.1
 
@@ -205,15 +207,3 @@ def _accountants(cohort: Cohort) -> tuple[Any, list[tuple[Any, Any]]]:
         f"no privacy accountant supports this sampling of {m} of {n} clients: use"
         " PoissonSampler, UniformSampler, or client_fraction=1.0"
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence warnings about skipped Renyi orders; the other orders are valid bounds."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

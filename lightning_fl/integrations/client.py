@@ -20,8 +20,9 @@ from lightning_fl.federation.exchange import ClientPart
 from lightning_fl.federation.frozen import digest
 from lightning_fl.federation.results import Results
 from lightning_fl.federation.resume import load_unsaved, unsaved_values
+from lightning_fl.hooks import quiet
 from lightning_fl.integrations.exchange import Reply, Task, client_side, exchange_id
-from lightning_fl.integrations.server import counted, quiet, refuse_schedulers, trainer_of
+from lightning_fl.integrations.server import LOG, counted, refuse_schedulers, trainer_of
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import VectorizedClients
 from lightning_fl.samplers import ClientSampler
@@ -114,7 +115,7 @@ class RemoteClient:
         made = trainer_of(self.trainer, loop, task.num_rounds)
         progress: Any = made.fit_loop.epoch_progress.current
         progress.ready = progress.started = progress.processed = progress.completed = task.round
-        with quiet():
+        with quiet(LOG):
             made.fit(self.module, datamodule=self.data)
         results, sent = loop.results, rule.sent
         reply = Reply(

@@ -157,7 +157,6 @@ class Kept:
 
     def write(self, file: Path) -> None:
         """Write the states into a file."""
-        file.parent.mkdir(parents=True, exist_ok=True)
         contents = {"run": self.run, "states": dict(self.states)}
         write_atomically(file, partial(torch.save, contents))
 

@@ -299,7 +299,6 @@ class FederationStrategy(Strategy):
             raise FederationError(f"all clients have failed. {failure}")
         metrics = self.server.finish(found)
         if self.checkpoint is not None:
-            self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.checkpoint, partial(torch.save, self.server.state_dict()))
         known = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return self.arrays(), MetricRecord(known)

@@ -131,8 +131,7 @@ class FederationAggregator(ModelAggregator):
         elif not self._is_done():
             metrics = server.finish(self._replies)
             if self.checkpoint is not None:
-                Path(self.checkpoint).parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(Path(self.checkpoint), partial(torch.save, server.state_dict()))
+                write_atomically(self.checkpoint, partial(torch.save, server.state_dict()))
         model: Mapping[str, Any] = server.model()
         broadcast: Mapping[str, Any] = {}
         unsaved: Mapping[str, Any] = {}

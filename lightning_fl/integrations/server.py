@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -30,6 +28,7 @@ from lightning_fl.federation.results import is_finite, weights_and_losses
 from lightning_fl.federation.resume import changes, load_unsaved, unsaved_values
 from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.functional.randomness import run_seed
+from lightning_fl.hooks import quiet
 from lightning_fl.integrations.exchange import Reply, Task, client_side, exchange_id
 from lightning_fl.options import check_flag, check_integer
 from lightning_fl.policies import HyperparameterPolicy
@@ -42,9 +41,10 @@ from lightning_fl.types import (
     Feedback,
     RoundPlan,
     ServerState,
-    describe,
 )
 
+#: Name of the logger of what a Trainer reports at the start and the end of each fit.
+LOG = "lightning.pytorch"
 #: Options of the clients' Trainer that the server's module depends on.
 OF_SERVER = {"precision", "plugins", "gradient_clip_val", "gradient_clip_algorithm"}
 
@@ -222,7 +222,7 @@ class RemoteServer:
         check_module(self.module)
         # Lightning warns of a validation_step without a loader, and of a loader without one.
         validation = [0] if is_overridden("validation_step", self.module) else None
-        with quiet(), checked_optimizers(self.module, check_one_optimizer):
+        with quiet(LOG), checked_optimizers(self.module, check_one_optimizer):
             trainer.fit(self.module, [0] * num_batches, validation)
         return trainer
 
@@ -410,16 +410,8 @@ class RemoteServer:
 
     def _described(self) -> dict[str, Any]:
         """Return the options that may differ when a run is resumed, with a warning."""
-        options = self.options
-        return {
-            "clients in a round": self.cohort_size,
-            "min_clients": options.min_clients,
-            "on_client_error": options.on_client_error,
-            "training samples": int(self.num_samples.sum()),
-            "sampler": describe(options.sampler),
-            "aggregator": describe(self.rule),
-            "policy": describe(self.policy),
-        }
+        described = self.options.described(self.cohort_size)
+        return described | {"training samples": int(self.num_samples.sum())}
 
     def close(self) -> None:
         """Release the module."""
@@ -456,20 +448,8 @@ def trainer_of(options: Mapping[str, Any], callback: Callback, num_rounds: int) 
         "limit_val_batches": 0,
         "num_sanity_val_steps": 0,
     }
-    with quiet():
+    with quiet(LOG):
         return Trainer(**{**usual, **options}, max_epochs=num_rounds, callbacks=[callback])
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Hide what the Trainer logs at the start and the end of each fit, but not its warnings."""
-    log = logging.getLogger("lightning.pytorch")
-    level = log.level
-    log.setLevel(max(level, logging.WARNING))
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def refuse_schedulers(trainer: Trainer, module: LightningModule) -> None:

@@ -238,12 +238,11 @@ def _causes(run: Run) -> list[Table]:
     causes = drops(run)
     if blown := sum(fault == "blowup" for _, _, fault in run.faults or ()):
         causes["blowup, not dropped"] = blown
-    rows = [[words, number(n), _percent(n, asked)] for words, n in causes.items()]
+    rows = [
+        [words, number(n), f"{100 * n / asked:.1f} %" if asked else "-"]
+        for words, n in causes.items()
+    ]
     return [Table(["cause", "updates", "of all updates"], rows)] if rows else []
-
-
-def _percent(count: float, of: float) -> str:
-    return f"{100 * count / of:.1f} %" if of else "-"
 
 
 def _drops_by_cause(run: Run) -> Counts:

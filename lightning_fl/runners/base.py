@@ -254,7 +254,7 @@ class ClientRunner(ABC):
         self._end_steps()
         self._restore_lr()  # after an exception inside a step, its post hook has not run
         self._show_held()
-        if self.wants_fixed:
+        if self.tensors.wants_start:
             vars(self.module)[GLOBAL_PARAMETERS] = {}
         self.declared.reset()
 
@@ -283,11 +283,6 @@ class ClientRunner(ABC):
         return torch.cat(
             [flat(torch.full_like(p, is_trained[n])).bool() for n, p in self.shared.items()]
         )
-
-    @property
-    def wants_fixed(self) -> bool:
-        """Whether the module asks for the parameters that its client starts from."""
-        return self.tensors.wants_start
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that clients train with the optimizer of the start of the fit.
@@ -591,6 +586,3 @@ class ClientRunner(ABC):
             for group, lr in zip(self.optimizer.param_groups, self._own_lr, strict=True):
                 group["lr"] = lr
             self._own_lr = []
-
-    def _optimized(self) -> list[tuple[nn.Parameter, dict[str, object]]]:
-        return [(p, group) for group in self.optimizer.param_groups for p in group["params"]]

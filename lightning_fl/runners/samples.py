@@ -90,13 +90,11 @@ class Collated(NamedTuple):
                 leaves, tree = tree_flatten(batch)
                 kinds = tuple((leaf.shape, leaf.dtype, leaf.device) for leaf in leaves)
                 alike.setdefault((str(tree), kinds), []).append(row)
-        return [
-            (torch.tensor(rows), tree_map(lambda *t: torch.stack(t), *self._of(rows)))
-            for rows in alike.values()
-        ]
-
-    def _of(self, rows: Sequence[int]) -> list[Any]:
-        return [self.batches[row] for row in rows]
+        groups = []
+        for rows in alike.values():
+            batches = (self.batches[row] for row in rows)
+            groups.append((torch.tensor(rows), tree_map(lambda *t: torch.stack(t), *batches)))
+        return groups
 
 
 Samples = Padded | Collated

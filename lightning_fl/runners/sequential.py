@@ -26,7 +26,7 @@ class SequentialRunner(ClientRunner):
         for parameter in self.module.parameters():
             parameter.grad = None  # of a module that accumulates gradients over steps
         self.write(ServerState(state.vector[0], state.counters))
-        if self.wants_fixed:
+        if self.tensors.wants_start:
             own = {row: kept[row] for n in self.restored_first if (row := self.row_name(n)) in kept}
             self.restore(own)
             at_start = {n: p.detach().clone() for n, p in self.named_parameters.items()}

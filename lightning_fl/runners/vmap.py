@@ -15,7 +15,7 @@ from lightning_fl.runners.local_step import Tensors
 from lightning_fl.runners.logs import StepLogs
 from lightning_fl.runners.matmul import allow_fast_matmul
 from lightning_fl.runners.memory import keep_freed_memory
-from lightning_fl.runners.optimizer_values import step_hooks_of
+from lightning_fl.runners.optimizer_values import params_of, step_hooks_of
 from lightning_fl.runners.samples import BatchSamples, Samples
 from lightning_fl.runners.separable import check_separable, fresh
 from lightning_fl.runners.stacks import Stacks
@@ -136,7 +136,7 @@ class VmapRunner(ClientRunner):
         self.is_loaded = True
         self.optimizer_state.reset()
         known = {id(param) for param in self.stacks.params.values()}
-        if any(id(param) not in known for param, _ in self._optimized()):
+        if any(id(param) not in known for param in params_of(self.optimizer)):
             raise FederationError(
                 "the optimizer has parameters that are not stacked: they were added after the start"
                 " of the fit or do not belong to the module. Train the module without"
@@ -182,7 +182,7 @@ class VmapRunner(ClientRunner):
         that maps a parameter and the name of a state to its initial value.
         """
         stacks = self._stored_stacks()
-        for i, (param, _) in enumerate(self._optimized()):
+        for i, param in enumerate(params_of(self.optimizer)):
             prefix = f"optimizer.{i}."
             for key in sorted({key for kept in rows for key in kept if key.startswith(prefix)}):
                 name = key.removeprefix(prefix)
@@ -447,7 +447,7 @@ class VmapRunner(ClientRunner):
         A phase may begin, and create the state of its parameters, after some clients are done.
         """
         _, index, key = row_name.split(".", 2)
-        return fresh(self.optimizer, self._optimized()[int(index)][0], key)
+        return fresh(self.optimizer, params_of(self.optimizer)[int(index)], key)
 
     @torch.no_grad()
     def clip(self, value: float, algorithm: str) -> None:
@@ -457,7 +457,7 @@ class VmapRunner(ClientRunner):
             value: The maximum value or norm.
             algorithm: ``value`` or ``norm``.
         """
-        grads = [param.grad for param, _ in self._optimized() if param.grad is not None]
+        grads = [param.grad for param in params_of(self.optimizer) if param.grad is not None]
         if not grads:
             return
         if algorithm == "value":
