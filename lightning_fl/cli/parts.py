@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,73 +18,80 @@ from lightning_fl.partition import summary
 from lightning_fl.types import FederationError
 
 
-class PartitionCLI(FederatedCLI):
-    """Split the data of a configuration: neither a module nor a Trainer is made.
+class _PartsCLI(FederatedCLI):
+    """Instantiate some parts of a configuration, and nothing that trains.
 
     Args:
-        output: Folder of the files.
+        names: Keys of the parts, such as ``data``.
         options: Arguments of :class:`~lightning_fl.cli.federated.FederatedCLI`.
     """
 
-    def __init__(self, *args: Any, output: str, **options: Any) -> None:
-        self.output = output
+    def __init__(self, *args: Any, names: Sequence[str], **options: Any) -> None:
+        self.names = names
         super().__init__(*args, **options)
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: there is no checkpoint."""
 
     def instantiate_classes(self) -> None:
-        """Instantiate only the data module."""
-        chosen = Namespace(data=self.config.fit.data)  # type: ignore[no-untyped-call]
-        self.datamodule = self._parser("fit").instantiate_classes(chosen).data
+        """Instantiate the parts."""
+        chosen = Namespace(**{name: self.config.fit[name] for name in self.names})  # type: ignore[no-untyped-call]
+        self.parts = self._parser("fit").instantiate_classes(chosen)
 
     def _run_subcommand(self, subcommand: str) -> None:
-        data = self.datamodule
-        data.prepare_data()
-        data.setup("fit")
-        print(summary(data.num_samples.tolist(), data.class_counts, data.client_names))
-        for path in write_partition(Path(self.output), data):
-            print(f"Written to {short_path(path.absolute())}")
+        """Do nothing."""
 
-
-class _PartsCLI(FederatedCLI):
-    """Instantiate the parts of a configuration, and nothing that trains."""
-
-    parts: Configuration
-
-    def _parse_ckpt_path(self) -> None:
-        """Do nothing: there is no checkpoint."""
-
-    def instantiate_classes(self) -> None:
-        """Instantiate the module, the data module and the loop."""
-        config = self.config.fit
-        names = ("data", "model", "federation")
-        chosen = Namespace(**{name: config[name] for name in names})  # type: ignore[no-untyped-call]
-        found = self._parser("fit").instantiate_classes(chosen)
+    def configuration(self) -> Configuration:
+        """Return what the configuration describes, without a Trainer."""
+        config, usual = self.config.fit, self._parser("fit").get_defaults().trainer
         if (num_rounds := config.trainer.max_epochs or -1) < 0:
             raise FederationError(
                 "the configuration has no number of rounds: set trainer.max_epochs"
             )
-        usual = self._parser("fit").get_defaults().trainer
         callbacks = [each.class_path.rpartition(".")[2] for each in config.trainer.callbacks or ()]
         own = [
             f"trainer.{name}"
             for name, value in config.trainer.items()
             if name not in TRAINING + ELSEWHERE and value != usual[name]
         ]
-        trainer = {name: config.trainer[name] for name in TRAINING}
-        self.parts = Configuration(
-            found.model,
-            found.data,
-            found.federation,
-            trainer,
+        return Configuration(
+            self.parts.model,
+            self.parts.data,
+            self.parts.federation,
+            {name: config.trainer[name] for name in TRAINING},
             num_rounds,
             self._config_text(),
             (*callbacks, *own, *["vectorize"] * (config.vectorize is not None)),
         )
 
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Do nothing."""
+
+def _parts(words: Sequence[str], *names: str) -> _PartsCLI:
+    """Instantiate parts of a configuration.
+
+    Args:
+        words: Arguments of ``lightning-fl``, from ``fit`` on.
+        names: Keys of the parts.
+    """
+    before, sys.argv = sys.argv, sys.argv[:1]  # Lightning warns where both have arguments
+    try:
+        return start(partial(_PartsCLI, names=names), with_shipped_configs(words))
+    finally:
+        sys.argv = before
+
+
+def split(words: Sequence[str], output: str) -> None:
+    """Split the data of a configuration: neither a module nor a Trainer is made.
+
+    Args:
+        words: Arguments of ``lightning-fl``, from ``fit`` on.
+        output: Folder of the files.
+    """
+    data = _parts(words, "data").parts.data
+    data.prepare_data()
+    data.setup("fit")
+    print(summary(data.num_samples.tolist(), data.class_counts, data.client_names))
+    for path in write_partition(Path(output), data):
+        print(f"Written to {short_path(path.absolute())}")
 
 
 def read_config(path: str | Path, *more: str) -> Configuration:
@@ -100,9 +109,5 @@ def read_config(path: str | Path, *more: str) -> Configuration:
         >>> found.num_rounds, type(found.loop.options.aggregator).__name__
         (60, 'FedAvg')
     """
-    words, sys.argv = sys.argv, sys.argv[:1]  # Lightning warns where both have arguments
-    try:
-        words_of_fit = with_shipped_configs(["fit", "--config", str(path), *more])
-        return start(_PartsCLI, words_of_fit).parts
-    finally:
-        sys.argv = words
+    words = ["fit", "--config", str(path), *more]
+    return _parts(words, "data", "model", "federation").configuration()

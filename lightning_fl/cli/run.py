@@ -24,7 +24,7 @@ from lightning_fl.cli.arguments import (
 from lightning_fl.cli.completion import CompletionCLI
 from lightning_fl.cli.federated import FederatedCLI, start
 from lightning_fl.cli.messages import show_warning, with_notes
-from lightning_fl.cli.parts import PartitionCLI, read_config
+from lightning_fl.cli.parts import read_config, split
 from lightning_fl.integrations.export import write_flower_app
 from lightning_fl.report import report
 from lightning_fl.types import FederationError
@@ -85,10 +85,7 @@ def _run(args: ArgsType) -> None:
         start(partial(CompletionCLI, shell=completion_parser().parse_args(rest).shell), [])
     elif name == "partition":
         output, words = partition_words(rest)
-        words = with_shipped_configs(words)
-        if args is None:
-            sys.argv[1:] = words
-        start(partial(PartitionCLI, output=output), None if args is None else words)
+        split(words, output)
     else:
         start(FederatedCLI, args)
 
