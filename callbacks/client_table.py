@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_fl.files import write_atomically
+from lightning_fl.files import csv_text, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,11 +35,8 @@ def write_table(
     if names is not None:
         columns.insert(1, "name")
         named = [{**row, "name": names[int(row["client"])]} for row in rows]
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(named)
-    write_atomically(path.with_name(f"{path.name}.csv"), text.getvalue())
+    cells = ([row.get(name, "") for name in columns] for row in named)
+    write_atomically(path.with_name(f"{path.name}.csv"), csv_text(columns, cells))
     picture = partial(client_figure(rows).savefig, format="png", dpi=120)
     write_atomically(path.with_name(f"{path.name}.png"), picture)
 

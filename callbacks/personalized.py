@@ -27,7 +27,7 @@ from lightning_fl.functional.randomness import RandomStream, derive_seed, genera
 from lightning_fl.options import check_integer, check_number
 from lightning_fl.runners import SequentialRunner, optimizers_in, user_module
 from lightning_fl.strategies import gathered
-from lightning_fl.types import AdaptiveModel, FederationError, PersonalModel, ServerState, full
+from lightning_fl.types import AdaptiveModel, FederationError, PersonalModel, ServerState
 
 #: Types of attributes that a copy of a module shares with the original.
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
@@ -262,7 +262,7 @@ class PersonalizedEvaluation(Callback):
         rows = runner_rows(loop.store, client)
         start = loop.aggregator.models_for(torch.tensor([client]))
         state = ServerState(start, server.counters)
-        plan = self._planned(client)
+        plan = loop.policy.drawn(loop.round, torch.tensor([client]))
         row: dict[str, float] = {
             "client": client,
             "train_samples": len(data.parts[client]),
@@ -330,12 +330,6 @@ class PersonalizedEvaluation(Callback):
         host.load(state, [rows], [self._rate(host, plan)])
         host.set_hyperparameters(plan)
         call_hook(host.module, "on_client_start")
-
-    def _planned(self, client: int) -> dict[str, Tensor]:
-        """Return the hyperparameters that a client would have in the next round, ``[1]``."""
-        clients = torch.tensor([client])
-        values = self._loop.policy.sample(self._loop.round, clients)
-        return {name: full(torch.as_tensor(v).cpu(), clients) for name, v in values.items()}
 
     def _rate(self, host: SequentialRunner, plan: Mapping[str, Tensor]) -> float:
         """Return the learning rate of a client."""

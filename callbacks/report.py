@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import platform
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +23,7 @@ from lightning_fl.callbacks.personalized import PersonalizedEvaluation
 from lightning_fl.federation.measures import evaluating, on_device
 from lightning_fl.federation.memory import runner_rows
 from lightning_fl.federation.participation import Participation
-from lightning_fl.files import write_atomically
+from lightning_fl.files import csv_text, write_atomically
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.objectives.client_module import ClientModule
 from lightning_fl.options import check_integer
@@ -177,11 +175,9 @@ class RunReport(Callback):
             write_atomically(by_round, self.participation.csv_gz())
         if not isinstance(accuracies, str):
             columns["train_acc"] = accuracies
-        text = io.StringIO(newline="")
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["client", *columns])
-        writer.writerows(zip(range(len(data.num_samples)), *columns.values(), strict=True))
-        write_atomically(self._folder / "participation.csv", text.getvalue())
+        rows = zip(range(len(data.num_samples)), *columns.values(), strict=True)
+        text = csv_text(["client", *columns], rows)
+        write_atomically(self._folder / "participation.csv", text)
 
     @rank_zero_only
     def _write_environment(self, trainer: Trainer, state: str) -> None:

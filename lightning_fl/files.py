@@ -12,7 +12,7 @@ import reprlib
 import socket
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -109,6 +109,19 @@ def read_csv(path: str | Path, what: str) -> list[list[str]]:
         return list(csv.reader(io.StringIO(text, newline=""), strict=True))
     except (OSError, UnicodeError, csv.Error) as error:
         raise FederationError(f"the {what} {path} cannot be read: {error}") from error
+
+
+def csv_text(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    r"""Return a table as CSV, with all digits.
+
+    Example:
+        >>> csv_text(["rule", "mean"], [["A,B", 0.5]])
+        'rule,mean\n"A,B",0.5\n'
+    """
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([head, *rows])
+    return text.getvalue()
 
 
 def archive_size(path: str | os.PathLike[str]) -> int:

@@ -20,7 +20,7 @@ from lightning_fl.policies.base import HyperparameterPolicy, local_steps
 from lightning_fl.runners import Declared, VectorizedClients
 from lightning_fl.runners.phases import phase_ends, steps_left
 from lightning_fl.samplers import ClientSampler
-from lightning_fl.types import FederatedData, FederationError, RoundPlan, full
+from lightning_fl.types import FederatedData, FederationError, RoundPlan
 
 #: Hyperparameters that the loop uses.
 KNOWN_VALUES = {"lr", "lr_factor", "num_steps", "local_epochs", "participates"}
@@ -97,10 +97,7 @@ def draw_values(
     """
     if is_empty := not len(clients):
         clients = torch.zeros(1, dtype=torch.int64)
-    values = {
-        name: full(torch.as_tensor(value).cpu(), clients)
-        for name, value in policy.sample(round, clients).items()
-    }
+    values = policy.drawn(round, clients)
     check_values(policy, declared, values, round)
     if (participates := values.pop("participates", None)) is not None:
         if not participates.any():
@@ -229,9 +226,7 @@ class Planner:
         """
         if not self._phases or self._trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        clients = torch.arange(self.num_clients)
-        sampled = self._policy.sample(self._progress.round, clients).items()
-        values = {name: torch.as_tensor(value).cpu() for name, value in sampled}
+        values = self._policy.drawn(self._progress.round, torch.arange(self.num_clients))
         steps = local_steps(values, self.batches_per_epoch)
         left = steps_left(self._phases, steps, self.batches_per_epoch)
         if (left < 1).all():

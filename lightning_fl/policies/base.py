@@ -80,6 +80,16 @@ class HyperparameterPolicy(nn.Module, ABC):
             clients: Indices of the sampled clients, ``[k]``.
         """
 
+    def drawn(self, round: int, clients: Tensor) -> dict[str, Tensor]:
+        """Return the result of :meth:`sample` on the CPU, with one value per client.
+
+        Args:
+            round: Round index, from 0.
+            clients: Indices of the sampled clients, ``[k]``.
+        """
+        values = self.sample(round, clients).items()
+        return {name: full(torch.as_tensor(value).cpu(), clients) for name, value in values}
+
     def max_local_steps(self, round: int, batches_per_epoch: Tensor) -> int:
         """Return an upper bound on the local steps of any client in a round.
 
@@ -94,8 +104,7 @@ class HyperparameterPolicy(nn.Module, ABC):
             FederationError: If the policy learns the amount of local work and does not override
                 this method.
         """
-        clients = torch.arange(len(batches_per_epoch))
-        values = {k: torch.as_tensor(v).cpu() for k, v in self.sample(round, clients).items()}
+        values = self.drawn(round, torch.arange(len(batches_per_epoch)))
         if self.learns and values.keys() & {"num_steps", "local_epochs"}:
             name = type(self).__name__
             raise FederationError(

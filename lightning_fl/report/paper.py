@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 
 from lightning_fl.report.words import NBSP
@@ -79,19 +77,6 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _markdown(text: str) -> str:
     text = _one_line(text)
     return "".join(f"\\{character}" if character in MARKDOWN else character for character in text)
-
-
-def csv_text(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    r"""Return a table as CSV, with all digits.
-
-    Example:
-        >>> csv_text(["rule", "mean"], [["A,B", 0.5]])
-        'rule,mean\n"A,B",0.5\n'
-    """
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([head, *rows])
-    return text.getvalue()
 
 
 def _one_line(text: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_fl.files import csv_text
 from lightning_fl.functional.intervals import mean_and_std, t_interval
 from lightning_fl.report.curves import cost, hyper_parameters, picture, progress
 from lightning_fl.report.figures import MOST_LINES, Line
@@ -25,7 +26,7 @@ from lightning_fl.report.groups import (
 )
 from lightning_fl.report.lead import setting, warnings
 from lightning_fl.report.page import Report, Section, Table, Verbatim
-from lightning_fl.report.paper import csv_text, latex, markdown
+from lightning_fl.report.paper import latex, markdown
 from lightning_fl.report.run import Run
 from lightning_fl.report.scores import (
     client_metric,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -219,8 +218,7 @@ class AsynchronousSampler(ClientSampler):
 
 def _steps_of(federation: Federation, round: int, clients: Tensor) -> Tensor:
     """Return the number of local steps of clients in a round, ``[k]``."""
-    sampled: Mapping[str, Any] = federation.policy.sample(round, clients)
-    values = {name: torch.as_tensor(value).cpu() for name, value in sampled.items()}
+    values: dict[str, Tensor] = federation.policy.drawn(round, clients)
     if "participates" in values:
         raise FederationError(
             f"{type(federation.policy).__name__} excludes clients from rounds, and in asynchronous"
