@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.federation.compare import COUNT, compare
 from lightning_fl.federation.durations import HasDurations, SimulatedDurations
-from lightning_fl.files import read_csv, short_repr, write_atomically
+from lightning_fl.files import is_index, read_cells, short_repr, write_atomically
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_number
 from lightning_fl.types import FederationError, RoundPlan
@@ -276,22 +276,17 @@ def read_trace(path: str | Path) -> dict[tuple[int, int], str]:
     Raises:
         FederationError: If the file does not exist or a line is invalid.
     """
-    lines = read_csv(path, "trace")
-    if not lines or [name.strip() for name in lines[0]] != ["round", "client", "fault"]:
+    head, lines = read_cells(path)
+    if head != ["round", "client", "fault"]:
         raise FederationError(f"the first line of the trace {path} must be 'round,client,fault'")
     found: dict[tuple[int, int], str] = {}
-    for number, line in enumerate(lines[1:], 2):
-        if not line:
-            continue
-        whole = [part.strip() for part in line[:2]]
-        fault = next((f for f in FAULTS if len(line) == 3 and f == line[2].strip()), None)
-        is_whole = all(p.isascii() and p.isdecimal() and len(p) < 16 for p in whole)
-        if fault is None or not is_whole:
+    for number, line in lines:
+        if len(line) != 3 or line[2] not in FAULTS or not all(map(is_index, line[:2])):
             raise FederationError(
                 f"line {number} of the trace {path} must contain a round (from 1), a client (from"
                 f" 0) and one of {', '.join(FAULTS)}, got {short_repr(','.join(line))}"
             )
-        key = int(whole[0]), int(whole[1])
+        key, fault = (int(line[0]), int(line[1])), line[2]
         if key[0] < 1 or key in found:
             raise FederationError(
                 f"line {number} of the trace {path}, round {key[0]}, client {key[1]}:"

@@ -94,21 +94,32 @@ def read_text(path: str | Path) -> str:
     return content.decode("utf-8")
 
 
-def read_csv(path: str | Path, what: str) -> list[list[str]]:
-    """Return the lines of a CSV file of at most ``MOST_BYTES`` bytes, as lists of cells.
+def read_cells(path: str | Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Return the head of a trace, and the numbers and cells of its lines that are not empty.
 
     Args:
-        path: The file.
-        what: Name of the file in the error message.
+        path: A CSV file of at most ``MOST_BYTES`` bytes.
 
     Raises:
         FederationError: If the file cannot be read, or is not CSV in UTF-8.
     """
     try:
         text = read_text(path).removeprefix("\ufeff")  # Excel writes a byte-order mark
-        return list(csv.reader(io.StringIO(text, newline=""), strict=True))
+        lines = list(csv.reader(io.StringIO(text, newline=""), strict=True))
     except (OSError, UnicodeError, csv.Error) as error:
-        raise FederationError(f"the {what} {path} cannot be read: {error}") from error
+        raise FederationError(f"the trace {path} cannot be read: {error}") from error
+    head, *others = [[cell.strip() for cell in line] for line in lines] or [[]]
+    return head, [(number, cells) for number, cells in enumerate(others, 2) if cells]
+
+
+def is_index(cell: str) -> bool:
+    """Return whether a cell of a trace is a whole number from 0.
+
+    Example:
+        >>> is_index("12"), is_index("-1")
+        (True, False)
+    """
+    return cell.isascii() and cell.isdecimal() and len(cell) < 16
 
 
 def csv_text(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_fl.files import read_csv, short_repr
+from lightning_fl.files import is_index, read_cells, short_repr
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_number
 from lightning_fl.types import FederationError
@@ -91,21 +91,17 @@ def read_durations(path: str | Path) -> Mapping[int, Sequence[float]]:
     Raises:
         FederationError: If the file cannot be read, or a line is invalid.
     """
-    lines = read_csv(path, "trace")
-    names = [name.strip() for name in lines[0]] if lines else []
+    names, lines = read_cells(path)
     if not {"client", "seconds"} <= set(names) or len(set(names)) < len(names):
         raise FederationError(
             f"the first line of the trace {path} must name the columns client and seconds, each"
             f" column once, got {short_repr(','.join(names))}"
         )
     found: dict[int, list[float]] = {}
-    for number, line in enumerate(lines[1:], 2):
-        if not line:
-            continue
-        cells = dict(zip(names, (cell.strip() for cell in line), strict=False))
+    for number, line in lines:
+        cells = dict(zip(names, line, strict=False))
         client, seconds = cells.get("client", ""), _positive(cells.get("seconds", ""))
-        is_id = client.isascii() and client.isdecimal() and len(client) < 16
-        if seconds is None or not is_id or len(line) != len(names):
+        if seconds is None or not is_index(client) or len(line) != len(names):
             raise FederationError(
                 f"line {number} of the trace {path} must contain a client (from 0) and a finite"
                 f" number of seconds above 0, in {len(names)} cells, got"
