@@ -19,11 +19,9 @@ from torch import Tensor
 from lightning_fl.federation.round import Round
 from lightning_fl.hooks import Method, overrides, replaced
 from lightning_fl.runners.samples import check_batch
-from lightning_fl.runners.step_hooks import GRADIENT_HOOKS, TRANSFER_HOOKS
+from lightning_fl.runners.step_hooks import CALLBACK_HOOKS, TRANSFER_HOOKS
 from lightning_fl.strategies import ClientParallelStrategy
 
-#: Hooks of callbacks and modules in a training step.
-HOOKS = ("on_train_batch_start", *GRADIENT_HOOKS, "on_train_batch_end")
 #: Methods with which a module replaces a part of the step.
 PARTS = ("backward", "optimizer_step", "optimizer_zero_grad")
 
@@ -91,7 +89,7 @@ class LeanSteps:
                 [callback for callback in callbacks if overrides(callback, name, Callback)],
                 overrides(module, name, LightningModule),
             )
-            for name in HOOKS
+            for name in CALLBACK_HOOKS
         }
 
     def advance(self, lightnings: Method) -> Method:

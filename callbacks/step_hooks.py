@@ -7,28 +7,34 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from lightning.pytorch import Callback
+
 from lightning_fl.federation.fit import Fit
 from lightning_fl.federation.round import Round
 from lightning_fl.hooks import Method, replaced
 from lightning_fl.runners import SequentialRunner
 from lightning_fl.runners.carried import CarriedState
+from lightning_fl.runners.carried_callbacks import CarriedByCallbacks
 from lightning_fl.types import Step
 
 
-def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> None:
+def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: ExitStack) -> None:
     """Call the round after all hooks of the start of an epoch and of the end of a batch.
 
     Lightning calls the hooks of the module after those of all callbacks, so the round is called
     after the hooks of the module. In the module, ``batch_idx`` is the local step of the client; in
     callbacks, it is the index of the batch in the round. Clients that train one after another are
-    watched by :class:`~lightning_fl.runners.carried.CarriedState`.
+    watched by :class:`~lightning_fl.runners.carried.CarriedState`, and callbacks by
+    :class:`~lightning_fl.runners.carried_callbacks.CarriedByCallbacks`.
 
     Args:
+        loop: The callback of the rounds, which is the first of the Trainer.
         fit: The fit.
         current: Function that returns the current round.
         undo: Clean-up functions of the fit, to which those of the hooks are added.
     """
     module, carried = fit.module, CarriedState(fit.runner.tensors)
+    by_callbacks = CarriedByCallbacks(fit.runner.tensors, fit.planner)
 
     def step_of(batch_idx: int) -> Step:
         return current().plan.schedule[batch_idx]
@@ -60,6 +66,17 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
         begin = partial(watched, hook) if is_watched and carried.hooks else hook
         return lambda batch, batch_idx: in_hook(begin, batch, step_of(batch_idx).start)
 
+    def loop_batch_start(hook: Method) -> Method:
+        """Begin a client before the hooks of the callbacks that come after the loop."""
+
+        def started(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            hook(trainer, module, batch, batch_idx)
+            step = step_of(batch_idx)
+            if not by_callbacks.is_done and step.rows and step.first:
+                by_callbacks.begin_client(batch, batch_idx)
+
+        return started
+
     def run(optimize: Method) -> Method:
         def counted(optimizer: Any, batch_idx: int, kwargs: dict[str, Any]) -> Any:
             start = step_of(batch_idx).start
@@ -77,6 +94,7 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
             current().end_batch(batch_idx)
             if step.last:
                 carried.end_client()
+                by_callbacks.end_client()
 
         return ended
 
@@ -91,6 +109,9 @@ def follow_steps(fit: Fit, current: Callable[[], Round], undo: ExitStack) -> Non
     is_watched = isinstance(fit.runner, SequentialRunner) and not fit.processes.share_samples
     if is_watched and not carried.hooks:
         undo.enter_context(replaced(module, "training_step", training_step))
+    if is_watched and not by_callbacks.is_done:
+        undo.enter_context(replaced(loop, "on_train_batch_start", loop_batch_start))
+        undo.callback(by_callbacks.close)
     epoch_loop: Any = fit.trainer.fit_loop.epoch_loop
     for owner, name, make in (
         (module, "on_train_epoch_start", epoch_start),

@@ -25,7 +25,7 @@ from lightning_fl.runners.tensors import ModuleTensors, is_equal
 from lightning_fl.runners.vectorized import VectorizedStep
 
 #: Attributes of every LightningModule.
-_OF_LIGHTNING = frozenset(vars(LightningModule()))
+OF_LIGHTNING = frozenset(vars(LightningModule()))
 #: Name of the Trainer's count of steps in messages.
 GLOBAL_STEP = "trainer.global_step"
 #: Numbers of steps by which it is moved: to the next step, and beyond thresholds.
@@ -155,7 +155,7 @@ class CarriedState:
         before, after = self._before, self._after
         assert before is not None
         assert after is not None
-        set_since = {*after.changed(), *_OF_LIGHTNING}  # for this client, or in each step
+        set_since = {*after.changed(), *OF_LIGHTNING}  # for this client, or in each step
         changed = [name for name in before.changed() if name not in set_since]
         may_count = self._global_step.is_read or bool(self.hooks)
         if not changed and not may_count:
@@ -176,26 +176,40 @@ class CarriedState:
             found = list[str]()
             if changed and differs(*changed):
                 found += [name for name in changed if differs(name)] or changed
-            if may_count and any(differs(moved=by) for by in LATER):
+            steps = (*LATER, -int(self.module.trainer.global_step))  # or the first of the fit
+            if may_count and any(differs(moved=by) for by in steps):
                 found.append(GLOBAL_STEP)
         return found
 
     def _result(self, batch: Any) -> list[Tensor] | None:
         """Return what follows from a step; None if it fails or has no loss."""
-        tensors: Tensors = {**self.tensors.parameters, **self.tensors.buffers}
-        before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        try:
-            muted = attributes_set(self.module.trainer, {"_loggers": [DummyLogger()]})
-            with seeded_rng(0, self.module.device), torch.enable_grad(), muted:
-                batch = tree_map(_copied, batch)
-                outcome, seen = self._step.by_itself({}, batch)
-        except Exception:  # if it fails with the current attributes, the step itself will, too
-            return None
-        finally:
-            self.tensors.adopt()  # buffers that the step has replaced
-            for name, tensor in tensors.items():
-                tensor.data.copy_(before[name])
-        return [outcome.loss, *seen.values()]
+        return outcome_of(self._step, self.tensors, batch)
+
+
+def outcome_of(step: LocalStep, own: ModuleTensors, batch: Any) -> list[Tensor] | None:
+    """Return what follows from a step that is made for a comparison; None if it fails.
+
+    Tensors of the module are restored, and loggers are silent.
+
+    Args:
+        step: The step.
+        own: The tensors of the user's module.
+        batch: The batch, of which the step gets a copy.
+    """
+    module = step.module
+    tensors: Tensors = {**own.parameters, **own.buffers}
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    try:
+        muted = attributes_set(module.trainer, {"_loggers": [DummyLogger()]})
+        with seeded_rng(0, module.device), torch.enable_grad(), muted:
+            outcome, seen = step.by_itself({}, tree_map(_copied, batch))
+    except Exception:  # if it fails with the current attributes, the step itself will, too
+        return None
+    finally:
+        own.adopt()  # buffers that the step has replaced
+        for name, tensor in tensors.items():
+            tensor.data.copy_(before[name])
+    return [outcome.loss, *seen.values()]
 
 
 class GlobalStep:

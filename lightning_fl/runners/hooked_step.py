@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
@@ -23,9 +23,9 @@ class HookedStep(LocalStep):
     """Make the first local step of a client with the hooks of its module, but without an update.
 
     The hooks get the module's optimizer, whose ``step`` computes gradients and clips them, but does
-    not change parameters. Hooks of callbacks are not called, and neither are those that transfer
-    the batch. Options of the optimizer, the state of schedulers and gradients are restored
-    afterwards.
+    not change parameters. Hooks of callbacks are not called, unless they are given, and neither are
+    those that transfer the batch. Options of the optimizer, the state of schedulers and gradients
+    are restored afterwards.
 
     Args:
         module: The user's module in a fit. Later replacements of its hooks are not called.
@@ -39,6 +39,9 @@ class HookedStep(LocalStep):
         self._trainer: Any = module.trainer
         self._hooks: Any = SimpleNamespace(**{name: getattr(module, name) for name in SEEN_HOOKS})
         self._seen: Tensors = {}
+        #: Callbacks whose hooks are called, too, and Lightning's index of the batch for them.
+        self.callbacks: Sequence[Callback] = ()
+        self.index = 0
 
     def by_itself(
         self, fixed: Tensors, batch: Any, hyperparameters: Tensors | None = None
@@ -77,13 +80,13 @@ class HookedStep(LocalStep):
         def closure() -> Any:
             outputs.append(self(batch))
             loss = outputs[-1]["loss"] if isinstance(outputs[-1], Mapping) else outputs[-1]
-            hooks.on_before_zero_grad(optimizer)
+            self._call("on_before_zero_grad", optimizer)
             hooks.optimizer_zero_grad(trainer.current_epoch, 0, optimizer)
             if loss is not None:
-                hooks.on_before_backward(loss)
+                self._call("on_before_backward", loss)
                 hooks.backward(loss)
-                hooks.on_after_backward()
-            hooks.on_before_optimizer_step(optimizer)
+                self._call("on_after_backward")
+            self._call("on_before_optimizer_step", optimizer)
             hooks.configure_gradient_clipping(
                 optimizer,
                 gradient_clip_val=trainer.gradient_clip_val,
@@ -91,13 +94,24 @@ class HookedStep(LocalStep):
             )
             return loss
 
+        for callback in self.callbacks:
+            callback.on_train_batch_start(trainer, trainer.lightning_module, batch, self.index)
         hooks.on_train_batch_start(batch, 0)
         hooks.optimizer_step(trainer.current_epoch, 0, optimizer, closure)
         for config in trainer.lr_scheduler_configs:
             if config.interval == "step":
                 hooks.lr_scheduler_step(config.scheduler, None)
+        for callback in self.callbacks:
+            module = trainer.lightning_module
+            callback.on_train_batch_end(trainer, module, outputs[-1], batch, self.index)
         hooks.on_train_batch_end(outputs[-1], batch, 0)
         return outputs[-1]
+
+    def _call(self, name: str, *args: Any) -> None:
+        """Call a hook of the callbacks, and then that of the module."""
+        for callback in self.callbacks:
+            getattr(callback, name)(self._trainer, self._trainer.lightning_module, *args)
+        getattr(self._hooks, name)(*args)
 
     def _note_step(self) -> None:
         """Note gradients and options when the optimizer makes its step."""

@@ -37,6 +37,8 @@ GRADIENT_HOOKS = (
     "on_before_optimizer_step",
     "on_before_zero_grad",
 )
+#: Hooks of a callback in a training step.
+CALLBACK_HOOKS = ("on_train_batch_start", *GRADIENT_HOOKS, "on_train_batch_end")
 _HOOKS = {
     *(name for kind in (ModelHooks, DataHooks, CheckpointHooks) for name in vars(kind)),
     *("validation_step", "test_step", "predict_step", "configure_callbacks"),

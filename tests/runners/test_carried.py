@@ -100,12 +100,10 @@ def test_what_is_set_for_each_client_does_not_carry_over(train, stateful):
     train(stateful(lambda m: CARRIED["steps"](m) * CARRIED["history"](m), Anew))
 
     class Name(L.Callback):
-        clients = 0
-
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            if trainer.callbacks[0].plan().schedule[batch_idx].first:
-                self.clients += 1
-                module.steps = self.clients
+            step = trainer.callbacks[0].plan().schedule[batch_idx]
+            if step.first:
+                module.steps = 1 + step.rows[0]
 
     train(stateful(lambda m: 1 / m.steps), callbacks=[Name()])
 

@@ -1,0 +1,248 @@
+"""State of callbacks, through which clients that train one after another affect each other."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import zip_longest
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_fl.hooks import Method, replaced
+from lightning_fl.runners.attributes import MAX_BYTES, Attributes, left_alone
+from lightning_fl.runners.carried import GLOBAL_STEP, LATER, OF_LIGHTNING, GlobalStep, outcome_of
+from lightning_fl.runners.hooked_step import HookedStep
+from lightning_fl.runners.step_hooks import CALLBACK_HOOKS
+from lightning_fl.runners.tensors import ModuleTensors, is_equal
+from lightning_fl.runners.watch import Watch
+
+#: Packages whose callbacks, and hooks of callbacks, are known.
+_KNOWN = {"lightning", "lightning_fl"}
+#: Name in messages of the index of the batch that callbacks get.
+BATCH_IDX = "batch_idx"
+#: Round, index of the batch, and copies of the callbacks at the first step of a client.
+Moment = tuple[int, int, list[Callback]]
+
+
+class CarriedByCallbacks:
+    """Warn if callbacks carry something from one client to the next that changes its steps.
+
+    While the first client trains, the hooks of the user's callbacks are watched. Most only look at
+    a step, and are left alone. Those that write to parameters, buffers, gradients, the batch, the
+    optimizer's options or attributes of the module are compared at the first step of a later
+    client: the step is repeated with copies of them, from now and from the client before in the
+    same round, and with other values of ``global_step`` and ``batch_idx``. If losses, gradients or
+    what hooks set differ, a warning names the attributes.
+
+    Args:
+        tensors: The tensors of the user's module.
+        planner: Object whose method ``plan`` returns the plan of the round, as that of the data
+            module. Callbacks that call it know the client.
+    """
+
+    def __init__(self, tensors: ModuleTensors, planner: Any) -> None:
+        self._tensors, self._module, self._planner = tensors, tensors.module, planner
+        trainer: Any = tensors.module.trainer
+        self._trainer = trainer
+        self._step = HookedStep(tensors.module, tensors.constants)
+        self._hooks = {c: hooks for c in trainer.callbacks if (hooks := hooks_of_user(c))}
+        #: Whether there is nothing to watch or compare any more.
+        self.is_done = not self._hooks
+        #: Callbacks that change steps; None before the first client has trained.
+        self._acting: list[Callback] | None = None
+        self._seen: list[Callback] = []
+        #: Ends the watch over the first client.
+        self._watch = ExitStack()
+        #: Round, index of the batch and callbacks at the first step of the client before.
+        self._before: Moment | None = None
+
+    def begin_client(self, batch: Any, index: int) -> None:
+        """Watch or compare a client, before the hooks of callbacks at its first step.
+
+        Args:
+            batch: Its first batch.
+            index: Lightning's index of the batch.
+        """
+        if self._acting is None:
+            self._watch.close()  # of a client whose round was interrupted
+            for callback, hooks in self._hooks.items():
+                for name in hooks:
+                    make = self._watched(callback)
+                    self._watch.enter_context(replaced(callback, name, make))
+            return
+        round = self._trainer.current_epoch
+        now = [own for each in self._acting if (own := self._copied(each)) is not None]
+        if self._before is None or self._before[0] != round or len(now) != len(self._before[2]):
+            self._before, self.is_done = (round, index, now), not now
+            return
+        self.is_done, before, self._before = True, self._before, None
+        if found := self._found(batch, before, (round, index, now)):
+            kinds = dict.fromkeys(type(each).__name__ for each in self._acting)
+            rank_zero_warn(
+                f"local steps depend on {' and '.join(found[:3])} by hooks of the callbacks"
+                f" {', '.join(kinds)}, which carries over from client to client, so that results"
+                " depend on the order of clients. Reset such a value at the first step of each"
+                " client: FederatedLoop.plan().schedule[batch_idx].first. There, start is the local"
+                " step of the client, for use instead of batch_idx and global_step"
+            )
+
+    def end_client(self) -> None:
+        """End the watch over the first client."""
+        if self._acting is None:
+            self._watch.close()
+            self._acting, self.is_done = self._seen, not self._seen
+
+    def close(self) -> None:
+        """End the watch over a client whose round was interrupted."""
+        self._watch.close()
+
+    def _watched(self, callback: Callback) -> Callable[[Method], Method]:
+        """Return a function that replaces a hook by one that notes whether it changes a step."""
+
+        def make(hook: Method) -> Method:
+            def watched(*args: Any) -> Any:
+                if callback in self._seen:
+                    return hook(*args)
+                state, attributes = self._state(), Attributes(self._module)
+                leaves = [*state, *self._module.buffers(), *tree_leaves(args[2:])]
+                tensors = {str(i): t for i, t in enumerate(leaves) if isinstance(t, Tensor)}
+                with Watch(tensors) as watch:
+                    result = hook(*args)
+                is_same = all(a is b for a, b in zip_longest(state, self._state(), fillvalue=self))
+                if watch.written or not is_same or set(attributes.changed()) - OF_LIGHTNING:
+                    self._seen.append(callback)
+                return result
+
+            return watched
+
+        return make
+
+    def _state(self) -> list[Any]:
+        """Return the parameters and what a hook may replace: gradients, and optimizer options."""
+        params = list(self._module.parameters())
+        groups = self._trainer.optimizers[0].param_groups
+        options = [value for group in groups for name, value in group.items() if name != "params"]
+        return [*params, *(p.grad for p in params), *(p.requires_grad for p in params), *options]
+
+    def _copied(self, callback: Callback) -> Callback | None:
+        """Return a copy of a callback that logs nothing; None if it is too large or has none."""
+        trainer, module = self._trainer, self._module
+        known = [trainer, trainer.lightning_module, trainer.datamodule, self._planner]
+        known += [*module.modules(), *module.parameters(), *module.buffers(), *trainer.loggers]
+        known += [*trainer.optimizers, *(c for c in trainer.callbacks if is_known(type(c)))]
+        memo = {id(each): each for each in known}
+        held = list(vars(callback).values())
+        if sum(t.numel() * t.element_size() for t in _tensors(held, set(memo))) > MAX_BYTES:
+            return None
+        try:
+            own: Callback = copy.deepcopy(callback, memo)
+        except Exception:  # an open file, for example
+            return None
+        vars(own).update(log=_nothing, log_dict=_nothing)
+        return own
+
+    def _found(self, batch: Any, before: Moment, now: Moment) -> list[str]:
+        """Return the names of values on which the first step of a client depends."""
+        (_, index_before, olds), (_, index, news) = before, now
+        global_step = GlobalStep(self._module)
+        plans = [0]
+
+        def noted(plan: Method) -> Method:
+            def made() -> Any:
+                plans[0] += 1
+                return plan()
+
+            return made
+
+        with left_alone(self._module) as attributes, ExitStack() as stack:
+            for owner in (self._planner, self._trainer.datamodule):
+                stack.enter_context(replaced(owner, "plan", noted))
+
+            def result(callbacks: Sequence[Callback], at: int = index, by: int = 0) -> Any:
+                attributes.restore()
+                copies = [self._copied(each) for each in callbacks]
+                self._step.callbacks, self._step.index = [c for c in copies if c is not None], at
+                with global_step.moved_by(by):
+                    return outcome_of(self._step, self._tensors, batch) or []
+
+            def differs(callbacks: Sequence[Callback], at: int = index, by: int = 0) -> bool:
+                found = result(callbacks, at, by)
+                return bool(found) and not is_equal(found, expected)
+
+            expected = result(news)
+            if not expected or differs(news):  # no loss, or random numbers from elsewhere
+                return []
+            found, knows_client = list[str](), plans[0] > 0
+            if differs(olds):
+                mixed = {
+                    f"{type(new).__name__}.{name}": [
+                        *news[:i],
+                        _mixed(new, old, name),
+                        *news[i:][1:],
+                    ]
+                    for i, (new, old) in enumerate(zip(news, olds, strict=True))
+                    for name in vars(new).keys() & vars(old).keys() - {"log", "log_dict"}
+                }
+                found += [name for name, callbacks in mixed.items() if differs(callbacks)]
+                found = sorted(found) or [type(new).__name__ for new in news]
+            steps = (*LATER, -int(self._trainer.global_step))  # or the first of the fit
+            if any(differs(news, by=by) for by in steps):
+                expected = result([])
+                if not any(differs([], by=by) for by in steps):  # the module itself does not
+                    found.append(GLOBAL_STEP)
+                expected = result(news)
+            if not knows_client and any(differs(news, at=at) for at in (0, index_before)):
+                found.append(BATCH_IDX)
+        return found
+
+
+def hooks_of_user(callback: Callback) -> list[str]:
+    """Return the names of the hooks of a step that a user's class of callbacks overrides.
+
+    Hooks of an object, such as those of ``LambdaCallback``, are left out: a copy would share what
+    they refer to.
+    """
+    return [
+        name
+        for name in CALLBACK_HOOKS
+        if name not in vars(callback) and not is_known(getattr(type(callback), name))
+    ]
+
+
+def is_known(part: Any) -> bool:
+    """Return whether a class or function is one of Lightning or of this library."""
+    return part.__module__.partition(".")[0] in _KNOWN
+
+
+def _mixed(new: Callback, old: Callback, name: str) -> Callback:
+    """Return a callback with one attribute of another."""
+    mixed = copy.copy(new)
+    vars(mixed)[name] = vars(old)[name]
+    return mixed
+
+
+def _tensors(values: Sequence[Any], seen: set[int]) -> list[Tensor]:
+    """Return the tensors in values, containers, modules and objects."""
+    waiting, found = list(values), list[Tensor]()
+    while waiting:
+        if id(value := waiting.pop()) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            waiting += value
+        elif hasattr(value, "__dict__") and not isinstance(value, type):
+            waiting += vars(value).values()
+    return found
+
+
+def _nothing(*args: Any, **options: Any) -> None:
+    """Log nothing."""
