@@ -196,7 +196,7 @@ class FederatedLoop(Callback):
         self._fit, self._round, self._is_closing = None, None, False
         if "://" not in (folder := str(trainer.default_root_dir)):  # needs a local folder
             self.store.folder = folder
-        self._prepared.take_over(self, self._local_steps, self.undo)
+        self._prepared.take_over(self, self._local_steps, self._is_last_step, self.undo)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set up the client runner and the aggregator; restore the checkpoint if there is one."""
@@ -410,6 +410,10 @@ class FederatedLoop(Callback):
         if prepared is None or prepared.module._current_fx_name not in START_HOOKS:
             return None
         return prepared.planner.most_local_steps()
+
+    def _is_last_step(self) -> bool | None:
+        """Return whether a local step is the last of its client, where its module asks, or None."""
+        return None if self._round is None else self._round.is_last_step()
 
     def plan(self) -> RoundPlan:
         """Return the plan of the round. It is drawn once and depends on the saved state only."""

@@ -128,13 +128,18 @@ class PreparedFit:
         )
 
     def take_over(
-        self, loop: Callback, local_steps: Callable[[], int | None], undo: ExitStack
+        self,
+        loop: Callback,
+        local_steps: Callable[[], int | None],
+        is_last_step: Callable[[], bool | None],
+        undo: ExitStack,
     ) -> None:
         """Configure the Trainer and the data module for rounds.
 
         Args:
             loop: The callback of the rounds.
             local_steps: Function that returns the number of local steps of a client in its steps.
+            is_last_step: Function that returns whether a step of a client is its last.
             undo: Clean-up functions of the fit, to which those of the configuration are added.
         """
         trainer, data, planner = self.trainer, self.data, self.planner
@@ -152,7 +157,8 @@ class PreparedFit:
             self.module.local_patterns = self.options.local_parameters
         undo.enter_context(checked_optimizers(self.module, check_one_optimizer))
         undo.enter_context(checked_optimizers(user_module(self.module), check_optimized_terms))
-        undo.enter_context(counts_of_one_client(trainer, planner.stepping_batches, local_steps))
+        counts = counts_of_one_client(trainer, planner.stepping_batches, local_steps, is_last_step)
+        undo.enter_context(counts)
         data.plan = planner.plan
         undo.callback(setattr, data, "plan", None)
 

@@ -234,6 +234,13 @@ class Round:
         steps = self.fit.runner.of_client(self.plan.num_steps[list(self.step.rows)])
         return None if steps is None else int(steps)
 
+    def is_last_step(self) -> bool | None:
+        """Return whether the local step is the client's last, where its module asks in it."""
+        if self.step is None or (steps := self.local_steps()) is None:
+            return None
+        runner = self.fit.runner
+        return runner.steps_before + runner.step + 1 == steps
+
     def _batch_size(self, step: Step) -> int:
         """Return the number of samples of a local step over all processes that share them."""
         clients = self.plan.clients[list(step.rows)]

@@ -19,28 +19,37 @@ def counts_of_one_client(
     trainer: Trainer,
     stepping_batches: Callable[[], int | float],
     local_steps: Callable[[], int | None],
+    is_last_step: Callable[[], bool | None],
 ) -> Iterator[None]:
     """Let properties of the Trainer count the batches of one client instead of all clients.
 
     ``estimated_stepping_batches`` is the number of scheduler steps of a client in the whole run.
     ``num_training_batches`` is the number of local steps of the client in the round, where the
     module asks for it in a step, and the maximum over clients, where it asks before a step.
-    Lightning and callbacks get the number of batches in the round.
+    ``is_last_batch`` tells the module in a step whether it is the last one of the client.
+    Lightning and callbacks get the number of batches in the round, and its last batch.
 
     Args:
         trainer: The Trainer.
         stepping_batches: Function that returns the number of scheduler steps.
         local_steps: Function that returns the number of local steps; None for others.
+        is_last_step: Function that returns whether the local step is the last; None for others.
     """
     of_round: Any = type(trainer).num_training_batches
+    in_round: Any = type(trainer).is_last_batch
 
     def batches(trainer: Trainer) -> int | float:
         steps = local_steps()
         return of_round.fget(trainer) if steps is None else steps
 
+    def is_last(trainer: Trainer) -> bool:
+        is_last = is_last_step()
+        return in_round.fget(trainer) if is_last is None else is_last
+
     counts = {
         "estimated_stepping_batches": lambda _: stepping_batches(),
         "num_training_batches": batches,
+        "is_last_batch": is_last,
     }
     with properties_set(trainer, counts):
         yield

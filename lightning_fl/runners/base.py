@@ -167,6 +167,8 @@ class ClientRunner(ABC):
         self.completed: set[str] = set()
         #: Phases of local training, and the number of local steps before the Lightning batch.
         self.phases, self.steps_before = PhasedTraining(), 0
+        #: Index of the local step within the Lightning batch.
+        self.step = 0
         #: Parameter groups that do not hold all their parameters in a step, and all of these.
         self._incomplete: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
         #: The state of the optimizer.

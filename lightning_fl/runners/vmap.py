@@ -86,9 +86,8 @@ class VmapRunner(ClientRunner):
         self.is_ready = False
         #: Whether :func:`check_state` has looked for state that clients share.
         self.is_checked = False
-        #: The samples of the Lightning batch, and the index of its next local step.
+        #: The samples of the Lightning batch.
         self.batch: BatchSamples | None = None
-        self.step = 0
         #: Number of closure evaluations per local step, and those done in the current step.
         self.evaluations, self.evaluation = int(getattr(optimizer, "evaluations", 1)), 0
         #: Whether one graph may compute gradients and update, since nothing runs between them.
@@ -243,8 +242,9 @@ class VmapRunner(ClientRunner):
             return None
         if (row := self.stacks.row) is None:
             raise FederationError(
-                "training_step reads trainer.num_training_batches, which differs between clients."
-                " To train them at once, pass the number to the constructor of the module"
+                "training_step reads trainer.num_training_batches or is_last_batch, which differ"
+                " between clients. To train them at once, pass the number to the constructor of the"
+                " module"
             )
         return values[row]
 

@@ -916,6 +916,58 @@ def test_the_training_batches_are_those_of_the_client(fit, kind, wrap, hooks, is
     assert look.found == {10}
 
 
+class EndsTwice(L.LightningModule):
+    """Makes more of the last step, and notes in which steps that is."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.asked = nn.Linear(3, 1).double(), set()
+
+    def training_step(self, batch, batch_idx):
+        is_last = self.trainer.is_last_batch
+        self.asked.add((batch_idx, self.trainer.num_training_batches, is_last))
+        loss = (self.net(batch[0])[:, 0] - batch[1]).square().mean()
+        return 2 * loss if is_last else loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.asked.add((batch_idx, self.trainer.num_training_batches, self.trainer.is_last_batch))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
+@pytest.mark.parametrize("is_lean", [True, False])
+def test_the_last_batch_is_that_of_the_client(fit, is_lean):
+    last = []
+
+    class Looks(L.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            last.append(trainer.is_last_batch)
+
+    asked = ask_for_batches(fit, EndsTwice(), is_lean=is_lean, callbacks=[Looks()]).asked
+    assert asked == {(step, n, step == n - 1) for n in (1, 2, 3, 4) for step in range(n)}
+    assert last == [False] * 9 + [True] + [False] * 9 + [True]
+
+
+class EndsTwiceAtOnce(EndsTwice):
+    on_train_batch_end = L.LightningModule.on_train_batch_end
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
+@pytest.mark.filterwarnings("ignore:.*one client after another")
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("steps_per_batch", [1, 3])
+def test_vectorized_the_last_batch_is_the_same(fit, group_size, steps_per_batch):
+    expected, module = ask_for_batches(fit, EndsTwiceAtOnce()), EndsTwiceAtOnce()
+    ask_for_batches(
+        fit, module, lambda m: VectorizedClients(m, group_size, steps_per_batch, compile=False)
+    )
+    torch.testing.assert_close(module.net.weight, expected.net.weight, rtol=0, atol=1e-12)
+    assert module.asked == expected.asked
+
+
 class Profiled(PassThroughProfiler):
     """Asks before and after each training step, as the profiler of torch does."""
 
