@@ -13,13 +13,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_fl.hooks import Method, replaced
+from lightning_fl.hooks import Method, overrides, replaced
 from lightning_fl.runners.attributes import MAX_BYTES, Attributes, left_alone
 from lightning_fl.runners.carried import GLOBAL_STEP, LATER, OF_LIGHTNING, GlobalStep, outcome_of
 from lightning_fl.runners.hooked_step import HookedStep
 from lightning_fl.runners.step_hooks import CALLBACK_HOOKS
 from lightning_fl.runners.tensors import ModuleTensors, is_equal
 from lightning_fl.runners.watch import Watch
+from lightning_fl.types import Step
 
 #: Packages whose callbacks, and hooks of callbacks, are known.
 _KNOWN = {"lightning", "lightning_fl"}
@@ -201,6 +202,62 @@ class CarriedByCallbacks:
         return found
 
 
+class OptionsOfCallbacks:
+    """Warn if callbacks change the optimizer's options in a batch of clients that train at once.
+
+    A batch has several local steps, and is one of several groups of clients.
+
+    Args:
+        trainer: The Trainer.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        #: Names of the user's callbacks by hook of a batch.
+        self._names = {
+            hook: [
+                type(each).__name__
+                for each in trainer.callbacks
+                if overrides(each, hook, Callback) and not is_known(getattr(each, hook))
+            ]
+            for hook in ("on_train_batch_start", "on_train_batch_end")
+        }
+        #: Whether there is nothing to compare any more.
+        self.is_done = not any(self._names.values())
+        self._before: list[dict[str, Any]] = []
+
+    def begin(self) -> None:
+        """Note the options, before the hooks of callbacks."""
+        self._before = self._options()
+
+    def end(self, hook: str, step: Step) -> None:
+        """Compare the options, after the hooks of callbacks.
+
+        Args:
+            hook: Name of the hook.
+            step: The local steps of the batch.
+        """
+        before, now = self._before, self._options()
+        if now == before or not self._names[hook] or len(step.rows) * step.steps <= 1:
+            return
+        self.is_done = True
+        pairs = zip(before, now, strict=False)
+        changed = [name for old, new in pairs for name in new if new[name] != old.get(name)]
+        rank_zero_warn(
+            f"{', '.join(self._names[hook])}: {hook} changes {' and '.join(dict.fromkeys(changed))}"
+            f" of the optimizer. It is called once for {len(step.rows)} clients and {step.steps}"
+            " local steps, since clients train at once. A value of the round belongs in"
+            " on_train_epoch_start. For one that depends on the local step, use a scheduler with"
+            " interval='step', or train the module without VectorizedClients"
+        )
+
+    def _options(self) -> list[dict[str, Any]]:
+        return [
+            {name: _number(value) for name, value in group.items() if name != "params"}
+            for group in self._trainer.optimizers[0].param_groups
+        ]
+
+
 def hooks_of_user(callback: Callback) -> list[str]:
     """Return the names of the hooks of a step that a user's class of callbacks overrides.
 
@@ -216,7 +273,12 @@ def hooks_of_user(callback: Callback) -> list[str]:
 
 def is_known(part: Any) -> bool:
     """Return whether a class or function is one of Lightning or of this library."""
-    return part.__module__.partition(".")[0] in _KNOWN
+    return getattr(part, "__module__", "").partition(".")[0] in _KNOWN
+
+
+def _number(value: Any) -> Any:
+    """Return a copy of an option that can be compared."""
+    return value.tolist() if isinstance(value, Tensor) else copy.copy(value)
 
 
 def _mixed(new: Callback, old: Callback, name: str) -> Callback:

@@ -201,3 +201,39 @@ def test_logs_of_a_comparison_are_dropped(train, weighted, monkeypatch):
     assert [row["own"] for row in train(weighted(), callbacks=[Logs()]).rows] == [
         row["own"] for row in compared.rows
     ]
+
+
+class WarmsUp(L.Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        trainer.optimizers[0].param_groups[0]["lr"] = 0.01 * (1 + batch_idx)
+
+
+class CoolsDown(L.Callback):
+    def on_train_batch_end(self, trainer, *args):
+        trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+
+def by_function():
+    return L.pytorch.callbacks.LambdaCallback(on_train_batch_end=CoolsDown().on_train_batch_end)
+
+
+@pytest.mark.parametrize("steps_per_batch", [1, 3])
+@pytest.mark.parametrize("make", [WarmsUp, CoolsDown, by_function])
+def test_options_that_a_callback_changes_for_clients_at_once_are_warned_of(
+    train, tiny, make, steps_per_batch
+):
+    callback = make()
+    hook = "on_train_batch_start" if make is WarmsUp else "on_train_batch_end"
+    with pytest.warns(UserWarning, match=rf"{type(callback).__name__}: {hook} changes lr of the"):
+        train(tiny(), 3, steps_per_batch, callbacks=[callback])
+
+
+def test_options_that_a_callback_changes_between_rounds_are_not(train, tiny):
+    class Looks(L.Callback):
+        def on_train_epoch_start(self, trainer, module):
+            trainer.optimizers[0].param_groups[0]["lr"] = 0.1 / (1 + trainer.current_epoch)
+
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            self.lr = trainer.optimizers[0].param_groups[0]["lr"]
+
+    train(tiny(), 3, callbacks=[Looks()])
