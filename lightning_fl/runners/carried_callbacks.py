@@ -24,6 +24,11 @@ from lightning_fl.types import Step
 
 #: Packages whose callbacks, and hooks of callbacks, are known.
 _KNOWN = {"lightning", "lightning_fl"}
+#: Hooks in which a callback may put its own parameters into the global model.
+WRITING_HOOKS = (
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end"),
+    *("on_validation_end", "on_train_epoch_end", "on_train_end", "on_fit_end"),
+)
 #: Name in messages of the index of the batch that callbacks get.
 BATCH_IDX = "batch_idx"
 #: Round, index of the batch, and copies of the callbacks at the first step of a client.
@@ -57,7 +62,9 @@ class CarriedByCallbacks:
         #: Callbacks that change steps; None before the first client has trained.
         self._acting: list[Callback] | None = None
         self._seen: list[Callback] = []
-        #: Ends the watch over the first client.
+        #: Callbacks that read the parameters of clients in a hook of a step, and this hook.
+        self._readers: dict[Callback, str] = {}
+        #: Ends the watch over the first client, and that over what these callbacks write later.
         self._watch = ExitStack()
         #: Round, index of the batch and callbacks at the first step of the client before.
         self._before: Moment | None = None
@@ -73,7 +80,7 @@ class CarriedByCallbacks:
             self._watch.close()  # of a client whose round was interrupted
             for callback, hooks in self._hooks.items():
                 for name in hooks:
-                    make = self._watched(callback)
+                    make = self._watched(callback, name)
                     self._watch.enter_context(replaced(callback, name, make))
             return
         round = self._trainer.current_epoch
@@ -97,23 +104,61 @@ class CarriedByCallbacks:
         if self._acting is None:
             self._watch.close()
             self._acting, self.is_done = self._seen, not self._seen
+            for callback in self._readers.keys() - set(self._seen):
+                for name in WRITING_HOOKS:
+                    if overrides(callback, name, Callback):
+                        self._watch.enter_context(
+                            replaced(callback, name, self._noted(callback, name))
+                        )
 
     def close(self) -> None:
-        """End the watch over a client whose round was interrupted."""
+        """End the watch over callbacks."""
         self._watch.close()
 
-    def _watched(self, callback: Callback) -> Callable[[Method], Method]:
+    def _noted(self, callback: Callback, name: str) -> Callable[[Method], Method]:
+        """Return a function that replaces a hook by one that warns if it writes to parameters.
+
+        A callback that only looks at parameters, such as their norm, has no tensor of their shape.
+        """
+        shapes = {p.shape for p in self._module.parameters() if p.dim()}
+
+        def make(hook: Method) -> Method:
+            def noted(*args: Any) -> Any:
+                if callback not in self._readers:
+                    return hook(*args)
+                params = list(self._module.parameters())
+                with Watch({str(i): p for i, p in enumerate(params)}) as watch:
+                    result = hook(*args)
+                held = _tensors(list(vars(callback).values()), set(map(id, [*params, *args])))
+                if watch.written and any(t.shape in shapes for t in held):
+                    rank_zero_warn(
+                        f"{type(callback).__name__} reads the parameters of clients in"
+                        f" {self._readers.pop(callback)} and writes to those of the global model in"
+                        f" {name}. Clients train one after another, each from the global"
+                        " model, so that a moving average over steps mixes their parameters. Update"
+                        " it once per round, in on_train_epoch_end, or use FedOpt"
+                    )
+                return result
+
+            return noted
+
+        return make
+
+    def _watched(self, callback: Callback, name: str) -> Callable[[Method], Method]:
         """Return a function that replaces a hook by one that notes whether it changes a step."""
 
         def make(hook: Method) -> Method:
             def watched(*args: Any) -> Any:
                 if callback in self._seen:
                     return hook(*args)
+                num_params = sum(1 for _ in self._module.parameters())
                 state, attributes = self._state(), Attributes(self._module)
                 leaves = [*state, *self._module.buffers(), *tree_leaves(args[2:])]
                 tensors = {str(i): t for i, t in enumerate(leaves) if isinstance(t, Tensor)}
                 with Watch(tensors) as watch:
                     result = hook(*args)
+                if watch.read & {str(i) for i in range(num_params)}:
+                    self._readers.setdefault(callback, name)
                 is_same = all(a is b for a, b in zip_longest(state, self._state(), fillvalue=self))
                 if watch.written or not is_same or set(attributes.changed()) - OF_LIGHTNING:
                     self._seen.append(callback)

@@ -237,3 +237,45 @@ def test_options_that_a_callback_changes_between_rounds_are_not(train, tiny):
             self.lr = trainer.optimizers[0].param_groups[0]["lr"]
 
     train(tiny(), 3, callbacks=[Looks()])
+
+
+class Averages(L.Callback):
+    """A moving average of parameters, as users write it."""
+
+    def on_train_start(self, trainer, module):
+        self.mean = {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    def on_train_batch_end(self, trainer, module, *args):
+        for name, p in module.named_parameters():
+            self.mean[name].lerp_(p.detach(), 0.1)
+
+    def load(self, trainer, module):
+        module.load_state_dict(self.mean, strict=False)
+
+
+@pytest.mark.parametrize("hook", ["on_validation_start", "on_train_epoch_end", "on_train_end"])
+def test_an_average_over_steps_that_becomes_the_global_model_is_warned_of(train, tiny, hook):
+    callback = type("Averaged", (Averages,), {hook: Averages.load})()
+    with pytest.warns(
+        UserWarning, match=rf"Averaged reads .* in on_train_batch_end .* in {hook}"
+    ) as w:
+        train(tiny(), callbacks=[callback])
+    assert sum("Averaged" in str(each.message) for each in w) == 1
+
+
+def test_parameters_may_be_looked_at_in_steps_and_written_after_the_round(train, tiny):
+    class Prunes(L.Callback):
+        def on_train_batch_end(self, trainer, module, *args):
+            self.norm = module.net[0].weight.detach().norm()
+
+        def on_train_epoch_end(self, trainer, module):
+            module.net[0].weight.data[0] = 0
+
+    class AverageOfRounds(Averages):
+        on_train_batch_end = L.Callback.on_train_batch_end
+
+        def on_train_epoch_end(self, trainer, module):
+            Averages.on_train_batch_end(self, trainer, module)
+            self.load(trainer, module)
+
+    train(tiny(), callbacks=[Prunes(), AverageOfRounds()])
