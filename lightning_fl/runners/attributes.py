@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,13 +11,19 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
+from torch.optim.lr_scheduler import LRScheduler
 
 #: Attributes in which ``nn.Module`` stores parameters, buffers and children.
 _OF_TORCH = vars(nn.Module()).keys()
 #: Packages whose classes, and classes derived from them, are not looked into, as a Trainer's.
 _FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fl"}
+#: Random generators, which have a state to save.
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator)
+#: What can change in place.
+_MUTABLE = (list, dict, set, deque, Tensor, np.ndarray, *_GENERATORS)
 #: Maximum size of a tensor or array that is copied.
 MAX_BYTES = 2**26
 
@@ -24,8 +31,8 @@ MAX_BYTES = 2**26
 class Attributes:
     """Take a snapshot of the plain attributes of a module and its children.
 
-    It includes what the attributes hold: lists, dictionaries, sets, tensors, arrays, and the
-    attributes of objects of the user's own classes.
+    It includes what the attributes hold: lists, dictionaries, sets, tensors, arrays, random
+    generators, and the attributes of schedulers and of objects of the user's own classes.
 
     Args:
         module: The module.
@@ -52,6 +59,11 @@ class Attributes:
             id(value): (value, _saved(value), _version(value))
             for value in _mutable(values, set(self._known))
         }
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all changes can be undone; large tensors and arrays are not copied."""
+        return all(saved is not None for _, saved, _ in self._contents.values())
 
     def restore(self, names: Collection[str] | None = None) -> None:
         """Undo changes since the snapshot.
@@ -129,14 +141,14 @@ def _mutable(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
         value = waiting.pop()
         if id(value) in seen:
             continue
-        if isinstance(value, list | dict | set | deque | Tensor | np.ndarray):
+        if isinstance(value, _MUTABLE):
             seen.add(id(value))
             yield value
         if isinstance(value, list | set | deque | tuple):
             waiting.extend(value)
         if isinstance(value, dict):
             waiting.extend(value.values())
-        if _is_of_the_user(value):
+        if _is_of_the_user(value) or isinstance(value, LRScheduler):
             waiting.append(vars(value))
 
 
@@ -144,6 +156,7 @@ def _is_of_the_user(value: Any) -> bool:
     """Return whether a value is an object with attributes, of a class of the user."""
     packages = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
     is_code = isinstance(value, type | ModuleType | FunctionType | MethodType)
+    is_code |= isinstance(value, _GENERATORS)
     return hasattr(value, "__dict__") and not is_code and not packages & _FRAMEWORKS
 
 
@@ -152,7 +165,17 @@ def _saved(value: Any) -> Any:
     if isinstance(value, Tensor):  # nbytes is not defined for sparse tensors
         is_large = value.numel() * value.element_size() > MAX_BYTES
         return None if is_large else value.detach().clone()
+    if isinstance(value, _GENERATORS):
+        return _state(value)
     return None if isinstance(value, np.ndarray) and value.nbytes > MAX_BYTES else copy.copy(value)
+
+
+def _state(generator: Any) -> Any:
+    """Return the state of a random generator."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    is_pythons = isinstance(generator, random.Random)
+    return generator.getstate() if is_pythons else generator.bit_generator.state
 
 
 def _version(value: Any) -> int:
@@ -166,6 +189,10 @@ def _is_changed(value: Any, saved: Any, version: int) -> bool:
         return _version(value) != version
     if isinstance(value, np.ndarray):
         return bool(value.tobytes() != saved.tobytes())
+    if isinstance(value, _GENERATORS):
+        now = _state(value)
+        is_tensor = isinstance(now, Tensor)
+        return not torch.equal(now, saved) if is_tensor else repr(now) != repr(saved)
     return _items(value) != _items(saved)
 
 
@@ -175,6 +202,12 @@ def _put_back(value: Any, saved: Any) -> None:
         value.detach().copy_(saved)
     elif isinstance(value, np.ndarray):
         value[...] = saved
+    elif isinstance(value, torch.Generator):
+        value.set_state(saved)
+    elif isinstance(value, random.Random):
+        value.setstate(saved)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = saved
     else:
         value.clear()
         (value.extend if isinstance(value, list | deque) else value.update)(saved)

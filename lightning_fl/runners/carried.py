@@ -28,6 +28,10 @@ from lightning_fl.runners.vectorized import VectorizedStep
 OF_LIGHTNING = frozenset(vars(LightningModule()))
 #: Name of the Trainer's count of steps in messages.
 GLOBAL_STEP = "trainer.global_step"
+#: Name of the options of the optimizer in messages.
+OPTIONS = "the optimizer's options"
+#: Options of each parameter group, by name.
+Options = list[dict[str, Any]]
 #: Numbers of steps by which it is moved: to the next step, and beyond thresholds.
 LATER = (1, 10**6)
 
@@ -114,6 +118,8 @@ class CarriedState:
         #: Attributes at the first step of this client, and after its training.
         self._before: Attributes | None = None
         self._after: Attributes | None = None
+        self._options_before: Options = []
+        self._options_after: Options = []
         self._global_step = GlobalStep(self.module)
 
     @contextmanager
@@ -126,6 +132,7 @@ class CarriedState:
         """
         if self._first is None:
             self._first, self._before, self._after = client, Attributes(self.module), None
+            self._options_before = options_of(self.module.trainer)
             with self._global_step.noted():
                 yield
         elif client == self._first:  # in a later round, or an optimizer repeats the step
@@ -149,6 +156,7 @@ class CarriedState:
         """Record the attributes after the training of the first client."""
         if self._before is not None and self._after is None:
             self._after = Attributes(self.module)
+            self._options_after = options_of(self.module.trainer)
 
     def _found(self, batch: Any) -> list[str]:
         """Return the names of values on which the first step of the second client depends."""
@@ -161,6 +169,8 @@ class CarriedState:
         if not changed and not may_count:
             return []
         with left_alone(self.module) as now:
+            if not now.is_complete:  # a repeated step would change the run
+                return []
 
             def differs(*names: str, moved: int = 0) -> bool:
                 """Return whether some attributes, or a later ``global_step``, change the step."""
@@ -179,6 +189,11 @@ class CarriedState:
             steps = (*LATER, -int(self.module.trainer.global_step))  # or the first of the fit
             if may_count and any(differs(moved=by) for by in steps):
                 found.append(GLOBAL_STEP)
+            # Those that a scheduler or a hook has set for this client are not carried over.
+            is_carried = options_of(self.module.trainer) == self._options_after
+            if self.hooks and is_carried and self._options_before != self._options_after:
+                with options_set(self.module.trainer, self._options_before):
+                    found += [OPTIONS] if differs() else []
         return found
 
     def _result(self, batch: Any) -> list[Tensor] | None:
@@ -210,6 +225,28 @@ def outcome_of(step: LocalStep, own: ModuleTensors, batch: Any) -> list[Tensor] 
         for name, tensor in tensors.items():
             tensor.data.copy_(before[name])
     return [outcome.loss, *seen.values()]
+
+
+def options_of(trainer: Trainer) -> Options:
+    """Return a copy of the optimizer's options that can be compared."""
+    return [
+        {n: v.tolist() if isinstance(v, Tensor) else v for n, v in group.items() if n != "params"}
+        for group in trainer.optimizers[0].param_groups
+    ]
+
+
+@contextmanager
+def options_set(trainer: Trainer, options: Options) -> Iterator[None]:
+    """Set numbers among the optimizer's options within a ``with`` block."""
+    groups = trainer.optimizers[0].param_groups
+    before = [dict(group) for group in groups]
+    for group, values in zip(groups, options, strict=False):
+        group.update((n, v) for n, v in values.items() if not isinstance(group.get(n), Tensor))
+    try:
+        yield
+    finally:
+        for group, values in zip(groups, before, strict=True):
+            group.update(values)
 
 
 class GlobalStep:

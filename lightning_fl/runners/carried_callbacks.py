@@ -15,7 +15,17 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_fl.hooks import Method, overrides, replaced
 from lightning_fl.runners.attributes import MAX_BYTES, Attributes, left_alone
-from lightning_fl.runners.carried import GLOBAL_STEP, LATER, OF_LIGHTNING, GlobalStep, outcome_of
+from lightning_fl.runners.carried import (
+    GLOBAL_STEP,
+    LATER,
+    OF_LIGHTNING,
+    OPTIONS,
+    GlobalStep,
+    Options,
+    options_of,
+    options_set,
+    outcome_of,
+)
 from lightning_fl.runners.hooked_step import HookedStep
 from lightning_fl.runners.step_hooks import CALLBACK_HOOKS
 from lightning_fl.runners.tensors import ModuleTensors, is_equal
@@ -31,8 +41,9 @@ WRITING_HOOKS = (
 )
 #: Name in messages of the index of the batch that callbacks get.
 BATCH_IDX = "batch_idx"
-#: Round, index of the batch, and copies of the callbacks at the first step of a client.
-Moment = tuple[int, int, list[Callback]]
+#: Round, index of the batch, copies of the callbacks and the optimizer's options at the first step
+#: of a client.
+Moment = tuple[int, int, list[Callback], Options]
 
 
 class CarriedByCallbacks:
@@ -85,11 +96,12 @@ class CarriedByCallbacks:
             return
         round = self._trainer.current_epoch
         now = [own for each in self._acting if (own := self._copied(each)) is not None]
+        moment = (round, index, now, options_of(self._trainer))
         if self._before is None or self._before[0] != round or len(now) != len(self._before[2]):
-            self._before, self.is_done = (round, index, now), not now
+            self._before, self.is_done = moment, not now
             return
         self.is_done, before, self._before = True, self._before, None
-        if found := self._found(batch, before, (round, index, now)):
+        if found := self._found(batch, before, moment):
             kinds = dict.fromkeys(type(each).__name__ for each in self._acting)
             rank_zero_warn(
                 f"local steps depend on {' and '.join(found[:3])} by hooks of the callbacks"
@@ -194,7 +206,7 @@ class CarriedByCallbacks:
 
     def _found(self, batch: Any, before: Moment, now: Moment) -> list[str]:
         """Return the names of values on which the first step of a client depends."""
-        (_, index_before, olds), (_, index, news) = before, now
+        (_, index_before, olds, options), (_, index, news, options_now) = before, now
         global_step = GlobalStep(self._module)
         plans = [0]
 
@@ -206,6 +218,8 @@ class CarriedByCallbacks:
             return made
 
         with left_alone(self._module) as attributes, ExitStack() as stack:
+            if not attributes.is_complete:  # a repeated step would change the run
+                return []
             for owner in (self._planner, self._trainer.datamodule):
                 stack.enter_context(replaced(owner, "plan", noted))
 
@@ -244,6 +258,9 @@ class CarriedByCallbacks:
                 expected = result(news)
             if not knows_client and any(differs(news, at=at) for at in (0, index_before)):
                 found.append(BATCH_IDX)
+            if options != options_now:
+                with options_set(self._trainer, options):
+                    found += [OPTIONS] if differs(news) else []
         return found
 
 
@@ -269,11 +286,11 @@ class OptionsOfCallbacks:
         }
         #: Whether there is nothing to compare any more.
         self.is_done = not any(self._names.values())
-        self._before: list[dict[str, Any]] = []
+        self._before: Options = []
 
     def begin(self) -> None:
         """Note the options, before the hooks of callbacks."""
-        self._before = self._options()
+        self._before = options_of(self._trainer)
 
     def end(self, hook: str, step: Step) -> None:
         """Compare the options, after the hooks of callbacks.
@@ -282,7 +299,7 @@ class OptionsOfCallbacks:
             hook: Name of the hook.
             step: The local steps of the batch.
         """
-        before, now = self._before, self._options()
+        before, now = self._before, options_of(self._trainer)
         if now == before or not self._names[hook] or len(step.rows) * step.steps <= 1:
             return
         self.is_done = True
@@ -295,12 +312,6 @@ class OptionsOfCallbacks:
             " on_train_epoch_start. For one that depends on the local step, use a scheduler with"
             " interval='step', or train the module without VectorizedClients"
         )
-
-    def _options(self) -> list[dict[str, Any]]:
-        return [
-            {name: _number(value) for name, value in group.items() if name != "params"}
-            for group in self._trainer.optimizers[0].param_groups
-        ]
 
 
 def hooks_of_user(callback: Callback) -> list[str]:
@@ -319,11 +330,6 @@ def hooks_of_user(callback: Callback) -> list[str]:
 def is_known(part: Any) -> bool:
     """Return whether a class or function is one of Lightning or of this library."""
     return getattr(part, "__module__", "").partition(".")[0] in _KNOWN
-
-
-def _number(value: Any) -> Any:
-    """Return a copy of an option that can be compared."""
-    return value.tolist() if isinstance(value, Tensor) else copy.copy(value)
 
 
 def _mixed(new: Callback, old: Callback, name: str) -> Callback:

@@ -1,5 +1,6 @@
 """What a client leaves behind in the module, for clients that train one after another."""
 
+import random
 from collections import deque
 from contextlib import nullcontext
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_fl.runners import attributes
 from lightning_fl.runners.carried import CarriedState
 from lightning_fl.types import FederationError
 
@@ -393,3 +395,98 @@ def test_loggers_are_silent_where_hooks_are_compared(train, tiny):
     module, logger = tiny(Logged), Logger()
     train(module, logger=logger)
     assert logger.seen == module.steps > 0
+
+
+class Decay:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for group in self.optimizers().param_groups:
+            group["lr"] *= 0.5
+
+
+class OwnScheduler:
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.own = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return optimizer
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.own.step()
+
+
+class OwnGenerator:
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.own = self.kind()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.weight = float(self.draw())
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.weight
+
+
+class OfTorch(OwnGenerator):
+    kind = staticmethod(lambda: torch.Generator().manual_seed(0))
+
+    def draw(self):
+        return torch.rand((), generator=self.own)
+
+
+class OfNumpy(OwnGenerator):
+    kind = staticmethod(lambda: np.random.default_rng(0))
+
+    def draw(self):
+        return self.own.random()
+
+
+class OfPython(OwnGenerator):
+    kind = staticmethod(lambda: random.Random(0))
+
+    def draw(self):
+        return self.own.random()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (Decay, "the optimizer's options"),
+        (OwnScheduler, ".*the optimizer's options"),
+        *((kind, "own") for kind in (OfTorch, OfNumpy, OfPython)),
+    ],
+)
+def test_options_schedulers_and_generators_carry_over(train, flat, tiny, monkeypatch, kind, name):
+    def run():
+        module = tiny(type("Hooked", (kind, tiny.kind), {}))
+        train(module)
+        return flat(module).tolist(), getattr(getattr(module, "own", None), "last_epoch", 0)
+
+    with pytest.warns(UserWarning, match=rf"Hooked\..* depends on {name}, which carries over"):
+        compared = run()
+    monkeypatch.setattr(CarriedState, "_found", lambda self, batch: [])
+    assert run() == compared
+
+
+def test_options_that_a_round_changes_do_not_carry_over(train, tiny, data, blobs):
+    class PerRound(tiny.kind):
+        def on_train_epoch_start(self):
+            self.optimizers().param_groups[0]["lr"] = 0.1 / (1 + self.current_epoch)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            pass
+
+    train(tiny(PerRound), federation={"clients_per_round": 1}, rounds=4)
+
+
+def test_a_step_is_not_repeated_if_its_changes_cannot_be_undone(train, tiny, monkeypatch):
+    monkeypatch.setattr(attributes, "MAX_BYTES", 100)
+
+    class Counts(tiny.kind):
+        def on_train_start(self):
+            self.seen = torch.zeros(101)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.seen += 1
+
+    module = tiny(Counts)
+    train(module)
+    assert module.seen[0] == module.trainer.global_step

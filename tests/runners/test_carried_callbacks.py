@@ -228,6 +228,11 @@ def test_options_that_a_callback_changes_for_clients_at_once_are_warned_of(
         train(tiny(), 3, steps_per_batch, callbacks=[callback])
 
 
+def test_options_that_a_callback_leaves_to_the_next_client_are_named(train, tiny):
+    with pytest.warns(UserWarning, match="the optimizer's options by .*CoolsDown, which carries"):
+        train(tiny(), callbacks=[CoolsDown()])
+
+
 def test_options_that_a_callback_changes_between_rounds_are_not(train, tiny):
     class Looks(L.Callback):
         def on_train_epoch_start(self, trainer, module):
