@@ -14,7 +14,7 @@ from lightning_fl.federation.round import Round
 from lightning_fl.hooks import Method, replaced
 from lightning_fl.runners import SequentialRunner
 from lightning_fl.runners.carried import CarriedState
-from lightning_fl.runners.carried_callbacks import CarriedByCallbacks, OptionsOfCallbacks
+from lightning_fl.runners.carried_callbacks import BatchesOfCallbacks, CarriedByCallbacks
 from lightning_fl.types import Step
 
 
@@ -35,7 +35,7 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
     """
     module, carried = fit.module, CarriedState(fit.runner.tensors)
     by_callbacks = CarriedByCallbacks(fit.runner.tensors, fit.planner)
-    options = OptionsOfCallbacks(fit.trainer)
+    batches = BatchesOfCallbacks(fit.runner.module)
 
     def step_of(batch_idx: int) -> Step:
         return current().plan.schedule[batch_idx]
@@ -68,8 +68,8 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
 
         def started(batch: Any, batch_idx: int) -> Any:
             step = step_of(batch_idx)
-            if is_vectorized and not options.is_done:
-                options.end("on_train_batch_start", step)
+            if is_vectorized and not batches.is_done:
+                batches.end("on_train_batch_start", step)
             return in_hook(begin, batch, step.start)
 
         return started
@@ -81,7 +81,7 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
             hook(trainer, module, batch, batch_idx)
             step = step_of(batch_idx)
             if is_vectorized:
-                options.begin()
+                batches.begin()
             elif not by_callbacks.is_done and step.rows and step.first:
                 by_callbacks.begin_client(batch, batch_idx)
 
@@ -90,7 +90,7 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
     def loop_batch_end(hook: Method) -> Method:
         def ended(*args: Any) -> None:
             hook(*args)
-            options.begin()
+            batches.begin()
 
         return ended
 
@@ -106,8 +106,8 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
     def batch_end(hook: Method) -> Method:
         def ended(outputs: Any, batch: Any, batch_idx: int) -> None:
             step = step_of(batch_idx)
-            if is_vectorized and not options.is_done:
-                options.end("on_train_batch_end", step)
+            if is_vectorized and not batches.is_done:
+                batches.end("on_train_batch_end", step)
             if step.rows:  # empty while this process waits for others
                 in_hook(hook, outputs, batch, step.start)
             current().end_batch(batch_idx)
@@ -129,9 +129,9 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
     if is_watched and not carried.hooks:
         undo.enter_context(replaced(module, "training_step", training_step))
     is_vectorized = not isinstance(fit.runner, SequentialRunner)
-    if is_vectorized and not options.is_done:
+    if is_vectorized and not batches.is_done:
         undo.enter_context(replaced(loop, "on_train_batch_end", loop_batch_end))
-    if not (options.is_done if is_vectorized else by_callbacks.is_done or not is_watched):
+    if not (batches.is_done if is_vectorized else by_callbacks.is_done or not is_watched):
         undo.enter_context(replaced(loop, "on_train_batch_start", loop_batch_start))
         undo.callback(by_callbacks.close)
     epoch_loop: Any = fit.trainer.fit_loop.epoch_loop

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_fl.federation.checks import check_finite, check_options, warn_of_averaged_buffers
@@ -475,6 +476,10 @@ class Round:
                 f"round {self.plan.round + 1} ended after {self.position} of"
                 f" {len(self.plan.rows)} clients: on_train_batch_start must not return -1"
             )
+        rank_zero_info(
+            f"Round {self.plan.round + 1} was stopped after {self.position} of"
+            f" {len(self.plan.rows)} clients, and does not count"
+        )
 
     def feedback(
         self, before: float | None, after: float | None, metrics: Mapping[str, float]

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 #: Attributes in which ``nn.Module`` stores parameters, buffers and children.
 _OF_TORCH = vars(nn.Module()).keys()
 #: Packages whose classes, and classes derived from them, are not looked into, as a Trainer's.
-_FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fl"}
+FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fl"}
 #: Random generators, which have a state to save.
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator)
 #: What can change in place.
@@ -157,7 +157,7 @@ def _is_of_the_user(value: Any) -> bool:
     packages = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
     is_code = isinstance(value, type | ModuleType | FunctionType | MethodType)
     is_code |= isinstance(value, _GENERATORS)
-    return hasattr(value, "__dict__") and not is_code and not packages & _FRAMEWORKS
+    return hasattr(value, "__dict__") and not is_code and not packages & FRAMEWORKS
 
 
 def _saved(value: Any) -> Any:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
+from types import CodeType, FunctionType
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_fl.hooks import Method, overrides, replaced
-from lightning_fl.runners.attributes import MAX_BYTES, Attributes, left_alone
+from lightning_fl.runners.attributes import FRAMEWORKS, MAX_BYTES, Attributes, left_alone
 from lightning_fl.runners.carried import (
     GLOBAL_STEP,
     LATER,
@@ -264,54 +266,92 @@ class CarriedByCallbacks:
         return found
 
 
-class OptionsOfCallbacks:
-    """Warn if callbacks change the optimizer's options in a batch of clients that train at once.
+class BatchesOfCallbacks:
+    """Warn if callbacks change the steps of a batch of clients that train at once.
 
-    A batch has several local steps, and is one of several groups of clients.
+    A batch has several local steps, and is one of several groups of clients. A callback could
+    change the optimizer's options, or attributes of the module that its methods read.
 
     Args:
-        trainer: The Trainer.
+        module: The user's module.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, module: LightningModule) -> None:
+        self._module, self._trainer = module, module.trainer
         #: Names of the user's callbacks by hook of a batch.
         self._names = {
             hook: [
                 type(each).__name__
-                for each in trainer.callbacks
+                for each in self._callbacks
                 if overrides(each, hook, Callback) and not is_known(getattr(each, hook))
             ]
             for hook in ("on_train_batch_start", "on_train_batch_end")
         }
         #: Whether there is nothing to compare any more.
         self.is_done = not any(self._names.values())
-        self._before: Options = []
+        self._before: tuple[Options, dict[str, Any]] = [], {}
+
+    @property
+    def _callbacks(self) -> list[Callback]:
+        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        return callbacks
 
     def begin(self) -> None:
-        """Note the options, before the hooks of callbacks."""
-        self._before = options_of(self._trainer)
+        """Note options and attributes, before the hooks of callbacks."""
+        self._before = options_of(self._trainer), dict(vars(self._module))
 
     def end(self, hook: str, step: Step) -> None:
-        """Compare the options, after the hooks of callbacks.
+        """Compare options and attributes, after the hooks of callbacks.
 
         Args:
             hook: Name of the hook.
             step: The local steps of the batch.
         """
-        before, now = self._before, options_of(self._trainer)
-        if now == before or not self._names[hook] or len(step.rows) * step.steps <= 1:
+        if not self._names[hook] or len(step.rows) * step.steps <= 1:
             return
-        self.is_done = True
-        pairs = zip(before, now, strict=False)
-        changed = [name for old, new in pairs for name in new if new[name] != old.get(name)]
+        options, attributes = self._before
+        pairs = zip(options, options_of(self._trainer), strict=False)
+        changed = [
+            f"the optimizer's {n}" for old, new in pairs for n in new if new[n] != old.get(n)
+        ]
+        changed += [
+            f"{type(self._module).__name__}.{name}"
+            for name, value in vars(self._module).items()
+            if name not in OF_LIGHTNING and not _is_same(value, attributes.get(name, self))
+        ]
+        if not (changed := [each for each in changed if self._is_read(each)]):
+            return
+        self.is_done, what = True, " and ".join(dict.fromkeys(changed))
         rank_zero_warn(
-            f"{', '.join(self._names[hook])}: {hook} changes {' and '.join(dict.fromkeys(changed))}"
-            f" of the optimizer. It is called once for {len(step.rows)} clients and {step.steps}"
-            " local steps, since clients train at once. A value of the round belongs in"
-            " on_train_epoch_start. For one that depends on the local step, use a scheduler with"
-            " interval='step', or train the module without VectorizedClients"
+            f"{', '.join(self._names[hook])}: {hook} changes {what}. It is called once for"
+            f" {len(step.rows)} clients and {step.steps} local steps, since clients train at once."
+            " A value of the round belongs in on_train_epoch_start. For a learning rate that"
+            " depends on the local step, use a scheduler with interval='step'. Otherwise, train the"
+            " module without VectorizedClients"
         )
+
+    def _is_read(self, name: str) -> bool:
+        """Return whether a method of the module's class mentions an attribute."""
+        owner, _, attribute = name.rpartition(".")
+        return not owner or attribute in names_in(type(self._module))
+
+
+def names_in(kind: type) -> set[str]:
+    """Return the names of attributes in the code of a class and its bases, without frameworks."""
+    classes = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in FRAMEWORKS]
+    members = [inspect.unwrap(m) for each in classes for m in vars(each).values() if callable(m)]
+    waiting, found = [m.__code__ for m in members if isinstance(m, FunctionType)], set[str]()
+    while waiting:
+        code = waiting.pop()
+        found.update(code.co_names)
+        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return found
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two attributes are the same object, or equal numbers or texts."""
+    is_plain = isinstance(one, int | float | str) and isinstance(other, int | float | str)
+    return one is other or (is_plain and one == other)
 
 
 def hooks_of_user(callback: Callback) -> list[str]:

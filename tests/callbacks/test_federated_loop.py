@@ -671,12 +671,14 @@ class StopAt(Callback):
             trainer.should_stop = True
 
 
-def test_a_stop_in_mid_round_leaves_the_server_model(fit, foreign):
+def test_a_stop_in_mid_round_leaves_the_server_model(fit, foreign, caplog):
     whole, stopped = foreign(), foreign()
     fit(whole, rounds=1)  # 4 clients x 4 steps
-    loop = fit(stopped, rounds=3, callbacks=[StopAt(22)])
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        loop = fit(stopped, rounds=3, callbacks=[StopAt(22)])
     assert same(whole.state_dict(), stopped.state_dict())
     assert len(loop.rows) == 1
+    assert "Round 2 was stopped after 1 of 4 clients, and does not count" in caplog.text
 
 
 def test_an_exception_in_mid_round_leaves_the_server_model(fit, foreign):
