@@ -26,6 +26,8 @@ IMPORTED = {
     ],
     "torch._C._functorch": ["is_batchedtensor"],
     "torch._dynamo.utils": ["counters"],
+    "torch._inductor.compile_fx": ["compile_fx", "compile_fx_inner"],
+    "torch._inductor.decomposition": ["select_decomp_table"],
     "torch._inductor.custom_graph_pass": ["CustomGraphPass", "get_hash_for_files"],
     "torch.nn.modules.batchnorm": ["_BatchNorm"],
     "torch.nn.modules.dropout": ["_DropoutNd"],

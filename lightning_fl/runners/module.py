@@ -46,8 +46,11 @@ class VectorizedClients(LightningModule):
             overhead per step. ``auto`` chooses by memory. Callback hooks run for the last step
             only.
         compile: Whether to compile forward and backward pass. ``auto`` does so if the remaining run
-            is long enough to pay for it. Unless it is false, large sums of updates are compiled on
-            a CPU, too, after the first of them, with the same results bit for bit.
+            is long enough to pay for it. If ``group_size="auto"`` trains clients one after another
+            on a CPU with SGD, the step of one client is compiled, and several clients train side by
+            side, each with its share of the cores, if that is faster. Unless it is false, large
+            sums of updates are compiled on a CPU, too, after the first of them, with the same
+            results bit for bit.
         fast_matmul: Whether oneDNN multiplies matrices on a CPU. ``auto`` uses it if it is as
             exact.
         channels_last: Whether to store images and filters of 2-d convolutions in channels-last

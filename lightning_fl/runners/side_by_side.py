@@ -148,10 +148,8 @@ def compiled(
     Returns:
         The code, and from what it draws random numbers.
     """
-    from torch._inductor.compile_fx import (  # imports torch's compiler
-        compile_fx,
-        compile_fx_inner,
-    )
+    # They import torch's compiler.
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 
     draws: Draws | None = None
