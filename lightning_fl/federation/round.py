@@ -42,8 +42,9 @@ from lightning_fl.types import (
     describe,
 )
 
-#: Number of updates, and their size in bytes, that the aggregator gets together.
-MOST_WAITING, WAITING_BYTES = 16, 2**26
+#: Number of updates, and their size in bytes, that the aggregator gets together. The number is a
+#: multiple of the rows that sums add at once.
+MOST_WAITING, WAITING_BYTES = 20, 2**26
 #: Methods of a module in a local step that no callback has.
 STEP_METHODS = ("training_step", "optimizer_step")
 

@@ -37,9 +37,10 @@ BITS = 32
 BINS = 3
 #: Number of rows, and of elements, to add at once on a CPU, limited by its cache, and on other
 #: devices.
-ROWS, PIECE, DEVICE_PIECE = 16, 2**17, 2**22
-#: Number of rows and columns that compiled code adds at once.
-FUSED_ROWS, FUSED_WIDTH = 8, 2**17
+ROWS, PIECE, DEVICE_PIECE = 20, 2**17, 2**22
+#: Number of rows and columns that compiled code adds at once. The last rows are filled up, so it is
+#: the usual number of convolutional networks that train together.
+FUSED_ROWS, FUSED_WIDTH = 10, 2**17
 #: Number of elements of a sum from which compiled code is used, and of all sums in a process before
 #: which it is not made: adding them takes about as long as compiling.
 LARGE, MANY = 2**17, 2**28

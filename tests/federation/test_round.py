@@ -47,6 +47,12 @@ class Noted(FedAvg):
         super().update(clients)
 
 
+@pytest.fixture(autouse=True)
+def sixteen(monkeypatch):
+    """Sixteen updates wait for each other, so that those of 20 clients do not come at once."""
+    monkeypatch.setattr(round_module, "MOST_WAITING", 16)
+
+
 def train(fit, data, rule, wrap=lambda module: module, clients=20, **options):
     torch.manual_seed(0)
     module = ClientModule(torch.nn.Linear(6, 3), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
