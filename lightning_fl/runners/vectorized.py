@@ -158,7 +158,7 @@ class VectorizedStep:
     def _start(self, row: int, batch: Any, ratio: float) -> Outcome | None:
         """Start the compiled step of a client; None if there is no graph for its batch."""
         side = self.side_by_side
-        if side is None or not self._is_worth_one(row, batch):
+        if side is None or not self._is_worth_one(side, row, batch):
             return None
         try:
             return side.start(row, batch, ratio)
@@ -176,13 +176,14 @@ class VectorizedStep:
         found: Outcome = tree_map(lambda t: t[0], outcome._replace(buffers={}))
         return found
 
-    def _is_worth_one(self, row: int, batch: Any) -> bool:
+    def _is_worth_one(self, side: SideBySide, row: int, batch: Any) -> bool:
         """Return whether to compile a client's step for a batch's shape: only the first ones.
 
         A graph returns zeros for a parameter without a gradient, so that a trial looks for them.
         """
         shape = shape_of(batch)
         if shape not in self.shapes and len(self.shapes) < MOST_GRAPHS:
+            side.wait()  # the trial restores the tensors of all clients
             with (
                 left_alone(self.module),
                 seeded_rng(0),

@@ -1,7 +1,9 @@
 """Compiled steps of single clients, several at the same time."""
 
 import threading
+from contextlib import contextmanager
 from itertools import cycle
+from time import sleep
 
 import lightning as L
 import pytest
@@ -10,9 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.partition import Partition
 from lightning_fl.policies import Schedule
 from lightning_fl.runners import VectorizedClients, side_by_side, tuning
 from lightning_fl.runners.side_by_side import MOST_SEEDS, Draws, SideBySide, Threads, use_seeds
+from lightning_fl.runners.stacks import Stacks
 
 SGD = {
     "plain": {},
@@ -83,6 +87,43 @@ def test_results_are_those_of_the_module(
         torch.testing.assert_close(found.get_buffer(name), buffer, rtol=0, atol=1e-12)
     assert len(light) > 15
     assert set(light) == set(range(7))
+
+
+def test_a_new_shape_leaves_the_steps_that_run(
+    train, flat, data, blobs, tiny, light, federation, monkeypatch
+):
+    """The second step of client 1 has a new shape, while that of client 0 runs."""
+
+    class Sizes(Partition):
+        def split(self, labels, num_clients, generator):
+            return list(torch.arange(35).split([20, 15]))
+
+    def ragged():
+        return data(blobs(35), num_clients=2, batch_size=10, partition=Sizes(), val_size=0)
+
+    untouched = Stacks.untouched
+
+    @contextmanager
+    def slow(self):
+        with untouched(self):
+            sleep(0.2)
+            yield
+
+    def compiled(module, inputs, cores, rewrites):
+        def run(*tensors):
+            sleep(0.05)
+            return module(*tensors)
+
+        return run, Draws.NOTHING
+
+    options = {"federation": {**federation, "policy": Schedule(local_epochs=1)}, "rounds": 3}
+    plain, found = tiny(), tiny()
+    train(plain, datamodule=ragged(), **options)
+    monkeypatch.setattr(Stacks, "untouched", slow)
+    monkeypatch.setattr(side_by_side, "compiled", compiled)
+    train(found, "auto", 3, ragged(), compile=True, **options)
+    torch.testing.assert_close(flat(found), flat(plain), rtol=0, atol=1e-12)
+    assert light
 
 
 def test_a_resumed_run_goes_on_as_it_was(trainer, flat, data, tiny, light, tmp_path):
