@@ -69,7 +69,7 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
         def started(batch: Any, batch_idx: int) -> Any:
             step = step_of(batch_idx)
             if is_vectorized and not batches.is_done:
-                batches.end("on_train_batch_start", step)
+                batches.end("on_train_batch_start", step, batch_idx == 0)
             return in_hook(begin, batch, step.start)
 
         return started
@@ -107,7 +107,7 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
         def ended(outputs: Any, batch: Any, batch_idx: int) -> None:
             step = step_of(batch_idx)
             if is_vectorized and not batches.is_done:
-                batches.end("on_train_batch_end", step)
+                batches.end("on_train_batch_end", step, batch_idx == 0)
             if step.rows:  # empty while this process waits for others
                 in_hook(hook, outputs, batch, step.start)
             current().end_batch(batch_idx)

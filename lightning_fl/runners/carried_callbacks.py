@@ -300,12 +300,14 @@ class BatchesOfCallbacks:
         """Note options and attributes, before the hooks of callbacks."""
         self._before = options_of(self._trainer), dict(vars(self._module))
 
-    def end(self, hook: str, step: Step) -> None:
+    def end(self, hook: str, step: Step, is_first: bool) -> None:
         """Compare options and attributes, after the hooks of callbacks.
 
         Args:
             hook: Name of the hook.
             step: The local steps of the batch.
+            is_first: Whether it is the first batch of the round, in which attributes may be set for
+                the round.
         """
         if not self._names[hook] or len(step.rows) * step.steps <= 1:
             return
@@ -317,7 +319,8 @@ class BatchesOfCallbacks:
         changed += [
             f"{type(self._module).__name__}.{name}"
             for name, value in vars(self._module).items()
-            if name not in OF_LIGHTNING and not _is_same(value, attributes.get(name, self))
+            if not is_first and name not in OF_LIGHTNING
+            if not _is_same(value, attributes.get(name, self))
         ]
         if not (changed := [each for each in changed if self._is_read(each)]):
             return

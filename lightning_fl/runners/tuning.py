@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.runners.attributes import left_alone
@@ -128,8 +129,6 @@ def try_one(step: VectorizedStep, samples: Samples) -> None:
 
 def operations(step: VectorizedStep, samples: Samples) -> float:
     """Return the floating-point operations of a local step of all clients, counted for one."""
-    from torch.utils.flop_counter import FlopCounterMode  # imports torch's compiler
-
     row = next(i for i in range(step.stacks.count) if samples.client(i) is not None)
     with (
         left_alone(step.module),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
@@ -166,7 +166,7 @@ class VectorizedStep:
             side.wait()
             self.discard_one()
             why = str(error).partition("\n")[0]
-            rank_zero_warn(f"the step of a client is not compiled: {type(error).__name__}: {why}")
+            rank_zero_info(f"The step of a client is not compiled: {type(error).__name__}: {why}")
             return None
 
     def _finish(self, row: int, outcome: Outcome) -> Outcome:
