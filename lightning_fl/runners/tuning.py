@@ -95,8 +95,12 @@ def tune(step: VectorizedStep, samples: Samples, wishes: Wishes) -> None:
             )
         if one_by_one < mapped:
             stacks.train_one_by_one()
-    may_compile = wishes.compile is True or (
-        wishes.compile and compiling_pays(operations(step, samples), wishes.steps, stacks.at_once)
+    may_compile = (stacks.at_once or can_compile_one(step)) and (
+        wishes.compile is True
+        or (
+            wishes.compile
+            and compiling_pays(operations(step, samples), wishes.steps, stacks.at_once)
+        )
     )
     if may_compile and (why := why_not_compiled(step, samples)) is not None:
         rank_zero_warn(f"the vectorized step is not compiled: {why}")
@@ -116,8 +120,6 @@ def try_one(step: VectorizedStep, samples: Samples) -> None:
         step: The step of clients that train one after another.
         samples: The samples of the first local step.
     """
-    if step.stacks.first.device.type != "cpu" or type(step.optimizer) is not torch.optim.SGD:
-        return
     one_by_one = partial(trial, step, samples, at_once=False)
     with _put_back(step):
         eager = seconds(one_by_one)
@@ -125,6 +127,12 @@ def try_one(step: VectorizedStep, samples: Samples) -> None:
         one_by_one()  # compiles
         if step.side_by_side is not None and seconds(one_by_one) > eager:
             step.discard_one()
+
+
+def can_compile_one(step: VectorizedStep) -> bool:
+    """Return whether the step of one client can be compiled: on a CPU, with SGD."""
+    is_sgd = type(step.optimizer) is torch.optim.SGD
+    return is_sgd and step.stacks.first.device.type == "cpu"
 
 
 def operations(step: VectorizedStep, samples: Samples) -> float:
