@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from itertools import zip_longest
 from types import CodeType, FunctionType
 from typing import Any
@@ -277,12 +278,13 @@ class BatchesOfCallbacks:
     """
 
     def __init__(self, module: LightningModule) -> None:
-        self._module, self._trainer = module, module.trainer
+        trainer: Any = module.trainer
+        self._module, self._trainer = module, trainer
         #: Names of the user's callbacks by hook of a batch.
         self._names = {
             hook: [
                 type(each).__name__
-                for each in self._callbacks
+                for each in trainer.callbacks
                 if overrides(each, hook, Callback) and not is_known(getattr(each, hook))
             ]
             for hook in ("on_train_batch_start", "on_train_batch_end")
@@ -291,10 +293,10 @@ class BatchesOfCallbacks:
         self.is_done = not any(self._names.values())
         self._before: tuple[Options, dict[str, Any]] = [], {}
 
-    @property
-    def _callbacks(self) -> list[Callback]:
-        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
-        return callbacks
+    @cached_property
+    def _read(self) -> set[str]:
+        """Names of the attributes that methods of the module's class mention."""
+        return names_in(type(self._module))
 
     def begin(self) -> None:
         """Note options and attributes, before the hooks of callbacks."""
@@ -321,8 +323,9 @@ class BatchesOfCallbacks:
             for name, value in vars(self._module).items()
             if not is_first and name not in OF_LIGHTNING
             if not _is_same(value, attributes.get(name, self))
+            if name in self._read
         ]
-        if not (changed := [each for each in changed if self._is_read(each)]):
+        if not changed:
             return
         self.is_done, what = True, " and ".join(dict.fromkeys(changed))
         rank_zero_warn(
@@ -332,11 +335,6 @@ class BatchesOfCallbacks:
             " depends on the local step, use a scheduler with interval='step'. Otherwise, train the"
             " module without VectorizedClients"
         )
-
-    def _is_read(self, name: str) -> bool:
-        """Return whether a method of the module's class mentions an attribute."""
-        owner, _, attribute = name.rpartition(".")
-        return not owner or attribute in names_in(type(self._module))
 
 
 def names_in(kind: type) -> set[str]:

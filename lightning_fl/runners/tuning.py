@@ -95,13 +95,9 @@ def tune(step: VectorizedStep, samples: Samples, wishes: Wishes) -> None:
             )
         if one_by_one < mapped:
             stacks.train_one_by_one()
-    may_compile = (stacks.at_once or can_compile_one(step)) and (
-        wishes.compile is True
-        or (
-            wishes.compile
-            and compiling_pays(operations(step, samples), wishes.steps, stacks.at_once)
-        )
-    )
+    may_compile = wishes.compile is not False and (stacks.at_once or can_compile_one(step))
+    if may_compile and wishes.compile == "auto":
+        may_compile = compiling_pays(operations(step, samples), wishes.steps, stacks.at_once)
     if may_compile and (why := why_not_compiled(step, samples)) is not None:
         rank_zero_warn(f"the vectorized step is not compiled: {why}")
     elif may_compile and stacks.at_once:
@@ -138,15 +134,8 @@ def can_compile_one(step: VectorizedStep) -> bool:
 def operations(step: VectorizedStep, samples: Samples) -> float:
     """Return the floating-point operations of a local step of all clients, counted for one."""
     row = next(i for i in range(step.stacks.count) if samples.client(i) is not None)
-    with (
-        left_alone(step.module),
-        seeded_rng(0, step.module.device),
-        step.stacks.untouched(),
-        step.stacks.client(row),
-        torch.enable_grad(),
-        FlopCounterMode(display=False) as counter,
-    ):
-        step.local.by_itself({}, samples.client(row))
+    with FlopCounterMode(display=False) as counter:
+        step.tried(row, samples.client(row))
     return float(counter.get_total_flops()) * step.stacks.count
 
 

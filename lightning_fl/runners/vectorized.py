@@ -184,20 +184,29 @@ class VectorizedStep:
         shape = shape_of(batch)
         if shape not in self.shapes and len(self.shapes) < MOST_GRAPHS:
             side.wait()  # the trial restores the tensors of all clients
-            with (
-                left_alone(self.module),
-                seeded_rng(0),
-                self.stacks.untouched(),
-                self.stacks.client(row),
-                torch.enable_grad(),
-            ):
-                _, grads = self.local.by_itself({}, batch)
+            grads = self.tried(row, batch)
             count = sum(param.requires_grad for param in self.stacks.params.values())
             is_dense = all(
                 type(leaf) is Tensor and leaf.layout == torch.strided for leaf in tree_leaves(batch)
             )
             self.shapes[shape] = is_dense and len(grads) == count
         return self.shapes.get(shape, False)
+
+    def tried(self, row: int, batch: Any) -> Tensors:
+        """Return the gradients of a client's step that is not compiled, which changes nothing.
+
+        Args:
+            row: The client.
+            batch: Its batch.
+        """
+        with (
+            left_alone(self.module),
+            seeded_rng(0, self.module.device),
+            self.stacks.untouched(),
+            self.stacks.client(row),
+            torch.enable_grad(),
+        ):
+            return self.local.by_itself({}, batch)[1]
 
     def _note_partial(self, trained: Mapping[str, list[int]], count: int) -> None:
         """Note the parameters with a gradient of only some of the clients.

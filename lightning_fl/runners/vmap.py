@@ -285,8 +285,11 @@ class VmapRunner(ClientRunner):
                 self.vectorized.compile()
             if choices.get("side_by_side"):
                 self.vectorized.compile_one()
-            known = {name.removeprefix(SHAPE): c for name, c in choices.items() if SHAPE in name}
-            self.vectorized.shapes.update(known)
+            self.vectorized.shapes |= {
+                name.removeprefix(SHAPE): is_compiled
+                for name, is_compiled in choices.items()
+                if name.startswith(SHAPE)
+            }
 
     def close(self) -> None:
         """Release the optimizer and undo global settings."""

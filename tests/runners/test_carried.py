@@ -14,6 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_fl.runners import attributes
 from lightning_fl.runners.carried import CarriedState
 from lightning_fl.types import FederationError
+from scaled import multiplied, scaled_gradients
 
 
 class Helper:
@@ -202,16 +203,6 @@ def test_an_optimizer_may_repeat_the_first_step(train, tiny):
 
     with warns("calls"):
         train(tiny(Counts, lbfgs), federation={"policy": train.policy(lr=False)})
-
-
-def multiplied(module, by):
-    for param in module.parameters():
-        param.data.mul_(by)
-
-
-def scaled_gradients(module, by):
-    for param in module.parameters():
-        param.grad.mul_(by)
 
 
 class OptimizerStep:

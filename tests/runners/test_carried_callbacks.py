@@ -10,16 +10,7 @@ from torchmetrics import MeanMetric
 
 from lightning_fl.runners import carried_callbacks
 from lightning_fl.runners.carried_callbacks import CarriedByCallbacks
-
-
-def multiplied(module, by):
-    for param in module.parameters():
-        param.data.mul_(by)
-
-
-def scaled_gradients(module, by):
-    for param in module.parameters():
-        param.grad.mul_(by)
+from scaled import multiplied, scaled_gradients
 
 
 class BatchStart:
