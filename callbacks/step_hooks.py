@@ -13,8 +13,9 @@ from lightning_fl.federation.fit import Fit
 from lightning_fl.federation.round import Round
 from lightning_fl.hooks import Method, replaced
 from lightning_fl.runners import SequentialRunner
+from lightning_fl.runners.callbacks_at_once import CallbacksAtOnce
 from lightning_fl.runners.carried import CarriedState
-from lightning_fl.runners.carried_callbacks import BatchesOfCallbacks, CarriedByCallbacks
+from lightning_fl.runners.carried_callbacks import CarriedByCallbacks
 from lightning_fl.types import Step
 
 
@@ -25,7 +26,8 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
     after the hooks of the module. In the module, ``batch_idx`` is the local step of the client; in
     callbacks, it is the index of the batch in the round. Clients that train one after another are
     watched by :class:`~lightning_fl.runners.carried.CarriedState`, and callbacks by
-    :class:`~lightning_fl.runners.carried_callbacks.CarriedByCallbacks`.
+    :class:`~lightning_fl.runners.carried_callbacks.CarriedByCallbacks`, or by
+    :class:`~lightning_fl.runners.callbacks_at_once.CallbacksAtOnce` if clients train at once.
 
     Args:
         loop: The callback of the rounds, which is the first of the Trainer.
@@ -35,7 +37,7 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
     """
     module, carried = fit.module, CarriedState(fit.runner.tensors)
     by_callbacks = CarriedByCallbacks(fit.runner.tensors, fit.planner)
-    batches = BatchesOfCallbacks(fit.runner.module)
+    at_once = CallbacksAtOnce(fit.runner.module)
 
     def step_of(batch_idx: int) -> Step:
         return current().plan.schedule[batch_idx]
@@ -68,8 +70,8 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
 
         def started(batch: Any, batch_idx: int) -> Any:
             step = step_of(batch_idx)
-            if is_vectorized and not batches.is_done:
-                batches.end("on_train_batch_start", step, batch_idx == 0)
+            if is_vectorized and not at_once.is_done:
+                at_once.end("on_train_batch_start", step, batch_idx == 0)
             return in_hook(begin, batch, step.start)
 
         return started
@@ -81,7 +83,7 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
             hook(trainer, module, batch, batch_idx)
             step = step_of(batch_idx)
             if is_vectorized:
-                batches.begin()
+                at_once.begin()
             elif not by_callbacks.is_done and step.rows and step.first:
                 by_callbacks.begin_client(batch, batch_idx)
 
@@ -90,7 +92,7 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
     def loop_batch_end(hook: Method) -> Method:
         def ended(*args: Any) -> None:
             hook(*args)
-            batches.begin()
+            at_once.begin()
 
         return ended
 
@@ -106,8 +108,8 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
     def batch_end(hook: Method) -> Method:
         def ended(outputs: Any, batch: Any, batch_idx: int) -> None:
             step = step_of(batch_idx)
-            if is_vectorized and not batches.is_done:
-                batches.end("on_train_batch_end", step, batch_idx == 0)
+            if is_vectorized and not at_once.is_done:
+                at_once.end("on_train_batch_end", step, batch_idx == 0)
             if step.rows:  # empty while this process waits for others
                 in_hook(hook, outputs, batch, step.start)
             current().end_batch(batch_idx)
@@ -129,9 +131,9 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
     if is_watched and not carried.hooks:
         undo.enter_context(replaced(module, "training_step", training_step))
     is_vectorized = not isinstance(fit.runner, SequentialRunner)
-    if is_vectorized and not batches.is_done:
+    if is_vectorized and not at_once.is_done:
         undo.enter_context(replaced(loop, "on_train_batch_end", loop_batch_end))
-    if not (batches.is_done if is_vectorized else by_callbacks.is_done or not is_watched):
+    if not (at_once.is_done if is_vectorized else by_callbacks.is_done or not is_watched):
         undo.enter_context(replaced(loop, "on_train_batch_start", loop_batch_start))
         undo.callback(by_callbacks.close)
     epoch_loop: Any = fit.trainer.fit_loop.epoch_loop

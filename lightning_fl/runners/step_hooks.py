@@ -90,3 +90,21 @@ def sees_gradients(trainer: Trainer) -> bool:
         if not callback.__module__.startswith("lightning_fl.")
         for hook in GRADIENT_HOOKS
     )
+
+
+def hooks_of_user(callback: Callback) -> list[str]:
+    """Return the names of the hooks of a step that a user's class of callbacks overrides.
+
+    Hooks of an object, such as those of ``LambdaCallback``, are left out: a copy would share what
+    they refer to.
+    """
+    return [
+        name
+        for name in CALLBACK_HOOKS
+        if name not in vars(callback) and not is_known(getattr(type(callback), name))
+    ]
+
+
+def is_known(part: Any) -> bool:
+    """Return whether a class or function is one of Lightning or of this library."""
+    return getattr(part, "__module__", "").partition(".")[0] in ("lightning", "lightning_fl")

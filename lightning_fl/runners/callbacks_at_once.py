@@ -1,0 +1,105 @@
+"""Callbacks that change the steps of clients that train at once."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cached_property
+from types import CodeType, FunctionType
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_fl.hooks import overrides
+from lightning_fl.runners.attributes import FRAMEWORKS
+from lightning_fl.runners.carried import OF_LIGHTNING, Options, options_of
+from lightning_fl.runners.step_hooks import is_known
+from lightning_fl.types import Step
+
+
+class CallbacksAtOnce:
+    """Warn if callbacks change the steps of a batch of clients that train at once.
+
+    A batch has several local steps, and is one of several groups of clients. A callback could
+    change the optimizer's options, or attributes of the module that its methods read.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        trainer: Any = module.trainer
+        self._module, self._trainer = module, trainer
+        #: Names of the user's callbacks by hook of a batch.
+        self._names = {
+            hook: [
+                type(each).__name__
+                for each in trainer.callbacks
+                if overrides(each, hook, Callback) and not is_known(getattr(each, hook))
+            ]
+            for hook in ("on_train_batch_start", "on_train_batch_end")
+        }
+        #: Whether there is nothing to compare any more.
+        self.is_done = not any(self._names.values())
+        self._before: tuple[Options, dict[str, Any]] = [], {}
+
+    @cached_property
+    def _read(self) -> set[str]:
+        """Names of the attributes that methods of the module's class mention."""
+        return names_in(type(self._module))
+
+    def begin(self) -> None:
+        """Note options and attributes, before the hooks of callbacks."""
+        self._before = options_of(self._trainer), dict(vars(self._module))
+
+    def end(self, hook: str, step: Step, is_first: bool) -> None:
+        """Compare options and attributes, after the hooks of callbacks.
+
+        Args:
+            hook: Name of the hook.
+            step: The local steps of the batch.
+            is_first: Whether it is the first batch of the round, in which attributes may be set for
+                the round.
+        """
+        if not self._names[hook] or len(step.rows) * step.steps <= 1:
+            return
+        options, attributes = self._before
+        pairs = zip(options, options_of(self._trainer), strict=False)
+        changed = [
+            f"the optimizer's {n}" for old, new in pairs for n in new if new[n] != old.get(n)
+        ]
+        changed += [
+            f"{type(self._module).__name__}.{name}"
+            for name, value in vars(self._module).items()
+            if not is_first and name not in OF_LIGHTNING
+            if not _is_same(value, attributes.get(name, self))
+            if name in self._read
+        ]
+        if not changed:
+            return
+        self.is_done, what = True, " and ".join(dict.fromkeys(changed))
+        rank_zero_warn(
+            f"{', '.join(self._names[hook])}: {hook} changes {what}. It is called once for"
+            f" {len(step.rows)} clients and {step.steps} local steps, since clients train at once."
+            " A value of the round belongs in on_train_epoch_start. For a learning rate that"
+            " depends on the local step, use a scheduler with interval='step'. Otherwise, train the"
+            " module without VectorizedClients"
+        )
+
+
+def names_in(kind: type) -> set[str]:
+    """Return the names of attributes in the code of a class and its bases, without frameworks."""
+    classes = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in FRAMEWORKS]
+    members = [inspect.unwrap(m) for each in classes for m in vars(each).values() if callable(m)]
+    waiting, found = [m.__code__ for m in members if isinstance(m, FunctionType)], set[str]()
+    while waiting:
+        code = waiting.pop()
+        found.update(code.co_names)
+        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return found
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two attributes are the same object, or equal numbers or texts."""
+    is_plain = isinstance(one, int | float | str) and isinstance(other, int | float | str)
+    return one is other or (is_plain and one == other)
