@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
-from itertools import islice
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fl.aggregators.matching import NeuronMatching
+from lightning_fl.callbacks.client_scores import ClientScores
 from lightning_fl.callbacks.client_table import KINDS, summary, write_table
 from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.federation.compare import compare
-from lightning_fl.federation.loss_scale import without_scale
 from lightning_fl.federation.measures import accuracy, evaluating, on_device
-from lightning_fl.federation.memory import runner_rows
-from lightning_fl.federation.round import call_hook
 from lightning_fl.files import one_line
-from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
+from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.options import check_integer, check_number
-from lightning_fl.runners import SequentialRunner, optimizers_in, user_module
+from lightning_fl.runners import user_module
+from lightning_fl.runners.module_copy import copied_module
 from lightning_fl.strategies import gathered
-from lightning_fl.types import AdaptiveModel, FederationError, PersonalModel, ServerState
-
-#: Types of attributes that a copy of a module shares with the original.
-FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
+from lightning_fl.types import FederationError
 
 
 class PersonalizedEvaluation(Callback):
@@ -157,7 +148,7 @@ class PersonalizedEvaluation(Callback):
     def _try_metric(self, trainer: Trainer) -> None:
         """Score the first test batch of a client, so that a fit does not fail at its end."""
         runner, data = self._loop.runner, trainer.datamodule  # type: ignore[attr-defined]
-        module = _copied(runner.module, runner.constants.parameters.values())
+        module = copied_module(runner.module, runner.constants.parameters.values())
         own = self.metric is accuracy
         remedy = "give a metric" if own else "check the metric"
         with evaluating(module), torch.no_grad(), seeded_rng(0, module.device):
@@ -218,168 +209,13 @@ class PersonalizedEvaluation(Callback):
         """Return one row per client. The clients are split over the processes."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         count = 2 if trainer.fast_dev_run else len(data.local_tests)  # type: ignore[attr-defined]
-        with self._studio(trainer) as (host, train):
+        with ClientScores(trainer, self._loop, self.metric, self.lr) as scores:
             own = [
-                self._row(trainer, host, train, client, round)
+                scores.row(client, round, self.steps, self.local_steps, self._first)
                 for client in range(trainer.global_rank, count, trainer.world_size)
             ]
         every = gathered(own) if trainer.world_size > 1 else [own]
         return sorted((row for each in every for row in each), key=lambda row: row["client"])
-
-    @contextmanager
-    def _studio(self, trainer: Trainer) -> Iterator[tuple[SequentialRunner, Any]]:
-        """Yield a runner on a copy of the module, so that the module of the run stays unchanged."""
-        loop, user = self._loop, self._loop.runner.module
-        constants = loop.runner.constants.parameters
-        module = _copied(user, constants.values())
-        made = next(optimizers_in(module.configure_optimizers()))
-        known = {id(param) for param in module.parameters()}
-        if any(id(p) not in known for group in made.param_groups for p in group["params"]):
-            raise FederationError(
-                f"PersonalizedEvaluation trains a copy of {type(user).__name__}, but its optimizer"
-                " has parameters of another module: use self.parameters() in configure_optimizers"
-            )
-        host = SequentialRunner(
-            module,
-            loop.options.buffer_policy,
-            made,
-            loop.runner.keep_optimizer,
-            constants,
-            loop.runner.private,
-        )
-        host.base_lr = float(made.param_groups[0].get("lr", 0.0))
-        state = loop.runner.read()
-        loop.aggregator.start(state.vector)  # clients start from the models of the next round
-        try:
-            yield host, state
-        finally:
-            host.close()
-
-    def _row(
-        self, trainer: Trainer, host: SequentialRunner, server: ServerState, client: int, round: int
-    ) -> dict[str, float]:
-        loop, data = self._loop, trainer.datamodule  # type: ignore[attr-defined]
-        rows = runner_rows(loop.store, client)
-        start = loop.aggregator.models_for(torch.tensor([client]))
-        state = ServerState(start, server.counters)
-        plan = loop.policy.drawn(loop.round, torch.tensor([client]))
-        row: dict[str, float] = {
-            "client": client,
-            "train_samples": len(data.parts[client]),
-            "test_samples": len(data.local_tests[client]),
-        }
-        has_own = any(name.startswith(("parameter.", "buffer.")) for name in rows)
-        if has_own or not torch.equal(start[0], server.vector):
-            self._load(host, ServerState(server.vector[None], server.counters), {}, plan)
-            row["global"] = self._score(trainer, host, client)
-        self._load(host, state, rows, plan)
-        if not rows and isinstance(host.module, AdaptiveModel):
-            host.module.federated_adapt(self._samples(trainer, client))
-        row["server"] = self._score(trainer, host, client)
-        if self._personalize(trainer, host, client):
-            row["kept"] = self._score(trainer, host, client)
-            self._load(host, state, rows, plan)
-        batches = self._batches(client, round)
-        if self.steps:
-            self._train(trainer, host, islice(batches, self.steps))
-            row["personal"] = self._trained_score(trainer, host, client)
-        if self.local_steps and self._first is not None:
-            alone, rows = ServerState(self._first[None], server.counters), {}
-            batches, left = self._batches(client, round), self.local_steps
-            each = int(data.batches_per_epoch[client])
-            while left > 0:
-                self._load(host, alone, rows, plan)
-                self._train(trainer, host, islice(batches, min(each, left)))
-                left -= each
-                alone = ServerState(host.vector.read()[None], host.counters.read())
-                rows = {name: kept.detach().clone() for name, kept in host.rows()[0].items()}
-            row["local"] = self._trained_score(trainer, host, client)
-        return row
-
-    def _trained_score(self, trainer: Trainer, host: SequentialRunner, client: int) -> float:
-        """Return the score of a client's model after training, including its personal state."""
-        # Mixtures load the weights that they learned from the samples.
-        call_hook(host.module, "on_client_start")
-        self._personalize(trainer, host, client)
-        return self._score(trainer, host, client)
-
-    def _personalize(self, trainer: Trainer, host: SequentialRunner, client: int) -> bool:
-        """Load the personal model of the method; return whether there is one."""
-        seed = derive_seed(0, RandomStream.PERSONAL, client)
-        for owner in (host.module, host.optimizer):
-            if isinstance(owner, PersonalModel):
-                with seeded_rng(seed, host.module.device):
-                    if owner.federated_personalize(self._samples(trainer, client)):
-                        return True
-        return False
-
-    def _samples(self, trainer: Trainer, client: int) -> Iterator[Any]:
-        """Yield all training samples of a client in batches."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        for batch in data.samples_of(client):
-            yield on_device(trainer, batch, is_training=True)
-
-    def _load(
-        self,
-        host: SequentialRunner,
-        state: ServerState,
-        rows: Mapping[str, Tensor],
-        plan: Mapping[str, Tensor],
-    ) -> None:
-        """Load the state of a client at the start of a round."""
-        host.load(state, [rows], [self._rate(host, plan)])
-        host.set_hyperparameters(plan)
-        call_hook(host.module, "on_client_start")
-
-    def _rate(self, host: SequentialRunner, plan: Mapping[str, Tensor]) -> float:
-        """Return the learning rate of a client."""
-        if self.lr is not None:
-            return self.lr
-        lr = float(plan["lr"]) if "lr" in plan else host.base_lr
-        return lr * float(plan.get("lr_factor", 1.0))
-
-    def _score(self, trainer: Trainer, host: SequentialRunner, client: int) -> float:
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        seed = derive_seed(0, RandomStream.PERSONAL, client)
-        found = []
-        with evaluating(host.module), torch.no_grad(), seeded_rng(seed, host.module.device):
-            for batch in data.samples_of(client, test=True):
-                found.append(self.metric(host.module, on_device(trainer, batch)).double())
-        return float(torch.cat(found).mean())
-
-    def _batches(self, client: int, round: int) -> Iterator[tuple[int, Any]]:
-        """Yield an infinite stream of a client's batches, each with the seed of its step."""
-        data: Any = self._loop.fit.data
-        seed = derive_seed(self._loop.run_seed, RandomStream.PERSONAL, round, client)
-        batches = data.steps_of(client, generator(seed, RandomStream.PERSONAL))
-        for step, batch in enumerate(batches):
-            yield derive_seed(seed, step), batch
-
-    def _train(
-        self, trainer: Trainer, host: SequentialRunner, batches: Iterable[tuple[int, Any]]
-    ) -> None:
-        """Run local steps and the hook at their end, as in a round."""
-        module: Any = host.module
-        module.train()
-        with torch.enable_grad():
-            for step, (seed, batch) in enumerate(batches):
-                with seeded_rng(seed, module.device):
-                    moved = on_device(trainer, batch, is_training=True)
-                    host.optimizer.step(partial(self._loss, trainer, host, moved, step))
-        call_hook(module, "on_client_end")
-
-    def _loss(self, trainer: Trainer, host: SequentialRunner, batch: Any, step: int) -> float:
-        """Compute the loss and its clipped gradients."""
-        host.optimizer.zero_grad()
-        with trainer.precision_plugin.train_step_context(), without_scale(trainer):
-            out: Any = host.module.training_step(batch, step)
-        loss: Tensor = out["loss"] if isinstance(out, Mapping) else out
-        loss.backward()
-        if value := trainer.gradient_clip_val:
-            by_value = trainer.gradient_clip_algorithm == "value"
-            clip = nn.utils.clip_grad_value_ if by_value else nn.utils.clip_grad_norm_
-            clip(host.module.parameters(), value)
-        return float(loss.detach())
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -391,53 +227,3 @@ class PersonalizedEvaluation(Callback):
         """Restore the initial global model."""
         compare(state_dict, {str: Tensor | None}, "the checkpoint's PersonalizedEvaluation")
         self._first = state_dict.get("first")
-
-
-def _copied(module: LightningModule, constants: Iterable[Tensor]) -> LightningModule:
-    """Copy a module without its Trainer; the copy logs nothing.
-
-    Functions set on it and constant tensors are shared, but functions that hold the module or a
-    part of it hold the copy instead: Lightning's DDP, for example, sets ``forward`` on the module.
-    """
-    own = vars(module)
-    functions = {k: v for k, v in own.items() if isinstance(v, FUNCTIONS)}
-    attached, module._trainer = module._trainer, None
-    for name in functions:
-        del own[name]
-    try:
-        made = copy.deepcopy(module, {id(tensor): tensor for tensor in constants})
-    finally:
-        own.update(functions)
-        module._trainer = attached
-    copies = {
-        id(part): copied for part, copied in zip(module.modules(), made.modules(), strict=True)
-    }
-    # The loop replaced configure_optimizers by a method bound to the original module.
-    vars(made).update(
-        {k: _rebound(v, copies) for k, v in functions.items() if k != "configure_optimizers"}
-    )
-    vars(made)["log"] = vars(made)["log_dict"] = lambda *args, **options: None
-    return made
-
-
-def _rebound(value: Any, copies: Mapping[int, nn.Module]) -> Any:
-    """Return a function that holds the copies of modules, given by the ``id`` of the originals."""
-    if isinstance(value, nn.Module):
-        return copies.get(id(value), value)
-    if isinstance(value, MethodType):
-        return MethodType(value.__func__, _rebound(value.__self__, copies))
-    if isinstance(value, partial):
-        args = [_rebound(each, copies) for each in value.args]
-        named = {name: _rebound(each, copies) for name, each in value.keywords.items()}
-        return partial(_rebound(value.func, copies), *args, **named)
-    if not isinstance(value, FunctionType) or value.__closure__ is None:
-        return value
-    held = [cell.cell_contents for cell in value.__closure__]
-    if not any(id(getattr(each, "__self__", each)) in copies for each in held):
-        return value
-    cells = tuple(CellType(_rebound(each, copies)) for each in held)
-    made = FunctionType(
-        value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
-    )
-    made.__kwdefaults__ = value.__kwdefaults__
-    return made

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import Gossip
 from lightning_fl.callbacks import FederatedLoop, PersonalizedEvaluation, RoundCheckpoint
+from lightning_fl.callbacks.client_scores import ClientScores
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.functional.mixture import (
     floored_log_weights,
@@ -356,13 +357,13 @@ def test_who_took_no_part_gets_weights_of_its_own_before_it_is_scored(fit, blobs
     module = FedEM(nn.Linear(6, 3), optimizer=sgd).double()
     callback = PersonalizedEvaluation(steps=2)
     seen = []
-    score = PersonalizedEvaluation._score
+    score = ClientScores._score
 
-    def noted(self, trainer, host, client):
-        seen.append((client, host.module.weights.detach().clone()))
-        return score(self, trainer, host, client)
+    def noted(self, client):
+        seen.append((client, self._module.weights.detach().clone()))
+        return score(self, client)
 
-    monkeypatch.setattr(PersonalizedEvaluation, "_score", noted)
+    monkeypatch.setattr(ClientScores, "_score", noted)
     loop = FederatedLoop(policy=Schedule(num_steps=3), seed=0, clients_per_round=1)
     fit(module, loop, data, rounds=1, callbacks=[callback])
     for client in range(4):

@@ -1,0 +1,203 @@
+"""Scores of the models of clients, which are trained on a copy of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_fl.callbacks.federated_loop import FederatedLoop
+from lightning_fl.federation.loss_scale import without_scale
+from lightning_fl.federation.measures import evaluating, on_device
+from lightning_fl.federation.memory import runner_rows
+from lightning_fl.federation.round import call_hook
+from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
+from lightning_fl.runners import SequentialRunner, optimizers_in
+from lightning_fl.runners.module_copy import copied_module
+from lightning_fl.types import AdaptiveModel, FederationError, PersonalModel, ServerState
+
+
+class ClientScores:
+    """Train and score the models of clients; the module of the run stays unchanged.
+
+    Args:
+        trainer: The Trainer of the fit.
+        loop: Its loop.
+        metric: Function of module and batch that returns one score per sample.
+        lr: Learning rate of local training; None uses that of the policy, or of the optimizer.
+
+    Raises:
+        FederationError: If the optimizer of a copy has parameters of another module.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        loop: FederatedLoop,
+        metric: Callable[[LightningModule, Any], Tensor],
+        lr: float | None,
+    ) -> None:
+        self._trainer, self._loop, self._metric, self._lr = trainer, loop, metric, lr
+        self._data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        original, constants = loop.runner.module, loop.runner.constants.parameters
+        self._module: Any = copied_module(original, constants.values())
+        optimizer = next(optimizers_in(self._module.configure_optimizers()))
+        known = {id(param) for param in self._module.parameters()}
+        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+            raise FederationError(
+                f"PersonalizedEvaluation trains a copy of {type(original).__name__}, but its"
+                " optimizer has parameters of another module: use self.parameters() in"
+                " configure_optimizers"
+            )
+        self._runner = SequentialRunner(
+            self._module,
+            loop.options.buffer_policy,
+            optimizer,
+            loop.runner.keep_optimizer,
+            constants,
+            loop.runner.private,
+        )
+        self._runner.base_lr = float(optimizer.param_groups[0].get("lr", 0.0))
+        self._server = loop.runner.read()
+        loop.aggregator.start(self._server.vector)  # clients start from those of the next round
+
+    def __enter__(self) -> ClientScores:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.close()
+
+    def row(
+        self, client: int, round: int, steps: int, local_steps: int, first: Tensor | None
+    ) -> dict[str, float]:
+        """Return the scores of a client by kind of model; see `PersonalizedEvaluation`.
+
+        Args:
+            client: The client.
+            round: Number of the round.
+            steps: Number of local steps of ``personal``; 0 omits it.
+            local_steps: Number of local steps of ``local``; 0 omits it.
+            first: Initial global model, from which ``local`` starts.
+        """
+        rows = runner_rows(self._loop.store, client)
+        state = ServerState(
+            self._loop.aggregator.models_for(torch.tensor([client])), self._server.counters
+        )
+        plan = self._loop.policy.drawn(self._loop.round, torch.tensor([client]))
+        row: dict[str, float] = {
+            "client": client,
+            "train_samples": len(self._data.parts[client]),
+            "test_samples": len(self._data.local_tests[client]),
+        }
+        has_own = any(name.startswith(("parameter.", "buffer.")) for name in rows)
+        if has_own or not torch.equal(state.vector[0], self._server.vector):
+            self._load(self._server._replace(vector=self._server.vector[None]), {}, plan)
+            row["global"] = self._score(client)
+        self._load(state, rows, plan)
+        if not rows and isinstance(self._module, AdaptiveModel):
+            self._module.federated_adapt(self._samples(client))
+        row["server"] = self._score(client)
+        if self._personalize(client):
+            row["kept"] = self._score(client)
+            self._load(state, rows, plan)
+        if steps:
+            self._train(islice(self._batches(client, round), steps))
+            row["personal"] = self._trained_score(client)
+        if local_steps and first is not None:
+            self._train_alone(first, plan, client, round, local_steps)
+            row["local"] = self._trained_score(client)
+        return row
+
+    def _train_alone(
+        self, first: Tensor, plan: Mapping[str, Tensor], client: int, round: int, steps: int
+    ) -> None:
+        """Train the initial global model on one client only, with one local epoch per round."""
+        state, rows = ServerState(first[None], self._server.counters), dict[str, Tensor]()
+        batches, epoch = self._batches(client, round), int(self._data.batches_per_epoch[client])
+        for done in range(0, steps, epoch):
+            self._load(state, rows, plan)
+            self._train(islice(batches, min(epoch, steps - done)))
+            state = ServerState(self._runner.vector.read()[None], self._runner.counters.read())
+            rows = {name: kept.detach().clone() for name, kept in self._runner.rows()[0].items()}
+
+    def _load(
+        self, state: ServerState, rows: Mapping[str, Tensor], plan: Mapping[str, Tensor]
+    ) -> None:
+        """Load the state of a client at the start of a round."""
+        self._runner.load(state, [rows], [self._rate(plan)])
+        self._runner.set_hyperparameters(plan)
+        call_hook(self._module, "on_client_start")
+
+    def _rate(self, plan: Mapping[str, Tensor]) -> float:
+        """Return the learning rate of a client."""
+        if self._lr is not None:
+            return self._lr
+        lr = float(plan["lr"]) if "lr" in plan else self._runner.base_lr
+        return lr * float(plan.get("lr_factor", 1.0))
+
+    def _trained_score(self, client: int) -> float:
+        """Return the score of a client's model after training, including its personal state."""
+        # Mixtures load the weights that they learned from the samples.
+        call_hook(self._module, "on_client_start")
+        self._personalize(client)
+        return self._score(client)
+
+    def _personalize(self, client: int) -> bool:
+        """Load the personal model of the method; return whether there is one."""
+        seed = derive_seed(0, RandomStream.PERSONAL, client)
+        for owner in (self._module, self._runner.optimizer):
+            if isinstance(owner, PersonalModel):
+                with seeded_rng(seed, self._module.device):
+                    if owner.federated_personalize(self._samples(client)):
+                        return True
+        return False
+
+    def _samples(self, client: int) -> Iterator[Any]:
+        """Yield all training samples of a client in batches."""
+        for batch in self._data.samples_of(client):
+            yield on_device(self._trainer, batch, is_training=True)
+
+    def _score(self, client: int) -> float:
+        """Return the mean score of the test samples of a client."""
+        seed = derive_seed(0, RandomStream.PERSONAL, client)
+        scores = []
+        with evaluating(self._module), torch.no_grad(), seeded_rng(seed, self._module.device):
+            for batch in self._data.samples_of(client, test=True):
+                scores.append(self._metric(self._module, on_device(self._trainer, batch)).double())
+        return float(torch.cat(scores).mean())
+
+    def _batches(self, client: int, round: int) -> Iterator[tuple[int, Any]]:
+        """Yield an infinite stream of a client's batches, each with the seed of its step."""
+        seed = derive_seed(self._loop.run_seed, RandomStream.PERSONAL, round, client)
+        batches = self._data.steps_of(client, generator(seed, RandomStream.PERSONAL))
+        for step, batch in enumerate(batches):
+            yield derive_seed(seed, step), batch
+
+    def _train(self, batches: Iterable[tuple[int, Any]]) -> None:
+        """Run local steps and the hook at their end, as in a round."""
+        self._module.train()
+        with torch.enable_grad():
+            for step, (seed, batch) in enumerate(batches):
+                with seeded_rng(seed, self._module.device):
+                    moved = on_device(self._trainer, batch, is_training=True)
+                    self._runner.optimizer.step(partial(self._loss, moved, step))
+        call_hook(self._module, "on_client_end")
+
+    def _loss(self, batch: Any, step: int) -> float:
+        """Compute the loss and its clipped gradients."""
+        trainer = self._trainer
+        self._runner.optimizer.zero_grad()
+        with trainer.precision_plugin.train_step_context(), without_scale(trainer):
+            out: Any = self._module.training_step(batch, step)
+        loss: Tensor = out["loss"] if isinstance(out, Mapping) else out
+        loss.backward()
+        if value := trainer.gradient_clip_val:
+            by_value = trainer.gradient_clip_algorithm == "value"
+            clip = nn.utils.clip_grad_value_ if by_value else nn.utils.clip_grad_norm_
+            clip(self._module.parameters(), value)
+        return float(loss.detach())
