@@ -74,24 +74,24 @@ class Measures:
         self._trainer, self._data, self._seed = trainer, data, seed
         self._processes = processes
 
-    def client_losses(self, host: ClientRunner, clients: Sequence[int], round: int) -> Tensor:
+    def client_losses(self, runner: ClientRunner, clients: Sequence[int], round: int) -> Tensor:
         """Return the mean loss of the model of each client on all its training samples.
 
         Args:
-            host: Runner of these clients.
+            runner: Runner of these clients.
             clients: Ids of the clients, in the order of the runner.
             round: Index of the round.
 
         Returns:
             Losses, ``[k]``, the same on processes that share samples.
         """
-        module: Any = host.module
+        module: Any = runner.module
         means = []
         for row, client in enumerate(clients):
             seed = derive_seed(self._seed, RandomStream.CLIENT_LOSS, round, client)
             total, count = 0.0, 0
             with (
-                host.client(row),
+                runner.client(row),
                 evaluating(module),
                 torch.no_grad(),
                 seeded_rng(seed, module.device),
@@ -127,11 +127,11 @@ class Measures:
         counts = processes.sum(counts)
         return float(counts[0] / counts[1])
 
-    def client_gradients(self, host: ClientRunner, clients: Sequence[int], round: int) -> Tensor:
+    def client_gradients(self, runner: ClientRunner, clients: Sequence[int], round: int) -> Tensor:
         """Return the gradient of each client's mean loss over all its training samples.
 
         Args:
-            host: Runner of these clients.
+            runner: Runner of these clients.
             clients: Ids of the clients, in the order of the runner.
             round: Index of the round.
 
@@ -142,16 +142,16 @@ class Measures:
         rows = []
         for row, client in enumerate(clients):
             seed = derive_seed(self._seed, RandomStream.CLIENT_LOSS, round, client)
-            with host.client(row):
-                rows.append(self._gradient(host, self._data.samples_of(client), seed))
+            with runner.client(row):
+                rows.append(self._gradient(runner, self._data.samples_of(client), seed))
         return self._processes.same(torch.stack(rows))
 
-    def _gradient(self, host: ClientRunner, batches: Iterable[Any], seed: int) -> Tensor:
+    def _gradient(self, runner: ClientRunner, batches: Iterable[Any], seed: int) -> Tensor:
         """Return the gradient of the mean loss of the module, ``[num_parameters]``."""
-        module: Any = host.module
-        params = list(host.shared.values())
+        module: Any = runner.module
+        params = list(runner.shared.values())
         trained = [p for p in params if p.requires_grad]
-        total = torch.zeros(host.num_parameters, dtype=torch.float64, device=module.device)
+        total = torch.zeros(runner.num_parameters, dtype=torch.float64, device=module.device)
         count = torch.zeros((), dtype=torch.float64, device=module.device)
         precision = self._trainer.precision_plugin
         with evaluating(module), torch.enable_grad(), seeded_rng(seed, module.device):
@@ -170,14 +170,14 @@ class Measures:
         return total / count.clamp(min=1)
 
     def contributions(
-        self, host: ClientRunner, moves: Mapping[int, Tensor], clients: Tensor, round: int
+        self, runner: ClientRunner, moves: Mapping[int, Tensor], clients: Tensor, round: int
     ) -> Tensor:
         r"""Return the inner product of each update with the gradient of the validation loss.
 
         Must be called on all processes.
 
         Args:
-            host: Runner that holds the global model, at which the gradient :math:`g` is evaluated.
+            runner: Runner with the global model, at which the gradient :math:`g` is evaluated.
             moves: Updates :math:`\Delta_k` of the clients of this process by client, ``[P]`` each.
             clients: Ids of the clients of the round, ``[K]``.
             round: Index of the round.
@@ -186,8 +186,8 @@ class Measures:
             :math:`g^\top \Delta_k` in float64, ``[K]``; NaN for clients without an update.
         """
         seed = derive_seed(self._seed, RandomStream.VALIDATION, round)
-        gradient = self._gradient(host, self._data.val_dataloader(), seed)
-        buffers = gradient.new_zeros(sum(host.vector.sizes) - host.num_parameters)
+        gradient = self._gradient(runner, self._data.val_dataloader(), seed)
+        buffers = gradient.new_zeros(sum(runner.vector.sizes) - runner.num_parameters)
         gradient = torch.cat([gradient, buffers])
         own = {client: float(gradient @ move.double()) for client, move in moves.items()}
         parts = self._processes.gather(own)

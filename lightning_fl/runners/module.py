@@ -114,7 +114,7 @@ class VectorizedClients(LightningModule):
         self.compiled, self.fast_matmul = compile, fast_matmul
         self.channels_last = channels_last
         self.stack: dict[str, nn.Parameter] = {}
-        self.host: VmapRunner | None = None
+        self.runner: VmapRunner | None = None
         #: See :class:`~lightning_fl.callbacks.FederatedLoop`, which sets it.
         self.exchange_frozen: bool | None = None
         self.local_patterns: Sequence[str] = ()
@@ -162,9 +162,9 @@ class VectorizedClients(LightningModule):
         Raises:
             FederationError: If clients are in training.
         """
-        if self.host is not None and self.host.is_loaded:
+        if self.runner is not None and self.runner.is_loaded:
             raise FederationError(
-                f"a callback uses {type(self.module).__name__}.{name} while {self.host.count}"
+                f"a callback uses {type(self.module).__name__}.{name} while {self.runner.count}"
                 " clients train at once, and each client has its own value. Use it between rounds"
                 " (on_train_epoch_start, on_validation_start, on_train_epoch_end), define a hook"
                 " on_client_end in the module, or train the module without VectorizedClients"
@@ -264,14 +264,14 @@ class VectorizedClients(LightningModule):
             batch: The samples of several local steps and clients.
             batch_idx: Number of local steps that these clients have made before.
         """
-        if (host := self.host) is None:
+        if (runner := self.runner) is None:
             if self.reason is not None:
                 return
             raise FederationError(
                 "VectorizedClients requires a FederatedLoop: add one to the callbacks"
             )
-        host.logs.clear()
-        if not len(host.active):  # this process has no clients and waits for the others
+        runner.logs.clear()
+        if not len(runner.active):  # this process has no clients and waits for the others
             return
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set by the connector
         if not data.has_samples_in_front and not isinstance(batch, ClientBatches):
@@ -280,7 +280,7 @@ class VectorizedClients(LightningModule):
         if plan.stepwise:
             position = self.trainer.fit_loop.epoch_loop.batch_idx
             fetch = self._fetch(data.local_steps(plan.round, position))
-        host.batch = BatchSamples(batch, host.sizes, host.active, fetch)
+        runner.batch = BatchSamples(batch, runner.sizes, runner.active, fetch)
 
     def _fetch(self, fetch: Callable[[int, bool], Any]) -> Callable[[int, bool], Any]:
         """Return a function that fetches and transfers the batches of a local step."""
@@ -307,40 +307,40 @@ class VectorizedClients(LightningModule):
         if not callable(hook):
             return
         uses_client: Any = getattr(self.module, "federated_uses_client", None)
-        if self.host is None or (uses_client is not None and not uses_client(name)):
+        if self.runner is None or (uses_client is not None and not uses_client(name)):
             hook()
             return
-        for row in range(self.host.count):
-            with self.host.client(row):
+        for row in range(self.runner.count):
+            with self.runner.client(row):
                 hook()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the sum of the clients' losses in one local step."""
-        host = self.host
-        assert host is not None
-        assert host.batch is not None
-        step = host.step
-        host.vectorized.local.batch_idx = host.steps_before + step
+        runner = self.runner
+        assert runner is not None
+        assert runner.batch is not None
+        step = runner.step
+        runner.vectorized.local.batch_idx = runner.steps_before + step
         # A vectorized module cannot hold on to its samples, so their memory can be reused.
-        samples = host.batch.samples(step, may_reuse=host.stacks.maps)
-        with attributes_set(host, {"is_in_step": True}):
-            if host.count > 1 and not host.is_ready:
-                host.is_ready = host.is_checked = True
-                tune(host.vectorized, samples, self._wishes(host))
-            elif not host.is_checked:
-                host.is_checked = True
-                check_state(host.vectorized, samples)
-            total = host.loss(samples)
-        host.evaluation += 1
-        if step == len(host.sizes) - 1 and host.evaluation == host.evaluations:
-            host.logs.log(self.log, self.module)
+        samples = runner.batch.samples(step, may_reuse=runner.stacks.maps)
+        with attributes_set(runner, {"is_in_step": True}):
+            if runner.count > 1 and not runner.is_ready:
+                runner.is_ready = runner.is_checked = True
+                tune(runner.vectorized, samples, self._wishes(runner))
+            elif not runner.is_checked:
+                runner.is_checked = True
+                check_state(runner.vectorized, samples)
+            total = runner.loss(samples)
+        runner.evaluation += 1
+        if step == len(runner.sizes) - 1 and runner.evaluation == runner.evaluations:
+            runner.logs.log(self.log, self.module)
         return total
 
-    def _wishes(self, host: VmapRunner) -> Wishes:
+    def _wishes(self, runner: VmapRunner) -> Wishes:
         """Return the options of :func:`tune`."""
         trainer = self.trainer
         rounds = (trainer.max_epochs or 0) - trainer.current_epoch
-        steps = rounds * trainer.fit_loop.max_batches * len(host.sizes)
+        steps = rounds * trainer.fit_loop.max_batches * len(runner.sizes)
         return Wishes(self.group_size == "auto", self.compiled, steps)
 
     def optimizer_step(
@@ -351,39 +351,39 @@ class VectorizedClients(LightningModule):
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
         """Make all local steps of the batch, each for all clients at once."""
-        if (host := self.host) is None or not len(host.active):
+        if (runner := self.runner) is None or not len(runner.active):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
             return
         is_seen = sees_gradients(self.trainer)
-        host.may_update = not (is_seen or self.trainer.gradient_clip_val or host.phases)
-        for step, active in enumerate(host.active):
-            host.step, host.evaluation = step, 0
-            is_last = step + 1 == len(host.active)
-            before = host.before_step(active)
-            if is_last or is_seen or host.evaluations > 1:
+        runner.may_update = not (is_seen or self.trainer.gradient_clip_val or runner.phases)
+        for step, active in enumerate(runner.active):
+            runner.step, runner.evaluation = step, 0
+            is_last = step + 1 == len(runner.active)
+            before = runner.before_step(active)
+            if is_last or is_seen or runner.evaluations > 1:
                 optimizer.step(closure=optimizer_closure)
             else:
-                self._light_step(host, optimizer)
-            host.after_step(before, active)
+                self._light_step(runner, optimizer)
+            runner.after_step(before, active)
             if not is_last:  # Lightning itself steps the schedulers after the last local step
                 self._step_schedulers()
-        host.step = 0
+        runner.step = 0
 
     def _light_step(
-        self, host: VmapRunner, optimizer: torch.optim.Optimizer | LightningOptimizer
+        self, runner: VmapRunner, optimizer: torch.optim.Optimizer | LightningOptimizer
     ) -> None:
         """Make a local step without Lightning's hooks, which cost as much as a small model."""
         trainer = self.trainer
         bare: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        for param in host.stacks.params.values():
+        for param in runner.stacks.params.values():
             param.grad = None
         with trainer.precision_plugin.train_step_context():
             loss = self.training_step(None, 0)
-        if host.vectorized.has_updated:
-            host.end_step()
+        if runner.vectorized.has_updated:
+            runner.end_step()
             return
         loss.backward()
-        host.hold_gradients()
+        runner.hold_gradients()
         self.configure_gradient_clipping(
             bare, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         )
@@ -402,12 +402,12 @@ class VectorizedClients(LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip each client's gradient by its own norm."""
-        if self.host is None:
+        if self.runner is None:
             super().configure_gradient_clipping(
                 optimizer, gradient_clip_val, gradient_clip_algorithm
             )
         elif gradient_clip_val:
-            self.host.clip(float(gradient_clip_val), gradient_clip_algorithm or "norm")
+            self.runner.clip(float(gradient_clip_val), gradient_clip_algorithm or "norm")
 
 
 def user_module(module: LightningModule) -> LightningModule:
@@ -442,7 +442,7 @@ def client_runner(
     channels_last = module.channels_last
     if channels_last == "auto":
         channels_last = module.device.type == "cpu" and has_convolutions(module.module)
-    host = VmapRunner(
+    runner = VmapRunner(
         module.module,
         buffers,
         optimizer,
@@ -455,6 +455,6 @@ def client_runner(
         rewrites=module.rewrite_graphs,
         may_compile=module.compiled is not False,
     )
-    module.host = host
-    host.undo.callback(setattr, module, "host", None)
-    return host
+    module.runner = runner
+    runner.undo.callback(setattr, module, "runner", None)
+    return runner

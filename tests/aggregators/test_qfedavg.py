@@ -93,9 +93,9 @@ def test_without_q_it_is_uniform_fedavg_bit_for_bit(fit, policy):
 def test_vectorized_clients_give_the_same_and_evaluate_once(fit, monkeypatch):
     calls, measured = [], Measures.client_losses
 
-    def counted(self, host, clients, round):
+    def counted(self, runner, clients, round):
         calls.extend(clients)
-        return measured(self, host, clients, round)
+        return measured(self, runner, clients, round)
 
     monkeypatch.setattr(Measures, "client_losses", counted)
 

@@ -24,7 +24,7 @@ class Mixed(LightningModule):
 
 
 @pytest.fixture(params=["plain", "vectorized"])
-def host(request):
+def runner(request):
     """A module's runner, sequential or vectorized; ``lr`` and others are the optimizer's."""
 
     def make(module=None, buffers="average", keep=False, **options):
@@ -37,40 +37,40 @@ def host(request):
     return make
 
 
-def load(host, lr=0.1, rows=None):
+def load(runner, lr=0.1, rows=None):
     """Begin one client, from where the server is."""
-    server = host.read()
+    server = runner.read()
     state = ServerState(server.vector[None], server.counters)
-    host.load(state, [{} if rows is None else rows], [lr])
+    runner.load(state, [{} if rows is None else rows], [lr])
     return state
 
 
-def parameters(host):
-    return host.stacks.params if isinstance(host, VmapRunner) else host.named_parameters
+def parameters(runner):
+    return runner.stacks.params if isinstance(runner, VmapRunner) else runner.named_parameters
 
 
-def buffers(host):
+def buffers(runner):
     """The client's buffers, to be changed in place."""
-    if isinstance(host, VmapRunner):
-        return {name: buffer[0] for name, buffer in host.stacks.buffers.items()}
-    return host.named_buffers
+    if isinstance(runner, VmapRunner):
+        return {name: buffer[0] for name, buffer in runner.stacks.buffers.items()}
+    return runner.named_buffers
 
 
-def step(host, gradient=1.0):
-    for parameter in parameters(host).values():
+def step(runner, gradient=1.0):
+    for parameter in parameters(runner).values():
         parameter.grad = torch.full_like(parameter, gradient)
-    if isinstance(host, VmapRunner):
-        active = torch.ones(host.count, dtype=torch.bool)
-        before = host.before_step(active)
-        host.optimizer.step()
-        host.after_step(before, active)
+    if isinstance(runner, VmapRunner):
+        active = torch.ones(runner.count, dtype=torch.bool)
+        before = runner.before_step(active)
+        runner.optimizer.step()
+        runner.after_step(before, active)
     else:
-        host.optimizer.step()
+        runner.optimizer.step()
 
 
-def ends(host, state):
+def ends(runner, state):
     """Where the client is."""
-    return (state.vector + host.collect(state)[0])[0].tolist()
+    return (state.vector + runner.collect(state)[0])[0].tolist()
 
 
 def copies(rows):
@@ -143,14 +143,14 @@ def test_no_tensors_are_an_empty_vector_of_the_given_dtype():
 # --- a module's state -----------------------------------------------------------------------------
 
 
-def test_the_state_is_parameters_then_floating_buffers_and_counters_apart(host):
-    state = host().read()
+def test_the_state_is_parameters_then_floating_buffers_and_counters_apart(runner):
+    state = runner().read()
     assert state.vector.tolist() == [1, 2, 3, 4, 5, 6]
     assert state.counters.tolist() == [7, 1, 0]
 
 
-def test_a_state_that_is_written_is_the_modules_and_the_optimiser_begins_anew(host):
-    made = host(momentum=0.9)
+def test_a_state_that_is_written_is_the_modules_and_the_optimiser_begins_anew(runner):
+    made = runner(momentum=0.9)
     load(made)
     step(made)
     assert len(made.optimizer.state) == 2
@@ -161,11 +161,11 @@ def test_a_state_that_is_written_is_the_modules_and_the_optimiser_begins_anew(ho
     assert len(made.optimizer.state) == 0
 
 
-def test_a_parameter_that_is_used_twice_is_one(host):
+def test_a_parameter_that_is_used_twice_is_one(runner):
     module = Mixed()
     module.again = nn.Linear(2, 2, bias=False)
     module.again.weight = module.weight
-    made = host(module)
+    made = runner(module)
     state = load(made, lr=1.0)
     assert state.vector.shape == (1, 6)
     step(made)
@@ -180,8 +180,8 @@ def test_a_parameter_that_is_used_twice_is_one(host):
         ("local", [1, 1, 1, 1, 1, 10], [9, 1, 0]),
     ],
 )
-def test_a_client_returns_how_far_it_moved(host, kind, delta, counters):
-    made = host(buffers=kind)
+def test_a_client_returns_how_far_it_moved(runner, kind, delta, counters):
+    made = runner(buffers=kind)
     start = load(made)
     step(made, gradient=-10)
     buffers(made)["mean"] += 10
@@ -193,10 +193,10 @@ def test_a_client_returns_how_far_it_moved(host, kind, delta, counters):
     assert start.vector.tolist() == [[1, 2, 3, 4, 5, 6]]
 
 
-def test_a_buffer_that_stays_infinite_has_not_moved(host):
+def test_a_buffer_that_stays_infinite_has_not_moved(runner):
     module = Mixed()
     module.mean.fill_(-torch.inf)
-    made = host(module)
+    made = runner(module)
     start = load(made)
     assert made.collect(start)[0].tolist() == [[0] * 6]
 
@@ -204,8 +204,8 @@ def test_a_buffer_that_stays_infinite_has_not_moved(host):
 # --- the learning rate ----------------------------------------------------------------------------
 
 
-def test_a_clients_learning_rate_holds_inside_the_step_only(host):
-    made = host()
+def test_a_clients_learning_rate_holds_inside_the_step_only(runner):
+    made = runner()
     start = load(made, lr=0.5)
     step(made)
     assert ends(made, start)[4] == pytest.approx(5 - 0.5)
@@ -220,10 +220,10 @@ def two_groups(module):
     return torch.optim.SGD(groups)
 
 
-def test_other_groups_keep_their_ratio_to_the_first(host):
+def test_other_groups_keep_their_ratio_to_the_first(runner):
     module = Mixed()
     module.configure_optimizers = lambda: two_groups(module)
-    made = host(module)
+    made = runner(module)
     start = load(made, lr=0.1)
     step(made)
     assert ends(made, start)[0] == pytest.approx(1 - 0.1)
@@ -231,7 +231,7 @@ def test_other_groups_keep_their_ratio_to_the_first(host):
     assert [group["lr"] for group in made.optimizer.param_groups] == [0.2, 0.8]
 
 
-def test_a_scheduler_stays_in_force(host):
+def test_a_scheduler_stays_in_force(runner):
     module = Mixed()
     optimizer = module.configure_optimizers
     kept = []
@@ -242,7 +242,7 @@ def test_a_scheduler_stays_in_force(host):
         return made
 
     module.configure_optimizers = configure
-    made = host(module)
+    made = runner(module)
     assert made.base_lr == 0.1
     start = load(made, lr=0.2)
     step(made)
@@ -252,15 +252,15 @@ def test_a_scheduler_stays_in_force(host):
     assert made.optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_no_learning_rate_can_have_no_ratio(host):
-    made = host(lr=0.0)
+def test_no_learning_rate_can_have_no_ratio(runner):
+    made = runner(lr=0.0)
     load(made, lr=0.0)
     with pytest.raises(FederationError, match=r"sets lr=0.5.* Give the optimizer a positive lr"):
         load(made, lr=0.5)
 
 
-def test_a_closed_host_leaves_the_optimiser_alone(host):
-    made = host()
+def test_a_closed_runner_leaves_the_optimiser_alone(runner):
+    made = runner()
     start = load(made, lr=0.5)
     made.close()
     step(made)
@@ -270,15 +270,15 @@ def test_a_closed_host_leaves_the_optimiser_alone(host):
 # --- what clients keep for themselves -------------------------------------------------------------
 
 
-def test_a_client_keeps_nothing_by_default(host):
-    made = host(momentum=0.9)
+def test_a_client_keeps_nothing_by_default(runner):
+    made = runner(momentum=0.9)
     load(made)
     step(made)
     assert made.rows() == [{}]
 
 
-def test_a_client_finds_its_buffers_again(host):
-    made = host(buffers="local")
+def test_a_client_finds_its_buffers_again(runner):
+    made = runner(buffers="local")
     load(made)
     buffers(made)["mean"] += 10
     buffers(made)["count"] += 2
@@ -294,11 +294,11 @@ def test_a_client_finds_its_buffers_again(host):
     assert ends(made, start)[4] == 5
 
 
-def keep_and_go_on(host, kind, **options):
+def keep_and_go_on(runner, kind, **options):
     """Two steps in two rounds are two steps in one, where the server does not move."""
     found = []
     for rounds in (1, 2):
-        made = host(kind=kind, keep=True, **options)
+        made = runner(kind=kind, keep=True, **options)
         start = load(made)
         step(made, 1.0)
         if rounds == 2:
@@ -314,5 +314,5 @@ def keep_and_go_on(host, kind, **options):
 
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.5, "nesterov": True}])
-def test_a_client_goes_on_with_its_momentum(host, options):
-    keep_and_go_on(host, torch.optim.SGD, **options)
+def test_a_client_goes_on_with_its_momentum(runner, options):
+    keep_and_go_on(runner, torch.optim.SGD, **options)

@@ -54,12 +54,12 @@ def ask(net, step=None, words=False, k=3, dtype=torch.float32):
     torch.manual_seed(0)
     module = Module(net(), step).to(dtype)
     group_size = VectorizedClients(module, k)
-    host = client_runner(group_size, "average", group_size.configure_optimizers(), False)
-    server = host.read()
-    host.load(ServerState(server.vector.expand(k, -1), server.counters), [{}] * k, [0.1] * k)
+    runner = client_runner(group_size, "average", group_size.configure_optimizers(), False)
+    server = runner.read()
+    runner.load(ServerState(server.vector.expand(k, -1), server.counters), [{}] * k, [0.1] * k)
     x = torch.randint(5, (k, 8, 4)) if words else torch.randn(k, 8, 4, dtype=dtype)
     batch = [x, torch.randint(3, (k, 8))]
-    return module, host, lambda: why_not_mapped(host.vectorized, [t[:2] for t in batch])
+    return module, runner, lambda: why_not_mapped(runner.vectorized, [t[:2] for t in batch])
 
 
 def mlp(*layers):
@@ -296,15 +296,15 @@ def test_what_the_check_draws_is_drawn_from_streams_of_its_own():
 
 
 def test_the_check_leaves_everything_as_it_was(trainer):
-    module, host, why = ask(mlp(nn.BatchNorm1d(6), nn.Dropout(0.5), Expanded()), use_metric)
+    module, runner, why = ask(mlp(nn.BatchNorm1d(6), nn.Dropout(0.5), Expanded()), use_metric)
     module.trainer = trainer(False)
     before = copy.deepcopy(module.state_dict())
-    stacks = {n: t.clone() for n, t in {**host.stacks.params, **host.stacks.buffers}.items()}
+    stacks = {n: t.clone() for n, t in {**runner.stacks.params, **runner.stacks.buffers}.items()}
     why()
     assert all(torch.equal(module.state_dict()[name], before[name]) for name in before)
-    now = {**host.stacks.params, **host.stacks.buffers}
+    now = {**runner.stacks.params, **runner.stacks.buffers}
     assert all(torch.equal(now[name], stack) for name, stack in stacks.items())
-    assert all(param.grad is None for param in host.stacks.params.values())
+    assert all(param.grad is None for param in runner.stacks.params.values())
     assert module.metric._update_count == module.metric.total == 0
     assert [m.p for m in module.modules() if isinstance(m, nn.Dropout)] == [0.5]
     assert module.trainer is not None

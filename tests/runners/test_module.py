@@ -1010,7 +1010,7 @@ def test_client_hooks_of_terms_run_for_each_client_only_if_one_uses_them(fit, da
 
     class Watched(VectorizedClients):
         def _call_for_each(self, name):
-            with watched_clients(self.host.stacks, made):
+            with watched_clients(self.runner.stacks, made):
                 super()._call_for_each(name)
 
     kind = Module if uses == "subclass" else ClientModule

@@ -35,9 +35,9 @@ def load(runner, rows):
 
 def test_a_module_that_is_not_vectorized_trains_in_itself(foreign):
     module = foreign()
-    host = client_runner(module, "average", torch.optim.SGD(module.parameters()), False)
-    assert type(host) is SequentialRunner
-    assert host.module is module
+    runner = client_runner(module, "average", torch.optim.SGD(module.parameters()), False)
+    assert type(runner) is SequentialRunner
+    assert runner.module is module
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_channels_may_come_last(trained, tiny, monkeypatch, channels_last, mappe
         def on_train_batch_end(self, outputs, batch, batch_idx):
             first = next(iter(self.stack.values()))[0]
             last = first.is_contiguous(memory_format=torch.channels_last)
-            seen.append((self.host.count, last and not first.is_contiguous()))
+            seen.append((self.runner.count, last and not first.is_contiguous()))
 
     ends = []
     for group_size in (None, 1, 3):

@@ -40,7 +40,7 @@ momentum = functools.partial(sgd, momentum=0.9)
 adam = functools.partial(torch.optim.Adam, lr=0.1)
 
 
-def hosts(optimizer=sgd, buffers="average", keep=False):
+def runners(optimizer=sgd, buffers="average", keep=False):
     """The runner of a module, and the module itself."""
     group_size, plain = VectorizedClients(Mixed(optimizer)), Mixed(optimizer)
     stacked = client_runner(group_size, buffers, group_size.configure_optimizers(), keep)
@@ -48,33 +48,33 @@ def hosts(optimizer=sgd, buffers="average", keep=False):
     return stacked, SequentialRunner(plain, buffers, plain.configure_optimizers(), keep)
 
 
-def starts(host, k=3, own=False):
-    server = host.read()
+def starts(runner, k=3, own=False):
+    server = runner.read()
     moved = torch.arange(float(k), dtype=torch.float64)[:, None] if own else torch.zeros(k, 1)
     vector = server.vector + moved if own else server.vector.expand(k, -1)
     return ServerState(vector, server.counters)
 
 
-def gradients(host, seed, k=3):
+def gradients(runner, seed, k=3):
     """Gradients of each client, ``[k, ...]``."""
     random = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(k, *p.shape, generator=random, dtype=p.dtype)
-        for name, p in host.named_parameters.items()
+        for name, p in runner.named_parameters.items()
         if p.requires_grad
     }
 
 
-def step(host, grads, active=None, clip=None):
+def step(runner, grads, active=None, clip=None):
     """A step of every client."""
-    active = torch.ones(host.count, dtype=torch.bool) if active is None else torch.tensor(active)
+    active = torch.ones(runner.count, dtype=torch.bool) if active is None else torch.tensor(active)
     for name, grad in grads.items():
-        host.stacks.params[name].grad = grad.clone()
+        runner.stacks.params[name].grad = grad.clone()
     if clip is not None:
-        host.clip(*clip)
-    before = host.before_step(active)
-    host.optimizer.step()
-    host.after_step(before, active)
+        runner.clip(*clip)
+    before = runner.before_step(active)
+    runner.optimizer.step()
+    runner.after_step(before, active)
 
 
 def alone(plain, state, lr, rows, grads, row, clip=None):
@@ -100,7 +100,7 @@ def alone(plain, state, lr, rows, grads, row, clip=None):
 @pytest.mark.parametrize("lr", [[0.1] * 3, [0.3] * 3, LR])
 @pytest.mark.parametrize("optimizer", [sgd, momentum, adam])
 def test_stacked_clients_step_as_clients_alone(optimizer, lr, own):
-    stacked, plain = hosts(optimizer)
+    stacked, plain = runners(optimizer)
     state = starts(stacked, own=own)
     stacked.load(state, [{}] * 3, lr)
     grads = [gradients(stacked, seed) for seed in range(3)]
@@ -116,7 +116,7 @@ def test_stacked_clients_step_as_clients_alone(optimizer, lr, own):
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("lr", [[0.1] * 3, LR])
 def test_a_client_that_is_done_does_not_change(lr, keep):
-    stacked, plain = hosts(momentum, keep=keep)
+    stacked, plain = runners(momentum, keep=keep)
     state, work = starts(stacked), [2, 4, 1]
     stacked.load(state, [{}] * 3, lr)
     grads = [gradients(stacked, seed) for seed in range(4)]
@@ -134,7 +134,7 @@ def test_a_client_that_is_done_does_not_change(lr, keep):
 
 @pytest.mark.parametrize("clip", [(1.5, "norm"), (1e3, "norm"), (0.4, "value")])
 def test_a_client_is_clipped_by_its_own_gradient(clip):
-    stacked, plain = hosts()
+    stacked, plain = runners()
     state = starts(stacked)
     stacked.load(state, [{}] * 3, [0.1] * 3)
     grads = gradients(stacked, 0)
@@ -150,7 +150,7 @@ def test_a_client_is_clipped_by_its_own_gradient(clip):
 
 
 def test_a_client_without_a_finite_gradient_does_not_affect_others():
-    stacked, _ = hosts()
+    stacked, _ = runners()
     state = starts(stacked)
     stacked.load(state, [{}] * 3, LR)
     grads = gradients(stacked, 0)
@@ -165,7 +165,7 @@ def test_a_client_without_a_finite_gradient_does_not_affect_others():
 
 @pytest.mark.parametrize("own", [False, True])
 def test_stacks_hold_what_clients_start_from(own):
-    stacked, _ = hosts()
+    stacked, _ = runners()
     vars(stacked.module)["federated_global_parameters"] = {}
     state = starts(stacked, own=own)
     stacked.load(state, [{}] * 3, LR)
@@ -184,7 +184,7 @@ def test_stacks_hold_what_clients_start_from(own):
 
 
 def test_groups_may_differ_in_size():
-    stacked, plain = hosts(adam)
+    stacked, plain = runners(adam)
     for k in (3, 2, 1, 3):
         state = starts(stacked, k)
         stacked.load(state, [{}] * k, LR[:k])
@@ -199,7 +199,7 @@ def test_groups_may_differ_in_size():
 
 
 def test_training_leaves_the_servers_tensors_alone():
-    stacked, _ = hosts()
+    stacked, _ = runners()
     before = stacked.read()
     state = starts(stacked)
     stacked.load(state, [{}] * 3, LR)
@@ -214,7 +214,7 @@ def test_training_leaves_the_servers_tensors_alone():
 
 @pytest.mark.parametrize("buffers", ["average", "server", "local"])
 def test_each_client_returns_buffers_of_its_own(buffers):
-    stacked, _ = hosts(buffers=buffers)
+    stacked, _ = runners(buffers=buffers)
     state = starts(stacked)
     stacked.load(state, [{}] * 3, LR)
     stacked.stacks.buffers["mean"] += torch.tensor([[1.0], [2.0], [3.0]])
@@ -233,7 +233,7 @@ def test_each_client_returns_buffers_of_its_own(buffers):
 
 
 def test_clients_find_again_what_they_kept_at_any_row():
-    stacked, plain = hosts(momentum, "local", keep=True)
+    stacked, plain = runners(momentum, "local", keep=True)
     state = starts(stacked)
     stacked.load(state, [{}] * 3, LR)
     first, second = gradients(stacked, 0), gradients(stacked, 1)
@@ -325,7 +325,7 @@ def test_state_that_is_one_for_all_cannot_be_kept(optimizer, what):
 
 
 def test_moves_of_earlier_clients_are_not_written_over():
-    stacked, _ = hosts(sgd)
+    stacked, _ = runners(sgd)
     state = starts(stacked)
     found = []
     for seed in range(2):
