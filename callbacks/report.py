@@ -297,7 +297,7 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
 def _kept(runner: ClientRunner) -> Iterator[ServerState]:
     """Restore the module and the optimizer state on exit."""
     state = runner.read()
-    tensors = {**runner.named_parameters, **runner.named_buffers}
+    tensors = runner.tensors.by_name
     private = {runner.row_name(n): tensors[n].detach().clone() for n in runner.private}
     with runner.optimizer_state.held():
         try:

@@ -107,7 +107,7 @@ class ClientMemory:
         Raises:
             FederationError: If a client is unknown, or its state is invalid.
         """
-        tensors = {**runner.named_parameters, **runner.named_buffers}
+        tensors = runner.tensors.by_name
         like = {runner.row_name(name): tensors[name] for name in runner.stored}
         like |= runner.optimizer_state.kept
         for i, initial in enumerate(self.initial):

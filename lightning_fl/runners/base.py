@@ -221,9 +221,8 @@ class ClientRunner(ABC):
         Args:
             names: Names of the tensors; None keeps the names.
         """
-        tensors: Rows = {**self.named_parameters, **self.named_buffers}
         names = self.private if names is None else names
-        self.private = {name: tensors[name].detach().clone() for name in names}
+        self.private = {name: self.tensors.by_name[name].detach().clone() for name in names}
 
     def restore_private(self) -> None:
         """Load the initial values of client-local tensors into the module."""
@@ -236,7 +235,7 @@ class ClientRunner(ABC):
     @torch.no_grad()
     def restore(self, rows: Rows) -> None:
         """Copy parameters and buffers of a client's rows into the module."""
-        for name, tensor in {**self.named_parameters, **self.named_buffers}.items():
+        for name, tensor in self.tensors.by_name.items():
             if (row := rows.get(self.row_name(name))) is not None:
                 tensor.copy_(row, non_blocking=True)
 

@@ -18,7 +18,7 @@ from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import attributes_set, properties_set
 from lightning_fl.runners.attributes import Attributes, left_alone
 from lightning_fl.runners.hooked_step import SEEN_HOOKS, HookedStep
-from lightning_fl.runners.local_step import LocalStep, Tensors
+from lightning_fl.runners.local_step import LocalStep
 from lightning_fl.runners.samples import Samples
 from lightning_fl.runners.step_hooks import hooks_of
 from lightning_fl.runners.tensors import ModuleTensors, is_equal
@@ -212,8 +212,7 @@ def outcome_of(step: LocalStep, own: ModuleTensors, batch: Any) -> list[Tensor] 
         batch: The batch, of which the step gets a copy.
     """
     module = step.module
-    tensors: Tensors = {**own.parameters, **own.buffers}
-    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    before = {name: tensor.detach().clone() for name, tensor in own.by_name.items()}
     try:
         muted = attributes_set(module.trainer, {"_loggers": [DummyLogger()]})
         with seeded_rng(0, module.device), torch.enable_grad(), muted:
@@ -222,7 +221,7 @@ def outcome_of(step: LocalStep, own: ModuleTensors, batch: Any) -> list[Tensor] 
         return None
     finally:
         own.adopt()  # buffers that the step has replaced
-        for name, tensor in tensors.items():
+        for name, tensor in own.by_name.items():
             tensor.data.copy_(before[name])
     return [outcome.loss, *seen.values()]
 

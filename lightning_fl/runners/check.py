@@ -170,7 +170,6 @@ class _Trial:
         fixed = {n: t if stacks.fixed_is_shared else t[0] for n, t in self._fixed().items()}
         values = {n: p.detach()[0] for n, p in self._params().items()}
         values |= {n: self._two(b)[0] for n, b in stacks.buffers.items()}
-        own = {**stacks.tensors.parameters, **stacks.tensors.buffers}
         first = tree_map(lambda t: self._two(t)[0], self.batch)
         numbers = tree_map(lambda t: self._two(t)[0], stacks.hyperparameters)
         with (
@@ -179,7 +178,7 @@ class _Trial:
             torch.enable_grad(),
             stacks.values(values),
             Watch(stacks.params) as of_optimizer,
-            Watch(own) as watch,
+            Watch(stacks.tensors.by_name) as watch,
         ):
             before = rng_state()
             outcome, grads = self.local.by_itself(fixed, first, numbers)

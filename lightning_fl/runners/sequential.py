@@ -81,7 +81,7 @@ class SequentialRunner(ClientRunner):
     def rows(self) -> list[dict[str, Tensor]]:
         """Return the local tensors of the client, by name."""
         self.adopt()
-        tensors = {**self.named_parameters, **self.named_buffers}
+        tensors = self.tensors.by_name
         rows = {self.row_name(name): tensors[name].detach() for name in self.stored}
         if self.keep_optimizer:
             rows |= self.optimizer_state.rows()

@@ -53,6 +53,11 @@ class Stacks:
         return next(iter(self.params.values()))
 
     @property
+    def by_name(self) -> Tensors:
+        """Stacked parameters and buffers, by name."""
+        return {**self.params, **self.buffers}
+
+    @property
     def maps(self) -> bool:
         """Whether the step of the clients in training is vectorized."""
         return self.at_once and self.count > 1
@@ -154,8 +159,7 @@ class Stacks:
         if self.hyperparameters:
             own = {name: values[row] for name, values in self.hyperparameters.items()}
             start[HYPERPARAMETERS] = vars(self.module)[HYPERPARAMETERS] | own
-        stacks: Tensors = {**self.params, **self.buffers}
-        rows = {name: stack.detach()[row] for name, stack in stacks.items()}
+        rows = {name: stack.detach()[row] for name, stack in self.by_name.items()}
         own_row = attributes_set(self, {"row": row})
         with attributes_set(self.module, start), own_row, self.values(rows):
             yield
@@ -163,15 +167,15 @@ class Stacks:
     @contextmanager
     def values(self, values: Tensors) -> Iterator[None]:
         """Put values into the module within a ``with`` block, and copy its writes back to them."""
-        own = {**self.tensors.parameters, **self.tensors.buffers}
-        before = {name: tensor.data for name, tensor in own.items()}
+        tensors = self.tensors.by_name
+        before = {name: tensor.data for name, tensor in tensors.items()}
         try:
-            for name, tensor in own.items():
+            for name, tensor in tensors.items():
                 tensor.data = values[name]
             yield
         finally:
             self.tensors.adopt()
-            for name, tensor in own.items():
+            for name, tensor in tensors.items():
                 if tensor.data_ptr() != values[name].data_ptr():
                     values[name].data.copy_(tensor.data)
                 tensor.data = before[name]
@@ -179,7 +183,7 @@ class Stacks:
     @contextmanager
     def untouched(self) -> Iterator[None]:
         """Undo a step's own writes to parameters and buffers, such as moving averages."""
-        tensors: Tensors = {**self.params, **self.buffers}
+        tensors = self.by_name
         before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         try:
             yield

@@ -44,6 +44,8 @@ class ModuleTensors:
             name: p for name, p in module.named_parameters() if name not in self.constants
         }
         self.buffers = dict(module.named_buffers())
+        #: Parameters and buffers, by name.
+        self.by_name: dict[str, Tensor] = {**self.parameters, **self.buffers}
 
     @torch.no_grad()
     def adopt(self) -> None:

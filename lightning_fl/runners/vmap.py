@@ -170,9 +170,9 @@ class VmapRunner(ClientRunner):
         pieces = dict(zip(names, state.vector.split(self.vector.sizes, dim=1), strict=True))
         counters = state.counters.expand(self.count, -1).split(self.counters.sizes, dim=1)
         pieces |= dict(zip(self.named_counters, counters, strict=True))
-        own = {**self.named_parameters, **self.named_buffers}
         private = {n: first.expand(self.count, *first.shape) for n, first in self.private.items()}
-        return {name: unflatten(rows, own[name]) for name, rows in pieces.items()} | private
+        like = self.tensors.by_name
+        return {name: unflatten(rows, like[name]) for name, rows in pieces.items()} | private
 
     def _load_rows(self, rows: Sequence[Rows]) -> None:
         """Restore the clients' local tensors.
@@ -207,7 +207,7 @@ class VmapRunner(ClientRunner):
     def collect(self, state: ServerState) -> tuple[Tensor, Tensor]:
         """Return the client updates and counters; see :meth:`ClientRunner.collect`."""
         self.is_loaded = False
-        stacks: Tensors = {**self.stacks.params, **self.stacks.buffers}
+        stacks = self.stacks.by_name
         floating = [flatten(stacks[name]) for name in (*self.shared, *self.shared_buffers)]
         delta = self._moved(torch.cat(floating, dim=1).to(state.vector.dtype), state)
         if self.buffers == "server" or not self.named_counters:
@@ -258,7 +258,7 @@ class VmapRunner(ClientRunner):
 
     def _stored_stacks(self) -> Tensors:
         """Return the stacks of the tensors that are stored for each client."""
-        stacks: Tensors = {**self.stacks.params, **self.stacks.buffers}
+        stacks = self.stacks.by_name
         return {self.row_name(name): stacks[name].detach() for name in self.stored}
 
     def choices(self) -> dict[str, bool]:
