@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from lightning_fl.functional.randomness import rng_state, seeded_rng
 from lightning_fl.runners.attributes import left_alone
 from lightning_fl.runners.base import is_floating
-from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
+from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors, gradients_of
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.runners.watch import Watch
 from lightning_fl.types import FederationError
@@ -185,8 +185,8 @@ class _Trial:
             draws = _draws_outside_torch(before, rng_state())
             written = watch.written
         buffers = {name: values[name] for name in stacks.tensors.buffers}
-        found = [grads.get(n, torch.zeros_like(values[n])) for n in self.trained]
-        result = outcome._replace(buffers=buffers), found, self._frozen(values)
+        outcome = outcome._replace(buffers=buffers)
+        result = outcome, self._of_trained(grads, values), self._frozen(values)
         return _Own(result, written, sorted(of_optimizer.read | of_optimizer.written), draws)
 
     def stacked(self, at_once: bool) -> Result:
@@ -214,11 +214,8 @@ class _Trial:
 
         clients = [slice(0, 2)] if at_once else [slice(0, 1), slice(1, 2)]
         outcome = tree_map(lambda *t: torch.cat(t), *map(many, clients))
-        wanted = [params[name] for name in self.trained]
-        grads = torch.autograd.grad(outcome.loss.sum(), wanted, allow_unused=True)
-        pairs = zip(grads, wanted, strict=True)
-        found = [torch.zeros_like(p) if g is None else g.to_dense() for g, p in pairs]
-        return outcome, found, self._frozen(params)
+        grads = gradients_of(outcome.loss.sum(), params)
+        return outcome, self._of_trained(grads, params), self._frozen(params)
 
     def agree(self, one: Result, other: Result) -> bool:
         """Return whether two results differ by rounding only."""
@@ -251,6 +248,10 @@ class _Trial:
         if self.stacks.fixed_is_shared:
             return {n: t.to(self._wide.get(t.dtype, t.dtype)) for n, t in fixed.items()}
         return {n: self._two(t) for n, t in fixed.items()}
+
+    def _of_trained(self, grads: Tensors, values: Tensors) -> list[Tensor]:
+        """Return the gradients of the trained parameters; 0 for those without one."""
+        return [grads.get(n, torch.zeros_like(values[n])) for n in self.trained]
 
     def _frozen(self, values: Tensors) -> list[Tensor]:
         return [values[n].detach() for n in self.stacks.params if n not in self.trained]

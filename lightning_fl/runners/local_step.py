@@ -53,6 +53,22 @@ def reported_loss(out: Any) -> Tensor | None:
     return cast("Tensor", loss.detach())
 
 
+def gradients_of(loss: Tensor, params: Mapping[str, Tensor]) -> Tensors:
+    """Return the gradients of the trained parameters that have one, by name.
+
+    Args:
+        loss: The loss.
+        params: Parameters by name.
+    """
+    trained = {name: param for name, param in params.items() if param.requires_grad}
+    grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    return {
+        name: grad.to_dense() if grad.is_sparse else grad
+        for name, grad in zip(trained, grads, strict=True)
+        if grad is not None
+    }
+
+
 _LOG_OPTIONS = list(signature(LightningModule.log).parameters)[3:]
 
 
@@ -232,13 +248,7 @@ class LocalStep(nn.Module):
         (loss, task_loss), logs, recorded = self._noted(
             lambda: self(batch), fixed, None, hyperparameters or {}
         )
-        wanted = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-        grads = {
-            name: grad.to_dense() if grad.is_sparse else grad
-            for name, grad in zip(wanted, found, strict=True)
-            if grad is not None
-        }
+        grads = gradients_of(loss, dict(self.module.named_parameters()))
         return Outcome(loss.detach(), task_loss.detach(), logs, recorded, {}), grads
 
     def gradients(self, params: Tensors, *tensors: Any, **how: Any) -> tuple[Tensors, Outcome]:

@@ -22,6 +22,7 @@ from lightning_fl.runners.graphs import (
     reads_batch_idx,
     sgd_update,
 )
+from lightning_fl.runners.local_step import gradients_of
 from lightning_fl.runners.samples import Padded, Samples
 from lightning_fl.runners.tensors import select
 from lightning_fl.runners.vectorized import VectorizedStep
@@ -217,20 +218,17 @@ def trial(step: VectorizedStep, samples: Samples, at_once: bool) -> None:
             step.one_by_one(samples, everyone, 0.0 if updates else None)
             return
         total, _ = step.mapped(samples, everyone)
-        wanted = {name: p for name, p in stacks.params.items() if p.requires_grad}
-        grads = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
-    known = {name: g for name, g in zip(wanted, grads, strict=True) if g is not None}
+        grads = gradients_of(total, stacks.params)
     if updates:
-        sgd_update(step.optimizer, stacks.params, slice(None), known, 0.0)
+        sgd_update(step.optimizer, stacks.params, slice(None), grads, 0.0)
 
 
 def unused_parameters(step: VectorizedStep, samples: Samples) -> list[str]:
     """Return the names of the parameters that get no gradient in a step."""
     with seeded_rng(0), step.stacks.untouched(), torch.enable_grad():
         total, _ = step.mapped(samples, torch.ones(step.stacks.count, dtype=torch.bool))
-    wanted = {name: p for name, p in step.stacks.params.items() if p.requires_grad}
-    grads = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
-    return [name for name, grad in zip(wanted, grads, strict=True) if grad is None]
+    grads, params = gradients_of(total, step.stacks.params), step.stacks.params.items()
+    return [name for name, param in params if param.requires_grad and name not in grads]
 
 
 def uses_batch_idx(step: VectorizedStep, samples: Samples) -> bool:
