@@ -269,23 +269,11 @@ def mixes_samples(step: VectorizedStep, batch: Any) -> bool:
     half = (size + 1) // 2
 
     def loss(count: int) -> Tensor:
-        params = {name: t.detach()[:1] for name, t in stacks.params.items()}
-        buffers = {name: t[:1].clone() for name, t in stacks.buffers.items()}
-        fixed = stacks.fixed
-        if not stacks.fixed_is_shared:
-            fixed = {name: t[:1] for name, t in fixed.items()}
         weight = (torch.arange(count) < half)[None].to(stacks.first) / half
         with seeded_rng(0, module.device), torch.no_grad():
-            return local.many(
-                params,
-                buffers,
-                fixed,
-                tree_map(lambda t: t[:1, :count], batch),
-                weight,
-                fixed_is_shared=stacks.fixed_is_shared,
-                at_once=False,
-                hyperparameters={name: t[:1] for name, t in stacks.hyperparameters.items()},
-            ).loss
+            first = stacks.arguments(lambda t: t.detach()[:1])
+            samples = tree_map(lambda t: t[:1, :count], batch)
+            return local.many(**first, batch=samples, weight=weight, at_once=False).loss
 
     with _without_dropout(module), left_alone(module), stacks.untouched():
         local = LocalStep(module, stacks.tensors.constants)

@@ -190,15 +190,20 @@ def reads_batch_idx(module: LightningModule) -> bool:
     )
 
 
-def depends_on_batch_idx(local: LocalStep, *tensors: Any, **how: Any) -> bool:
-    """Return whether a new ``batch_idx`` changes the graph of a step; nothing is compiled."""
+def depends_on_batch_idx(local: LocalStep, **arguments: Any) -> bool:
+    """Return whether a new ``batch_idx`` changes the graph of a step; nothing is compiled.
+
+    Args:
+        local: The step.
+        arguments: Arguments of :meth:`LocalStep.many`.
+    """
     traced = torch.compile(own_code(LocalStep.gradients), dynamic=False, backend="eager")
     at, graphs = local.batch_idx, []
     try:
         for i in (at, at, at + 1):
             local.batch_idx = i
             with left_alone(local.module):
-                traced(local, *tensors, **how)
+                traced(local, **arguments)
             graphs.append(counters["frames"]["total"])
     except Exception:  # compiling will raise it again
         return False

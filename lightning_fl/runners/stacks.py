@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from lightning_fl.hooks import attributes_set
 from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
@@ -142,6 +143,21 @@ class Stacks:
                 name: (param.detach()[0] if is_shared else param.detach()).clone()
                 for name, param in self.params.items()
             }
+
+    def arguments(self, pick: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Return the arguments of :meth:`LocalStep.many` for some clients, without their samples.
+
+        Args:
+            pick: Function that returns the rows of these clients from a stack.
+        """
+        fixed = self.fixed if self.fixed_is_shared else tree_map(pick, self.fixed)
+        return {
+            "params": tree_map(pick, self.params),
+            "buffers": tree_map(pick, self.buffers),
+            "fixed": fixed,
+            "fixed_is_shared": self.fixed_is_shared,
+            "hyperparameters": tree_map(pick, self.hyperparameters),
+        }
 
     @contextmanager
     def client(self, row: int) -> Iterator[None]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -24,7 +24,6 @@ from lightning_fl.runners.graphs import (
 )
 from lightning_fl.runners.local_step import gradients_of
 from lightning_fl.runners.samples import Padded, Samples
-from lightning_fl.runners.tensors import select
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.types import FederationError
 
@@ -235,13 +234,10 @@ def uses_batch_idx(step: VectorizedStep, samples: Samples) -> bool:
     """Return whether the graph of a step depends on ``batch_idx``."""
     if not reads_batch_idx(step.module):
         return False
-    stacks, rows = step.stacks, torch.arange(2)
-    params = {n: p.detach()[:2].clone() for n, p in stacks.params.items()}
-    for name, param in params.items():
-        param.requires_grad_(stacks.params[name].requires_grad)
-    fixed = stacks.fixed if stacks.fixed_is_shared else select(stacks.fixed, rows)
-    tensors = (params, select(stacks.buffers, rows), fixed, samples.pair(), None)
-    how: dict[str, Any] = {"fixed_is_shared": stacks.fixed_is_shared, "at_once": True}
-    how["hyperparameters"] = select(stacks.hyperparameters, rows)
+    own = step.stacks.arguments(lambda t: t.detach()[:2].clone())
+    for name, param in own["params"].items():
+        param.requires_grad_(step.stacks.params[name].requires_grad)
     with seeded_rng(0):
-        return depends_on_batch_idx(step.local, *tensors, **how)
+        return depends_on_batch_idx(
+            step.local, **own, batch=samples.pair(), weight=None, at_once=True
+        )

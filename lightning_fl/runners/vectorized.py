@@ -301,17 +301,9 @@ class VectorizedStep:
             The outcome, and the names of the parameters that get a gradient.
         """
         stacks = self.stacks
-        params: Tensors = select(dict(stacks.params), rows)
-        outcome = self.local.many(
-            params,
-            select(stacks.buffers, rows),
-            stacks.fixed if stacks.fixed_is_shared else select(stacks.fixed, rows),
-            batch,
-            None,
-            fixed_is_shared=stacks.fixed_is_shared,
-            at_once=True,
-            hyperparameters=select(stacks.hyperparameters, rows),
-        )
+        own = stacks.arguments(lambda t: t.index_select(0, placed(rows, t)))
+        params: Tensors = own["params"]
+        outcome = self.local.many(**own, batch=batch, weight=None, at_once=True)
         for name, param in stacks.params.items():  # the step may write, as an EMA teacher does
             if params[name]._version:
                 param.data.index_copy_(0, placed(rows, param), params[name].detach())
