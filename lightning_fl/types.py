@@ -433,6 +433,16 @@ def full(value: Tensor | float, clients: Tensor) -> Tensor:
     return value.expand(len(clients)) if value.ndim == 0 else value
 
 
+def first_line(error: Exception) -> str:
+    r"""Return the class of an error and the first line of its message.
+
+    Example:
+        >>> first_line(ValueError("wrong\nin many words"))
+        'ValueError: wrong'
+    """
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 def describe(rule: object) -> str:
     """Return the class name of a rule with its constructor arguments of plain types.
 

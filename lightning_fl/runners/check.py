@@ -19,7 +19,7 @@ from lightning_fl.runners.base import is_floating
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors, gradients_of
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.runners.watch import Watch
-from lightning_fl.types import FederationError
+from lightning_fl.types import FederationError, first_line
 
 #: Maximum size of constant parameters that are copied in float64 for the comparison.
 MAX_WIDE_BYTES = 2**26
@@ -59,7 +59,7 @@ def why_not_mapped(step: VectorizedStep, batch: Any) -> str | None:
         try:
             own = trial.first()
         except Exception as error:
-            return _first_line(error)
+            return first_line(error)
         if own.stacks:
             name = type(module).__name__
             raise FederationError(
@@ -87,7 +87,7 @@ def why_not_mapped(step: VectorizedStep, batch: Any) -> str | None:
                     " (torch.bernoulli, multinomial, normal or poisson of tensors), so that steps"
                     " cannot be compared"
                 )
-            return _first_line(error)
+            return first_line(error)
         if metric := updated():
             return f"training_step updates the metric {type(metric).__name__}"
         if names := attributes.mapped():
@@ -278,10 +278,6 @@ def mixes_samples(step: VectorizedStep, batch: Any) -> bool:
     with _without_dropout(module), left_alone(module), stacks.untouched():
         local = LocalStep(module, stacks.tensors.constants)
         return not torch.allclose(loss(half), loss(size), rtol=1e-4, atol=1e-6, equal_nan=True)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _draws_outside_torch(before: dict[str, Any], after: dict[str, Any]) -> bool:

@@ -19,6 +19,7 @@ from lightning_fl.runners.samples import Collated, Padded, Samples
 from lightning_fl.runners.side_by_side import SideBySide
 from lightning_fl.runners.stacks import Stacks
 from lightning_fl.runners.tensors import beside, first_samples, placed, scattered, select
+from lightning_fl.types import first_line
 
 #: Maximum number of batch shapes to compile.
 MOST_GRAPHS = 2
@@ -165,8 +166,7 @@ class VectorizedStep:
         except Exception as error:  # torch.compile and the compilers below it fail in many ways
             side.wait()
             self.discard_one()
-            why = str(error).partition("\n")[0]
-            rank_zero_info(f"The step of a client is not compiled: {type(error).__name__}: {why}")
+            rank_zero_info(f"The step of a client is not compiled: {first_line(error)}")
             return None
 
     def _finish(self, row: int, outcome: Outcome) -> Outcome:
@@ -249,7 +249,7 @@ class VectorizedStep:
             result = self.one_by_one(samples, active, rate)
             rank_zero_warn(
                 f"{type(self.module).__name__} is trained one client after another from here on,"
-                f" not at once: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                f" not at once: {first_line(error)}"
             )
             return result
 
