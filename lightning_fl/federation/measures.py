@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from lightning_fl.federation.loss_scale import without_scale
 from lightning_fl.federation.processes import Processes
 from lightning_fl.functional.randomness import RandomStream, derive_seed, seeded_rng
-from lightning_fl.runners.base import ClientRunner, flat
+from lightning_fl.runners.base import ClientRunner
+from lightning_fl.runners.tensors import flat
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_fl.federation.loss_scale import ScaleState
+from lightning_fl.runners.tensors import as_real, is_floating
 
 
 @dataclass
@@ -91,9 +92,9 @@ def is_finite(delta: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
     """
     finite = torch.ones(len(delta), dtype=torch.bool)
     values = [
-        torch.view_as_real(value) if value.is_complex() else value
+        as_real(value)
         for value in (delta, *extras.values())
-        if value.numel() and (value.is_floating_point() or value.is_complex())
+        if value.numel() and is_floating(value)
     ]
     # Non-finite if any entry is; isfinite() on all entries would take six times as long.
     extremes = [torch.stack(value.aminmax()).isfinite().all() for value in values]

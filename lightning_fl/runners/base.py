@@ -22,7 +22,14 @@ from lightning_fl.runners.optimizer_state import OptimizerState
 from lightning_fl.runners.optimizer_values import around_steps, parameters_held
 from lightning_fl.runners.phases import Phase, PhasedTraining
 from lightning_fl.runners.spectral_norm import refine_singular_vectors
-from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, ModuleTensors, beside
+from lightning_fl.runners.tensors import (
+    GLOBAL_PARAMETERS,
+    ModuleTensors,
+    TensorList,
+    beside,
+    flat,
+    is_floating,
+)
 from lightning_fl.types import FederationError, ServerState
 
 BufferPolicy = Literal["average", "server", "local"]
@@ -30,58 +37,6 @@ Rows = Mapping[str, Tensor]
 #: Maps the stacked parameters of the clients in training, ``[k, *shape]`` by name, to values that
 #: are added to their gradients.
 GradientTerm = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """Return a tensor as a vector; a complex number becomes two entries."""
-    tensor = tensor.detach()
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
-
-
-def is_floating(tensor: Tensor) -> bool:
-    """Return whether a tensor is real or complex floating point, so that it can be averaged."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors on the CPU; one copy per dtype, since each copy waits for the device."""
-    found = dict(tensors)
-    away = {name: t.detach() for name, t in tensors.items() if t.device.type != "cpu"}
-    for dtype in {t.dtype for t in away.values()}:
-        alike = {name: t for name, t in away.items() if t.dtype == dtype}
-        copy = torch.cat([t.reshape(-1) for t in alike.values()]).cpu()
-        pieces = copy.split([t.numel() for t in alike.values()])
-        for (name, tensor), piece in zip(alike.items(), pieces, strict=True):
-            found[name] = piece.view(tensor.shape)
-    return found
-
-
-class TensorList:
-    """Read and write tensors as one vector, in their common promoted dtype."""
-
-    def __init__(self, tensors: Iterable[Tensor], empty: torch.dtype) -> None:
-        self.tensors = list(tensors)
-        views = [flat(t) for t in self.tensors]
-        self.sizes = [len(v) for v in views]
-        self.dtype = empty
-        for i, view in enumerate(views):
-            self.dtype = view.dtype if i == 0 else torch.promote_types(self.dtype, view.dtype)
-        self.device = views[0].device if views else torch.device("cpu")
-
-    def read(self) -> Tensor:
-        """Return a copy, ``[sum of sizes]``."""
-        if not self.tensors:
-            return torch.zeros(0, dtype=self.dtype, device=self.device)
-        return torch.cat([flat(t).to(self.device) for t in self.tensors]).to(self.dtype)
-
-    @torch.no_grad()
-    def write(self, vector: Tensor) -> None:
-        """Copy a vector into the tensors."""
-        if not self.tensors:
-            return
-        plain = [torch.view_as_real(t) if t.is_complex() else t for t in self.tensors]
-        rows = vector.split(self.sizes)
-        torch._foreach_copy_(plain, [r.view_as(t) for r, t in zip(rows, plain, strict=True)])
 
 
 class ClientRunner(ABC):

@@ -15,8 +15,8 @@ from torchmetrics import Metric
 
 from lightning_fl.functional.randomness import rng_state, seeded_rng
 from lightning_fl.runners.attributes import left_alone
-from lightning_fl.runners.base import is_floating
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors, gradients_of
+from lightning_fl.runners.tensors import is_floating
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.runners.watch import Watch
 from lightning_fl.types import FederationError, first_line

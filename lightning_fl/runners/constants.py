@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
+from lightning_fl.runners.tensors import as_real
 from lightning_fl.types import FederationError
 
 #: Size in bytes above which frozen parameters take noticeable time and memory.
@@ -100,9 +101,7 @@ def checksum(tensor: Tensor) -> Tensor:
         >>> checksum(one) == checksum(one.clone()), checksum(one) == checksum(0.99 * one)
         (tensor(True), tensor(False))
     """
-    data = tensor.detach()
-    data = torch.view_as_real(data) if data.is_complex() else data
-    data = data.contiguous().reshape(-1).view(torch.uint8)
+    data = as_real(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
     words = data[: len(data) // 8 * 8]
     if words.storage_offset() % 8:  # cannot be viewed as integers
         words = words.clone()

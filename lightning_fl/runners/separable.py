@@ -21,6 +21,7 @@ from lightning_fl.runners.optimizer_trial import (
     trial_shape,
 )
 from lightning_fl.runners.optimizer_values import holds_other_parameters, params_of
+from lightning_fl.runners.tensors import is_floating
 from lightning_fl.types import FederationError
 
 #: Number of steps of a trial, enough for estimates with a warm-up.
@@ -206,7 +207,7 @@ def _begins_at_fresh(state: OptimizerState, run: _Run) -> bool:
 def _alone(stack: Tensor, shape_of: ShapeOf) -> Tensor:
     """Return a small tensor in double precision, like one row of a stack."""
     dtype = stack.dtype
-    if stack.is_complex() or stack.is_floating_point():
+    if is_floating(stack):
         dtype = torch.complex128 if stack.is_complex() else torch.float64
     return torch.zeros(shape_of(stack.shape[1:]), dtype=dtype, device=stack.device)
 
@@ -231,7 +232,7 @@ def _row_of(tensors: Sequence[Any], row: int) -> list[Any]:
 def _agree(one: Sequence[Tensor], other: Sequence[Tensor], starts: Sequence[Tensor]) -> bool:
     """Return whether two runs from the same start differ by rounding only."""
     for a, b, start in zip(one, other, starts, strict=True):
-        if not (a.is_floating_point() or a.is_complex()) or not a.numel():
+        if not is_floating(a) or not a.numel():
             continue
         if not torch.equal(a.isfinite(), b.isfinite()):
             return False

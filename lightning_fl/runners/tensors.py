@@ -1,8 +1,9 @@
-"""The tensors of a module, and functions of stacked tensors, ``[k, ...]``."""
+"""The tensors of a module, tensors as vectors, and stacked tensors, ``[k, ...]``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -92,6 +93,64 @@ class ModuleTensors:
         return getattr(self.module, GLOBAL_PARAMETERS, None) is not None
 
 
+# --- tensors as vectors ---------------------------------------------------------------------------
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a tensor in which a complex number is two entries; it shares the memory."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return a tensor as a vector; a complex number becomes two entries."""
+    return as_real(tensor.detach()).reshape(-1)
+
+
+def is_floating(tensor: Tensor) -> bool:
+    """Return whether a tensor is real or complex floating point, so that it can be averaged."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors on the CPU; one copy per dtype, since each copy waits for the device."""
+    found = dict(tensors)
+    away = {name: t.detach() for name, t in tensors.items() if t.device.type != "cpu"}
+    for dtype in {t.dtype for t in away.values()}:
+        alike = {name: t for name, t in away.items() if t.dtype == dtype}
+        copy = torch.cat([t.reshape(-1) for t in alike.values()]).cpu()
+        pieces = copy.split([t.numel() for t in alike.values()])
+        for (name, tensor), piece in zip(alike.items(), pieces, strict=True):
+            found[name] = piece.view(tensor.shape)
+    return found
+
+
+class TensorList:
+    """Read and write tensors as one vector, in their common promoted dtype."""
+
+    def __init__(self, tensors: Iterable[Tensor], empty: torch.dtype) -> None:
+        self.tensors = list(tensors)
+        views = [flat(t) for t in self.tensors]
+        self.sizes = [len(v) for v in views]
+        dtypes = [view.dtype for view in views]
+        self.dtype = reduce(torch.promote_types, dtypes) if dtypes else empty
+        self.device = views[0].device if views else torch.device("cpu")
+
+    def read(self) -> Tensor:
+        """Return a copy, ``[sum of sizes]``."""
+        if not self.tensors:
+            return torch.zeros(0, dtype=self.dtype, device=self.device)
+        return torch.cat([flat(t).to(self.device) for t in self.tensors]).to(self.dtype)
+
+    @torch.no_grad()
+    def write(self, vector: Tensor) -> None:
+        """Copy a vector into the tensors."""
+        if not self.tensors:
+            return
+        plain = [as_real(t) for t in self.tensors]
+        rows = vector.split(self.sizes)
+        torch._foreach_copy_(plain, [r.view_as(t) for r, t in zip(rows, plain, strict=True)])
+
+
 # --- stacked tensors ------------------------------------------------------------------------------
 
 
@@ -106,8 +165,7 @@ def unflatten(rows: Tensor, like: Tensor) -> Tensor:
 
 def flatten(stack: Tensor) -> Tensor:
     """Return a stack of tensors as rows, ``[k, n]``; a complex number becomes two entries."""
-    stack = stack.detach()
-    return (torch.view_as_real(stack) if stack.is_complex() else stack).reshape(len(stack), -1)
+    return as_real(stack.detach()).reshape(len(stack), -1)
 
 
 def beside(values: Tensor, stack: Tensor) -> Tensor:

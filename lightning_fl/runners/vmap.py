@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_fl.runners.base import BufferPolicy, ClientRunner, Rows, to_cpu
+from lightning_fl.runners.base import BufferPolicy, ClientRunner, Rows
 from lightning_fl.runners.local_step import Tensors
 from lightning_fl.runners.logs import StepLogs
 from lightning_fl.runners.matmul import allow_fast_matmul
@@ -19,7 +19,7 @@ from lightning_fl.runners.optimizer_values import params_of, step_hooks_of
 from lightning_fl.runners.samples import BatchSamples, Samples
 from lightning_fl.runners.separable import check_separable, fresh
 from lightning_fl.runners.stacks import Stacks
-from lightning_fl.runners.tensors import beside, flatten, placed, unflatten
+from lightning_fl.runners.tensors import beside, flatten, placed, to_cpu, unflatten
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.types import FederationError, ServerState
 
