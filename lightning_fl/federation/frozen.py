@@ -75,11 +75,7 @@ class FrozenTensors:
         if not left and not any(servers.values()):
             return checkpoint
         self._write(folder)
-        tensors = {
-            name: {"dtype": _dtype_name(p), "shape": list(p.shape)}
-            for name, p in self._parameters.items()
-        }
-        reference = {"digest": self._digest, "tensors": tensors}
+        reference: dict[str, Any] = {"digest": self._digest, "tensors": _kinds(self._parameters)}
         reference |= {"state_dict": left, "servers": servers}
         same = {**checkpoint, "state_dict": state, REFERENCE: reference}
         return same | ({"callbacks": callbacks} if "callbacks" in checkpoint else {})
@@ -185,7 +181,7 @@ def _read(path: Path, wanted: str, kinds: Mapping[str, Any]) -> dict[str, Tensor
             tensor = found.get(name)
             if tensor is None or type(tensor) is not Tensor or tensor.layout != torch.strided:
                 raise FederationError(f"it has no tensor {name!r:.80}")
-            if list(tensor.shape) != kind["shape"] or _dtype_name(tensor) != kind["dtype"]:
+            if _kinds({name: tensor}) != {name: kind}:
                 raise FederationError(f"{name!r:.80} has another shape or data type")
         found = {name: found[name] for name in kinds}
         if digest(found) != wanted:
@@ -197,9 +193,8 @@ def _is_intact(path: Path, wanted: str, tensors: Mapping[str, Tensor]) -> bool:
     """Return whether a file of an earlier fit has the tensors."""
     if not path.exists():
         return False
-    kinds = {n: {"dtype": _dtype_name(t), "shape": list(t.shape)} for n, t in tensors.items()}
     try:
-        _read(path, wanted, kinds)
+        _read(path, wanted, _kinds(tensors))
     except FederationError:
         return False
     return True
@@ -239,6 +234,11 @@ def _pieces(tensor: Tensor) -> Iterator[Any]:
 def file_name(digest: str) -> str:
     """Return the name of the file of the tensors with a digest."""
     return f"frozen-{digest}.pt"
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Return data type and shape of each tensor."""
+    return {n: {"dtype": _dtype_name(t), "shape": list(t.shape)} for n, t in tensors.items()}
 
 
 def _dtype_name(tensor: Tensor) -> str:

@@ -94,24 +94,24 @@ class HookedStep(LocalStep):
             )
             return loss
 
-        for callback in self.callbacks:
-            callback.on_train_batch_start(trainer, trainer.lightning_module, batch, self.index)
+        self._call_callbacks("on_train_batch_start", batch, self.index)
         hooks.on_train_batch_start(batch, 0)
         hooks.optimizer_step(trainer.current_epoch, 0, optimizer, closure)
         for config in trainer.lr_scheduler_configs:
             if config.interval == "step":
                 hooks.lr_scheduler_step(config.scheduler, None)
-        for callback in self.callbacks:
-            module = trainer.lightning_module
-            callback.on_train_batch_end(trainer, module, outputs[-1], batch, self.index)
+        self._call_callbacks("on_train_batch_end", outputs[-1], batch, self.index)
         hooks.on_train_batch_end(outputs[-1], batch, 0)
         return outputs[-1]
 
     def _call(self, name: str, *args: Any) -> None:
         """Call a hook of the callbacks, and then that of the module."""
+        self._call_callbacks(name, *args)
+        getattr(self._hooks, name)(*args)
+
+    def _call_callbacks(self, name: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, name)(self._trainer, self._trainer.lightning_module, *args)
-        getattr(self._hooks, name)(*args)
 
     def _note_step(self) -> None:
         """Note gradients and options when the optimizer makes its step."""
