@@ -16,6 +16,9 @@ from lightning_fl.runners.carried import OF_LIGHTNING, Options, options_of
 from lightning_fl.runners.step_hooks import is_known
 from lightning_fl.types import Step
 
+#: Types of attributes that are compared by value; others are compared by identity.
+PLAIN = (int, float, str)
+
 
 class CallbacksAtOnce:
     """Warn if callbacks change the steps of a batch of clients that train at once.
@@ -72,8 +75,8 @@ class CallbacksAtOnce:
             f"{type(self._module).__name__}.{name}"
             for name, value in vars(self._module).items()
             if not is_first and name not in OF_LIGHTNING
-            if not _is_same(value, attributes.get(name, self))
-            if name in self._read
+            if value is not (old := attributes.get(name, self)) and name in self._read
+            if not (isinstance(value, PLAIN) and isinstance(old, PLAIN) and value == old)
         ]
         if not changed:
             return
@@ -97,9 +100,3 @@ def names_in(kind: type) -> set[str]:
         found.update(code.co_names)
         waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
     return found
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two attributes are the same object, or equal numbers or texts."""
-    is_plain = isinstance(one, int | float | str) and isinstance(other, int | float | str)
-    return one is other or (is_plain and one == other)

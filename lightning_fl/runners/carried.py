@@ -115,11 +115,9 @@ class CarriedState:
         self.is_done = False
         #: The first client.
         self._first: int | None = None
-        #: Attributes at the first step of this client, and after its training.
-        self._before: Attributes | None = None
-        self._after: Attributes | None = None
-        self._options_before: Options = []
-        self._options_after: Options = []
+        #: Attributes and options at the first step of this client, and after its training.
+        self._before: tuple[Attributes, Options] | None = None
+        self._after: tuple[Attributes, Options] | None = None
         self._global_step = GlobalStep(self.module)
 
     @contextmanager
@@ -131,8 +129,7 @@ class CarriedState:
             batch: Its batch.
         """
         if self._first is None:
-            self._first, self._before, self._after = client, Attributes(self.module), None
-            self._options_before = options_of(self.module.trainer)
+            self._first, self._before, self._after = client, self._snapshot(), None
             with self._global_step.noted():
                 yield
         elif client == self._first:  # in a later round, or an optimizer repeats the step
@@ -153,16 +150,19 @@ class CarriedState:
             yield
 
     def end_client(self) -> None:
-        """Record the attributes after the training of the first client."""
+        """Record the state after the training of the first client."""
         if self._before is not None and self._after is None:
-            self._after = Attributes(self.module)
-            self._options_after = options_of(self.module.trainer)
+            self._after = self._snapshot()
+
+    def _snapshot(self) -> tuple[Attributes, Options]:
+        return Attributes(self.module), options_of(self.module.trainer)
 
     def _found(self, batch: Any) -> list[str]:
         """Return the names of values on which the first step of the second client depends."""
-        before, after = self._before, self._after
-        assert before is not None
-        assert after is not None
+        assert self._before is not None
+        assert self._after is not None
+        (before, options), (after, options_after) = self._before, self._after
+        trainer = self.module.trainer
         set_since = {*after.changed(), *OF_LIGHTNING}  # for this client, or in each step
         changed = [name for name in before.changed() if name not in set_since]
         may_count = self._global_step.is_read or bool(self.hooks)
@@ -172,37 +172,50 @@ class CarriedState:
             if not now.is_complete:  # a repeated step would change the run
                 return []
 
-            def differs(*names: str, moved: int = 0) -> bool:
-                """Return whether some attributes, or a later ``global_step``, change the step."""
+            def result(*names: str, by: int = 0) -> list[Tensor]:
+                """Make the step with some attributes from before, and a later ``global_step``."""
                 now.restore()
                 before.restore(names)
-                with self._global_step.moved_by(moved):
-                    result = self._result(batch)
-                return result is not None and not is_equal(result, expected)
+                with self._global_step.moved_by(by):
+                    return outcome_of(self._step, self.tensors, batch)
 
-            expected = self._result(batch) or []
-            if not expected or differs():  # no loss, or random numbers from elsewhere
+            if (differs := comparison(result)) is None:
                 return []
             found = list[str]()
             if changed and differs(*changed):
                 found += [name for name in changed if differs(name)] or changed
-            steps = (*LATER, -int(self.module.trainer.global_step))  # or the first of the fit
-            if may_count and any(differs(moved=by) for by in steps):
+            steps = (*LATER, -int(trainer.global_step))  # or the first of the fit
+            if may_count and any(differs(by=by) for by in steps):
                 found.append(GLOBAL_STEP)
             # Those that a scheduler or a hook has set for this client are not carried over.
-            is_carried = options_of(self.module.trainer) == self._options_after
-            if self.hooks and is_carried and self._options_before != self._options_after:
-                with options_set(self.module.trainer, self._options_before):
-                    found += [OPTIONS] if differs() else []
+            is_carried = options_of(trainer) == options_after != options
+            if self.hooks and is_carried:
+                with options_set(trainer, options):
+                    found += [OPTIONS] * differs()
         return found
 
-    def _result(self, batch: Any) -> list[Tensor] | None:
-        """Return what follows from a step; None if it fails or has no loss."""
-        return outcome_of(self._step, self.tensors, batch)
+
+def comparison(result: Callable[..., list[Tensor]]) -> Callable[..., bool] | None:
+    """Return a function that tells whether a step with some arguments has another result.
+
+    Args:
+        result: Function that makes the step, and returns what follows from it; empty if it fails.
+
+    Returns:
+        The function. None if the step fails, or if its results always differ, as by random numbers
+        from elsewhere.
+    """
+    expected = result()
+
+    def differs(*args: Any, **options: Any) -> bool:
+        changed = result(*args, **options)
+        return bool(changed) and not is_equal(changed, expected)
+
+    return None if not expected or differs() else differs
 
 
-def outcome_of(step: LocalStep, own: ModuleTensors, batch: Any) -> list[Tensor] | None:
-    """Return what follows from a step that is made for a comparison; None if it fails.
+def outcome_of(step: LocalStep, own: ModuleTensors, batch: Any) -> list[Tensor]:
+    """Return what follows from a step that is made for a comparison; empty if it fails.
 
     Tensors of the module are restored, and loggers are silent.
 
@@ -218,7 +231,7 @@ def outcome_of(step: LocalStep, own: ModuleTensors, batch: Any) -> list[Tensor] 
         with seeded_rng(0, module.device), torch.enable_grad(), muted:
             outcome, seen = step.by_itself({}, tree_map(_copied, batch))
     except Exception:  # if it fails with the current attributes, the step itself will, too
-        return None
+        return []
     finally:
         own.adopt()  # buffers that the step has replaced
         for name, tensor in own.by_name.items():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -23,6 +23,7 @@ from lightning_fl.runners.carried import (
     OPTIONS,
     GlobalStep,
     Options,
+    comparison,
     options_of,
     options_set,
     outcome_of,
@@ -39,22 +40,9 @@ WRITING_HOOKS = (
 )
 #: Name in messages of the index of the batch that callbacks get.
 BATCH_IDX = "batch_idx"
-
-
-class Start(NamedTuple):
-    """Hold what callbacks find at the first step of a client.
-
-    Args:
-        round: Index of the round.
-        index: Lightning's index of the batch.
-        options: Options of the optimizer.
-        callbacks: Copies of the callbacks.
-    """
-
-    round: int
-    index: int
-    options: Options
-    callbacks: list[Callback]
+#: What callbacks find at the first step of a client: the round, Lightning's index of the batch, the
+#: optimizer's options, and copies of the callbacks themselves.
+Start = tuple[int, int, Options, list[Callback]]
 
 
 class CarriedByCallbacks:
@@ -107,9 +95,9 @@ class CarriedByCallbacks:
                     self._watch.enter_context(replaced(callback, name, watched))
             return
         round, options = self._trainer.current_epoch, options_of(self._trainer)
-        now = Start(round, index, options, self._copied(self._acting))
+        now = (round, index, options, self._copied(self._acting))
         before, self._before = self._before, now
-        if before is None or before.round != round:
+        if before is None or before[0] != round:
             return
         self.is_done, self._before = True, None
         if found := self._found(batch, before, now):
@@ -214,6 +202,7 @@ class CarriedByCallbacks:
 
     def _found(self, batch: Any, before: Start, now: Start) -> list[str]:
         """Return the names of values on which the first step of a client depends."""
+        (_, index_before, options, olds), (_, index_now, options_now, news) = before, now
         global_step, plans = GlobalStep(self._module), list[int]()
 
         def noted(plan: Method) -> Method:
@@ -224,43 +213,39 @@ class CarriedByCallbacks:
             return made
 
         with left_alone(self._module) as attributes, ExitStack() as stack:
-            if not attributes.is_complete or not before.callbacks or not now.callbacks:
+            if not attributes.is_complete or not olds or not news:
                 return []  # a step cannot be repeated without changing the run
             for owner in (self._planner, self._trainer.datamodule):
                 stack.enter_context(replaced(owner, "plan", noted))
 
             def result(
-                callbacks: Sequence[Callback] = now.callbacks, index: int = now.index, by: int = 0
+                callbacks: Sequence[Callback] = news, index: int = index_now, by: int = 0
             ) -> list[Tensor]:
-                """Return what follows from a step, with ``global_step`` increased by a number."""
+                """Make the step with callbacks, their ``batch_idx`` and a later ``global_step``."""
                 attributes.restore()
                 self._step.callbacks, self._step.index = self._copied(callbacks), index
                 with global_step.moved_by(by):
-                    return outcome_of(self._step, self._tensors, batch) or []
+                    return outcome_of(self._step, self._tensors, batch)
 
-            def differs(**change: Any) -> bool:
-                found = result(**change)
-                return bool(found) and not is_equal(found, expected)
-
-            expected = result()
-            if not expected or differs():  # no loss, or random numbers from elsewhere
+            if (differs := comparison(result)) is None:
                 return []
             found, knows_client = list[str](), bool(plans)
-            if differs(callbacks=before.callbacks):
-                for new, old in zip(now.callbacks, before.callbacks, strict=True):
-                    for name in sorted(vars(new).keys() & vars(old).keys()):
-                        with attributes_set(new, {name: vars(old)[name]}):
-                            found += [f"{type(new).__name__}.{name}"] * differs()
-                found = found or [type(new).__name__ for new in now.callbacks]
+            if differs(olds):
+                for new, old in zip(news, olds, strict=True):
+                    for name, value in vars(old).items():
+                        if name in vars(new) and value is not vars(new)[name]:
+                            with attributes_set(new, {name: value}):
+                                found += [f"{type(new).__name__}.{name}"] * differs()
+                found = found or [type(new).__name__ for new in news]
             steps = (*LATER, -int(self._trainer.global_step))  # or the first of the fit
             if any(differs(by=by) for by in steps):
                 alone = result([])
                 if all(is_equal(alone, result([], by=by)) for by in steps):  # not by the module
                     found.append(GLOBAL_STEP)
-            if not knows_client and any(differs(index=at) for at in (0, before.index)):
+            if not knows_client and any(differs(index=at) for at in (0, index_before)):
                 found.append(BATCH_IDX)
-            if before.options != now.options:
-                with options_set(self._trainer, before.options):
+            if options != options_now:
+                with options_set(self._trainer, options):
                     found += [OPTIONS] * differs()
         return found
 
