@@ -18,10 +18,11 @@ from lightning_fl.runners.base import BufferPolicy, ClientRunner
 from lightning_fl.runners.groups import clients_at_once, device_memory, has_convolutions, num_steps
 from lightning_fl.runners.local_tensors import split_tensors
 from lightning_fl.runners.optimizer_values import optimizers_in, remove, restack
-from lightning_fl.runners.samples import BatchSamples, each_of
+from lightning_fl.runners.samples import BatchSamples, Samples, each_of
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.step_hooks import changes_transfers, hooks_of, sees_gradients, why_alone
-from lightning_fl.runners.tuning import Wishes, check_state, tune
+from lightning_fl.runners.tuning import check_state, tune
+from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.runners.vmap import VmapRunner
 from lightning_fl.types import ClientBatches, FederationError, check_package
 
@@ -326,7 +327,7 @@ class VectorizedClients(LightningModule):
         with attributes_set(runner, {"is_in_step": True}):
             if runner.count > 1 and not runner.is_ready:
                 runner.is_ready = runner.is_checked = True
-                tune(runner.vectorized, samples, self._wishes(runner))
+                self._tune(runner.vectorized, samples, len(runner.sizes))
             elif not runner.is_checked:
                 runner.is_checked = True
                 check_state(runner.vectorized, samples)
@@ -336,12 +337,12 @@ class VectorizedClients(LightningModule):
             runner.logs.log(self.log, self.module)
         return total
 
-    def _wishes(self, runner: VmapRunner) -> Wishes:
-        """Return the options of :func:`tune`."""
+    def _tune(self, step: VectorizedStep, samples: Samples, steps_per_batch: int) -> None:
+        """Check that steps can be vectorized, and choose the fastest way to train."""
         trainer = self.trainer
         rounds = (trainer.max_epochs or 0) - trainer.current_epoch
-        steps = rounds * trainer.fit_loop.max_batches * len(runner.sizes)
-        return Wishes(self.group_size == "auto", self.compiled, steps)
+        steps = rounds * trainer.fit_loop.max_batches * steps_per_batch
+        tune(step, samples, self.group_size == "auto", self.compiled, steps)
 
     def optimizer_step(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -34,20 +34,6 @@ COMPILING_TAKES, COMPILING_SAVES, COMPILING_ONE_SAVES = 10, 0.5, 0.2
 LONG = 1.0
 
 
-class Wishes(NamedTuple):
-    """Hold the options of :func:`tune`.
-
-    Args:
-        timed: Whether to choose the faster of vectorized and sequential steps by timing.
-        compile: Whether to compile. ``auto`` compiles if the run is long enough for it to pay.
-        steps: Number of remaining local steps of all clients at once.
-    """
-
-    timed: bool
-    compile: bool | Literal["auto"]
-    steps: float
-
-
 def check_state(step: VectorizedStep, samples: Samples) -> None:
     """Check that clients affect each other only through parameters and buffers.
 
@@ -68,13 +54,21 @@ def check_state(step: VectorizedStep, samples: Samples) -> None:
         )
 
 
-def tune(step: VectorizedStep, samples: Samples, wishes: Wishes) -> None:
+def tune(
+    step: VectorizedStep,
+    samples: Samples,
+    is_timed: bool,
+    compile: bool | Literal["auto"],
+    steps: float,
+) -> None:
     """Check that vectorized steps agree with the module's own, and choose the fastest way to train.
 
     Args:
         step: The step; the choices are stored in it.
         samples: The samples of the first local step.
-        wishes: The user's options.
+        is_timed: Whether to choose the faster of vectorized and sequential steps by timing.
+        compile: Whether to compile. ``auto`` compiles if the run is long enough for it to pay.
+        steps: Number of remaining local steps of all clients at once.
 
     Raises:
         FederationError: See :func:`check_state`.
@@ -88,16 +82,16 @@ def tune(step: VectorizedStep, samples: Samples, wishes: Wishes) -> None:
         return
     if isinstance(samples, Padded) and step.weighted:
         step.weighted = not mixes_samples(step, samples.tensors)
-    if wishes.timed:
+    if is_timed:
         with _put_back(step):
             mapped, one_by_one = (
                 seconds(partial(trial, step, samples, at_once=way)) for way in (True, False)
             )
         if one_by_one < mapped:
             stacks.train_one_by_one()
-    may_compile = wishes.compile is not False and (stacks.at_once or can_compile_one(step))
-    if may_compile and wishes.compile == "auto":
-        may_compile = compiling_pays(operations(step, samples), wishes.steps, stacks.at_once)
+    may_compile = compile is not False and (stacks.at_once or can_compile_one(step))
+    if may_compile and compile == "auto":
+        may_compile = compiling_pays(operations(step, samples), steps, stacks.at_once)
     if may_compile and (why := why_not_compiled(step, samples)) is not None:
         rank_zero_warn(f"the vectorized step is not compiled: {why}")
     elif may_compile and stacks.at_once:
