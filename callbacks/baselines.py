@@ -119,9 +119,7 @@ class MatchingBaselines(Callback):
         self.networks = networks
         self.class_counts = None if counts is None else counts[ids]
         if self._first is not None:
-            with torch.inference_mode(
-                False
-            ):  # validation runs in inference mode, which forbids training
+            with torch.inference_mode(False):  # that of validation forbids training
                 first = copy.deepcopy(self._first)
                 self.student = self._distilled(trainer, pl_module, ids, first)
 
