@@ -38,6 +38,10 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
     module, carried = fit.module, CarriedState(fit.runner.tensors)
     by_callbacks = CarriedByCallbacks(fit.runner.tensors, fit.planner)
     at_once = CallbacksAtOnce(fit.runner.module)
+    is_sequential = isinstance(fit.runner, SequentialRunner)
+    is_watched = is_sequential and not fit.processes.share_samples
+    at_once.is_done |= is_sequential
+    by_callbacks.is_done |= not is_watched
 
     def step_of(batch_idx: int) -> Step:
         return current().plan.schedule[batch_idx]
@@ -70,7 +74,7 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
 
         def started(batch: Any, batch_idx: int) -> Any:
             step = step_of(batch_idx)
-            if is_vectorized and not at_once.is_done:
+            if not at_once.is_done:
                 at_once.end("on_train_batch_start", step, batch_idx == 0)
             return in_hook(begin, batch, step.start)
 
@@ -81,10 +85,9 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
 
         def started(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
             hook(trainer, module, batch, batch_idx)
-            step = step_of(batch_idx)
-            if is_vectorized:
+            if not at_once.is_done:
                 at_once.begin()
-            elif not by_callbacks.is_done and step.rows and step.first:
+            if not by_callbacks.is_done and step_of(batch_idx).first:
                 by_callbacks.begin_client(batch, batch_idx)
 
         return started
@@ -92,7 +95,8 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
     def loop_batch_end(hook: Method) -> Method:
         def ended(*args: Any) -> None:
             hook(*args)
-            at_once.begin()
+            if not at_once.is_done:
+                at_once.begin()
 
         return ended
 
@@ -108,7 +112,7 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
     def batch_end(hook: Method) -> Method:
         def ended(outputs: Any, batch: Any, batch_idx: int) -> None:
             step = step_of(batch_idx)
-            if is_vectorized and not at_once.is_done:
+            if not at_once.is_done:
                 at_once.end("on_train_batch_end", step, batch_idx == 0)
             if step.rows:  # empty while this process waits for others
                 in_hook(hook, outputs, batch, step.start)
@@ -127,13 +131,11 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
 
         return made
 
-    is_watched = isinstance(fit.runner, SequentialRunner) and not fit.processes.share_samples
     if is_watched and not carried.hooks:
         undo.enter_context(replaced(module, "training_step", training_step))
-    is_vectorized = not isinstance(fit.runner, SequentialRunner)
-    if is_vectorized and not at_once.is_done:
+    if not at_once.is_done:
         undo.enter_context(replaced(loop, "on_train_batch_end", loop_batch_end))
-    if not (at_once.is_done if is_vectorized else by_callbacks.is_done or not is_watched):
+    if not (at_once.is_done and by_callbacks.is_done):
         undo.enter_context(replaced(loop, "on_train_batch_start", loop_batch_start))
         undo.callback(by_callbacks.close)
     epoch_loop: Any = fit.trainer.fit_loop.epoch_loop
