@@ -333,10 +333,13 @@ def _incoming(nets: Sequence[Layers], layer: int, matchings: Sequence[Matching])
 
 
 def _given(values: Sequence[Tensor], found: Matching) -> Tensor:
-    """Return atoms of a fixed assignment, with values copied from the clients."""
-    atoms = found.atoms.clone()
+    """Return atoms of a fixed assignment, with values copied from the clients.
+
+    A client has the weights from its own neurons below only, and zeros for those of others.
+    """
+    atoms = torch.zeros_like(found.atoms)
     for value, own in zip(values, found.assignments, strict=True):
-        atoms[own] = value
+        atoms[own] = torch.where(value != 0, value, atoms[own])
     return atoms
 
 

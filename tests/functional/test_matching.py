@@ -690,6 +690,20 @@ def test_layers_that_clients_were_given_are_not_matched_again():
     assert again.widths[1] == 10  # the next layer is
 
 
+def test_a_given_layer_keeps_weights_from_neurons_that_only_some_clients_have():
+    nets = [network(4, 5, 5, 3, seed=50 * j) for j in range(3)]
+    for net in nets:  # the upper neurons are alike, the lower ones are not
+        net[1] = 0.1 * net[1][0], 9 * rand(5, seed=7)
+    options = MatchingOptions(0.1, 3.0)
+    first = match_upwards(nets, None, options)
+    assert first.widths[0] > first.widths[1] == 5
+    given = [[*first.of_client(j)[:2], net[2]] for j, net in enumerate(nets)]
+    known = [matching.assignments for matching in first.matchings]
+    again = match_upwards(given, None, options, known=known)
+    assert torch.equal(again.layers[1][0], first.layers[1][0])
+    assert again.layers[1][0].all()
+
+
 def test_class_counts_of_a_softmax_layer_on_pixels():
     """One filter each, of the same kind, on two pixels and two classes."""
     out = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]])
