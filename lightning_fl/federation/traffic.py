@@ -54,7 +54,7 @@ class Traffic:
         Args:
             broadcast: Tensors by name.
         """
-        self._extra_down = sum(tensor.nbytes for tensor in broadcast.values())
+        self._extra_down = sum(map(self._bytes, broadcast.values()))
 
     def up(self, extras: Mapping[str, Tensor]) -> None:
         """Count the tensors that a client sends in addition to its update.
@@ -62,7 +62,12 @@ class Traffic:
         Args:
             extras: Tensors ``[k, ...]`` by name.
         """
-        self.extra_up = sum(tensor[0].nbytes for tensor in extras.values())
+        self.extra_up = sum(self._bytes(tensor[0]) for tensor in extras.values())
+
+    def _bytes(self, tensor: Tensor) -> int:
+        """Return the size of a tensor; of one entry per parameter, trained ones are sent."""
+        is_of_parameters = tensor.shape == (self._layout.num_parameters,)
+        return self._num_trained * tensor.itemsize if is_of_parameters else tensor.nbytes
 
     def note_moved(self, before: Tensor, after: Tensor) -> None:
         """Count frozen parameters that the module itself changed, as they are exchanged too.

@@ -184,6 +184,8 @@ def test_frozen_parameters_have_no_control_variate(fit):
     assert rule.control[:8].abs().sum() > 0
     assert not rule.control[8:].any()
     assert not any(rows["part.0.control"][8:].any() for rows in loop.store.rows.values())
+    sent = 2 * 3 * made.net.weight.nbytes  # with the control variates, of three clients
+    assert (loop.rows[0]["bytes_up"], loop.rows[0]["bytes_down"]) == (sent, sent)
 
 
 def test_it_may_be_one_stage_of_several(fit):
