@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_fl.hooks import attributes_set
 from lightning_fl.options import check_flag, check_integer
 from lightning_fl.runners.base import BufferPolicy, ClientRunner
+from lightning_fl.runners.gradient_hooks import gradient_hooks_checked
 from lightning_fl.runners.groups import clients_at_once, device_memory, has_convolutions, num_steps
 from lightning_fl.runners.local_tensors import split_tensors
 from lightning_fl.runners.optimizer_values import optimizers_in, remove, restack
@@ -361,7 +362,11 @@ class VectorizedClients(LightningModule):
             runner.step, runner.evaluation = step, 0
             is_last = step + 1 == len(runner.active)
             before = runner.before_step(active)
-            if is_last or is_seen or runner.evaluations > 1:
+            if is_seen and runner.count > 1 and not runner.has_tried_callbacks:
+                runner.has_tried_callbacks = True
+                with gradient_hooks_checked(self, runner.stacks):
+                    optimizer.step(closure=optimizer_closure)
+            elif is_last or is_seen or runner.evaluations > 1:
                 optimizer.step(closure=optimizer_closure)
             else:
                 self._light_step(runner, optimizer)

@@ -86,6 +86,8 @@ class VmapRunner(ClientRunner):
         self.is_ready = False
         #: Whether :func:`check_state` has looked for state that clients share.
         self.is_checked = False
+        #: Whether callbacks that see gradients were tried.
+        self.has_tried_callbacks = False
         #: The samples of the Lightning batch.
         self.batch: BatchSamples | None = None
         #: Number of closure evaluations per local step, and those done in the current step.

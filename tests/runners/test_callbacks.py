@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_fl.runners import VectorizedClients
+from lightning_fl.runners import VectorizedClients, gradient_hooks
 from lightning_fl.types import FederationError
 
 
@@ -86,3 +86,57 @@ def test_what_nobody_has_is_an_attribute_error(scaled):
     group_size.beta = 0.5
     assert group_size.module.beta == group_size.beta == 0.5
     assert "beta" not in vars(group_size)
+
+
+class Clips(Callback):
+    """Changes gradients, and counts its calls."""
+
+    def __init__(self, clip):
+        self.clip, self.calls = clip, 0
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.calls += 1
+        pl_module.log("calls", float(self.calls))
+        trainer.should_stop = self.calls > 1000
+        self.clip([p for group in optimizer.param_groups for p in group["params"]])
+
+
+def by_rows(params):
+    """Clip the gradients of each client."""
+    for param in params:
+        norms = param.grad.flatten(1).norm(dim=1).view(-1, *[1] * (param.grad.ndim - 1))
+        param.grad *= (0.1 / norms).clamp(max=1)
+        param.data.mul_(0.999)
+
+
+def by_value(params):
+    torch.nn.utils.clip_grad_value_(params, 0.01)
+
+
+def by_norm(params):
+    torch.nn.utils.clip_grad_norm_(params, 0.5)
+
+
+def replacing(params):
+    for param in params:
+        param.grad = param.grad / param.grad.norm()
+
+
+@pytest.mark.parametrize("clip", [by_norm, replacing])
+def test_a_callback_that_clips_the_norm_of_all_clients_is_refused(train, tiny, clip):
+    with pytest.raises(FederationError, match=r"Clips.on_before_optimizer_step changes the gradie"):
+        train(tiny(), 3, callbacks=[Clips(clip)])
+    train(tiny(), None, callbacks=[Clips(clip)])
+    train(tiny(), 1, callbacks=[Clips(clip)])
+
+
+@pytest.mark.parametrize("clip", [by_rows, by_value])
+def test_a_callback_is_tried_without_a_trace(train, tiny, flat, monkeypatch, clip):
+    found = []
+    for checked in (True, False):
+        if not checked:
+            monkeypatch.setattr(gradient_hooks, "_HOOKS", ())
+        made, callback = tiny(), Clips(clip)
+        loop = train(made, 3, callbacks=[callback])
+        found.append((flat(made).tolist(), callback.calls, loop.rows))
+    assert found[0] == found[1]
