@@ -23,6 +23,8 @@ from lightning_fl.types import FederationError, first_line
 
 #: Maximum size of constant parameters that are copied in float64 for the comparison.
 MAX_WIDE_BYTES = 2**26
+#: Data types that are replaced by float64 for the comparison.
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
 #: The outcome of a step, gradients, and frozen parameters after the step.
 Result = tuple[Outcome, list[Tensor], list[Tensor]]
 
@@ -132,7 +134,7 @@ class _Trial:
         self.local.batch_idx = step.local.batch_idx
         #: Names of the trained parameters.
         self.trained = [name for name, p in self.stacks.params.items() if p.requires_grad]
-        self._wide, self._exactness = {torch.float32: torch.float64}, 1e-8
+        self._wide, self._exactness = dict.fromkeys(NARROW, torch.float64), 1e-8
         constants = self.stacks.tensors.constants.values()
         #: Values of the constant parameters, which are in float64 meanwhile if they are small.
         self._constants = [(p, p.data) for p in constants]

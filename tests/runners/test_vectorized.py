@@ -168,6 +168,15 @@ def test_callbacks_that_change_gradients_do_so_in_every_step(
     )
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_half_precision_is_no_reason_to_train_one_after_another(train, tiny, flat, precision):
+    one, many = tiny().float(), tiny().float()
+    train(one, precision=precision, federation={"policy": Schedule(num_steps=3)})
+    # It would warn that the vectorized step gives different results.
+    train(many, 3, precision=precision, federation={"policy": Schedule(num_steps=3)})
+    torch.testing.assert_close(flat(many), flat(one), rtol=0, atol=0.02)
+
+
 class Teacher(Odd):
     """Keeps an average of itself in frozen parameters, which its step writes to."""
 
