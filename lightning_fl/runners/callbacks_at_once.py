@@ -9,11 +9,14 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lightning_fl.hooks import overrides
 from lightning_fl.runners.attributes import FRAMEWORKS
 from lightning_fl.runners.carried import OF_LIGHTNING, Options, options_of
+from lightning_fl.runners.optimizer_values import params_of
 from lightning_fl.runners.step_hooks import is_known
+from lightning_fl.runners.tensors import is_equal
 from lightning_fl.types import Step
 
 #: Types of attributes that are compared by value; others are compared by identity.
@@ -24,7 +27,8 @@ class CallbacksAtOnce:
     """Warn if callbacks change the steps of a batch of clients that train at once.
 
     A batch has several local steps, and is one of several groups of clients. A callback could
-    change the optimizer's options, or attributes of the module that its methods read.
+    change the optimizer's options, the stacked parameters, or attributes of the module that its
+    methods read.
 
     Args:
         module: The user's module.
@@ -45,6 +49,8 @@ class CallbacksAtOnce:
         #: Whether there is nothing to compare any more.
         self.is_done = not any(self._names.values())
         self._before: tuple[Options, dict[str, Any]] = [], {}
+        #: Hooks after which parameters were compared, and the parameters before.
+        self._compared, self._params = set[str](), list[Tensor]()
 
     @cached_property
     def _read(self) -> set[str]:
@@ -54,6 +60,11 @@ class CallbacksAtOnce:
     def begin(self) -> None:
         """Note options and attributes, before the hooks of callbacks."""
         self._before = options_of(self._trainer), dict(vars(self._module))
+        waits = any(names and hook not in self._compared for hook, names in self._names.items())
+        self._params = []
+        if waits and not self.is_done:
+            params = params_of(self._trainer.optimizers[0])
+            self._params = [param.detach().clone() for param in params]
 
     def end(self, hook: str, step: Step, is_first: bool) -> None:
         """Compare options and attributes, after the hooks of callbacks.
@@ -71,6 +82,10 @@ class CallbacksAtOnce:
         changed = [
             f"the optimizer's {n}" for old, new in pairs for n in new if new[n] != old.get(n)
         ]
+        if hook not in self._compared:  # once, since copies take time
+            self._compared.add(hook)
+            if not is_equal(self._params, params_of(self._trainer.optimizers[0])):
+                changed.append("the clients' parameters")
         changed += [
             f"{type(self._module).__name__}.{name}"
             for name, value in vars(self._module).items()

@@ -31,6 +31,24 @@ def test_options_that_a_callback_changes_for_clients_at_once_are_warned_of(
         train(tiny(), 3, steps_per_batch, callbacks=[callback])
 
 
+class Bounds(L.Callback):
+    """Bounds the norms of parameters, which are those of all clients in vectorized training."""
+
+    def on_train_batch_end(self, trainer, *args):
+        for param in trainer.optimizers[0].param_groups[0]["params"]:
+            param.data.div_(param.data.norm().clamp(min=1))
+
+
+@pytest.mark.parametrize("steps_per_batch", [1, 3])
+def test_parameters_that_a_callback_changes_for_clients_at_once_are_warned_of(
+    train, tiny, steps_per_batch
+):
+    with pytest.warns(
+        UserWarning, match=r"Bounds: on_train_batch_end changes the clients' parameters\. It is"
+    ):
+        train(tiny(), 3, steps_per_batch, callbacks=[Bounds()])
+
+
 class Sets(L.Callback):
     """Sets attributes of the module in each batch."""
 
