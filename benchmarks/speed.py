@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 import costs
@@ -127,6 +128,7 @@ CONTESTANTS: dict[str, Contestant] = {
         processes=2, group_size=10, compile=True
     ),
     "auto": _library(group_size="auto"),
+    "auto, compiled": _library(group_size="auto", compile=True),
     "auto, torch's default products": _library(group_size="auto", fast_matmul=False),
     "auto, not channels last": _library(group_size="auto", channels_last=False),
     "library, sequential, with matching": _library(matching=True),
@@ -145,6 +147,7 @@ LEVERS = (
     "the same, graphs not rewritten",
     "the same, channels last",
     "auto",
+    "auto, compiled",
 )
 #: What there is for a GPU beside.
 ON_A_GPU: dict[str, Contestant] = {
@@ -221,6 +224,9 @@ def measure(
 def agreement(names: Sequence[str], chosen: Sequence[str]) -> dict[str, Any]:
     """Compare the parameters after a round with those of the bare loop.
 
+    Dropout is off, since the library draws random numbers for each client and step, and the loop
+    does not.
+
     Returns:
         By workload and contestant, the largest difference in each precision, the largest one
         between single precision and the loop in double precision, and how far a round moves a
@@ -232,6 +238,9 @@ def agreement(names: Sequence[str], chosen: Sequence[str]) -> dict[str, Any]:
         for dtype in (torch.float64, torch.float32):
             everyone = WORKLOADS[name]._replace(clients=WORKLOADS[name].cohort)
             problem = Federation(everyone, dtype=dtype)
+            for module in problem.net.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
             start = parameters_to_vector(problem.net.parameters()).detach()
             expected = bare(problem, 1).parameters
             exact = expected if dtype == torch.float64 else exact
