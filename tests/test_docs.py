@@ -53,7 +53,8 @@ expected = pytest.mark.filterwarnings(
     ],
     ids=lambda page: page.stem,
 )
-def test_the_code_of_a_page_runs_and_prints_what_it_says(page, here):
+def test_the_code_of_a_page_runs_and_prints_what_it_says(page, here, monkeypatch):
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # of a page before
     pages.run(page)
 
 
