@@ -62,7 +62,7 @@ class CallbacksAtOnce:
         self._before = options_of(self._trainer), dict(vars(self._module))
         waits = any(names and hook not in self._compared for hook, names in self._names.items())
         self._params = []
-        if waits and not self.is_done:
+        if waits:
             params = params_of(self._trainer.optimizers[0])
             self._params = [param.detach().clone() for param in params]
 

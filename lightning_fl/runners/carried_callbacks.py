@@ -9,7 +9,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -184,21 +184,9 @@ class CarriedByCallbacks:
 
     def _copied(self, callbacks: Sequence[Callback]) -> list[Callback]:
         """Return copies of callbacks that log nothing; none if they are too large or have none."""
-        trainer, module = self._trainer, self._module
-        known = [trainer, trainer.lightning_module, trainer.datamodule, self._planner]
-        known += [*module.modules(), *module.parameters(), *module.buffers(), *trainer.loggers]
-        known += [*trainer.optimizers, *(c for c in trainer.callbacks if is_known(type(c)))]
-        memo = {id(each): each for each in known}
-        size = sum(t.numel() * t.element_size() for t in _tensors(callbacks, set(memo)))
-        if size > MAX_BYTES:
-            return []
-        try:
-            copies = copy.deepcopy(list(callbacks), memo)
-        except Exception:  # an open file, for example
-            return []
-        for each in copies:
-            vars(each).update(log=_nothing, log_dict=_nothing)
-        return copies
+        shared = shared_by_copies(self._trainer, self._module, self._planner)
+        size = sum(t.numel() * t.element_size() for t in _tensors(callbacks, set(shared)))
+        return [] if size > MAX_BYTES else silent_copies(callbacks, shared)
 
     def _found(self, batch: Any, before: Start, now: Start) -> list[str]:
         """Return the names of values on which the first step of a client depends."""
@@ -250,6 +238,37 @@ class CarriedByCallbacks:
         return found
 
 
+def shared_by_copies(trainer: Any, module: LightningModule, *others: Any) -> dict[int, Any]:
+    """Return what copies of callbacks share with the originals, by ``id``.
+
+    Args:
+        trainer: The Trainer.
+        module: The module.
+        others: Other objects that are shared.
+    """
+    shared = [trainer, trainer.lightning_module, trainer.datamodule, *others, *trainer.loggers]
+    shared += [*trainer.optimizers, *(c for c in trainer.callbacks if is_known(type(c)))]
+    for part in module.modules():
+        shared += [part, *part._parameters.values(), *part._buffers.values()]
+    return {id(each): each for each in shared}
+
+
+def silent_copies(callbacks: Sequence[Callback], shared: dict[int, Any]) -> list[Callback]:
+    """Return copies of callbacks that log nothing; none if they cannot be copied.
+
+    Args:
+        callbacks: The callbacks.
+        shared: What the copies share with them, by ``id``.
+    """
+    try:
+        copies = copy.deepcopy(list(callbacks), dict(shared))
+    except Exception:  # an open file, for example
+        return []
+    for each in copies:
+        vars(each).update(log=nothing, log_dict=nothing)
+    return copies
+
+
 def _tensors(values: Sequence[Any], seen: set[int]) -> list[Tensor]:
     """Return the tensors in values, containers, modules and objects."""
     waiting, found = list(values), list[Tensor]()
@@ -268,5 +287,5 @@ def _tensors(values: Sequence[Any], seen: set[int]) -> list[Tensor]:
     return found
 
 
-def _nothing(*args: Any, **options: Any) -> None:
+def nothing(*args: Any, **options: Any) -> None:
     """Log nothing."""

@@ -273,7 +273,7 @@ def mixes_samples(step: VectorizedStep, batch: Any) -> bool:
     def loss(count: int) -> Tensor:
         weight = (torch.arange(count) < half)[None].to(stacks.first) / half
         with seeded_rng(0, module.device), torch.no_grad():
-            first = stacks.arguments(lambda t: t.detach()[:1])
+            first = stacks.arguments(lambda t: t.detach()[:1].clone())
             samples = tree_map(lambda t: t[:1, :count], batch)
             return local.many(**first, batch=samples, weight=weight, at_once=False).loss
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import Method, attributes_set, replaced
 from lightning_fl.runners.attributes import left_alone
 from lightning_fl.runners.carried import options_set
+from lightning_fl.runners.carried_callbacks import nothing, shared_by_copies, silent_copies
 from lightning_fl.runners.stacks import Stacks
 from lightning_fl.runners.step_hooks import hooks_of_user
 from lightning_fl.runners.tensors import is_equal
@@ -94,17 +94,11 @@ class _Trial:
 
     def _copy(self, callback: Callback) -> Any:
         """Return a copy of a callback that logs nothing; None if it cannot be copied."""
-        trainer = self._trainer
-        known: list[Any] = [trainer, trainer.datamodule, *trainer.optimizers, *trainer.loggers]
-        for part in self._module.modules():
-            known += [part, *part._parameters.values(), *part._buffers.values()]
-        try:
-            own = copy.deepcopy(callback, {id(each): each for each in known})
-        except Exception:  # an open file, for example
+        copies = silent_copies([callback], shared_by_copies(self._trainer, self._module))
+        if not copies:
             return None
-        vars(own).pop(self._name, None)  # the hook that watches
-        vars(own).update(log=_nothing, log_dict=_nothing)
-        return own
+        vars(copies[0]).pop(self._name, None)  # the hook that watches
+        return copies[0]
 
     def _mixes(self, callback: Any, args: Any) -> bool:
         """Return whether made-up gradients of the first client depend on those of the others."""
@@ -113,7 +107,7 @@ class _Trial:
         quiet = {"_loggers": [DummyLogger()], "should_stop": trainer.should_stop}
         with (
             attributes_set(trainer, quiet),
-            attributes_set(self._module, {"log": _nothing, "log_dict": _nothing}),
+            attributes_set(self._module, {"log": nothing, "log_dict": nothing}),
             left_alone(user),
             self._stacks.untouched(),
             options_set(trainer, []),
@@ -138,7 +132,3 @@ class _Trial:
                 param.grad[1:] *= others
             hook(*args)
         return [param.grad[0].clone() for param in self._params if param.grad is not None]
-
-
-def _nothing(*args: Any, **options: Any) -> None:
-    """Log nothing."""
