@@ -221,11 +221,18 @@ def measure(
     return found
 
 
-def agreement(names: Sequence[str], chosen: Sequence[str]) -> dict[str, Any]:
+def agreement(
+    names: Sequence[str], chosen: Sequence[str], clients: int | None = None
+) -> dict[str, Any]:
     """Compare the parameters after a round with those of the bare loop.
 
     Dropout is off, since the library draws random numbers for each client and step, and the loop
     does not.
+
+    Args:
+        names: Of the workloads.
+        chosen: The contestants.
+        clients: That train; ``None``: as many as in a round of the workload.
 
     Returns:
         By workload and contestant, the largest difference in each precision, the largest one
@@ -236,8 +243,8 @@ def agreement(names: Sequence[str], chosen: Sequence[str]) -> dict[str, Any]:
     for name in names:
         found[name], exact = {each: {} for each in chosen}, torch.empty(0)
         for dtype in (torch.float64, torch.float32):
-            everyone = WORKLOADS[name]._replace(clients=WORKLOADS[name].cohort)
-            problem = Federation(everyone, dtype=dtype)
+            few = clients or WORKLOADS[name].cohort
+            problem = Federation(WORKLOADS[name]._replace(clients=few, cohort=few), dtype=dtype)
             for module in problem.net.modules():
                 if isinstance(module, nn.Dropout):
                     module.p = 0.0
@@ -296,7 +303,7 @@ def rounds_command(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 
 def agreement_command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
     """Compare results with the bare loop, in double and in single precision."""
-    found = agreement(args.workloads, args.contestants)
+    found = agreement(args.workloads, args.contestants, args.clients)
     rows = [
         [name, each, *(f"{one[what]:.1e}" for what in ("float64", "float32", "rounding", "moved"))]
         for name, results in found.items()
@@ -383,6 +390,7 @@ def options() -> argparse.ArgumentParser:
     add = command("agreement", agreement_command).add_argument
     add("--workloads", nargs="+", choices=WORKLOADS, default=USUAL, help="what is trained")
     add("--contestants", nargs="+", choices=CONTESTANTS, default=LEVERS, help="who trains it")
+    add("--clients", type=int, help="how many train; by default those of a round of the workload")
     numbers: dict[str, Any] = {"type": int, "nargs": "*"}
     add = command("growth", growth_command).add_argument
     add("--clients", **numbers, default=[100, 1000, 10_000, 100_000], help="sizes of federation")
