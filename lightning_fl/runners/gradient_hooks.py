@@ -1,4 +1,4 @@
-"""Check of callbacks that change the gradients of clients that train at once."""
+"""Check of callbacks that change gradients or parameters of clients that train at once."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from lightning_fl.runners.tensors import is_equal
 from lightning_fl.runners.watch import Watch
 from lightning_fl.types import FederationError
 
-#: Hooks in which callbacks change gradients.
-_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+#: Hooks of a local step in which callbacks change gradients or parameters.
+_HOOKS = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
 #: Factors of made-up gradients: of all clients, since small ones may not be clipped, and of others.
+#: The latter are factors of parameters, too.
 _SIZES, _OF_OTHERS = (1.0, 2.0**8), (1.0, 2.0**8)
 
 
 @contextmanager
 def gradient_hooks_checked(module: LightningModule, stacks: Stacks) -> Iterator[None]:
-    """Check callbacks that change gradients, in the step within a ``with`` block.
+    """Check callbacks that change gradients or parameters, in the step within a ``with`` block.
 
-    A copy of such a callback is tried with made-up gradients. Callbacks that cannot be copied are
-    left out.
+    A copy of such a callback is tried with made-up values. Callbacks that cannot be copied are left
+    out.
 
     Args:
         module: The module that callbacks get.
         stacks: The tensors of the clients, of which there are two or more.
 
     Raises:
-        FederationError: If the gradients of a client then depend on those of others.
+        FederationError: If those of a client then depend on those of others.
     """
     with ExitStack() as stack:
         for callback in module.trainer.callbacks:  # type: ignore[attr-defined]  # a connector's
@@ -52,7 +53,7 @@ def gradient_hooks_checked(module: LightningModule, stacks: Stacks) -> Iterator[
 
 
 class _Trial:
-    """Try a hook of a callback if it changes gradients.
+    """Try a hook of a callback if it changes gradients or parameters.
 
     Args:
         callback: The callback.
@@ -69,24 +70,24 @@ class _Trial:
 
     @property
     def _params(self) -> list[nn.Parameter]:
-        return [param for param in self._stacks.params.values() if param.grad is not None]
+        return list(self._stacks.params.values())
 
     def watched(self, hook: Method) -> Method:
-        """Return a hook that raises an error if it mixes the gradients of clients."""
+        """Return a hook that raises an error if it mixes the tensors of clients."""
 
         def made(*args: Any) -> Any:
             own, grads = self._copy(self._callback), [param.grad for param in self._params]
-            known = {str(i): grad for i, grad in enumerate(grads) if grad is not None}
-            with Watch(known) as watch:
+            tensors = [*self._params, *(grad for grad in grads if grad is not None)]
+            with Watch({str(i): tensor.detach() for i, tensor in enumerate(tensors)}) as watch:
                 result = hook(*args)
-            is_same = all(p.grad is grad for p, grad in zip(self._params, grads, strict=False))
+            is_same = all(p.grad is grad for p, grad in zip(self._params, grads, strict=True))
             if own is not None and (watch.written or not is_same) and self._mixes(own, args):
                 raise FederationError(
-                    f"{type(self._callback).__name__}.{self._name} changes the gradients of a"
-                    " client by those of others: clients that train at once have stacked gradients,"
-                    " so that the norm of a tensor is that of all clients. To clip the gradients of"
-                    " each client, set gradient_clip_val of the Trainer; otherwise train the module"
-                    " without VectorizedClients"
+                    f"{type(self._callback).__name__}.{self._name} changes the gradients or"
+                    " parameters of a client by those of others: clients that train at once have"
+                    " stacked tensors, so that the norm of a tensor is that of all clients. To clip"
+                    " the gradients of each client, set gradient_clip_val of the Trainer; otherwise"
+                    " train the module without VectorizedClients"
                 )
             return result
 
@@ -101,7 +102,7 @@ class _Trial:
         return copies[0]
 
     def _mixes(self, callback: Any, args: Any) -> bool:
-        """Return whether made-up gradients of the first client depend on those of the others."""
+        """Return whether made-up tensors of the first client depend on those of the others."""
         trainer, user = self._trainer, self._stacks.module
         before = [(param, param.grad) for param in self._params]
         quiet = {"_loggers": [DummyLogger()], "should_stop": trainer.should_stop}
@@ -109,7 +110,6 @@ class _Trial:
             attributes_set(trainer, quiet),
             attributes_set(self._module, {"log": nothing, "log_dict": nothing}),
             left_alone(user),
-            self._stacks.untouched(),
             options_set(trainer, []),
         ):
             try:
@@ -124,11 +124,13 @@ class _Trial:
                     param.grad = grad
 
     def _first(self, callback: Any, args: Any, size: float, others: float) -> list[Tensor]:
-        """Return the gradients of the first client after the hook."""
+        """Return the gradients and parameters of the first client after the hook."""
         params, hook = self._params, getattr(self._copy(callback), self._name)
-        with seeded_rng(0, params[0].device):
+        with self._stacks.untouched(), seeded_rng(0, params[0].device):
             for param in params:
                 param.grad = size * torch.randn_like(param)
                 param.grad[1:] *= others
+                param.data[1:] *= others
             hook(*args)
-        return [param.grad[0].clone() for param in self._params if param.grad is not None]
+            grads = [param.grad for param in params if param.grad is not None]
+            return [tensor[0].detach().clone() for tensor in (*grads, *params)]

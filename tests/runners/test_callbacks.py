@@ -130,6 +130,26 @@ def test_a_callback_that_clips_the_norm_of_all_clients_is_refused(train, tiny, c
     train(tiny(), 1, callbacks=[Clips(clip)])
 
 
+def bounding(params):
+    """Bound the norm of parameters."""
+    for param in params:
+        param.data.div_(param.norm().clamp(min=0.1))
+
+
+@pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_before_optimizer_step"])
+def test_a_callback_that_bounds_the_norm_of_all_clients_is_refused(train, tiny, hook):
+    class Bounds(Callback):
+        pass
+
+    def bounds(self, trainer, pl_module, optimizer):
+        bounding([p for group in optimizer.param_groups for p in group["params"]])
+
+    setattr(Bounds, hook, bounds)
+    with pytest.raises(FederationError, match=rf"Bounds.{hook} changes the gradients or param"):
+        train(tiny(), 3, callbacks=[Bounds()])
+    train(tiny(), None, callbacks=[Bounds()])
+
+
 @pytest.mark.parametrize("clip", [by_rows, by_value])
 def test_a_callback_is_tried_without_a_trace(train, tiny, flat, monkeypatch, clip):
     found = []
