@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pretend
 from adapted import Adapted
+from grids import others_slow
 from layouts import cifar_layout, mnist_layout, speech_commands_layout, spoken_digits_layout
 from lightning_fl import (
     ClientModule,
@@ -291,21 +292,23 @@ def in_both_modes(test):
 
 
 def every_vectorized(rows, plain, slow=""):
-    """Run all rows vectorized, and some of them plain, too.
+    """Run all rows vectorized, and some of them plain, too, of which the first is quick.
 
     What these rows are of gets the same from clients that train one by one; the names in ``plain``
     are those that do something with each client, or get more than its update. Those in ``slow``
     share what touches tensors with others.
     """
+    alone = plain.split(", ")
     cases = [
         pytest.param(
             row,
             group_size,
             id=f"{name}-{'vectorized' if group_size else 'plain'}",
-            marks=[pytest.mark.slow] * (name in slow.split(", ")),
+            marks=[pytest.mark.slow]
+            * (name in slow.split(", ") or (not group_size and name != alone[0])),
         )
         for name, row in rows.items()
-        for group_size in ([None, VECTORIZED] if name in plain.split(", ") else [VECTORIZED])
+        for group_size in ([None, VECTORIZED] if name in alone else [VECTORIZED])
     ]
     return pytest.mark.parametrize(("row", "group_size"), cases)
 
@@ -461,7 +464,7 @@ def test_a_policy(same, row, group_size):
     same(make=lambda: module(Proximal(0.1)), policy=row, group_size=group_size, rounds=3)
 
 
-@every(SAMPLERS)
+@every(SAMPLERS, slow="PoissonSampler, WeightedSampler, RoundRobinSampler")
 def test_a_sampler(same, row):
     aggregator = (lambda: AFL(0.1, mode="sampling")) if row is AFLSampler else FedAvg
     same(sampler=row, clients_per_round=3, aggregator=aggregator)
@@ -500,13 +503,16 @@ def test_every_objective_has_a_row():
 
 
 @in_both_modes
-@every(MODULES, slow="Proximal, EntropyRegularizer, WeightDivergence, Adam, a scheduler")
+@every(
+    MODULES,
+    slow="Proximal, EntropyRegularizer, WeightDivergence, APFL, MOON, PerFedAvg, Adam, a scheduler",
+)
 def test_an_objective_or_an_optimizer(same, row, group_size):
     same(make=row, group_size=group_size, data=partial(samples, drop_last=True))
 
 
 @every({"SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "Adam": torch.optim.Adam})
-@pytest.mark.parametrize("group_size", [None, {"group_size": 3}], ids=["plain", "vectorized"])
+@in_both_modes
 def test_optimizer_states_that_are_kept(same, row, group_size):
     if group_size and row is torch.optim.Adam:
         pytest.skip("vectorized training refuses to keep the state of Adam")
@@ -515,7 +521,7 @@ def test_optimizer_states_that_are_kept(same, row, group_size):
 
 
 @in_both_modes
-@pytest.mark.parametrize("buffers", ["average", "server", "local"])
+@pytest.mark.parametrize("buffers", others_slow(["average"], ["average", "server", "local"]))
 def test_buffers(same, buffers, group_size):
     def make():
         return Foreign(batchnorm=True, metric=False, dropout=0.0, optimizer=SLOW)

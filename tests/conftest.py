@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric.utilities import registry
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, _utils
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fl import ClientModule
@@ -29,6 +29,8 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 # Each Trainer asks all packages that are installed for callbacks, which takes 12 ms.
 registry.entry_points = functools.cache(registry.entry_points)
+# Loader processes of a fit that failed would be ended after five seconds.
+_utils.MP_STATUS_CHECK_INTERVAL = 0.2
 if not torch.cuda.is_available():
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else each step of an optimizer looks for a driver
 

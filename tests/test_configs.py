@@ -101,12 +101,15 @@ class KilledError(Exception):
 
 
 #: One config for some kinds of state that outlives a round: a privacy ledger, the server's
-#: optimizer, clients' mixture weights, a policy for each client.
-KINDS = ("dp_mnist", "fedem_mnist", "fedopt_mnist", "personalized_policy_mnist")
+#: optimizer.
+KINDS = ("dp_mnist", "fedopt_mnist")
 
 
-#: Further kinds: control variates, networks of other widths than the module's, adapters.
-MORE_KINDS = ("scaffold_mnist", "pfnm_digits", "lora_text")
+#: Further kinds: clients' mixture weights, a policy for each client, control variates, networks of
+#: other widths than the module's, adapters.
+MORE_KINDS = (
+    *("fedem_mnist", "personalized_policy_mnist", "scaffold_mnist", "pfnm_digits", "lora_text"),
+)
 
 
 @pytest.mark.parametrize("name", [*KINDS, *extras.marked(MORE_KINDS, pytest.mark.slow)])

@@ -32,7 +32,7 @@ PAGES = [
     DOCS / "results" / "trust.md",
 ]
 #: Those that train much, or start processes that import everything anew.
-LONG = ("reading_a_report", "several_gpus", "sweeps", "your_module")
+LONG = ("deployment", "flower", "reading_a_report", "several_gpus", "sweeps", "your_module")
 SLOW = [page for page in PAGES if "slow\n" in page.read_text()]
 #: A signature in the reference, and what of it nobody could have written.
 SIGNATURE = r"<dt class=\"sig.*?</dt>"

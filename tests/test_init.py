@@ -46,6 +46,7 @@ def test_an_import_of_the_package_leaves_out_what_is_not_asked_for():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@pytest.mark.slow
 def test_what_a_federation_needs_does_not_bring_the_compiler():
     """It takes a second to import, and most runs compile nothing."""
     code = "import sys, lightning_fl.callbacks, lightning_fl.datamodules, lightning_fl.cli.run;"

@@ -250,7 +250,7 @@ def failed(tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize("how", ["raise", "kill", "freeze"])
+@pytest.mark.parametrize("how", ["raise", "kill", pytest.param("freeze", marks=pytest.mark.slow)])
 def test_a_process_that_fails_ends_the_run(failed, how):
     folder, run = failed[how]
     run.processes[0].join(80)

@@ -101,6 +101,7 @@ def test_the_ways_to_choose_options(pfnm, again, monkeypatch):
     assert f"authors' program {empty} 95.0, 1.0 (8) |" in text
 
 
+@pytest.mark.slow
 def test_networks_trained_as_by_the_authors_are_kept(pfnm, tmp_path, monkeypatch):
     random = torch.Generator().manual_seed(0)
     y = torch.arange(640) % 10

@@ -57,12 +57,19 @@ REFUSED = {
 }
 
 
+#: Rules whose clients do what those of others do.
+SLOW = (
+    *("CoordinateMedian", "Downpour", "FedAdagrad", "FedAdam", "FedAvgM", "FedCostWAvg", "FedOpt"),
+    *("FedPIDAvg", "FedYogi", "GeometricMedian", "Krum", "TrimmedMean", "ZeroPadding"),
+)
+
+
 def kinds(package):
     """Return the public classes of a package that can be made."""
     for name in package.__all__:
         kind = getattr(package, name)
         if inspect.isclass(kind) and not inspect.isabstract(kind):
-            yield name, kind
+            yield pytest.param(name, kind, marks=[pytest.mark.slow] * (name in SLOW))
 
 
 def module(name):

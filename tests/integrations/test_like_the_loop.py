@@ -12,6 +12,7 @@ from torch.utils.data import Subset
 
 from adapted import Adapted
 from apart import replies_of
+from grids import diagonal
 from lightning_fl import ClientModule, aggregators
 from lightning_fl.aggregators import FedAvg, FedDyn, FedNova, FlexLoRA, Scaffold, Staged
 from lightning_fl.callbacks import FederatedLoop
@@ -130,8 +131,7 @@ WITH_PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", WITH_PARTS)
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("name", "first"), diagonal(WITH_PARTS, [True, False]))
 def test_a_stage_of_a_rule_with_client_side_work(tmp_path, name, first):
     rules = [WITH_PARTS[name](), FedAvg()]
     compare(tmp_path, linear, Staged([2], rules if first else rules[::-1]))

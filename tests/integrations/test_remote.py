@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from apart import replies_of
+from grids import others_slow
 from lightning_fl.aggregators import (
     PFNM,
     ClusteredFL,
@@ -122,10 +123,12 @@ CASES = {
         {"update_transforms": [TopK(0.3)], "clients_per_round": 3},
     ),
 }
+#: Rules are tested in test_every_rule.py, too.
+QUICK = ("FedAvg", "SCAFFOLD", "hyperparameters of clients", "kept momentum", "error feedback")
 
 
 @pytest.mark.filterwarnings("ignore:validation and test use the global model")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_slow(QUICK, CASES))
 def test_the_global_model_is_that_of_the_loop(tmp_path, name):
     make, rule, options = CASES[name]
 

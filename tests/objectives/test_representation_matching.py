@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from grids import diagonal
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
@@ -397,8 +398,7 @@ def same(one, other, atol=1e-12):
 
 
 @pytest.mark.parametrize("source", ["next", "same"])
-@pytest.mark.parametrize("net", TERMS)
-@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize(("net", "group_size"), diagonal(TERMS, [3, 1]))
 def test_vectorized_training_changes_nothing(federation, flat, net, group_size, source):
     terms = [EntropyRegularizer(0.9), Proximal(0.1)]
     plain, expected = federation(TERMS[net], terms=terms, source=source)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
+from grids import diagonal
 from lightning_fl.runners import attributes
 from lightning_fl.runners.carried import CarriedState
 from lightning_fl.types import FederationError
@@ -294,8 +295,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("kind", HOOKED)
+@pytest.mark.parametrize(("kind", "name"), diagonal(HOOKED, NUMBERS))
 def test_what_hooks_of_a_step_carry_over_is_named(train, flat, tiny, monkeypatch, kind, name):
     class Numbers:
         def on_client_start(self):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torchmetrics import MeanMetric
 
+from grids import diagonal
 from lightning_fl.runners import carried_callbacks
 from lightning_fl.runners.carried_callbacks import CarriedByCallbacks
 from scaled import multiplied, scaled_gradients
@@ -50,7 +51,7 @@ class BatchEnd:
         multiplied(module, self.number(trainer, batch_idx))
 
 
-KINDS = [BatchStart, Attribute, Batch, BeforeZeroGrad, AfterBackward, NewGradients, BatchEnd]
+KINDS = [BatchStart, Attribute, Batch, BeforeZeroGrad, AfterBackward, BatchEnd, NewGradients]
 NUMBERS = {
     "Acts.calls": lambda own, *_: setattr(own, "calls", own.calls + 1) or 1 / own.calls,
     "Acts.seen": lambda own, *_: own.seen.append(0) or 1 / len(own.seen),
@@ -91,8 +92,7 @@ def warns(name):
     )
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "name"), diagonal(KINDS, NUMBERS))
 def test_what_a_callback_carries_over_is_named(train, flat, weighted, monkeypatch, kind, name):
     if name == "batch_idx" and kind not in (BatchStart, Attribute, Batch, BatchEnd):
         pytest.skip("a hook without batch_idx")

@@ -5,6 +5,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 import hidden_state as hidden
+from grids import diagonal
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.policies import Schedule
 from lightning_fl.runners.fresh import check_fresh
@@ -72,8 +73,7 @@ def scheduled(kind):
     return make
 
 
-@pytest.mark.parametrize("keep", ["reset", "keep"])
-@pytest.mark.parametrize("kind", LEARNERS)
+@pytest.mark.parametrize(("kind", "keep"), diagonal(LEARNERS, ["reset", "keep"]))
 def test_what_an_optimizer_learned_is_resumed(kind, keep, train, tiny, flat, tmp_path):
     make = scheduled(kind) if keep == "reset" else kind
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from grids import diagonal
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.partition import Partition
 from lightning_fl.policies import Schedule
@@ -73,8 +74,7 @@ def federation(train):
     return {"policy": train.policy(lr=False), "buffers": "average"}
 
 
-@pytest.mark.parametrize("net", [None, Averaging], ids=["layers", "averaging"])
-@pytest.mark.parametrize("options", SGD.values(), ids=SGD)
+@pytest.mark.parametrize(("options", "net"), diagonal(SGD.values(), [None, Averaging]))
 def test_results_are_those_of_the_module(
     train, flat, ragged, tiny, light, federation, options, net
 ):
@@ -215,6 +215,7 @@ class Updates(L.Callback):
         return updates
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_random_numbers_do_not_depend_on_threads(fit, data, tiny, faster, monkeypatch):
     """Compiled. The step subtracts the mask of dropout, whose entries are 0 and 2."""

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from grids import diagonal
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg, Scaffold
 from lightning_fl.callbacks import FederatedLoop
@@ -284,14 +285,19 @@ class ForkedBySize(Forked):
 decayed = functools.partial(momentum, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("kind", [Forked, ForkedBySize])
 @pytest.mark.parametrize(
-    ("optimizer", "rule"), [(sgd, FedAvg), (momentum, FedAvg), (decayed, FedAvg), (sgd, Scaffold)]
+    ("training", "kind"),
+    diagonal(
+        [(sgd, FedAvg), (momentum, FedAvg), (decayed, FedAvg), (sgd, Scaffold)],
+        [Forked, ForkedBySize],
+    ),
 )
 @pytest.mark.filterwarnings("ignore:.*is trained one client after another")
 def test_a_layer_stands_still_for_clients_that_do_not_use_it_in_a_step(
-    train, flat, tiny, ragged, kind, optimizer, rule
+    train, flat, tiny, ragged, training, kind
 ):
+    optimizer, rule = training
+
     def trained(**options):
         module = tiny(kind, optimizer)
         federation = {"policy": Schedule(num_steps=5), "aggregator": rule()}
