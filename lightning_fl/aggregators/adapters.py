@@ -39,7 +39,8 @@ class AdapterRule(FedAvg, ABC):
         ranks: Rank of the clients: one for all; a list with one per client; or the share of the
             clients by rank, such as ``{4: 0.5, 16: 0.5}``, which are then drawn with the run's
             seed. None is the rank of the module's adapters.
-        weighting: See :class:`FedAvg`.
+        weighting: ``samples`` weights a client by its number of training samples. ``uniform``
+            gives all clients equal weight.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the module has no

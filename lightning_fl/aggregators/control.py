@@ -20,8 +20,9 @@ from lightning_fl.types import ClientUpdate, FederationError
 class FedControl(Aggregator):
     r"""Weight clients by dataset size, loss decrease and accumulated loss.
 
-    Mächler et al. (2022, 2023). Let :math:`\ell_k^t` be the loss of the local model of client
-    :math:`k` on all its samples after local training in round :math:`t`. Then
+    FedControl (Ben Mansour et al., 2022), which extends :class:`FedCostWAvg`. Let
+    :math:`\ell_k^t` be the loss of the local model of client :math:`k` on all its samples after
+    local training in round :math:`t`. Then
 
     .. math:: w^{t+1} = w^t + \sum_{k \in S_t} \left(\alpha \frac{s_k}{\sum_j s_j}
         + \beta \frac{d_k}{\sum_j d_j} + (1 - \alpha - \beta) \frac{i_k}{\sum_j i_j}\right)

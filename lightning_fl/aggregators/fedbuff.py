@@ -31,11 +31,13 @@ class FedBuff(AsynchronousAggregator):
 
     Args:
         lr: Learning rate :math:`\eta_g` of the server.
-        staleness: See :class:`AsynchronousAggregator`.
-        exponent: See :class:`AsynchronousAggregator`.
-        slope: See :class:`AsynchronousAggregator`.
-        delay: See :class:`AsynchronousAggregator`.
-        max_staleness: See :class:`AsynchronousAggregator`.
+        staleness: Function :math:`s(\tau)` of the weights: ``constant``, ``polynomial`` or
+            ``hinge``.
+        exponent: Exponent :math:`a` of the polynomial, :math:`(1 + \tau)^{-a}`.
+        slope: Slope :math:`A` of the hinge, :math:`1 / (A (\tau - b) + 1)` above :math:`b`.
+        delay: Staleness :math:`b` up to which the hinge is 1.
+        max_staleness: Maximum staleness of an update. Updates that are staler are dropped. None
+            accepts all.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the sampler is

@@ -29,10 +29,13 @@ class FedMA(NeuronMatching):
     filters were matched to.
 
     Args:
-        gamma: See :class:`NeuronMatching`. None is searched.
-        client_variance: See :class:`NeuronMatching`. None is searched.
-        prior_variance: See :class:`NeuronMatching`. None is searched.
-        std: See :class:`NeuronMatching`.
+        gamma: Concentration :math:`\gamma_0`; larger values give wider networks. None is searched.
+        client_variance: Variance :math:`\sigma^2` of client weights around the atom. None is
+            searched.
+        prior_variance: Variance :math:`\sigma_0^2` of atoms around the prior mean. None is
+            searched.
+        std: Standard deviation of the initial weights. None uses the default initialization of
+            the layers.
         options: Other arguments of :class:`NeuronMatching`.
 
     Raises:

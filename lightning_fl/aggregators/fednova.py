@@ -43,7 +43,8 @@ class FedNova(FedOpt):
     Args:
         optimizer: Steps from the present model to the average above, as in :class:`FedOpt`; None is
             SGD with learning rate 1. SGD with momentum is the paper's server momentum.
-        weighting: See :class:`FedAvg`.
+        weighting: ``samples`` weights a client by its number of training samples. ``uniform``
+            gives all clients equal weight.
 
     Raises:
         FederationError: If the weighting is unknown or the optimizer refuses its options; at the

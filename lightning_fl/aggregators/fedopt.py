@@ -31,7 +31,8 @@ class FedOpt(FedAvg):
     Args:
         optimizer: Function that creates the optimizer from the parameters. None means SGD with
             learning rate 1.
-        weighting: See :class:`FedAvg`.
+        weighting: ``samples`` weights a client by its number of training samples. ``uniform``
+            gives all clients equal weight.
 
     Raises:
         FederationError: If the weighting is unknown, if the optimizer rejects its options, or if

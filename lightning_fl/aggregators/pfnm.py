@@ -26,9 +26,11 @@ class PFNM(NeuronMatching):
     keep the atoms of their neurons, other clients are assigned greedily, and sweeps follow.
 
     Args:
-        gamma: See :class:`NeuronMatching`.
-        client_variance: See :class:`NeuronMatching`.
-        prior_variance: See :class:`NeuronMatching`.
+        gamma: Concentration :math:`\gamma_0`; larger values give wider networks. None is searched.
+        client_variance: Variance :math:`\sigma^2` of client weights around the atom. None is
+            searched.
+        prior_variance: Variance :math:`\sigma_0^2` of atoms around the prior mean. None is
+            searched.
         restart: Initial network of a client in the next round. ``matched`` uses the atoms of its
             neurons. ``own`` keeps its network unchanged, so that clients receive no model. In a
             stream, class counts are those of the samples of the round, not of all samples that a

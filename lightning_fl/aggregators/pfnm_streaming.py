@@ -80,9 +80,11 @@ class StreamingPFNM(NeuronMatching):
     Options are searched in the first step, and kept for later steps.
 
     Args:
-        gamma: See :class:`NeuronMatching`.
-        client_variance: See :class:`NeuronMatching`.
-        prior_variance: See :class:`NeuronMatching`.
+        gamma: Concentration :math:`\gamma_0`; larger values give wider networks. None is searched.
+        client_variance: Variance :math:`\sigma^2` of client weights around the atom. None is
+            searched.
+        prior_variance: Variance :math:`\sigma_0^2` of atoms around the prior mean. None is
+            searched.
         fresh: Number of neurons per hidden layer that start each step at the prior mean. They can
             learn new features.
         noise: Standard deviation of the noise added to all initial weights of a client.

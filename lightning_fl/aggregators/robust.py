@@ -189,7 +189,8 @@ class NormClipping(FedAvg):
 
     Args:
         max_norm: Maximum norm :math:`M` of an update.
-        weighting: See :class:`FedAvg`.
+        weighting: ``samples`` weights a client by its number of training samples. ``uniform``
+            gives all clients equal weight.
 
     Raises:
         FederationError: If the norm is not positive, or the weighting is unknown.

@@ -50,7 +50,7 @@ class Scaffold(Aggregator):
             needs plain SGD: no momentum, no gradient clipping, a learning rate that is constant in
             the round. ``I`` is a pass over all samples of the client, in evaluation mode; it needs
             a module with a method ``federated_losses(batch)``.
-        lr: :math:`\eta_g`.
+        lr: Learning rate :math:`\eta_g` of the server.
         weighting: ``uniform`` is the equations above: the mean over clients of :math:`f_k` is
             minimized. ``samples`` minimizes the mean weighted by the clients' numbers of samples
             :math:`n_k`: with :math:`n_k / \sum_{j \in S} n_j` in the place of :math:`1 / |S|`, and

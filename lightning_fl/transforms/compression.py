@@ -53,7 +53,8 @@ class TopK(Compression):
 
     Args:
         fraction: Fraction of the entries to send, in (0, 1]. The number is rounded up.
-        error_feedback: See :class:`Compression`.
+        error_feedback: Whether a client adds what it did not send to its next update. This stores
+            one vector per client.
 
     Raises:
         FederationError: If ``fraction`` is out of range.
@@ -92,7 +93,8 @@ class Quantize(Compression):
 
     Args:
         bits: Bits per entry, from 1 to 16.
-        error_feedback: See :class:`Compression`. None enables it for one bit only.
+        error_feedback: Whether a client adds the error of the quantization to its next update. This
+            stores one vector per client. None enables it for one bit only.
 
     Raises:
         FederationError: If ``bits`` is out of range.
