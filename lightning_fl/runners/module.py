@@ -45,8 +45,9 @@ class VectorizedClients(LightningModule):
         module: Any LightningModule with automatic optimization.
         group_size: Number of clients that train at once. ``auto`` chooses it.
         steps_per_batch: Number of local steps in one Lightning batch. More steps reduce Lightning's
-            overhead per step. ``auto`` chooses by memory. Callback hooks run for the last step
-            only.
+            overhead per step. ``auto`` chooses by memory. ``on_train_batch_start`` and
+            ``on_train_batch_end`` of callbacks run once per batch; hooks that see gradients run in
+            every local step.
         compile: Whether to compile forward and backward pass. ``auto`` does so if the remaining run
             is long enough to pay for it. If ``group_size="auto"`` trains clients one after another
             on a CPU with SGD, the step of one client is compiled, and several clients train side by
