@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from time import perf_counter
 from typing import Any
 
@@ -36,7 +36,7 @@ from lightning_fl.datamodules import MNIST, FashionMNIST, FederatedDataModule, I
 from lightning_fl.models import LoRA, MLPClassifier
 from lightning_fl.partition import IID, Dirichlet
 from lightning_fl.policies import Schedule
-from runs import machine_line, publish
+from runs import machine_line, mean_and_spread, publish, table
 
 SIZES = [784, 200, 200, 10]
 #: Maximum rank, and the shares of clients by rank: most clients are weak.
@@ -207,42 +207,34 @@ def kept(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def lines(rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, whose first row is the head."""
-    rule = ["---"] + ["---:"] * (len(rows[0]) - 1)
-    return "\n".join("| " + " | ".join(row) + " |" for row in (rows[0], rule, *rows[1:]))
-
-
 def accuracy_table(results: dict[str, list[dict[str, Any]]]) -> str:
     """Show test accuracies, the bytes of an update and the energy lost."""
     head = ["", "test accuracy, %", "last three validations, %", "KiB up per client"]
-    rows = [[*head, "lost energy, %"]]
+    head, rows = [*head, "lost energy, %"], []
     for arm, each in results.items():
-        tested = [100 * r["test_acc"] for r in each]
-        last = [100 * mean(r["val_acc"][-3:]) for r in each]
         lost = [100 * r["lost_energy"] for r in each if r["lost_energy"] is not None]
         rows.append(
             [
                 arm,
-                f"{mean(tested):.1f}" + (f" ± {stdev(tested):.1f}" if len(each) > 1 else ""),
-                f"{mean(last):.1f}" + (f" ± {stdev(last):.1f}" if len(each) > 1 else ""),
+                mean_and_spread([r["test_acc"] for r in each]),
+                mean_and_spread([mean(r["val_acc"][-3:]) for r in each]),
                 f"{mean(r['bytes_up'] for r in each) / 1024:,.0f}",
                 f"{mean(lost):.2g}" if lost else "",
             ]
         )
-    return lines(rows)
+    return table(head, rows)
 
 
 def cost_table(costs: dict[str, dict[str, Any]]) -> str:
     """Show peak memory, time and traffic."""
-    rows = [["", "frozen, MiB", "trained, MiB", "peak, MiB", "of a small network, MiB"]]
-    rows[0] += ["difference, MiB", "s per round", "MiB up per client"]
+    head = ["", "frozen, MiB", "trained, MiB", "peak, MiB", "of a small network, MiB"]
+    head, rows = [*head, "difference, MiB", "s per round", "MiB up per client"], []
     for name, found in costs.items():
         sizes = [found["frozen_mib"], found["trained_mib"], found["peak_mib"]]
         sizes += [found["base_mib"], found["peak_mib"] - found["base_mib"]]
         sent = f"{found['bytes_up'] / 2**20:,.2f}" if "bytes_up" in found else ""
         rows.append([name, *(f"{s:,.1f}" for s in sizes), f"{found['seconds']:.2f}", sent])
-    return lines(rows)
+    return table(head, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

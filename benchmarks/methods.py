@@ -20,7 +20,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 from runs import (
@@ -31,6 +31,7 @@ from runs import (
     fit_and_test_all,
     given,
     machine_line,
+    mean_and_spread,
     publish,
     result,
     rows,
@@ -296,14 +297,6 @@ def figure(place: Path, column: str) -> float:
     return values[-1] if values else float("nan")
 
 
-def shown(values: Sequence[float], scale: float) -> str:
-    """Return mean and standard deviation; a dash without values."""
-    known = [scale * value for value in values if value == value]
-    if not known:
-        return "-"
-    return f"{mean(known):.1f}" + (f" ± {stdev(known):.1f}" if len(known) > 1 else "")
-
-
 def cells(
     name: str, data: str, method: str, splits: Sequence[str], seeds: Sequence[int], out: Path
 ) -> list[str]:
@@ -316,7 +309,7 @@ def cells(
         places = [place for place in places if result(place) is not None]
         for column, (_, scale) in experiment.columns.items():
             values = [figure(place, named(column, method)) for place in places]
-            found.append(shown(values, scale))
+            found.append(mean_and_spread([v for v in values if v == v], scale))
         done += places
     rate = [] if experiment.tuned_on is None else ["-" if lr is None else f"{lr:g}"]
     for column, how in (("seconds", ".0f"), ("MB", ".2g")):

@@ -29,7 +29,7 @@ import tempfile
 from collections.abc import Sequence
 from itertools import product, zip_longest
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -45,10 +45,12 @@ from runs import (
     command,
     fit_and_test_all,
     machine_line,
+    mean_and_spread,
     newest,
     publish,
     result,
     rows,
+    table,
 )
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "mostafa2019"
@@ -143,18 +145,17 @@ def markdown(found: dict[Cell, dict[str, Any]], out: Path) -> str:
             if m in PUBLISHED or any((c.task, c.method) == (task, m) for c in found)
         ]
         head = ["test accuracy, % (paper)", *(METHODS[method] for method in shown)]
-        lines = [head, ["---"] + ["---:"] * len(shown)]
+        lines = []
         for participation, split in sorted(groups, key=lambda g: (-g[0], g[1])):
             line = [f"C={participation:g}, {'IID' if split == 'iid' else 'non-IID'}"]
             paper = PAPER.get((task, participation, split), ())
             for method, printed in zip_longest(shown, paper):
                 each = [
-                    100 * result["test_acc"]
+                    result["test_acc"]
                     for c, result in found.items()
                     if c[:4] == (task, split, participation, method)
                 ]
-                spread = f" ± {stdev(each):.1f}" if len(each) > 1 else ""
-                ours = f"{mean(each):.1f}{spread}" if each else "-"
+                ours = mean_and_spread(each)
                 line.append(ours + ("" if printed is None else f" ({printed:g})"))
             lines.append(line)
         seeds = len({c.seed for c in found if c.task == task})
@@ -169,7 +170,7 @@ def markdown(found: dict[Cell, dict[str, Any]], out: Path) -> str:
             f"### {task}",
             f"{seeds} seed{'s' * (seeds > 1)}, {' or '.join(map(str, rounds))} rounds; a run took"
             f" {took:.0f} s (median).",
-            "\n".join("| " + " | ".join(line) + " |" for line in lines),
+            table(head, lines),
             "\n".join(given),
         ]
     return "\n\n".join(text) + "\n"
@@ -245,8 +246,7 @@ def overhead(
 
 def overhead_table(found: dict[str, dict[str, list[float]]]) -> str:
     """Show table 4: seconds per round and the ratio to FA; medians over repeats."""
-    head = ["seconds per round (relative to FA)", *PUBLISHED.values()]
-    lines = [head, ["---"] + ["---:"] * len(PUBLISHED)]
+    lines = []
     for task, methods in found.items():
         base, line = methods.get("fa", []), [task]
         for method in PUBLISHED:
@@ -254,7 +254,7 @@ def overhead_table(found: dict[str, dict[str, list[float]]]) -> str:
             ratios = [a / b for a, b in zip(each, base, strict=False)]
             line.append(f"{median(each):.3f} ({median(ratios):.2f})" if ratios else "-")
         lines.append(line)
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return table(["seconds per round (relative to FA)", *PUBLISHED.values()], lines) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[Cell, dict[str, Any]]:

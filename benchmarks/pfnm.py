@@ -16,7 +16,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -41,6 +41,7 @@ from runs import (
     fit_and_test_all,
     given,
     machine_line,
+    mean_and_spread,
     newest,
     publish,
     result,
@@ -338,8 +339,8 @@ def sweep_page(args: argparse.Namespace, figure: str) -> list[str]:
             lines = [[sweep.label, *map(str, sweep.values)]]
             for name, label in names.items():
                 if name in found:
-                    scale = 1 if name in ("width", "stacked") else 100
-                    each = [shown_mean(found[name].get(v, []), scale) for v in sweep.values]
+                    how = (1, 0) if name in ("width", "stacked") else (100, 1)
+                    each = [mean_and_spread(found[name].get(v, []), *how) for v in sweep.values]
                     lines.append([label, *each])
             trials = max(len(each) for each in found["test_acc"].values())
             text += [
@@ -380,12 +381,12 @@ def arms_page(args: argparse.Namespace, figure: str, question: str) -> list[str]
         places = [place for place in places if result(place) is not None]
         each = [result(place) or {} for place in places]
         tables = [rows(place) for place in places]
-        line = [shown_mean([f[name] for f in each if name in f], 100) for name in names]
+        line = [mean_and_spread([f[name] for f in each if name in f]) for name in names]
         widths = [
             sum(float(v) for name, v in table[-1].items() if name.startswith("width_") and v)
             for table in tables
         ]
-        lines.append([arm.name, *line, shown_mean([w for w in widths if w], 1)])
+        lines.append([arm.name, *line, mean_and_spread([w for w in widths if w], 1, 0)])
         draw_rounds(axes, tables, "val_acc", arm.name)
         if figure == "streaming" and arm is ARMS[figure][1]:
             for name, label in STREAMING.items():
@@ -698,15 +699,6 @@ def seconds(clients: int, width: int) -> float:
 
 
 # --- pages ----------------------------------------------------------------------------------------
-
-
-def shown_mean(values: Sequence[float], scale: int) -> str:
-    """Show mean and standard deviation over trials."""
-    if not values:
-        return "-"
-    digits = 1 if scale == 100 else 0
-    spread = f" ± {scale * stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{scale * mean(values):.{digits}f}{spread}"
 
 
 def tidy(axes: Axes, label: str, legend: bool = True) -> None:

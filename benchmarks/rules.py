@@ -16,7 +16,7 @@ from bisect import bisect
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import median
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -29,10 +29,12 @@ from runs import (
     check_options,
     fit_and_test_all,
     machine_line,
+    mean_and_spread,
     newest,
     publish,
     result,
     rows,
+    table,
 )
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -51,25 +53,25 @@ def folder(out: Path, name: str, arm: str, seed: int) -> Path:
 
 def figure_of(place: Path, name: str) -> float:
     """Return a figure of a run, nan where it has none."""
-    table = rows(place)
+    rounds = rows(place)
     if name == "test_acc":
         return float((result(place) or {})[name])
     if name[0] == "R":
         share = int(name[1:]) / 100
-        reached = [int(row["round"]) for row in table if float(row["val_acc"] or 0) >= share]
+        reached = [int(row["round"]) for row in rounds if float(row["val_acc"] or 0) >= share]
         return float(reached[0]) if reached else float("nan")
     if name == "groups":
         return found_groups(place)
     if name.startswith("val_acc, "):
-        return accuracy_at(table, float(name.split()[1]))
-    values = [float(row[name]) for row in table if row.get(name)]
+        return accuracy_at(rounds, float(name.split()[1]))
+    values = [float(row[name]) for row in rounds if row.get(name)]
     return values[-1] if values else float("nan")
 
 
-def accuracy_at(table: Sequence[Mapping[str, str]], seconds: float) -> float:
+def accuracy_at(rounds: Sequence[Mapping[str, str]], seconds: float) -> float:
     """Return the last validation accuracy within a virtual time, nan if the run was shorter."""
-    found = [row for row in table if float(row["virtual_time"]) <= seconds and row["val_acc"]]
-    if not found or float(table[-1]["virtual_time"]) < seconds:
+    found = [row for row in rounds if float(row["virtual_time"]) <= seconds and row["val_acc"]]
+    if not found or float(rounds[-1]["virtual_time"]) < seconds:
         return float("nan")
     return float(found[-1]["val_acc"])
 
@@ -89,10 +91,9 @@ def found_groups(place: Path) -> float:
     return float((together[0] == together[1]).double().mean())
 
 
-def table(name: str, out: Path, seeds: Sequence[int]) -> str:
+def section(name: str, out: Path, seeds: Sequence[int]) -> str:
     """Show an experiment's figures: mean and standard deviation over seeds."""
-    experiment = EXPERIMENTS[name]
-    lines = [["", *experiment.figures], ["---"] + ["---:"] * len(experiment.figures)]
+    experiment, lines = EXPERIMENTS[name], []
     for arm in experiment.arms:
         places = [folder(out, name, arm, seed) for seed in seeds]
         places = [place for place in places if result(place) is not None]
@@ -111,19 +112,14 @@ def table(name: str, out: Path, seeds: Sequence[int]) -> str:
             f"## {experiment.title}",
             experiment.question,
             f"`configs/{experiment.config}.yaml`, {said}; a run took {median(took):.0f} s.",
-            "\n".join("| " + " | ".join(line) + " |" for line in lines),
+            table(["", *experiment.figures], lines),
         ]
     )
 
 
 def _shown(each: Sequence[float], figure: str) -> str:
-    if not each:
-        return "-"
     is_share = "/" in figure or figure in ("test_acc", "groups") or figure.startswith("val_acc")
-    scale = 100 if is_share else 1
-    digits = 1 if scale == 100 else 3
-    spread = f" ± {scale * stdev(each):.{digits}f}" if len(each) > 1 else ""
-    return f"{scale * mean(each):.{digits}f}{spread}"
+    return mean_and_spread(each) if is_share else mean_and_spread(each, scale=1, digits=3)
 
 
 def _places(name: str, out: Path, seeds: Sequence[int]) -> list[Path]:
@@ -178,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = [machine_line(args.out)]
     for name in args.experiments:
         if any(result(place) for place in _places(name, args.out, args.seeds)):
-            text.append(table(name, args.out, args.seeds))
+            text.append(section(name, args.out, args.seeds))
             if args.markdown:
                 png = args.markdown.with_name(f"{args.markdown.stem}-{name}.png")
                 picture(name, args.out, args.seeds, png)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import mean, stdev
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -224,6 +225,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table in Markdown, numbers to the right of the first column."""
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def mean_and_spread(values: Sequence[float], scale: float = 100, digits: int = 1) -> str:
+    """Return a mean and, of several values, their standard deviation; a dash without values."""
+    if not values:
+        return "-"
+    spread = f" ± {scale * stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{scale * mean(values):.{digits}f}{spread}"
 
 
 # --- options ------------------------------------------------------------------------------------

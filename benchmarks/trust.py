@@ -16,12 +16,22 @@ import json
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from runs import Run, apart, check_options, fit_and_test_all, machine_line, publish, result, rows
+from runs import (
+    Run,
+    apart,
+    check_options,
+    fit_and_test_all,
+    machine_line,
+    mean_and_spread,
+    publish,
+    result,
+    rows,
+    table,
+)
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4)
@@ -126,16 +136,6 @@ def options(part: str, arm: Any, seed: int) -> list[str]:
     return [f"--config={path}", f"--seed_everything={seed}", *arms[arm]]
 
 
-def short_repr(values: Sequence[float], factor: float = 100, digits: int = 1) -> str:
-    """Return a mean, with the spread where there are several."""
-    if not values:
-        return "-"
-    text = f"{factor * mean(values):.{digits}f}"
-    if len(values) > 1:
-        text += f" ± {factor * stdev(values):.{digits}f}"
-    return text
-
-
 def last(run: Path, column: str) -> list[float]:
     """Return the last figure of a column of the table of rounds, where there is one."""
     found = [row[column] for row in rows(run) if row.get(column)]
@@ -161,26 +161,23 @@ def attack_tables(out: Path, seeds: Sequence[int]) -> str:
     """Return a table an attack: rules by fractions; of backdoors how often they work, too."""
     text = []
     for attack in ATTACKS:
-        head = " | ".join(f"{100 * f:.0f} %" for f in FRACTIONS)
-        lines = [f"**{attack}**", "", f"| rule | {head} |", "|---" * (len(FRACTIONS) + 1) + "|"]
+        lines = []
         for rule in RULES:
-            cells = []
+            cells = [rule]
             for fraction in FRACTIONS:
                 places = ended(out, "attacks", attack_arm(attack, rule, fraction), seeds)
-                cell = short_repr(accuracies(places))
+                cell = mean_and_spread(accuracies(places))
                 doors = [v for place in places for v in last(place, "backdoor_acc")]
-                cells.append(f"{cell} / {short_repr(doors)}" if doors else cell)
-            lines.append(f"| {rule} | {' | '.join(cells)} |")
-        text.append("\n".join(lines))
+                cells.append(f"{cell} / {mean_and_spread(doors)}" if doors else cell)
+            lines.append(cells)
+        head = ["rule", *(f"{100 * f:.0f} %" for f in FRACTIONS)]
+        text.append(f"**{attack}**\n\n{table(head, lines)}")
     return "\n\n".join(text)
 
 
 def fault_table(out: Path, seeds: Sequence[int]) -> str:
     """Return what faults cost."""
-    lines = [
-        "| | test_acc | dropped updates | virtual seconds | virtual seconds to val_acc 0.9 |",
-        "|---|---|---|---|---|",
-    ]
+    lines = []
     for arm in FAULTS:
         places = ended(out, "faults", arm, seeds)
         lost = [total(p, "dropped") / total(p, "clients") for p in places]
@@ -190,27 +187,31 @@ def fault_table(out: Path, seeds: Sequence[int]) -> str:
             for p in places
             if (row := next((r for r in rows(p) if float(r["val_acc"]) >= 0.9), None))
         ]
-        cells = (
-            short_repr(accuracies(places)),
-            short_repr(lost) + " %",
-            short_repr(times, 1, 0),
-            short_repr(reached, 1, 0),
+        lines.append(
+            [
+                arm,
+                mean_and_spread(accuracies(places)),
+                mean_and_spread(lost) + " %",
+                mean_and_spread(times, 1, 0),
+                mean_and_spread(reached, 1, 0),
+            ]
         )
-        lines.append(f"| {arm} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    head = ["", "test_acc", "dropped updates", "virtual seconds", "virtual seconds to val_acc 0.9"]
+    return table(head, lines)
 
 
 def privacy_table(out: Path, seeds: Sequence[int]) -> str:
     """Return what privacy costs."""
-    lines = ["| | epsilon | test_acc | final clipping norm |", "|---|---|---|---|"]
+    lines = []
     for arm in PRIVACY:
         places = ended(out, "privacy", arm, seeds)
         epsilons = [v for p in places for v in last(p, "epsilon")]
         norms = [v for p in places for v in last(p, "clip_norm")]
         spent = f"{epsilons[0]:.2f}" if epsilons else "-"
-        cells = (spent, short_repr(accuracies(places)), short_repr(norms, 1, 2))
-        lines.append(f"| {arm} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(
+            [arm, spent, mean_and_spread(accuracies(places)), mean_and_spread(norms, 1, 2)]
+        )
+    return table(["", "epsilon", "test_acc", "final clipping norm"], lines)
 
 
 def time_picture(out: Path, seed: int, path: Path) -> None:
