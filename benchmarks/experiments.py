@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from runs import Arms, given, rule, split, term
+from runs import Arms, callback, given, rule, split, term
 
 
 class Experiment(NamedTuple):
@@ -319,8 +319,7 @@ EXPERIMENTS = {
                 *SYNCHRONOUS,
                 "--federation.clients_per_round=30",
                 *rounds(18),
-                '--trainer.callbacks=[{"class_path":"ClientFaults","init_args":'
-                '{"step_seconds":0.01,"speed_sigma":1.0,"deadline":1.5}}]',
+                *callback("ClientFaults", step_seconds=0.01, speed_sigma=1.0, deadline=1.5),
             ),
         },
         ("val_acc, 10 s", "val_acc, 20 s"),
@@ -347,7 +346,7 @@ EXPERIMENTS = {
             "",
             (
                 *split("IID"),
-                '--trainer.callbacks=[{"class_path":"LabelFlip","init_args":{"clients":0.4}}]',
+                *callback("LabelFlip", clients=0.4),
             ),
             policies([(rate, 5) for rate in RATES]),
         ),

@@ -27,6 +27,7 @@ from runs import (
     Arms,
     Run,
     apart,
+    callback,
     check_options,
     fit_and_test_all,
     given,
@@ -83,26 +84,26 @@ def local(*patterns: str, **federation: Any) -> tuple[str, ...]:
     return tuple(f"--federation.{name}={json.dumps(value)}" for name, value in every.items())
 
 
-def evaluation(**init: Any) -> tuple[str, ...]:
-    """Return the option of the evaluation of clients."""
-    callback = {"class_path": "PersonalizedEvaluation", "init_args": init}
-    return (f"--trainer.callbacks={json.dumps([callback])}",)
-
-
 #: The heads learn in half of the steps, the rest in the other half.
 HALVES = [{"train": "local", "num_steps": 10}, {"train": "shared"}]
 #: The strengths of the authors.
 PFEDME = {"lr": 0.005, "personal_lr": 0.05, "lam": 15, "inner_steps": 5}
 
 PERSONALIZATION: Arms = {
-    "Local training": ("--trainer.max_epochs=1", *evaluation(steps=0, local_steps=400)),
+    "Local training": (
+        "--trainer.max_epochs=1",
+        *callback("PersonalizedEvaluation", steps=0, local_steps=400),
+    ),
     "FedAvg": (),
-    "FedAvg, fine-tuned": evaluation(steps=20),
+    "FedAvg, fine-tuned": callback("PersonalizedEvaluation", steps=20),
     "FedBN": local("type:_BatchNorm"),
     "FedPer": local("HEAD"),
     "FedRep": local("HEAD", phases=HALVES),
     "LG-FedAvg": local("BODY"),
-    "FedBABU": (*local("HEAD", phases=[{"train": "shared"}]), *evaluation(steps=20)),
+    "FedBABU": (
+        *local("HEAD", phases=[{"train": "shared"}]),
+        *callback("PersonalizedEvaluation", steps=20),
+    ),
     "Ditto, strength = 0.1": term("Ditto", strength=0.1),
     "pFedMe": (
         given("model.init_args.optimizer", "lightning_fl.optimizers.PFedMe", **PFEDME),

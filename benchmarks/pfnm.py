@@ -35,6 +35,7 @@ from lightning_fl.models import MLPClassifier
 from lightning_fl.partition import IID, Dirichlet
 from runs import (
     ROOT,
+    Arms,
     Run,
     apart,
     check_options,
@@ -46,6 +47,7 @@ from runs import (
     publish,
     result,
     rows,
+    rule,
     table,
 )
 
@@ -62,15 +64,10 @@ DATA: dict[str, tuple[int, list[str]]] = {
         ],
     ),
 }
-SPLITS: dict[str, list[str]] = {
-    "homogeneous": [],
-    "heterogeneous": [
-        '--data.init_args.partition={"class_path":"Dirichlet","init_args":'
-        '{"alpha":0.2,"min_size":32}}'
-    ],
+SPLITS: Arms = {
+    "homogeneous": (),
+    "heterogeneous": (given("data.init_args.partition", "Dirichlet", alpha=0.2, min_size=32),),
 }
-CALLBACK = '--trainer.callbacks+={"class_path":"MatchingBaselines","init_args":%s}'
-STUDENT = '{"student":{"class_path":"MLPClassifier","init_args":{"sizes":%s}},"lr":%s}'
 #: The paper's options of neural matching: sigma is chosen by training accuracy, and a layer of 700
 #: neurons or more grows by one neuron per client.
 PAPER = tuple(
@@ -140,12 +137,11 @@ class Arm(NamedTuple):
     options: tuple[str, ...] = ()
 
 
-BASELINES = CALLBACK % "{}"
+BASELINES = given("trainer.callbacks+", "MatchingBaselines")
 #: One step of the server's Adam per round, with the mean of the updates of local SGD.
 MEAN = (
-    '--federation.aggregator={"class_path":"FedOpt","init_args":{"optimizer":'
-    '{"class_path":"torch.optim.Adam","init_args":{"lr":0.01}}}}',
-    '--model.init_args.optimizer={"class_path":"torch.optim.SGD","init_args":{"lr":0.1}}',
+    *rule("FedOpt", optimizer={"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}),
+    given("model.init_args.optimizer", "torch.optim.SGD", lr=0.1),
 )
 #: Clients take turns: each starts from the model that the last one has updated.
 CURRENT = (
@@ -260,8 +256,9 @@ def point(out: Path, figure: str, data: str, split: str, value: int, seed: int) 
     lr = 0.01 if data == "mnist" else 0.001
     place = out / "points" / f"{data}-{split}-J{clients}-C{depth}-{seed}"
     adam = given("federation.aggregator.init_args.optimizer", "torch.optim.Adam", lr=lr)
-    student = STUDENT % ([inputs, *[500] * depth, 10], lr)
-    own = {"pfnm": (*PAPER, CALLBACK % student), "downpour": (adam,)}
+    student = {"class_path": "MLPClassifier", "init_args": {"sizes": [inputs, *[500] * depth, 10]}}
+    baselines = given("trainer.callbacks+", "MatchingBaselines", student=student, lr=lr)
+    own = {"pfnm": (*PAPER, baselines), "downpour": (adam,)}
     return {
         name: Run(
             place.with_name(f"{place.name}-{name}"),

@@ -260,3 +260,8 @@ def term(name: str, **init: Any) -> tuple[str, ...]:
 def split(name: str, **init: Any) -> tuple[str, ...]:
     """Return the option of a partition."""
     return (given("data.init_args.partition", name, **init),)
+
+
+def callback(name: str, **init: Any) -> tuple[str, ...]:
+    """Return the option that has one callback and no other."""
+    return (f"--trainer.callbacks={json.dumps([{'class_path': name, 'init_args': init}])}",)

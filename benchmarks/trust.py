@@ -12,7 +12,6 @@ What follows ``--`` goes to ``fit`` and ``test`` of every arm.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -21,8 +20,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from runs import (
+    Arms,
     Run,
     apart,
+    callback,
     check_options,
     fit_and_test_all,
     machine_line,
@@ -30,34 +31,24 @@ from runs import (
     publish,
     result,
     rows,
+    rule,
     table,
 )
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4)
 
-
-def given(option: str, name: str, **init: Any) -> str:
-    """Return an option that names a class with its own options."""
-    return f"--{option}={json.dumps({'class_path': name, 'init_args': init})}"
-
-
-def callback(name: str, **init: Any) -> str:
-    """Return the option that has one callback and no other."""
-    return f"--trainer.callbacks={json.dumps([{'class_path': name, 'init_args': init}])}"
-
-
 #: Server rules, each told what it has to stand: 8 of 20 clients.
-RULES = {
-    "FedAvg": given("federation.aggregator", "FedAvg"),
-    "NormClipping": given("federation.aggregator", "NormClipping", max_norm=0.5),
-    "CoordinateMedian": given("federation.aggregator", "CoordinateMedian"),
-    "TrimmedMean": given("federation.aggregator", "TrimmedMean", fraction=0.4),
-    "GeometricMedian": given("federation.aggregator", "GeometricMedian"),
-    "Krum": given("federation.aggregator", "Krum", attackers=8),
-    "Multi-Krum": given("federation.aggregator", "Krum", attackers=8, keep=11),
+RULES: Arms = {
+    "FedAvg": rule("FedAvg"),
+    "NormClipping": rule("NormClipping", max_norm=0.5),
+    "CoordinateMedian": rule("CoordinateMedian"),
+    "TrimmedMean": rule("TrimmedMean", fraction=0.4),
+    "GeometricMedian": rule("GeometricMedian"),
+    "Krum": rule("Krum", attackers=8),
+    "Multi-Krum": rule("Krum", attackers=8, keep=11),
 }
-ATTACKS: dict[str, Callable[[float], str]] = {
+ATTACKS: dict[str, Callable[[float], tuple[str, ...]]] = {
     "sign flip, 4 times": lambda f: callback("ClientAttack", clients=f, boost=4.0),
     "noise, 10 times": lambda f: callback("ClientAttack", clients=f, kind="noise", boost=10.0),
     "label flip": lambda f: callback("LabelFlip", clients=f),
@@ -68,49 +59,42 @@ FAILING = {"dropout": 0.125, "crash": 0.125, "nan": 0.125, "blowup": 0.125}
 CLOCK = {"straggler": 0.1, "speed_sigma": 0.5, "step_seconds": 0.05, "bandwidth": 1e6}
 LONG = "--trainer.max_epochs=200"
 FAULTS = {
-    f"{rule}, {what}": (callback("ClientFaults", **faults), RULES[rule], LONG)
+    f"{name}, {what}": (*callback("ClientFaults", **faults), *RULES[name], LONG)
     for what, faults in (
         ("no faults", CLOCK),
         ("half of the clients fail", {**FAILING, **CLOCK}),
         ("half of the clients fail, deadline 3 s", {**FAILING, **CLOCK, "deadline": 3.0}),
     )
-    for rule in ("FedAvg", "CoordinateMedian", "NormClipping")
+    for name in ("FedAvg", "CoordinateMedian", "NormClipping")
 }
-
-
-def private(**init: Any) -> tuple[str, ...]:
-    """Return an arm with other options of the rule."""
-    return (given("federation.aggregator", "DPFedAvg", **init),)
-
-
 PRIVACY = {
-    "FedAvg": (given("federation.aggregator", "FedAvg", weighting="uniform"),),
-    "clipped at 0.5, no noise": private(noise_multiplier=0.0, clip_norm=0.5),
-    "z = 0.67": private(noise_multiplier=0.67, clip_norm=0.5),
-    "z = 1": private(noise_multiplier=1.0, clip_norm=0.5),
-    "z = 2": private(noise_multiplier=2.0, clip_norm=0.5),
-    "z = 1, clipping at the median norm": private(
-        noise_multiplier=1.0, clip_norm=0.5, quantile=0.5
+    "FedAvg": rule("FedAvg", weighting="uniform"),
+    "clipped at 0.5, no noise": rule("DPFedAvg", noise_multiplier=0.0, clip_norm=0.5),
+    "z = 0.67": rule("DPFedAvg", noise_multiplier=0.67, clip_norm=0.5),
+    "z = 1": rule("DPFedAvg", noise_multiplier=1.0, clip_norm=0.5),
+    "z = 2": rule("DPFedAvg", noise_multiplier=2.0, clip_norm=0.5),
+    "z = 1, clipping at the median norm": rule(
+        "DPFedAvg", noise_multiplier=1.0, clip_norm=0.5, quantile=0.5
     ),
     "z = 1, fixed cohorts of 100 clients": (
-        *private(noise_multiplier=1.0, clip_norm=0.5),
+        *rule("DPFedAvg", noise_multiplier=1.0, clip_norm=0.5),
         "--federation.sampler=UniformSampler",
     ),
 }
 
 
-def attack_arm(attack: str, rule: str, fraction: float) -> tuple[str, str, float]:
+def attack_arm(attack: str, name: str, fraction: float) -> tuple[str, str, float]:
     """Return which run a cell shows: without attackers one stands for all that measure alike."""
     if fraction == 0 and not attack.startswith("backdoor"):
         attack = next(iter(ATTACKS))
-    return attack, rule, fraction
+    return attack, name, fraction
 
 
 def attack_arms() -> dict[tuple[str, str, float], tuple[str, ...]]:
     """Return options by attack, rule and fraction."""
     return {
-        attack_arm(attack, rule, fraction): (ATTACKS[attack](fraction), RULES[rule])
-        for attack, rule, fraction in product(ATTACKS, RULES, FRACTIONS)
+        attack_arm(attack, name, fraction): (*ATTACKS[attack](fraction), *RULES[name])
+        for attack, name, fraction in product(ATTACKS, RULES, FRACTIONS)
     }
 
 
@@ -162,10 +146,10 @@ def attack_tables(out: Path, seeds: Sequence[int]) -> str:
     text = []
     for attack in ATTACKS:
         lines = []
-        for rule in RULES:
-            cells = [rule]
+        for name in RULES:
+            cells = [name]
             for fraction in FRACTIONS:
-                places = ended(out, "attacks", attack_arm(attack, rule, fraction), seeds)
+                places = ended(out, "attacks", attack_arm(attack, name, fraction), seeds)
                 cell = mean_and_spread(accuracies(places))
                 doors = [v for place in places for v in last(place, "backdoor_acc")]
                 cells.append(f"{cell} / {mean_and_spread(doors)}" if doors else cell)
