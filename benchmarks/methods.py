@@ -15,7 +15,6 @@ what was cut short goes on. What follows ``--`` goes to ``fit`` and ``test`` of 
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -37,6 +36,7 @@ from runs import (
     result,
     rows,
     rule,
+    shared_options,
     split,
     table,
     term,
@@ -340,14 +340,10 @@ def section(name: str, data: str, seeds: Sequence[int], out: Path) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what is missing, show what is there."""
     own, extra = apart(arguments)
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = shared_options(__doc__, "methods")
     parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
     parser.add_argument("--methods", nargs="+", help="run these methods only")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--out", type=Path, default=Path("runs", "methods"))
-    parser.add_argument("--markdown", type=Path, help="write the tables here")
     args = parser.parse_args(own)
     name, experiment = args.experiment, EXPERIMENTS[args.experiment]
     if unknown := sorted(set(args.methods or ()) - experiment.arms.keys()):

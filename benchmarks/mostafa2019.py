@@ -23,7 +23,6 @@ of each method, in turns, of as many local steps as each other; nothing else sho
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Sequence
@@ -50,6 +49,7 @@ from runs import (
     publish,
     result,
     rows,
+    shared_options,
     table,
 )
 
@@ -260,12 +260,11 @@ def overhead_table(found: dict[str, dict[str, list[float]]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> dict[Cell, dict[str, Any]]:
     """Run what is missing, print the tables of what is there."""
     given, extra = apart(arguments)
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = shared_options(__doc__, "mostafa2019")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(PUBLISHED))
     parser.add_argument("--participation", nargs="+", type=float, default=[1.0, 0.5], metavar="C")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument(
         "--with",
         action="append",
@@ -274,10 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[Cell, dict[str, Any]]:
         metavar="'METHOD OPTION'",
         help="an option for the cells of one method; may be given several times",
     )
-    parser.add_argument("--jobs", type=int, default=1, help="cells at the same time")
     parser.add_argument("--gpus", type=int, default=0, help="deal the cells to so many GPUs")
-    parser.add_argument("--out", type=Path, default=Path("runs", "mostafa2019"))
-    parser.add_argument("--markdown", type=Path, help="write the tables here")
     parser.add_argument("--figure", type=Path, help="draw figure 3 here")
     parser.add_argument(
         "--overhead", type=int, metavar="N", help="table 4 instead (noniid, C=1), of N repeats"

@@ -48,6 +48,7 @@ from runs import (
     result,
     rows,
     rule,
+    shared_options,
     table,
 )
 
@@ -755,14 +756,10 @@ PAGES: dict[str, Callable[[argparse.Namespace], list[str]]] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what is missing, show what is there."""
     given, extra = apart(arguments)
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = shared_options(__doc__, "pfnm")
     parser.add_argument("--figures", nargs="+", choices=PAGES, default=list(PAGES))
     parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--out", type=Path, default=Path("runs", "pfnm"))
     parser.add_argument("--show", action="store_true", help="run nothing, show what is there")
-    parser.add_argument("--markdown", type=Path, help="write tables here, pictures beside them")
     args = parser.parse_args(given)
     roots = [option.partition("=")[2] for option in extra if option.startswith(ROOT)]
     args.root = roots[-1] if roots else None

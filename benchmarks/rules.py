@@ -11,7 +11,6 @@ What follows ``--`` goes to ``fit`` and ``test`` of every arm.
 
 from __future__ import annotations
 
-import argparse
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -34,6 +33,7 @@ from runs import (
     publish,
     result,
     rows,
+    shared_options,
     table,
 )
 
@@ -156,12 +156,8 @@ def picture(name: str, out: Path, seeds: Sequence[int], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what is missing, show what is there."""
     given, extra = apart(arguments)
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = shared_options(__doc__, "rules")
     parser.add_argument("--experiments", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--out", type=Path, default=Path("runs", "rules"))
-    parser.add_argument("--markdown", type=Path, help="write tables here, pictures beside them")
     args = parser.parse_args(given)
     if wrong := check_options(args.out, extra):
         parser.error(wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import multiprocessing
@@ -129,6 +130,16 @@ def newest(folder: Path, name: str) -> Path:
 def rows(folder: Path) -> list[dict[str, str]]:
     """Return the table of rounds."""
     return list(csv.DictReader(newest(folder, "rounds.csv").read_text().splitlines()))
+
+
+def shared_options(doc: str | None, out: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of all scripts, for one with a docstring and a folder."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--out", type=Path, default=Path("runs", out))
+    parser.add_argument("--markdown", type=Path, help="write tables here, pictures beside them")
+    return parser
 
 
 def apart(arguments: Sequence[str] | None) -> tuple[list[str], list[str]]:

@@ -11,7 +11,6 @@ What follows ``--`` goes to ``fit`` and ``test`` of every arm.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -32,6 +31,7 @@ from runs import (
     result,
     rows,
     rule,
+    shared_options,
     table,
 )
 
@@ -216,13 +216,10 @@ def time_picture(out: Path, seed: int, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what is missing, show what is there."""
     own, extra = apart(arguments)
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = shared_options(__doc__, "trust")
+    parser.set_defaults(seeds=[1])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--out", type=Path, default=Path("runs", "trust"))
     parser.add_argument("--show", action="store_true", help="run nothing")
-    parser.add_argument("--markdown", type=Path, help="write tables here, pictures beside them")
     args = parser.parse_args(own)
     if wrong := check_options(args.out, extra):
         parser.error(wrong)
