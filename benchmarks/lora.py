@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from contestants import fresh, peak
 from lightning_fl import ClientModule, FederatedLoop, VectorizedClients
 from lightning_fl.aggregators import Aggregator, FedAvg, FlexLoRA, ZeroPadding
 from lightning_fl.datamodules import MNIST, FashionMNIST, FederatedDataModule, InMemory
@@ -175,23 +175,15 @@ def cost(rank: int, at_once: int, is_federated: int, width: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     found["seconds"] = (perf_counter() - start) / 3
-    # Not getrusage, whose peak is inherited from the process that started this one.
-    status = Path("/proc/self/status").read_text()
-    found["peak_mib"] = int(status.partition("VmHWM:")[2].split()[0]) / 1024
-    print(json.dumps(found))
+    print(json.dumps(found | {"peak_mib": peak()}))
 
 
 def measured(case: Sequence[int], width: int) -> dict[str, Any]:
     """Return what :func:`cost` prints in a fresh process, beside that of a small network."""
-    found, small = (_printed(*case, size) for size in (width, 100))
+    found, small = (
+        json.loads(fresh(__file__, "--cost", *map(str, (*case, size)))) for size in (width, 100)
+    )
     return found | {"base_mib": small["peak_mib"]}
-
-
-def _printed(*values: int) -> dict[str, Any]:
-    line = [sys.executable, __file__, "--cost", *map(str, values)]
-    done = subprocess.run(line, capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 # --- tables ---------------------------------------------------------------------------------------
