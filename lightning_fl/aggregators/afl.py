@@ -104,7 +104,6 @@ class AFL(Aggregator):
         self.register_buffer("weights", torch.zeros(0, dtype=torch.float64))
         #: Numbers of draws, and mask of the clients whose losses are used, ``[N]``; None is of all.
         self._draws: tuple[Tensor, Tensor] | None = None
-        self._metrics: dict[str, float] = {}
 
     def setup(self, federation: Federation) -> None:
         """Refuse clients and samplers that are not those of the mode."""
@@ -163,11 +162,6 @@ class AFL(Aggregator):
             self._draws = draws.to(device), evaluated.to(device)
         return {}
 
-    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
-        """Begin a round."""
-        super().start(server, trained)
-        self._metrics = {}
-
     def allocate(self, server: Tensor) -> None:
         """Declare the sums of a round, and the mixture."""
         federation = self.known_federation
@@ -203,10 +197,13 @@ class AFL(Aggregator):
         if found.any():
             losses = self.losses[found]
             agnostic = self.weights[found] @ losses / self.weights[found].sum().clamp(min=1e-300)
-            self._metrics = {"loss_max": float(losses.max()), "loss_mean": float(losses.mean())}
-            self._metrics["loss_mixture"] = float(agnostic)
             self.weights = ascend_mixture(self.weights, self.losses, found, self.gamma)
-            self._metrics["mixture_max"] = float(self.mixture.max())
+            self.round_metrics = {
+                "loss_max": float(losses.max()),
+                "loss_mean": float(losses.mean()),
+                "loss_mixture": float(agnostic),
+                "mixture_max": float(self.mixture.max()),
+            }
         if not weight > 0:  # nobody with a weight returned
             return self.server
         model = (self.server + sum_value(self.total) / weight).to(self.server.dtype)
@@ -240,4 +237,4 @@ class AFL(Aggregator):
 
     def metrics(self) -> dict[str, float]:
         """Return the largest and mean loss, their mean by the mixture, and its largest entry."""
-        return self._metrics
+        return self.round_metrics

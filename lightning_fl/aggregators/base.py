@@ -50,6 +50,10 @@ class Aggregator(Metric, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("server", torch.zeros(0), persistent=False)
+        #: Mask of the parameters that clients train in the round, ``[num_parameters]``, or None.
+        self.trained: Tensor | None = None
+        #: Metrics of the round, for rules that return them in :meth:`metrics`.
+        self.round_metrics: dict[str, float] = {}
 
     def setup(self, federation: Federation) -> None:
         """Configure the rule for a run, once at the start of a fit, before :meth:`start`.
@@ -93,7 +97,8 @@ class Aggregator(Metric, ABC):
             self.allocate(server)
             self.to(server.device)  # move tensors that a rule created on the CPU
         self.reset()
-        self.server = server
+        self.server, self.trained = server, trained
+        self.round_metrics = {}
 
     def client_parts(self) -> Sequence[ClientPart]:
         """Return the client-side hooks of this rule. Called once, after :meth:`setup`.

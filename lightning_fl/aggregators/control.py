@@ -83,7 +83,6 @@ class FedControl(Aggregator):
             raise FederationError(f"alpha and beta must sum to at most 1, got {alpha} and {beta}")
         self.decay = check_number("decay", decay, min=0, max=1)
         self.least = check_number("least", least, above=0)
-        self._metrics: dict[str, float] = {}
 
     def allocate(self, server: Tensor) -> None:
         """Declare the weighted sums of the three terms, their weights, and client reports."""
@@ -95,11 +94,6 @@ class FedControl(Aggregator):
         known = torch.zeros(PLACES, self.columns, dtype=torch.float64, device=device)
         self.register_buffer("known", known)
         self.register_buffer("round", torch.zeros((), dtype=torch.int64, device=device))
-
-    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
-        """Begin a round."""
-        super().start(server, trained)
-        self._metrics = {}
 
     def setup(self, federation: Federation) -> None:
         """Raise an error if the module does not provide per-sample losses."""
@@ -148,7 +142,7 @@ class FedControl(Aggregator):
         total = torch.where(none[:, None], total[0], total)
         weight = torch.where(none, weight[0], weight)
         absolute = torch.where(none, absolute[0], absolute)
-        self._metrics = {"weight_l1": float(share @ (absolute / weight.abs()))}
+        self.round_metrics = {"weight_l1": float(share @ (absolute / weight.abs()))}
         move = (share / weight) @ total
         return (self.server + move).to(self.server.dtype)
 
@@ -278,4 +272,4 @@ class FedPIDAvg(FedControl):
 
     def metrics(self) -> dict[str, float]:
         """Return the sum of the absolute values of the weights."""
-        return self._metrics
+        return self.round_metrics

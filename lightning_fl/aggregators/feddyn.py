@@ -84,7 +84,6 @@ class FedDyn(Aggregator):
         super().__init__()
         self.alpha = check_number("alpha", alpha, above=0)
         self.weighting = check_choice("weighting", weighting, "uniform", "samples")
-        self._trained: Tensor | None = None
 
     def setup(self, federation: Federation) -> None:
         """Refuse weights by samples if the numbers of samples change."""
@@ -107,11 +106,6 @@ class FedDyn(Aggregator):
         assert num_samples is not None
         return {"mean_samples": num_samples.double().mean()}
 
-    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
-        """Begin a round."""
-        super().start(server, trained)
-        self._trained = trained
-
     def allocate(self, server: Tensor) -> None:
         """Declare the sums of a round, and the vector of the server."""
         self.add_sum("total", len(server))
@@ -132,8 +126,8 @@ class FedDyn(Aggregator):
         total, n = sum_value(self.total), len(self.h)
         self.h = self.h - self.alpha / num_clients * total[:n]
         correction = self.h / self.alpha
-        if self._trained is not None:  # h of a parameter may be left from rounds that trained it
-            correction = correction.where(self._trained, 0)
+        if self.trained is not None:  # h of a parameter may be left from rounds that trained it
+            correction = correction.where(self.trained, 0)
         move = total / self.count
         move[:n] -= correction
         return (self.server + move).to(self.server.dtype)

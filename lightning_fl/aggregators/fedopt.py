@@ -55,15 +55,9 @@ class FedOpt(FedAvg):
         weighting: Literal["samples", "uniform"] = "samples",
     ) -> None:
         super().__init__(weighting)
-        self._trained: Tensor | None = None
         self.make_optimizer = optimizer or partial(torch.optim.SGD, lr=1.0)
         #: Name and options of the optimizer, for checkpoints and reports.
         self.optimizer = _tried(self.make_optimizer)
-
-    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
-        """Begin a round; see :meth:`Aggregator.start`."""
-        super().start(server, trained)
-        self._trained = trained
 
     def allocate(self, server: Tensor) -> None:
         """Create the optimizer; see :meth:`FedAvg.allocate`."""
@@ -82,14 +76,14 @@ class FedOpt(FedAvg):
         param: Tensor = self._optimizer.param_groups[0]["params"][0]
         server, mean, n = self.server.double(), self._mean(), param.numel()
         param.data = server[:n].clone()
-        if self._trained is not None:  # weight decay of 0 is 0, so that the state keeps none of it
-            param.data.masked_fill_(~self._trained, 0)
+        if self.trained is not None:  # weight decay of 0 is 0, so that the state keeps none of it
+            param.data.masked_fill_(~self.trained, 0)
         for move in moves:
             param.grad = -move[:n].double()
             self._optimizer.step()
         moved = param.detach()
-        if self._trained is not None:
-            moved = moved.where(self._trained, (server + mean)[:n])
+        if self.trained is not None:
+            moved = moved.where(self.trained, (server + mean)[:n])
         return torch.cat([moved, (server + mean)[n:]]).to(self.server.dtype)
 
     def get_extra_state(self) -> dict[str, Any]:

@@ -77,7 +77,6 @@ class FlexLoRA(AdapterRule):
         self, ranks: Ranks = None, weighting: Literal["samples", "uniform"] = "samples"
     ) -> None:
         super().__init__(ranks, weighting)
-        self._metrics: dict[str, float] = {}
 
     def setup(self, federation: Federation) -> None:
         """Refuse what clients keep in coordinates; see :meth:`AdapterRule.setup`."""
@@ -105,11 +104,6 @@ class FlexLoRA(AdapterRule):
         local = (n for n in federation.local_parameters if n in params and params[n].requires_grad)
         # A LocalNetwork writes the dots of a name as slashes.
         return [n for n in local if any(n.replace("/", ".").endswith(f".{f}") for f in factors)][:1]
-
-    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
-        """Begin a round."""
-        super().start(server, trained)
-        self._metrics = {}
 
     def allocate(self, server: Tensor) -> None:
         """Declare the factors of the round's clients, too; see :meth:`FedAvg.allocate`."""
@@ -156,9 +150,9 @@ class FlexLoRA(AdapterRule):
             ours[names[0]].copy_(new_a.reshape(ours[names[0]].shape))
             ours[names[1]].copy_(new_b.reshape(ours[names[1]].shape))
             lost.append(share)
-        self._metrics = {"lost_energy": float(torch.stack(lost).max())}
+        self.round_metrics = {"lost_energy": float(torch.stack(lost).max())}
         return model
 
     def metrics(self) -> dict[str, float]:
         """Return the share of the average product that the rank of the module cannot hold."""
-        return self._metrics
+        return self.round_metrics

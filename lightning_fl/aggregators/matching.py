@@ -130,7 +130,6 @@ class NeuronMatching(Aggregator):
         self._in_training: ClientNetworks | None = None
         self._returned: tuple[Tensor, list[Layers]] | None = None
         self._merged: tuple[list[int], list[Layers]] = ([], [])
-        self._figures: dict[str, float] = {}
 
     # --- subclass interface -------------------------------------------------------------------
 
@@ -282,11 +281,6 @@ class NeuronMatching(Aggregator):
 
     # --- rounds -------------------------------------------------------------------------------
 
-    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
-        """Begin a round."""
-        super().start(server, trained)
-        self._figures = {}
-
     def reset(self) -> None:
         """Clear the updates of the round, including those not yet merged."""
         super().reset()
@@ -365,7 +359,7 @@ class NeuronMatching(Aggregator):
         self._next(ids, nets, merged)
         self.round += 1
         matchings = merged.matchings
-        self._figures = {
+        self.round_metrics = {
             **{f"width_{i + 1}": float(width) for i, width in enumerate(merged.widths)},
             "neurons": float(sum(len(a) for m in matchings for a in m.assignments)),
             "popularity": float(torch.cat([m.counts for m in matchings]).mean()),
@@ -434,7 +428,7 @@ class NeuronMatching(Aggregator):
 
     def metrics(self) -> dict[str, float]:
         """Return widths, number of client neurons, mean clients per atom, objective and options."""
-        return self._figures
+        return self.round_metrics
 
     def plot(self) -> Figure | None:
         """Draw the atoms of each client, one panel per hidden layer."""

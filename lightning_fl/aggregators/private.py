@@ -106,7 +106,6 @@ class DPFedAvg(FedOpt):
         self.register_buffer("round", torch.zeros((), dtype=torch.int64))
         #: Pairs of a noise multiplier and the number of rounds with it.
         self.ledger: list[tuple[float, int]] = []
-        self._figures: dict[str, float] = {}
         self._noise_key = 0
 
     def setup(self, federation: Federation) -> None:
@@ -170,8 +169,8 @@ class DPFedAvg(FedOpt):
 
     def _mask(self) -> Tensor:
         """Return the mask of trained parameters, without buffers."""
-        if self._trained is not None:
-            return self._trained
+        if self.trained is not None:
+            return self.trained
         return torch.ones_like(self.server[: self.num_parameters], dtype=torch.bool)
 
     def compute(self) -> Tensor:
@@ -185,7 +184,7 @@ class DPFedAvg(FedOpt):
         drawn = torch.randn(len(mask), generator=random, dtype=torch.float64)
         total = sum_value(self.total[:, : len(mask)])
         mean = (total + deviation * drawn.to(total.device)) / size
-        self._figures = {"clip_norm": self._norm, "noise": deviation / size}
+        self.round_metrics = {"clip_norm": self._norm, "noise": deviation / size}
         if self.quantile is not None:
             count = float(torch.randn((), generator=random, dtype=torch.float64))
             count *= self._count_noise if noise else 0.0
@@ -204,8 +203,8 @@ class DPFedAvg(FedOpt):
         if self.ledger and self.ledger[-1][0] == noise:
             noise, count = self.ledger.pop()
         self.ledger.append((noise, count + 1))
-        self._figures["epsilon"] = epsilon(self.ledger, self._delta, self._drawn)
-        self._figures["delta"] = self._delta
+        self.round_metrics["epsilon"] = epsilon(self.ledger, self._delta, self._drawn)
+        self.round_metrics["delta"] = self._delta
 
     def conclude(self, returned: int, min_clients: int) -> Tensor:
         """Return a new model in every round; keeping the model would reveal the client count."""
@@ -214,7 +213,7 @@ class DPFedAvg(FedOpt):
 
     def metrics(self) -> dict[str, float]:
         """Return the privacy loss so far, the norm, and the noise on each entry of the mean."""
-        return self._figures
+        return self.round_metrics
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the privacy ledger and the optimizer state for the checkpoint."""

@@ -76,7 +76,6 @@ class QFedAvg(Aggregator):
         self.q = check_number("q", q, min=0)
         #: Learning rate to which those of the clients are a ratio; it cancels in the quotient.
         self._lr = 1.0
-        self._metrics: dict[str, float] = {}
 
     def setup(self, federation: Federation) -> None:
         """Refuse local training that is not plain SGD, and modules without losses."""
@@ -87,11 +86,6 @@ class QFedAvg(Aggregator):
     def client_parts(self) -> Sequence[ClientPart]:
         """Let clients evaluate the received model."""
         return [MeanLosses(after=False)]
-
-    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
-        """Begin a round."""
-        super().start(server, trained)
-        self._metrics = {}
 
     def broadcast(self, plan: RoundPlan) -> Mapping[str, Tensor]:
         """Take the learning rate of the round; send nothing."""
@@ -149,7 +143,7 @@ class QFedAvg(Aggregator):
         self._check(float(self.smallest), largest, curvature)
         mean = total / count
         variance = max(squares / count - mean**2, 0.0)
-        self._metrics = {"loss_mean": mean, "loss_variance": variance, "loss_max": largest}
+        self.round_metrics = {"loss_mean": mean, "loss_variance": variance, "loss_max": largest}
         self.scale = self.scale.new_full((1,), max(largest, 1e-10))
         move = torch.cat([sum_value(self.total) / curvature, sum_value(self.buffers_total) / count])
         return (self.server + move).to(self.server.dtype)
@@ -171,7 +165,7 @@ class QFedAvg(Aggregator):
 
     def metrics(self) -> dict[str, float]:
         """Return mean, variance and maximum of the initial losses of the last round's clients."""
-        return self._metrics
+        return self.round_metrics
 
 
 def _check_solver(name: str, federation: Federation) -> None:

@@ -212,12 +212,6 @@ class NormClipping(FedAvg):
     ) -> None:
         super().__init__(weighting)
         self.max_norm = check_number("max_norm", max_norm, above=0)
-        self._figures: dict[str, float] = {}
-
-    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
-        """Begin a round."""
-        super().start(server, trained)
-        self._figures = {}
 
     def allocate(self, server: Tensor) -> None:
         """Declare also the number of clipped updates; see :meth:`FedAvg.allocate`."""
@@ -237,9 +231,9 @@ class NormClipping(FedAvg):
     def compute(self) -> Tensor:
         """Return the global model plus the mean; see :meth:`FedAvg.compute`."""
         part = float(self.hits / self.count) if self.count else 0.0
-        self._figures = {"clipped": part}
+        self.round_metrics = {"clipped": part}
         return super().compute()
 
     def metrics(self) -> dict[str, float]:
         """Return the fraction of the last round's updates that were clipped."""
-        return self._figures
+        return self.round_metrics
