@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.aggregators.fedavg import FedAvg
 from lightning_fl.federation.context import Federation
+from lightning_fl.functional.privacy import clipped_update
 from lightning_fl.functional.robust import (
-    clipped,
     coordinate_median,
     geometric_median,
     krum_scores,
@@ -223,8 +223,8 @@ class NormClipping(FedAvg):
         n = clients.delta.shape[1] if self.num_parameters is None else self.num_parameters
         delta = clients.delta.clone()
         for row in delta:  # separately: batched norms may round differently
-            self.hits += row[:n].norm() > self.max_norm
-            row[:n] = clipped(row[None, :n], self.max_norm)[0]
+            row[:n], is_below = clipped_update(row[:n], self.max_norm)
+            self.hits += ~is_below
         super().update(replace(clients, delta=delta))
         self.count += len(delta)
 

@@ -158,8 +158,8 @@ def clipped_update(update: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     r"""Return :math:`\Delta \min(1, C / \|\Delta\|)`, and True if the norm is at most :math:`C`.
 
     Args:
-        update: Client update, ``[P]``, in float64. A norm in float32 may round to less than the
-            true norm.
+        update: Client update :math:`\Delta`, ``[P]``. For privacy, it must be in float64: a norm in
+            float32 may round to less than the true norm.
         clip: Clipping norm :math:`C`.
 
     Example:

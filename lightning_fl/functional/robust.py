@@ -106,20 +106,3 @@ def geometric_median(
         if (center - before).norm() * beta.sum() <= smoothing:
             break
     return center
-
-
-def clipped(updates: Tensor, max_norm: float) -> Tensor:
-    r"""Clip update norms, :math:`\Delta_k \min(1, M / \|\Delta_k\|)` (Sun et al., 2019).
-
-    Args:
-        updates: Client updates, ``[k, P]``.
-        max_norm: Maximum norm :math:`M`.
-
-    Example:
-        >>> clipped(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), max_norm=1.0)
-        tensor([[0.6000, 0.8000],
-                [0.3000, 0.4000]])
-    """
-    norms = updates.norm(dim=1, keepdim=True)
-    factor: Tensor = (max_norm / norms.clamp(min=torch.finfo(updates.dtype).tiny)).clamp(max=1)
-    return updates * factor

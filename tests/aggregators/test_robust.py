@@ -18,7 +18,6 @@ from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.layout import VectorLayout
 from lightning_fl.functional.robust import (
-    clipped,
     coordinate_median,
     geometric_median,
     krum_scores,
@@ -44,6 +43,10 @@ def after(rule, server, update):
 
 def multi_krum(delta, f, m):
     return delta[krum_scores(delta, f).argsort()[:m]].mean(0)
+
+
+def clipped(delta, max_norm):
+    return delta * (max_norm / delta.norm(dim=1, keepdim=True)).clamp(max=1)
 
 
 @pytest.mark.parametrize(
