@@ -55,11 +55,14 @@ class FedAvg(Aggregator):
         if not self.server.numel():  # Without start(), compute() returns the mean update.
             self.server = torch.zeros_like(clients.delta[0])
             self.allocate(self.server)
-        weights = clients.num_samples.to(self.total)
-        if self.weighting == "uniform":
-            weights = torch.ones_like(weights)
+        weights = self._weights(clients)
         add_rows(self.total, clients.delta, weights)
         self.weight += weights.sum()
+
+    def _weights(self, clients: ClientUpdate) -> Tensor:
+        """Return the weights of clients before normalization, ``[k]`` in float64."""
+        weights = clients.num_samples.to(self.weight)
+        return weights if self.weighting == "samples" else torch.ones_like(weights)
 
     def compute(self) -> Tensor:
         """Return the global model plus the mean update, unchanged if no client returned."""

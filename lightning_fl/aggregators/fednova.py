@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, cast
 
-import torch
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 
@@ -116,9 +115,7 @@ class FedNova(FedOpt):
         """Add normalized updates to the weighted sum."""
         steps = self._steps(clients).to(self.total)
         tau = clients.num_steps.to(self.total) if self._mu else steps  # type: ignore[union-attr]
-        weights = clients.num_samples.to(self.total)
-        if self.weighting == "uniform":
-            weights = torch.ones_like(weights)
+        weights = self._weights(clients)
         n = len(self.server[: self.num_parameters])
         add_rows(self.total[:, :n], clients.delta[:, :n], weights / steps)
         add_rows(self.total[:, n:], clients.delta[:, n:], weights)

@@ -120,9 +120,8 @@ class FlexLoRA(AdapterRule):
         for factor, unused in self.unused(local, clients.clients):
             # What attacks and update transforms add beyond the rank is not sent.
             parts.append(factor.masked_fill(unused, 0).flatten(1))
-        weights = clients.num_samples.to(self.weight)
-        weights = weights if self.weighting == "samples" else torch.ones_like(weights)
-        self.append(ids=clients.clients, weights=weights, factors=torch.cat(parts, 1))
+        weights, factors = self._weights(clients), torch.cat(parts, 1)
+        self.append(ids=clients.clients, weights=weights, factors=factors)
 
     def compute(self) -> Tensor:
         """Return the average of the other parameters, and the factors of the average product."""
