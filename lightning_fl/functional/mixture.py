@@ -33,23 +33,6 @@ def log_responsibilities(losses: Tensor, log_weights: Tensor) -> Tensor:
     return (log_weights - losses).log_softmax(1)
 
 
-def responsibilities(losses: Tensor, log_weights: Tensor) -> Tensor:
-    r"""Return the responsibilities of components for samples; see :func:`log_responsibilities`.
-
-    Args:
-        losses: Negative log-likelihoods, ``[n, M]``.
-        log_weights: Logarithms of the mixture weights, ``[M]``; -inf for a weight of 0.
-
-    Returns:
-        Responsibilities, ``[n, M]``. Each row sums to 1.
-
-    Example:
-        >>> responsibilities(torch.tensor([[1000.0, 1000.0]]), torch.tensor([0.25, 0.75]).log())
-        tensor([[0.2500, 0.7500]])
-    """
-    return log_responsibilities(losses, log_weights).exp()
-
-
 def floored_log_weights(log_weights: Tensor, floor: float) -> Tensor:
     r"""Raise small mixture weights to a floor, and normalize all weights.
 
