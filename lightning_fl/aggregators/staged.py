@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -85,8 +86,8 @@ class Staged(Aggregator):
     def start(self, server: Tensor, trained: Tensor | None = None) -> None:
         """Begin a round."""
         super().start(server, trained)
-        begins = int(self.round) in [sum(self.rounds[:i]) for i in range(1, len(self.rounds) + 1)]
-        if begins:  # initialize from the model of the previous stage
+        if int(self.round) in accumulate(self.rounds):
+            # The model of the previous stage initializes the client models of this one.
             self.active.allocate(server)
             self.active.to(server.device)
         self.active.start(server, trained)

@@ -78,10 +78,8 @@ def factorize(left: Tensor, right: Tensor, basis: Tensor) -> tuple[Tensor, Tenso
     scale = torch.linalg.matrix_norm(left) * torch.linalg.matrix_norm(right)
     noise = torch.finfo(s.dtype).eps * max(left.shape[0], right.shape[1]) * scale
     kept = (s[:rank] > noise).to(s)
-    a, b = (
-        _padded(vh[:rank] * kept[:, None], rank),
-        _padded((u[:, :rank] * s[:rank] * kept).T, rank),
-    )
+    a = _padded(vh[:rank] * kept[:, None], rank)
+    b = _padded((u[:, :rank] * s[:rank] * kept).T, rank)
     kept = _padded(kept, rank)
     # Computed also where no row is missing, since a branch would wait for the device. Projected
     # twice, as the first projection leaves a part of the size of its rounding.

@@ -207,10 +207,8 @@ def match_networks(
         values, trust = _outgoing(nets, layer, width, share, matchings)
         prior = options.prior(len(nets), values[0].shape[1])
         before = None if past is None else _before(past, layer, prior, end)
-        own, begun = (
-            [t / options.client_variance for t in trust],
-            None if start is None else start[layer],
-        )
+        own = [t / options.client_variance for t in trust]
+        begun = None if start is None else start[layer]
         sweeps, order = options.sweeps, each_orders[layer]
         found = match(prior, values, own, sweeps, order, begun, generator, before, options.accept)
         matchings.insert(0, found)
@@ -344,22 +342,21 @@ def _given(values: Sequence[Tensor], found: Matching) -> Tensor:
 
 
 def _before(past: NetworkPosterior, layer: int, prior: Process, end: int) -> Posterior:
-    """Return the posterior of a layer, extended to its current coordinates."""
+    """Return the posterior of a layer, with the prior of new coordinates.
+
+    These are before ``end``, and belong to new atoms of the layer above.
+    """
     if not past.layers:
         return Posterior.before(prior.clients, len(prior.mean))
-    return _grown(past.layers[layer], prior, end)
-
-
-def _grown(past: Posterior, prior: Process, end: int) -> Posterior:
-    """Extend a posterior by coordinates before ``end``, for new atoms of the layer above."""
-    at = end - (len(prior.mean) - past.sums.shape[1])
+    known = past.layers[layer]
+    at = end - (len(prior.mean) - known.sums.shape[1])
 
     def grown(tensor: Tensor, begin: Tensor) -> Tensor:
         new = begin[at:end].expand(len(tensor), -1)
         return torch.cat([tensor[:, :at], new, tensor[:, at:]], 1)
 
-    sums = grown(past.sums, prior.mean * prior.precision)
-    return replace(past, sums=sums, precisions=grown(past.precisions, prior.precision))
+    sums = grown(known.sums, prior.mean * prior.precision)
+    return replace(known, sums=sums, precisions=grown(known.precisions, prior.precision))
 
 
 def _checked(networks: Sequence[Layers]) -> list[list[tuple[Tensor, Tensor]]]:
@@ -389,9 +386,7 @@ def _shares(
     class_counts: Tensor | None, clients: int, classes: int, may_lack: bool = False
 ) -> Tensor:
     """Return the fraction of samples per client for each class, ``[J, K]``; 0 without samples."""
-    counts = class_counts
-    if counts is None:
-        counts = torch.ones(clients, classes)
+    counts = torch.ones(clients, classes) if class_counts is None else class_counts
     if counts.shape != (clients, classes):
         raise FederationError(
             f"class_counts must have the shape ({clients}, {classes}) for {clients} clients and"

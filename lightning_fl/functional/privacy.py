@@ -185,13 +185,9 @@ def _accountants(cohort: Cohort) -> tuple[Any, list[tuple[Any, Any]]]:
             "privacy accounting requires dp-accounting, which is not installed: pip install"
             " 'lightning_fl[privacy]'"
         ) from error
-    one_more, another = (
-        partial(RdpAccountant, neighboring_relation=relation)
-        for relation in (
-            dp.NeighboringRelation.ADD_OR_REMOVE_ONE,
-            dp.NeighboringRelation.REPLACE_ONE,
-        )
-    )
+    relations = dp.NeighboringRelation
+    one_more = partial(RdpAccountant, neighboring_relation=relations.ADD_OR_REMOVE_ONE)
+    another = partial(RdpAccountant, neighboring_relation=relations.REPLACE_ONE)
     m, n = cohort.size, cohort.clients
     if not cohort.is_sampled:
         return dp, [(one_more, dp.GaussianDpEvent)]

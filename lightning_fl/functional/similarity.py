@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -23,6 +24,5 @@ def cosine_similarity(rows: Tensor) -> Tensor:
                 [ 0.,  1.,  0.],
                 [-1.,  0.,  1.]])
     """
-    unit = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-12)
-    cosines: Tensor = unit @ unit.mT
-    return cosines.clamp(-1, 1)
+    unit = F.normalize(rows)
+    return (unit @ unit.mT).clamp(-1, 1)

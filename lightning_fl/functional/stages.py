@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from lightning_fl.options import check_integer
 from lightning_fl.types import FederationError
@@ -19,7 +20,7 @@ def stage_of(rounds: Sequence[int], round: int) -> int:
         >>> [stage_of([2, 1], round) for round in range(5)]
         [0, 0, 1, 2, 2]
     """
-    return sum(round >= sum(rounds[:i]) for i in range(1, len(rounds) + 1))
+    return sum(round >= end for end in accumulate(rounds))
 
 
 def check_stages(rounds: Sequence[int], rules: Sequence[object], name: str) -> None:

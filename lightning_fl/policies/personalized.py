@@ -213,10 +213,8 @@ class PersonalizedPolicyGradient(RandomPolicy):
             return self._scaled(raw, torch.zeros(1, dtype=torch.int64)).expand(len(rows))
         assert feedback.contributions is not None
         assert feedback.weights is not None
-        contributions, weights = (
-            feedback.contributions().double().cpu(),
-            feedback.weights.double().cpu(),
-        )
+        contributions = feedback.contributions().double().cpu()
+        weights = feedback.weights.double().cpu()
         known = contributions.isfinite() & (weights > 0)
         if self.normalize:
             contributions = contributions / weights
