@@ -25,13 +25,17 @@ from lightning_fl.datamodules.batches import (
     client_batches,
 )
 from lightning_fl.datamodules.centralized import EpochBatches
-from lightning_fl.datamodules.loader import Batches, Collate, has_samples_in_front, round_loader
+from lightning_fl.datamodules.loader import Batches, Collate, round_loader
 from lightning_fl.datamodules.splits import Split, split_samples, warn_of_other_labels
-from lightning_fl.datamodules.storage import AnyDataset, check_kind, in_memory, subset
+from lightning_fl.datamodules.storage import AnyDataset, InMemory, check_kind, in_memory, subset
 from lightning_fl.functional.randomness import run_seed, seeded_rng
 from lightning_fl.options import check_flag, check_integer, check_number
 from lightning_fl.partition import IID, Manifest, Partition
+from lightning_fl.runners.step_hooks import TRANSFER_HOOKS
 from lightning_fl.types import FederationError, RoundPlan, check_package
+
+#: Packages whose transfer hooks are known to treat each sample separately.
+SAMPLEWISE = {"lightning", "lightning_fl"}
 
 
 class FederatedDataModule(LightningDataModule):
@@ -377,9 +381,15 @@ class FederatedDataModule(LightningDataModule):
     def has_samples_in_front(self) -> bool:
         """Whether the first axis of every tensor in a batch is known to be the sample axis.
 
+        This holds for tensors in memory, unless a hook of a subclass may change whole batches.
         Otherwise the samples are collated client by client.
         """
-        return has_samples_in_front(self.train, self.collate_fn, type(self))
+        hooks = [getattr(type(self), name) for name in TRANSFER_HOOKS]
+        return (
+            isinstance(self.train, InMemory)
+            and self.collate_fn is default_collate
+            and all(hook.__module__.partition(".")[0] in SAMPLEWISE for hook in hooks)
+        )
 
     @property
     def can_fetch_steps(self) -> bool:

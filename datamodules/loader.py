@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
@@ -18,10 +17,6 @@ from lightning_fl.functional.randomness import derive_seed, seeded_rng
 from lightning_fl.types import ClientBatches, FederationError
 
 Collate = Callable[[list[Any]], Any]
-
-
-#: Packages whose hooks are known to treat each sample separately.
-_SAMPLEWISE = {"lightning", "lightning_fl"}
 
 
 class Batches(Dataset[Any]):
@@ -142,28 +137,6 @@ class RoundLoader(DataLoader[Any]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do nothing; see :meth:`state_dict`."""
-
-
-def has_samples_in_front(data: Any, collate: Collate, kind: type[LightningDataModule]) -> bool:
-    """Return whether the first axis of every tensor in a batch is known to be the sample axis.
-
-    This holds for tensors in memory, unless a hook of a subclass may change whole batches.
-
-    Args:
-        data: Map-style data set.
-        collate: Function that makes a batch from a list of samples.
-        kind: Class of the data module, with its hooks.
-    """
-    hooks = (
-        kind.on_before_batch_transfer,
-        kind.transfer_batch_to_device,
-        kind.on_after_batch_transfer,
-    )
-    return (
-        isinstance(data, InMemory)
-        and collate is default_collate
-        and all(hook.__module__.partition(".")[0] in _SAMPLEWISE for hook in hooks)
-    )
 
 
 def round_loader(
