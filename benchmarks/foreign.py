@@ -705,12 +705,12 @@ def in_processes(case: Case, path: Path) -> None:
         torch.save(state, path)
 
 
-def cell(check: Callable[[], str]) -> str:
-    """Return what a check says, or what it is refused with."""
+def cell(check: Callable[..., str], *case: Any) -> str:
+    """Return what a check says of a case, or what it is refused with."""
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
-            return check()
+            return check(*case)
     except Exception as error:  # of many kinds: each is a result
         words = " ".join(str(error).split()).replace("|", "/")
         kind = "refused" if type(error).__name__ == "FederationError" else type(error).__name__
@@ -768,17 +768,24 @@ def fresh(case: Case) -> str:
     return compared(federated, mean)
 
 
-def try_optimizers() -> Iterator[str]:
-    """Yield a row for each optimizer."""
-    yield "| optimizer | fresh | one client | vectorized | resume | last bit |"
-    yield "|" + "---|" * 6
+def try_optimizers() -> Iterator[Sequence[str]]:
+    """Yield the head of a table, and a row for each optimizer."""
+    yield "optimizer", "fresh", "one client", "vectorized", "resume", "last bit"
     for package, names in OPTIMIZERS.items():
         for name in names:
             case = Optimized(package, name)
             checks = (fresh, one_client, vectorized, resumed, last_bit)
-            with contextlib.redirect_stdout(sys.stderr):
-                cells = [cell(lambda check=check, case=case: check(case)) for check in checks]
-            yield f"| {package}.{name} | {' | '.join(cells)} |"
+            yield f"{package}.{name}", *(cell(check, case) for check in checks)
+
+
+def try_cases(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Yield the head of a table, and a row for each case."""
+    yield "case", "package", "one client", "vectorized", "resume", "two processes", "last bit"
+    for name in names:
+        case = CASES[name]()
+        packages = ", ".join(f"{package} {release(package)}" for package in case.packages)
+        cells = [cell(check, case) for check in (one_client, vectorized, resumed)]
+        yield name, packages, *cells, cell(two_processes, case, name), cell(last_bit, case)
 
 
 def release(package: str) -> str:
@@ -805,29 +812,13 @@ def main() -> None:
     if options.processes is not None:
         in_processes(CASES[names[0]](), options.processes)
         return
-    if options.optimizers:
-        lines = []
-        for line in try_optimizers():
-            lines.append(line)
-            print(line, flush=True)
-        if options.markdown is not None:
-            options.markdown.write_text("\n".join(lines) + "\n")
-        return
-    head = ("case", "package", "one client", "vectorized", "resume", "two processes", "last bit")
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for name in names:
-        case = CASES[name]()
-        packages = ", ".join(f"{package} {release(package)}" for package in case.packages)
-        with contextlib.redirect_stdout(sys.stderr):
-            cells = [
-                cell(lambda case=case: one_client(case)),
-                cell(lambda case=case: vectorized(case)),
-                cell(lambda case=case: resumed(case)),
-                cell(lambda case=case, name=name: two_processes(case, name)),
-                cell(lambda case=case: last_bit(case)),
-            ]
-        lines.append(f"| {' | '.join([name, packages, *cells])} |")
-        print(lines[-1], flush=True)
+    lines: list[str] = []
+    for cells in try_optimizers() if options.optimizers else try_cases(names):
+        new = [f"| {' | '.join(cells)} |"]
+        if not lines:
+            new.append("|" + "---|" * len(cells))
+        print(*new, sep="\n", flush=True)
+        lines += new
     if options.markdown is not None:
         options.markdown.write_text("\n".join(lines) + "\n")
 
