@@ -130,16 +130,14 @@ def participation(run: Run) -> Section:
     if times and (len(set(times.values())) > 1 or count):
         panels.append(_rounds_of_clients(run, times))
         text += _range_of_rounds(list(times.values()))
-    more = (
-        []
-        if run.faults is not None
-        else ["To simulate failing clients, add --trainer.callbacks+=ClientFaults."]
-    )
+    texts = [text]
+    if run.faults is None:
+        texts.append("To simulate failing clients, add --trainer.callbacks+=ClientFaults.")
     if run.outcomes is not None:
         panels.append(_who_when(run.outcomes, run))
     title = "Participation and faults"
     if not panels:
-        return Section(title, [text, *more])
+        return Section(title, texts)
     caption = "Faults or dropped updates per round; number of rounds of each client."
     if faults:
         caption += (
@@ -153,7 +151,7 @@ def participation(run: Run) -> Section:
                 " Cells are groups of clients and rounds, because there are too many to draw each."
                 " The opacity is the share of sampled clients, relative to the fullest cell."
             )
-    return Section(title, [text, *more], [Picture("participation", caption, panels)], _causes(run))
+    return Section(title, texts, [Picture("participation", caption, panels)], _causes(run))
 
 
 def _bars_by_round(label: str, counts: Counts) -> Panel:

@@ -102,10 +102,10 @@ def group(runs: Sequence[Run]) -> list[Group]:
     group, named after the folder. If two of them have the same seed, they differ in something that
     is not recorded, and each is a group of its own.
     """
-    found: dict[str, list[Run]] = {}
+    found: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
-        known = sorted(identity(run).items()) if run.config else (_parent(run), _described(run))
-        found.setdefault(repr(known), []).append(run)
+        folder = "" if run.config else _parent(run)
+        found.setdefault((folder, _without_seed(run)), []).append(run)
     groups: list[list[Run]] = []
     for each in found.values():
         seeds = {run.seed for run in each}
@@ -146,8 +146,7 @@ def alike(runs: Sequence[Run]) -> list[list[Run]]:
     """Split the runs of a group into those that differ only in the seed."""
     found: dict[str, list[Run]] = {}
     for run in runs:
-        known = repr(sorted(identity(run).items())) if run.config else _described(run)
-        found.setdefault(known, []).append(run)
+        found.setdefault(_without_seed(run), []).append(run)
     return list(found.values())
 
 
@@ -155,10 +154,13 @@ def _parent(run: Run) -> str:
     return run.name.partition("/")[0]
 
 
-def _described(run: Run) -> str:
-    """Return what the environment says of the federation, without seed, state and machine."""
-    found = {name: value for name, value in run.environment.items() if name not in NOT_COMPARED}
-    return repr(sorted(found.items()))
+def _without_seed(run: Run) -> str:
+    """Return what runs have in common if they differ only in the seed.
+
+    Without a config, this is what the environment says of the federation.
+    """
+    environment = {n: value for n, value in run.environment.items() if n not in NOT_COMPARED}
+    return repr(sorted((identity(run) if run.config else environment).items()))
 
 
 def _folders(runs: Sequence[Run]) -> str:

@@ -64,6 +64,8 @@ IGNORED_BY_TEST = (
 IGNORED_BY_RESUME = ("trainer.logger", "trainer.max_epochs")
 #: Maximum number of values of a config.
 MOST_VALUES = 2000
+#: What damaged files raise.
+UNREADABLE = (OSError, EOFError, ValueError, RecursionError, yaml.YAMLError, zlib.error)
 
 Row = dict[str, float]
 
@@ -217,10 +219,7 @@ def read_run(folder: str | Path) -> Run:
     def read(name: str, reader: Callable[[Path], Any], default: Any) -> Any:
         try:
             return reader(folder / name) if (folder / name).is_file() else default
-        except (
-            *(OSError, EOFError, ValueError, RecursionError),
-            *(yaml.YAMLError, zlib.error),
-        ) as error:
+        except UNREADABLE as error:
             reason = " ".join(str(error).split())
             notes.append(f"{name} is skipped: {reason[:300]}")
             return default
