@@ -62,6 +62,7 @@ class FedControl(Aggregator):
     total: Tensor
     weight: Tensor
     absolute: Tensor
+    ids: list[Tensor] | Tensor
     reports: list[Tensor] | Tensor
     #: State of each client, ``[places, columns]``: the loss of its last round, the integral up to
     #: that round, and the round number, counted from 1. Round 0 means no record.
@@ -90,7 +91,7 @@ class FedControl(Aggregator):
         self.add_sum("total", 3, len(server))
         self.add_sum("weight", 3)
         self.add_sum("absolute", 3)
-        self.add_lists("reports")
+        self.add_lists("ids", "reports")
         known = torch.zeros(PLACES, self.columns, dtype=torch.float64, device=device)
         self.register_buffer("known", known)
         self.register_buffer("round", torch.zeros((), dtype=torch.int64, device=device))
@@ -117,8 +118,7 @@ class FedControl(Aggregator):
             add_rows(self.total[:, i], clients.delta, row)
         add_rows(self.weight, weights.T)
         add_rows(self.absolute, weights.T.abs())
-        ids = clients.clients.to(rows)[:, None]
-        self.append(reports=torch.cat([ids, rows], dim=1))
+        self.append(ids=clients.clients, reports=rows)
 
     def _terms(self, known: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss decreases, the integrals and the new client states, ``[k, columns]``."""
@@ -156,13 +156,10 @@ class FedControl(Aggregator):
         return self.known[ids.to(self.known.device)]
 
     def _remember(self) -> None:
-        reports = self.reports
-        if isinstance(reports, list):
-            reports = torch.cat(reports) if reports else self.known.new_zeros(0, self.columns + 1)
-        if len(reports):
-            ids = reports[:, 0].long()
-            self._rows(ids)
-            self.known[ids] = reports[:, 1:]
+        if returned := self.gather_by_client("ids", "reports"):
+            ids, reports = returned
+            self.known = with_place(self.known, ids)
+            self.known[ids] = reports
         self.round = self.round + 1
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
