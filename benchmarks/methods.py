@@ -46,8 +46,6 @@ CONFIGS = Path(__file__).parent / "methods"
 DATA = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
 #: Learning rates among which that of a method is chosen, and the seed of these runs.
 RATES, TUNING_SEED = (0.01, 0.03, 0.1, 0.3), 0
-#: Columns of the table of rounds with the bytes of all clients.
-TRAFFIC = ("bytes_up", "bytes_down")
 
 
 HETEROGENEITY: Arms = {

@@ -214,16 +214,17 @@ class AFL(Aggregator):
 
     def load_client_network(self) -> None:
         """Load the model that clients start from."""
-        if self.output == "average" and self._has_average:
+        if self._has_average:
             self._write(self.last)
 
     def load_global_network(self, score: Callable[[], float] | None = None) -> None:
         """Load the average of the models with ``output="average"``."""
-        if self.output == "average" and self._has_average:
+        if self._has_average:
             self._write(self.average)
 
     @property
     def _has_average(self) -> bool:
+        """Whether ``output="average"``, and a round has changed the model."""
         return "count" in self._buffers and bool(self.count)
 
     @torch.no_grad()

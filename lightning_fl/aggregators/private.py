@@ -217,11 +217,10 @@ class DPFedAvg(FedOpt):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the privacy ledger and the optimizer state for the checkpoint."""
-        spent = [list(entry) for entry in self.ledger]
-        if self.federation is None:
-            return {**super().get_extra_state(), "ledger": spent}
-        now = {"drawn": self._drawn.drawn, "size": self._drawn.size}
-        return {**super().get_extra_state(), "ledger": spent, **now}
+        state = super().get_extra_state() | {"ledger": [list(entry) for entry in self.ledger]}
+        if self.federation is not None:
+            state |= {"drawn": self._drawn.drawn, "size": self._drawn.size}
+        return state
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore the privacy ledger, which is valid only for the same client sampling."""

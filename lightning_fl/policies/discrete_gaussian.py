@@ -148,9 +148,8 @@ class DiscreteGaussianReinforce(RandomPolicy):
                     f"mean must have values in the range of the grid, {self.grid}, got"
                     f" {name}: {value}"
                 )
-            at = list(self.grid).index(name)
-            low, high = min(values), max(values)
-            start[at] = (value - (low + high) / 2) / (high - low if high > low else 1)
+            axis = normalized_axis([min(values), value, max(values)])
+            start[list(self.grid).index(name)] = axis[1]
         return start
 
     def setup(self, federation: Federation) -> None:
