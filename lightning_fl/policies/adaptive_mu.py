@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_fl.federation.context import Federation
 from lightning_fl.options import check_choice, check_integer, check_number
-from lightning_fl.policies.base import HyperparameterPolicy, Signal, require_declared
+from lightning_fl.policies.base import HyperparameterPolicy, Signal, check_declared
 from lightning_fl.policies.schedule import Schedule
 from lightning_fl.types import FederationError, Feedback
 
@@ -87,7 +87,8 @@ class AdaptiveMu(HyperparameterPolicy):
     def setup(self, federation: Federation) -> None:
         """Raise an error if the module does not declare the number."""
         super().setup(federation)
-        require_declared(type(self).__name__, self.name, [float(self.mu)], federation)
+        values = {self.name: [float(self.mu)]}
+        check_declared(type(self).__name__, values, federation, required=True)
         self.policy.setup(federation)
 
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:

@@ -204,42 +204,30 @@ def check_values(option: str, values: Mapping[str, Sequence[float]]) -> None:
 
 
 def check_declared(
-    source: str, values: Mapping[str, Sequence[float]], federation: Federation
+    source: str,
+    values: Mapping[str, Sequence[float]],
+    federation: Federation,
+    required: bool = False,
 ) -> None:
-    """Check the values from which a policy chooses against the ranges that the module declares.
+    """Check the values that a policy sets against the ranges that the module declares.
 
     Args:
         source: Policy and option for error messages.
         values: Values of each hyperparameter.
-        federation: Description of the run.
+        federation: Description of the run. Outside of a fit nothing is checked.
+        required: Whether the module must declare all names. Otherwise those of the loop, such as
+            ``lr``, are allowed, too.
 
     Raises:
-        FederationError: If a value is out of the range of a number of the module.
+        FederationError: If a value is out of the range of a number of the module, or the module
+            does not declare a required name.
     """
     declared = Declared(federation.module)
     for name, given in values.items():
+        if required and federation.module is not None and name not in declared.values:
+            raise FederationError(
+                f"{source} sets {name}, and {type(federation.module).__name__} declares"
+                f" {sorted(declared.values)}: add a term with this number to"
+                " model.init_args.terms, or a module with federated_hyperparameters"
+            )
         declared.check(source, name, given)
-
-
-def require_declared(
-    source: str, name: str, values: Sequence[float], federation: Federation
-) -> None:
-    """Check that the module declares a number, and values for it.
-
-    Args:
-        source: Policy and option for error messages.
-        name: Name of the number.
-        values: The values.
-        federation: Description of the run. Outside of a fit nothing is checked.
-
-    Raises:
-        FederationError: If the module does not declare the number, or a value is out of range.
-    """
-    declared = Declared(federation.module)
-    if federation.module is not None and name not in declared.values:
-        raise FederationError(
-            f"{source} sets {name}, and {type(federation.module).__name__} declares"
-            f" {sorted(declared.values)}: add a term with this number to model.init_args.terms, or"
-            " a module with federated_hyperparameters"
-        )
-    declared.check(source, name, values)

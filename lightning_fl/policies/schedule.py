@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_fl.federation.context import Federation
 from lightning_fl.options import check_integer, check_number
-from lightning_fl.policies.base import POSITIVE, HyperparameterPolicy, require_declared
+from lightning_fl.policies.base import POSITIVE, HyperparameterPolicy, check_declared
 from lightning_fl.types import FederationError
 
 
@@ -71,8 +71,8 @@ class Schedule(HyperparameterPolicy):
     def setup(self, federation: Federation) -> None:
         """Raise an error if the module does not declare the numbers to set."""
         super().setup(federation)
-        for name, value in (self.values or {}).items():
-            require_declared(f"{type(self).__name__}(values=...)", name, [value], federation)
+        values = {name: [value] for name, value in (self.values or {}).items()}
+        check_declared(f"{type(self).__name__}(values=...)", values, federation, required=True)
 
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
         """Return the values of the round, one per client."""
