@@ -30,6 +30,7 @@ from runs import (
     check_options,
     fit_and_test_all,
     given,
+    last,
     machine_line,
     mean_and_spread,
     publish,
@@ -292,8 +293,7 @@ def figure(place: Path, column: str) -> float:
             (int(r["bytes_up"]) + int(r["bytes_down"])) / int(r["clients"]) for r in rows(place)
         ]
         return median(each) / 1e6
-    values = [float(row[column]) for row in rows(place) if row.get(column)]
-    return values[-1] if values else float("nan")
+    return last(place, column)
 
 
 def cells(
@@ -308,7 +308,7 @@ def cells(
         places = [place for place in places if result(place) is not None]
         for column, (_, scale) in experiment.columns.items():
             values = [figure(place, named(column, method)) for place in places]
-            found.append(mean_and_spread([v for v in values if v == v], scale))
+            found.append(mean_and_spread(values, scale))
         done += places
     rate = [] if experiment.tuned_on is None else ["-" if lr is None else f"{lr:g}"]
     for column, how in (("seconds", ".0f"), ("MB", ".2g")):

@@ -27,6 +27,7 @@ from runs import (
     apart,
     check_options,
     fit_and_test_all,
+    last,
     machine_line,
     mean_and_spread,
     newest,
@@ -64,8 +65,7 @@ def figure_of(place: Path, name: str) -> float:
         return found_groups(place)
     if name.startswith("val_acc, "):
         return accuracy_at(rounds, float(name.split()[1]))
-    values = [float(row[name]) for row in rounds if row.get(name)]
-    return values[-1] if values else float("nan")
+    return last(place, name)
 
 
 def accuracy_at(rounds: Sequence[Mapping[str, str]], seconds: float) -> float:
@@ -100,7 +100,7 @@ def section(name: str, out: Path, seeds: Sequence[int]) -> str:
         line = [arm]
         for figure in experiment.figures:
             each = [figure_of(place, figure) for place in places]
-            line.append(_shown([value for value in each if value == value], figure))
+            line.append(_shown(each, figure))
         lines.append(line)
     took = [found["seconds"] for p in _places(name, out, seeds) if (found := result(p))]
     rounds = {found["rounds"] for p in _places(name, out, seeds) if (found := result(p))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -132,6 +133,12 @@ def rows(folder: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(newest(folder, "rounds.csv").read_text().splitlines()))
 
 
+def last(folder: Path, column: str) -> float:
+    """Return the last value of a column of the table of rounds; NaN if it has none."""
+    values = [float(row[column]) for row in rows(folder) if row.get(column)]
+    return values[-1] if values else math.nan
+
+
 def shared_options(doc: str | None, out: str) -> argparse.ArgumentParser:
     """Return a parser with the options of all scripts, for one with a docstring and a folder."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
@@ -239,11 +246,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def mean_and_spread(values: Sequence[float], scale: float = 100, digits: int = 1) -> str:
-    """Return a mean and, of several values, their standard deviation; a dash without values."""
-    if not values:
+    """Return a mean and, of several values, their standard deviation; a dash if all are NaN."""
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
         return "-"
-    spread = f" ± {scale * stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{scale * mean(values):.{digits}f}{spread}"
+    spread = f" ± {scale * stdev(known):.{digits}f}" if len(known) > 1 else ""
+    return f"{scale * mean(known):.{digits}f}{spread}"
 
 
 # --- options ------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from runs import (
     callback,
     check_options,
     fit_and_test_all,
+    last,
     machine_line,
     mean_and_spread,
     publish,
@@ -120,12 +121,6 @@ def options(part: str, arm: Any, seed: int) -> list[str]:
     return [f"--config={path}", f"--seed_everything={seed}", *arms[arm]]
 
 
-def last(run: Path, column: str) -> list[float]:
-    """Return the last figure of a column of the table of rounds, where there is one."""
-    found = [row[column] for row in rows(run) if row.get(column)]
-    return [float(found[-1])] if found else []
-
-
 def total(run: Path, column: str) -> float:
     """Return the sum of a column of the table of rounds."""
     return sum(float(row[column]) for row in rows(run))
@@ -151,8 +146,8 @@ def attack_tables(out: Path, seeds: Sequence[int]) -> str:
             for fraction in FRACTIONS:
                 places = ended(out, "attacks", attack_arm(attack, name, fraction), seeds)
                 cell = mean_and_spread(accuracies(places))
-                doors = [v for place in places for v in last(place, "backdoor_acc")]
-                cells.append(f"{cell} / {mean_and_spread(doors)}" if doors else cell)
+                doors = mean_and_spread([last(place, "backdoor_acc") for place in places])
+                cells.append(cell if doors == "-" else f"{cell} / {doors}")
             lines.append(cells)
         head = ["rule", *(f"{100 * f:.0f} %" for f in FRACTIONS)]
         text.append(f"**{attack}**\n\n{table(head, lines)}")
@@ -165,7 +160,7 @@ def fault_table(out: Path, seeds: Sequence[int]) -> str:
     for arm in FAULTS:
         places = ended(out, "faults", arm, seeds)
         lost = [total(p, "dropped") / total(p, "clients") for p in places]
-        times = [v for p in places for v in last(p, "virtual_time")]
+        times = [last(p, "virtual_time") for p in places]
         reached = [
             float(row["virtual_time"])
             for p in places
@@ -189,12 +184,9 @@ def privacy_table(out: Path, seeds: Sequence[int]) -> str:
     lines = []
     for arm in PRIVACY:
         places = ended(out, "privacy", arm, seeds)
-        epsilons = [v for p in places for v in last(p, "epsilon")]
-        norms = [v for p in places for v in last(p, "clip_norm")]
-        spent = f"{epsilons[0]:.2f}" if epsilons else "-"
-        lines.append(
-            [arm, spent, mean_and_spread(accuracies(places)), mean_and_spread(norms, 1, 2)]
-        )
+        spent = mean_and_spread([last(p, "epsilon") for p in places[:1]], 1, 2)
+        norms = mean_and_spread([last(p, "clip_norm") for p in places], 1, 2)
+        lines.append([arm, spent, mean_and_spread(accuracies(places)), norms])
     return table(["", "epsilon", "test_acc", "final clipping norm"], lines)
 
 
