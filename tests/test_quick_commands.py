@@ -1,6 +1,7 @@
 """Commands that answer without torch."""
 
 import errno
+import inspect
 import re
 import subprocess
 import sys
@@ -31,6 +32,21 @@ def test_help_lists_and_mistakes_do_not_wait_for_torch(words):
     code = WITHOUT_TORCH.format(words=words)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_interruption_of_an_import_is_no_error_of_a_package(tmp_path):
+    """A package of this name in the working directory takes the place of torch."""
+    code = """
+        import os, signal
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("a traceback") from None
+    """
+    (tmp_path / "torch.py").write_text(inspect.cleandoc(code))
+    command = [sys.executable, "-m", "lightning_fl", "fit", "--config=digits.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "\ninterrupted\n")
 
 
 def test_help_names_all_commands(capsys):

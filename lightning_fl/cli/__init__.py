@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, NoReturn
 
@@ -70,7 +73,8 @@ def main(args: Any = None) -> None:
     try:
         if isinstance(words, list) and _answered(words):
             return
-        from lightning_fl.cli.run import run
+        with _interrupted_at_once():
+            from lightning_fl.cli.run import run
 
         run(args)
     except OSError as error:
@@ -81,6 +85,29 @@ def main(args: Any = None) -> None:
     except KeyboardInterrupt:  # outside of the Trainer, which handles interruptions itself
         sys.stderr.write("\ninterrupted\n")
         raise SystemExit(INTERRUPTED) from None
+
+
+@contextmanager
+def _interrupted_at_once() -> Iterator[None]:
+    """End the process at an interruption within a ``with`` block that imports packages.
+
+    A package may make an error of its own of a ``KeyboardInterrupt`` in its import. Where
+    interruptions are ignored or handled otherwise, they still are.
+    """
+    is_main = threading.current_thread() is threading.main_thread()  # others cannot set handlers
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def leave(*_: Any) -> None:
+        os.write(2, b"\ninterrupted\n")
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _answered(words: Sequence[str]) -> bool:
