@@ -65,8 +65,11 @@ def setting(run: Run) -> Iterable[str]:
     """Yield sentences on the setting of a run that has the columns of ``with_derived``."""
     environment, config = run.environment, run.config
     if sizes := run.partition.get("sizes"):
+        held = config.get("data.local_test_size")
+        is_held = isinstance(held, float) and held > 0
+        tests = f", {held:.0%} of each client's for its own test" if is_held else ""
         yield (
-            f"{counted(len(sizes), 'client')} hold {counted(sum(sizes), 'sample')}, split by"
+            f"{counted(len(sizes), 'client')} hold {counted(sum(sizes), 'sample')}{tests}, split by"
             f" {split_rule(run)}."
         )
     steps = _constant(run.column(STEPS))

@@ -689,6 +689,14 @@ def test_the_history_of_a_client_has_every_outcome_and_accuracies_of_zero(folder
     assert history["facts"]["0"]["text"] == "3 training samples, server accuracy 0."
 
 
+@pytest.mark.parametrize("share", [0.25, 0, "a lot"])
+def test_samples_of_local_tests_are_told_from_those_of_the_training(folder, config, share):
+    path = folder(config__yaml=config(data__init_args__local_test_size=share))
+    text = about_run(read_run(path)).lead
+    held = ", 25% of each client's for its own test," if share == 0.25 else ","
+    assert f"2 clients hold 5 samples{held} split by" in " ".join(text)
+
+
 def test_a_large_federation_fits_into_two_megabytes(folder, undrawn):
     random, n, rounds = np.random.default_rng(0), 10_000, 2_000
     record = Participation(n)
