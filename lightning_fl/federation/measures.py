@@ -16,6 +16,7 @@ from lightning_fl.federation.loss_scale import without_scale
 from lightning_fl.federation.processes import Processes
 from lightning_fl.functional.randomness import RandomStream, derive_seed, seeded_rng
 from lightning_fl.runners.base import ClientRunner
+from lightning_fl.runners.local_step import gradients_of
 from lightning_fl.runners.tensors import flat
 
 
@@ -150,8 +151,6 @@ class Measures:
     def _gradient(self, runner: ClientRunner, batches: Iterable[Any], seed: int) -> Tensor:
         """Return the gradient of the mean loss of the module, ``[num_parameters]``."""
         module: Any = runner.module
-        params = list(runner.shared.values())
-        trained = [p for p in params if p.requires_grad]
         total = torch.zeros(runner.num_parameters, dtype=torch.float64, device=module.device)
         count = torch.zeros((), dtype=torch.float64, device=module.device)
         precision = self._trainer.precision_plugin
@@ -159,14 +158,9 @@ class Measures:
             for batch in batches:
                 with precision.val_step_context(), without_scale(self._trainer):
                     losses = module.federated_losses(on_device(self._trainer, batch))
-                grads = torch.autograd.grad(losses.sum(), trained, allow_unused=True)
-                known = dict(zip(map(id, trained), grads, strict=True))
-                total += torch.cat(
-                    [
-                        flat(torch.zeros_like(p) if (g := known.get(id(p))) is None else g)
-                        for p in params
-                    ]
-                )
+                grads = gradients_of(losses.sum(), runner.shared)
+                parts = (grads.get(n, torch.zeros_like(p)) for n, p in runner.shared.items())
+                total += torch.cat([flat(part) for part in parts])
                 count += len(losses)
         return total / count.clamp(min=1)
 
