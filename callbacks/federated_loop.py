@@ -183,7 +183,7 @@ class FederatedLoop(Callback):
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         if isinstance(io := trainer.strategy.checkpoint_io, AtomicCheckpointIO):
             io.module, io.frozen = user_module(pl_module), None
-        self.undo.enter_context(name_checkpoint(trainer))
+        name_checkpoint(trainer, self.undo)
         if stage != "fit":
             self.aggregator.prepare(user_module(pl_module))
             return

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -329,11 +329,10 @@ def check_options(trainer: Trainer) -> None:
         )
 
 
-@contextmanager
 def checked_optimizers(
     module: LightningModule, check: Callable[[LightningModule, Any], None]
-) -> Iterator[None]:
-    """Check what a module configures as optimizers, within a ``with`` block.
+) -> AbstractContextManager[None]:
+    """Return a context in which what a module configures as optimizers is checked.
 
     Args:
         module: The module.
@@ -348,8 +347,7 @@ def checked_optimizers(
 
         return checked
 
-    with replaced(module, "configure_optimizers", checking):
-        yield
+    return replaced(module, "configure_optimizers", checking)
 
 
 def check_one_optimizer(module: LightningModule, configured: Any) -> None:

@@ -7,8 +7,8 @@ used: :func:`check_contents` when it is loaded, the rest in :meth:`Resume.restor
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import PurePath
 from typing import Any
 
@@ -370,12 +370,12 @@ def changes(now: Mapping[str, Any], was: Mapping[str, Any]) -> str:
     )
 
 
-@contextmanager
-def name_checkpoint(trainer: Trainer) -> Iterator[None]:
+def name_checkpoint(trainer: Trainer, undo: ExitStack) -> None:
     """Raise a ``FederationError`` that names the file for any error of loading a checkpoint.
 
     Args:
         trainer: The Trainer that may load a checkpoint.
+        undo: Clean-up functions, to which those of the replaced methods are added.
     """
 
     def named(load: Callable[[], None]) -> Callable[[], None]:
@@ -394,11 +394,9 @@ def name_checkpoint(trainer: Trainer) -> Iterator[None]:
         return named(wrapped)
 
     connector = trainer._checkpoint_connector
-    with ExitStack() as undo:
-        undo.enter_context(replaced(connector, "restore_model", model))
-        for name in ("restore_datamodule", "restore_callbacks", "restore_training_state"):
-            undo.enter_context(replaced(connector, name, named))
-        yield
+    undo.enter_context(replaced(connector, "restore_model", model))
+    for name in ("restore_datamodule", "restore_callbacks", "restore_training_state"):
+        undo.enter_context(replaced(connector, name, named))
 
 
 def check_contents(trainer: Trainer, checkpoint: dict[str, Any], state: Any) -> None:

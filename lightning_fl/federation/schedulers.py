@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -14,14 +14,13 @@ from lightning_fl.hooks import properties_set
 from lightning_fl.types import FederationError
 
 
-@contextmanager
 def counts_of_one_client(
     trainer: Trainer,
     stepping_batches: Callable[[], int | float],
     local_steps: Callable[[], int | None],
     is_last_step: Callable[[], bool | None],
-) -> Iterator[None]:
-    """Let properties of the Trainer count the batches of one client instead of all clients.
+) -> AbstractContextManager[None]:
+    """Return a context in which the Trainer counts the batches of one client, not of all.
 
     ``estimated_stepping_batches`` is the number of scheduler steps of a client in the whole run.
     ``num_training_batches`` is the number of local steps of the client in the round, where the
@@ -51,8 +50,7 @@ def counts_of_one_client(
         "num_training_batches": batches,
         "is_last_batch": is_last,
     }
-    with properties_set(trainer, counts):
-        yield
+    return properties_set(trainer, counts)
 
 
 ScheduleState = tuple[list[dict[str, Any]], list[dict[str, Any]]]
