@@ -199,7 +199,7 @@ class ClientFaults(OnUpdates, HasDurations):
     ) -> Tensor:
         """Apply the faults of the round to the updates."""
         for row, client in enumerate(clients.tolist()):
-            fault = self._what(plan, client)
+            fault = self._fault(plan, client)
             if fault == "blowup":
                 delta[row] = EXPLODED * torch.ones_like(delta[row]).copysign(delta[row])
             elif fault == "nan":
@@ -208,12 +208,12 @@ class ClientFaults(OnUpdates, HasDurations):
                 dropped[client] = CAUSE_OF[fault]
         return delta
 
-    def _what(self, plan: RoundPlan, client: int) -> str | None:
-        fault = self.fault_of(plan.seed, plan.round, client)
-        return "late" if fault is None and self._is_late(plan, client) else fault
-
-    def _is_late(self, plan: RoundPlan, client: int) -> bool:
-        return self.deadline is not None and self._seconds(plan, client) > self.deadline
+    def _fault(self, plan: RoundPlan, client: int) -> str | None:
+        """Return the fault of a client in a round, including ``late``; None without a fault."""
+        if (fault := self.fault_of(plan.seed, plan.round, client)) is not None:
+            return fault
+        is_late = self.deadline is not None and self._seconds(plan, client) > self.deadline
+        return "late" if is_late else None
 
     def _seconds(self, plan: RoundPlan, client: int) -> float:
         steps = int(plan.num_steps[plan.clients == client])
@@ -224,7 +224,7 @@ class ClientFaults(OnUpdates, HasDurations):
         plan = self._loop.plan_of_the_round
         if plan is None:  # the round was interrupted
             return
-        faults = {client: self._what(plan, client) for client in plan.cohort.tolist()}
+        faults = {client: self._fault(plan, client) for client in plan.cohort.tolist()}
         self.happened += [(plan.round + 1, c, fault) for c, fault in faults.items() if fault]
         sampler = self._loop.options.sampler
         if sampler.is_asynchronous:
@@ -239,12 +239,11 @@ class ClientFaults(OnUpdates, HasDurations):
 
     def _duration(self, plan: RoundPlan, faults: Mapping[int, str | None]) -> float:
         """Return the duration of a synchronous round, from the faults of its clients."""
-        lost = ("dropout", "crash", "late")
         # The server cannot tell a lost client from a slow one, so it waits until the deadline.
-        if self.deadline is not None and any(fault in lost for fault in faults.values()):
+        if self.deadline is not None and any(fault in CAUSE_OF for fault in faults.values()):
             return float(self.deadline)
-        times = [self._seconds(plan, c) for c, fault in faults.items() if fault not in lost]
-        return max([0.0, *times])
+        times = [self._seconds(plan, c) for c, fault in faults.items() if fault not in CAUSE_OF]
+        return max(times, default=0.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the faults and the virtual time so far."""
