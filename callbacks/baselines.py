@@ -15,6 +15,7 @@ from lightning_fl.aggregators import NeuronMatching
 from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.federation.compare import compare
 from lightning_fl.federation.measures import evaluating, on_device
+from lightning_fl.files import error_context
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
 from lightning_fl.layer_stack import Layers, LayerStack
 from lightning_fl.options import check_integer, check_number
@@ -279,9 +280,6 @@ class MatchingBaselines(Callback):
         ]
         self.class_counts = state_dict["class_counts"]
         if self.student is not None and state_dict["student"] is not None:
-            try:
+            what = "the student does not match the network in the checkpoint"
+            with error_context(what, RuntimeError):
                 self.student.load_state_dict(state_dict["student"])
-            except RuntimeError as error:
-                raise FederationError(
-                    f"the student does not match the network in the checkpoint: {error}"
-                ) from error
