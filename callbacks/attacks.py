@@ -332,9 +332,8 @@ class Backdoor(DataAttack):
             )
         if tensors is not None:
             self._check(tensors[0])
-            self.trigger_value = (
-                float(tensors[0].max()) if self.trigger_value is None else self.trigger_value
-            )
+            if self.trigger_value is None:
+                self.trigger_value = float(tensors[0].max())
         if data.val is None:
             raise FederationError(
                 "Backdoor requires validation samples: set val_size of the data module"
@@ -383,8 +382,7 @@ class Backdoor(DataAttack):
             for batch in data.evaluation_loader(asked):
                 moved = on_device(trainer, batch)
                 hits += torch.stack([accuracy(module, moved).sum(), (moved[-1] >= 0).sum()])
-        if trainer.world_size > 1:
-            torch.distributed.all_reduce(hits)
+        hits = self._loop.fit.processes.sum(hits)
         pl_module.log(self.name, float(hits[0] / hits[1].clamp(min=1)))
 
     def _asked(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
