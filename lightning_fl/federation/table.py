@@ -70,9 +70,8 @@ class RoundTable:
                 for name, value in fresh
                 if "federation/" not in name
             }
-            self.rows[-1] = (
-                self.rows[-1] | logged
-            )  # a new dictionary, as a checkpoint may hold the old one
+            # A new dictionary, as a checkpoint may hold the old one.
+            self.rows[-1] = self.rows[-1] | logged
             self._is_open = not close
 
     @rank_zero_only
