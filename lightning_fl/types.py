@@ -266,6 +266,10 @@ class ClientBatches(list[Any]):
     """
 
 
+#: Fields of a client update with one row per client, besides its extras.
+_FIELDS = ("clients", "delta", "num_samples", "num_steps", "lr")
+
+
 @dataclass(frozen=True)
 class ClientUpdate:
     """Client updates after local training, one row per client.
@@ -326,12 +330,11 @@ class ClientUpdate:
             values = [getattr(update, name) for update in updates]
             return None if values[0] is None else torch.cat(values)
 
-        names = ("clients", "delta", "num_samples", "num_steps", "lr")
         extras = {
             name: torch.cat([update.extras[name] for update in updates])
             for name in updates[0].extras
         }
-        return ClientUpdate(**{name: joined(name) for name in names}, extras=extras)
+        return ClientUpdate(**{name: joined(name) for name in _FIELDS}, extras=extras)
 
     def select(self, rows: Tensor) -> ClientUpdate:
         """Return the updates of selected clients.
@@ -340,17 +343,11 @@ class ClientUpdate:
             rows: Boolean mask, ``[k]``, or positions.
         """
 
-        def pick(value: Tensor) -> Tensor:
-            return value[rows.to(value.device)]
+        def pick(value: Any) -> Any:
+            return None if value is None else value[rows.to(value.device)]
 
-        return ClientUpdate(
-            pick(self.clients),
-            pick(self.delta),
-            pick(self.num_samples),
-            None if self.num_steps is None else pick(self.num_steps),
-            None if self.lr is None else pick(self.lr),
-            {name: pick(value) for name, value in self.extras.items()},
-        )
+        extras = {name: pick(value) for name, value in self.extras.items()}
+        return ClientUpdate(**{n: pick(getattr(self, n)) for n in _FIELDS}, extras=extras)
 
 
 @dataclass(frozen=True)
