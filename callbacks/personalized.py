@@ -194,7 +194,7 @@ class PersonalizedEvaluation(Callback):
     def _measure(self, trainer: Trainer, round: int) -> dict[str, float]:
         """Evaluate all clients, write the table, and return the metrics to log."""
         self._measured_at = round
-        self.rows = self._measured(trainer, round)
+        self.rows = self._client_rows(trainer, round)
         # Called on all processes: Lightning broadcasts the log folder from the first one.
         if (path := self._loop.table_path(trainer)) is not None:
             names = trainer.datamodule.client_names  # type: ignore[attr-defined]
@@ -205,7 +205,7 @@ class PersonalizedEvaluation(Callback):
             for figure, value in summary(self.rows, kind).items()
         }
 
-    def _measured(self, trainer: Trainer, round: int) -> list[dict[str, float]]:
+    def _client_rows(self, trainer: Trainer, round: int) -> list[dict[str, float]]:
         """Return one row per client. The clients are split over the processes."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         count = 2 if trainer.fast_dev_run else len(data.local_tests)  # type: ignore[attr-defined]
