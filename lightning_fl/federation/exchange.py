@@ -33,8 +33,11 @@ class ClientContext:
         start_model: Models from which the clients start, ``[k, P]``, with buffers.
         trained: Mask of the trained parameters, ``[num_parameters]``; None means all.
         runner: Runner of the clients.
-        losses: Returns the mean loss of the model of each client on its samples, ``[k]``.
-        gradients: Returns the gradient of that loss, ``[k, num_parameters]``.
+        mean_losses: Returns the mean loss of each client's model on all its training samples,
+            ``[k]``. Runs one pass over the samples in evaluation mode. The module must have a
+            method ``federated_losses(batch)`` that returns the loss of each sample.
+        mean_gradients: Returns the gradient of ``mean_losses`` at each client's model,
+            ``[k, num_parameters]`` in float64. The gradient of frozen parameters is 0.
     """
 
     federation: Federation
@@ -45,29 +48,14 @@ class ClientContext:
     start_model: Tensor
     trained: Tensor | None
     runner: ClientRunner
-    losses: Measure
-    gradients: Measure
+    mean_losses: Measure
+    mean_gradients: Measure
     #: Local models minus the models from which the clients started, ``[k, P]``. Available after
     #: training. Includes buffers; attacks and update transforms are not applied yet.
     delta: Tensor = field(init=False)
     #: Mean learning rate over the local steps of each client, ``[k]`` in float64. Available after
     #: training. Includes schedulers; taken from the first parameter group of the optimizer.
     lr: Tensor = field(init=False)
-
-    def mean_losses(self) -> Tensor:
-        """Return the mean loss of each client's model on all its training samples, ``[k]``.
-
-        Runs one pass over the samples in evaluation mode. The module must have a method
-        ``federated_losses(batch)`` that returns the loss of each sample.
-        """
-        return self.losses()
-
-    def mean_gradients(self) -> Tensor:
-        """Return the gradient of :meth:`mean_losses` at each client's model, ``[k, P]`` in float64.
-
-        ``P`` is the number of exchanged parameters. The gradient of frozen parameters is 0.
-        """
-        return self.gradients()
 
     def add_to_gradients(self, term: GradientTerm) -> None:
         """Add a term to the gradients in every local step of these clients in this round.

@@ -192,8 +192,8 @@ class Round:
             self.start.vector,
             self.trained,
             fit.runner,
-            losses=lambda: fit.measures.client_losses(fit.runner, ids, round),
-            gradients=lambda: fit.measures.client_gradients(fit.runner, ids, round),
+            mean_losses=lambda: fit.measures.client_losses(fit.runner, ids, round),
+            mean_gradients=lambda: fit.measures.client_gradients(fit.runner, ids, round),
         )
 
     def report(self, batch_idx: int, outputs: Any) -> None:
