@@ -285,29 +285,13 @@ class Round:
         lr = torch.tensor(rates, dtype=torch.float64)
         extras = self._end_parts(delta, lr)
         self.traffic.up(extras)
-        dropped: dict[int, str] = {}
-        for callback in fit.watchers:
-            delta = callback.on_client_updates(self.plan, clients, delta, dropped)
-        for client, cause in fit.aggregator.rejected(clients).items():
-            dropped.setdefault(client, cause)
-        check_causes(dropped, clients.tolist(), COLUMNS)
-        own = fit.runner.local_parameters()
-        finite = is_finite(delta, {**extras, **own})
-        if not dropped and (scale := fit.loss_scale.read()) is not None:  # of a single client
-            self.results.scales[int(clients)] = scale
-            # Without a step, parameters are finite though all gradients are not.
-            finite &= not fit.loss_scale.skipped_all(self._scale, int(self.plan.num_steps[rows]))
-        for client in clients[~finite].tolist():
-            dropped.setdefault(client, "non_finite")
-        if not finite.all():
-            parts = {**fit.runner.layout.split(delta), **extras, **own}
-            fit.warnings.note_non_finite(n for n, p in parts.items() if not p.isfinite().all())
-        usable = torch.tensor([client not in dropped for client in clients.tolist()])
-        self._drop(dropped)
-        if not usable.any():
-            return
         num_samples, num_steps = fit.planner.num_samples[clients], self.plan.num_steps[rows]
         update = ClientUpdate(clients, delta, num_samples, num_steps, lr, extras)
+        update, dropped = self._received(update)
+        self._drop(dropped)
+        usable = torch.tensor([client not in dropped for client in clients.tolist()])
+        if not usable.any():
+            return
         reports, memories = self._reported, self._part_memory
         kept = fit.runner.rows()
         if dropped:
@@ -317,6 +301,28 @@ class Round:
         sent = fit.memory.keep(update, kept, memories, self.plan.round, self._trained_at)
         self._pass_on(sent)
         self._note(sent, reports, counters)
+
+    def _received(self, sent: ClientUpdate) -> tuple[ClientUpdate, dict[int, str]]:
+        """Return the updates that the server receives, and the causes of those that it drops."""
+        fit, clients, delta, dropped = self.fit, sent.clients, sent.delta, dict[int, str]()
+        for callback in fit.watchers:
+            delta = callback.on_client_updates(self.plan, clients, delta, dropped)
+        for client, cause in fit.aggregator.rejected(clients).items():
+            dropped.setdefault(client, cause)
+        check_causes(dropped, clients.tolist(), COLUMNS)
+        beside = {**sent.extras, **fit.runner.local_parameters()}
+        finite = is_finite(delta, beside)
+        if not dropped and (scale := fit.loss_scale.read()) is not None:  # of a single client
+            self.results.scales[int(clients)] = scale
+            # Without a step, parameters are finite though all gradients are not.
+            steps = int(self.plan.num_steps[self.plan.clients == clients])
+            finite &= not fit.loss_scale.skipped_all(self._scale, steps)
+        for client in clients[~finite].tolist():
+            dropped.setdefault(client, "non_finite")
+        if not finite.all():
+            parts = {**fit.runner.layout.split(delta), **beside}
+            fit.warnings.note_non_finite(n for n, p in parts.items() if not p.isfinite().all())
+        return replace(sent, delta=delta), dropped
 
     def _pass_on(self, update: ClientUpdate) -> None:
         """Pass an update to the aggregator. Small ones wait, since one call for many is faster."""
