@@ -48,10 +48,10 @@ class Attack(OnUpdates):
             count: Number of clients in the federation.
         """
         if not isinstance(self.clients, int | float):
-            found = set(self.clients)
-            if beyond := sorted(client for client in found if client >= count):
+            attackers = set(self.clients)
+            if beyond := sorted(client for client in attackers if client >= count):
                 raise FederationError(f"clients must be ids below {count}, got {beyond[0]}")
-            return found
+            return attackers
         random = generator(seed, RandomStream.ATTACKERS)
         number = math.floor(self.clients * count + 1e-9)
         return set(torch.randperm(count, generator=random)[:number].tolist())

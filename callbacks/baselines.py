@@ -132,11 +132,11 @@ class MatchingBaselines(Callback):
     def _probabilities(self, module: nn.Module, x: Any) -> Tensor:
         """Return the probabilities of each network, ``[J, n, classes]``."""
         chain: LayerStack = self._rule.module_chain
-        found = []
+        probabilities = []
         for layers in self.networks:
             with chain.holding(layers):
-                found.append(module(x).softmax(1))
-        return torch.stack(found)
+                probabilities.append(module(x).softmax(1))
+        return torch.stack(probabilities)
 
     def _distilled(
         self, trainer: Trainer, pl_module: LightningModule, ids: list[int], student: nn.Module
@@ -201,8 +201,8 @@ class MatchingBaselines(Callback):
         with torch.inference_mode(False), torch.no_grad(), evaluating(module):
             each = self._probabilities(module, x)
             hits = [judge(x, each, y) for judge in self._votes.values()]
-            found = torch.stack([*hits, torch.ones_like(y).sum()])
-            self._right = self._right + found.to(self._right)
+            counts = torch.stack([*hits, torch.ones_like(y).sum()])
+            self._right = self._right + counts.to(self._right)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the accuracies on the validation samples."""
@@ -226,13 +226,13 @@ class MatchingBaselines(Callback):
         def hits(votes: Tensor, y: Tensor) -> Tensor:
             return (votes.argmax(-1) == y).double().sum(-1)
 
-        found: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        judges: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
             "uniform": lambda x, each, y: hits(each.mean(0), y),
             "local": lambda x, each, y: hits(each, y).mean(),
         }
         if (counts := self.class_counts) is not None:
             share = counts.double() / counts.sum(0).clamp(min=1)
-            found["weighted"] = lambda x, each, y: hits((each * share.to(each)[:, None]).sum(0), y)
+            judges["weighted"] = lambda x, each, y: hits((each * share.to(each)[:, None]).sum(0), y)
         if len({tuple(w.shape for w, _ in layers) for layers in self.networks}) == 1:
             mean = [
                 tuple(torch.stack(tensors).mean(0) for tensors in zip(*layer, strict=True))
@@ -243,15 +243,15 @@ class MatchingBaselines(Callback):
                 with self._rule.module_chain.holding([(w, b) for w, b in mean]):
                     return hits(module(x), y)
 
-            found["average"] = average
+            judges["average"] = average
         if (student := self.student) is not None:
 
             def distilled(x: Tensor, each: Tensor, y: Tensor) -> Tensor:
                 with evaluating(student):
                     return hits(student(x), y)
 
-            found["distilled"] = distilled
-        return found
+            judges["distilled"] = distilled
+        return judges
 
     # --- checkpoints ------------------------------------------------------------------------------
 

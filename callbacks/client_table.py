@@ -49,10 +49,10 @@ def summary(rows: Sequence[Mapping[str, float]], kind: str) -> dict[str, float]:
         >>> summary(rows, "server")
         {'mean': 0.75, 'weighted': 0.875, 'std': 0.25, 'variance': 0.0625, 'worst': 0.5}
     """
-    found = [(row[kind], row["test_samples"]) for row in rows if kind in row]
-    if not found:
+    scores = [(row[kind], row["test_samples"]) for row in rows if kind in row]
+    if not scores:
         return {}
-    values, sizes = torch.tensor(found, dtype=torch.float64).unbind(1)
+    values, sizes = torch.tensor(scores, dtype=torch.float64).unbind(1)
     worst = values.sort().values[: max(1, len(values) // 10)]
     return {
         "mean": float(values.mean()),

@@ -43,7 +43,9 @@ class RunConfig(Callback):
 def _options(text: str) -> Any:
     """Return the options of a configuration except ``ckpt_path``; None if it is invalid."""
     try:
-        found = yaml.safe_load(text)
+        options = yaml.safe_load(text)
     except yaml.YAMLError:  # damaged or edited
         return None
-    return {k: v for k, v in found.items() if k != "ckpt_path"} if isinstance(found, dict) else None
+    if not isinstance(options, dict):
+        return None
+    return {name: value for name, value in options.items() if name != "ckpt_path"}

@@ -278,7 +278,7 @@ def read_trace(path: str | Path) -> dict[tuple[int, int], str]:
     head, lines = read_cells(path)
     if head != ["round", "client", "fault"]:
         raise FederationError(f"the first line of the trace {path} must be 'round,client,fault'")
-    found: dict[tuple[int, int], str] = {}
+    trace: dict[tuple[int, int], str] = {}
     for number, line in lines:
         if len(line) != 3 or line[2] not in FAULTS or not all(map(is_index, line[:2])):
             raise FederationError(
@@ -286,10 +286,10 @@ def read_trace(path: str | Path) -> dict[tuple[int, int], str]:
                 f" 0) and one of {', '.join(FAULTS)}, got {short_repr(','.join(line))}"
             )
         key, fault = (int(line[0]), int(line[1])), line[2]
-        if key[0] < 1 or key in found:
+        if key[0] < 1 or key in trace:
             raise FederationError(
                 f"line {number} of the trace {path}, round {key[0]}, client {key[1]}:"
-                + (" duplicate entry" if key in found else " rounds are counted from 1")
+                + (" duplicate entry" if key in trace else " rounds are counted from 1")
             )
-        found[key] = fault
-    return found
+        trace[key] = fault
+    return trace

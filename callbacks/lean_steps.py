@@ -187,7 +187,7 @@ class LeanSteps:
         trainer, module = self.trainer, self.module
         optimizer = trainer.optimizers[0]
         progress = self._loop.automatic_optimization.optim_progress.optimizer
-        made: list[dict[str, Any]] = []
+        outputs: list[dict[str, Any]] = []
 
         def zero_grad() -> None:
             progress.zero_grad.increment_ready()
@@ -206,16 +206,16 @@ class LeanSteps:
             before = self._enter("training_step")
             output = module.training_step(*args)
             self._enter(before)
-            made.clear()
+            outputs.clear()
             if type(output) is not Tensor:  # a dictionary or None, or it is refused
                 result = ClosureResult.from_training_step_output(output)
-                made.append({} if result.loss is None else result.asdict())
+                outputs.append({} if result.loss is None else result.asdict())
                 loss: Tensor | None = Closure(lambda: result, backward, zero_grad)()
                 return loss
-            made.append({"loss": output.detach().clone()})  # a module may write to it again
+            outputs.append({"loss": output.detach().clone()})  # a module may write to it again
             zero_grad()
             backward(output)
-            return made[0]["loss"]  # type: ignore[no-any-return]
+            return outputs[0]["loss"]  # type: ignore[no-any-return]
 
         def closure() -> Any:
             loss = make_step()
@@ -232,9 +232,9 @@ class LeanSteps:
         progress.step.increment_ready()
         optimizer.step(closure=closure)
         progress.step.increment_completed()
-        if not made:
+        if not outputs:
             Closure(lambda: ClosureResult(None)).consume_result()  # raises Lightning's error
-        return made[0]
+        return outputs[0]
 
 
 def _is_on(device: torch.device, value: Any) -> bool:

@@ -157,7 +157,7 @@ class PersonalizedEvaluation(Callback):
                 return
             batch = on_device(trainer, batch)
             try:
-                found = self.metric(module, batch)
+                scores = self.metric(module, batch)
             except Exception as error:
                 what = "the accuracy" if own else "the metric"
                 raise FederationError(
@@ -166,9 +166,9 @@ class PersonalizedEvaluation(Callback):
                     f" {remedy}, a function of module and batch that returns one score per"
                     " sample"
                 ) from error
-        shape = tuple(found.shape) if isinstance(found, Tensor) else None
+        shape = tuple(scores.shape) if isinstance(scores, Tensor) else None
         if not shape:
-            got = "a single number" if shape == () else f"a {type(found).__name__}"
+            got = "a single number" if shape == () else f"a {type(scores).__name__}"
             raise FederationError(
                 f"PersonalizedEvaluation needs one score per sample, got {got} for a batch"
                 f" of test samples: {remedy} that returns a tensor of the shape [samples]"

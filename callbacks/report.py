@@ -119,12 +119,12 @@ class RunReport(Callback):
         """Evaluate the global model on the training samples of each client."""
         if self._folder is None:
             return
-        found: list[float] | str = "PersonalizedEvaluation uses test samples"
+        accuracies: list[float] | str = "PersonalizedEvaluation uses test samples"
         if not self.client_samples:
-            found = "client_samples=0"
+            accuracies = "client_samples=0"
         elif _personalized(trainer) is None:
-            found = client_accuracies(trainer, self.client_samples)
-        self._write_clients(trainer, found)
+            accuracies = client_accuracies(trainer, self.client_samples)
+        self._write_clients(trainer, accuracies)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the figures of the run."""
@@ -187,7 +187,7 @@ class RunReport(Callback):
         options = loop.options
         module, data = user_module(trainer.lightning_module), trainer.datamodule  # type: ignore[attr-defined]
         evaluation = _personalized(trainer)
-        found = {
+        described = {
             "format": FORMAT,
             "state": state,
             "rounds": trainer.max_epochs if (trainer.max_epochs or -1) > 0 else None,
@@ -218,7 +218,7 @@ class RunReport(Callback):
             },
             "versions": versions(),
         }
-        write_atomically(self._folder / "environment.json", json.dumps(found, indent=2) + "\n")
+        write_atomically(self._folder / "environment.json", json.dumps(described, indent=2) + "\n")
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -241,11 +241,11 @@ def versions() -> dict[str, str]:
         >>> "torch" in versions()
         True
     """
-    found = {"python": platform.python_version()}
+    by_package = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            by_package[name] = version(name)
+    return by_package
 
 
 def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
@@ -289,8 +289,8 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
     every = gathered((own, reason)) if trainer.world_size > 1 else [(own, reason)]
     if reasons := [reason for _, reason in every if reason is not None]:
         return reasons[0]
-    found = {client: value for each, _ in every for client, value in each.items()}
-    return [found[client] for client in range(len(found))]
+    accuracies = {client: value for each, _ in every for client, value in each.items()}
+    return [accuracies[client] for client in range(len(accuracies))]
 
 
 @contextmanager
@@ -344,12 +344,12 @@ def round_figure(rows: Sequence[dict[str, Any]]) -> Figure:
         label: [n for n in names if part in n]
         for label, part in (("accuracy", "acc"), ("loss", "loss"))
     }
-    panels = {label: found for label, found in panels.items() if found} or {"lr": ["lr"]}
+    panels = {label: columns for label, columns in panels.items() if columns} or {"lr": ["lr"]}
     figure = Figure(figsize=(5 * len(panels), 3.6), layout="constrained")
-    for axes, (label, found) in zip(
+    for axes, (label, columns) in zip(
         figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
     ):
-        for name in found:
+        for name in columns:
             points = [(row["round"], row[name]) for row in rows if name in row]
             axes.plot(
                 *zip(*points, strict=True), marker="." if len(points) < 40 else "", label=name

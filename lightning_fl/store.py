@@ -177,22 +177,23 @@ def pack(
     kinds: dict[Any, tuple[list[int], list[Tensor]]] = {}
     for client, each in rows.items():
         for name, row in each.items():
-            clients, found = kinds.setdefault((name, row.dtype, row.shape), ([], []))
+            clients, tensors = kinds.setdefault((name, row.dtype, row.shape), ([], []))
             clients.append(client)
-            found.append(row)
+            tensors.append(row)
     packed, free = [], np.empty(0, np.uint8)
     if piece is not None:
-        free = piece(sum(len(found) * _aligned(found[0].nbytes) for _, found in kinds.values()))
-    for (name, dtype, shape), (clients, found) in kinds.items():
+        sizes = (len(tensors) * _aligned(tensors[0].nbytes) for _, tensors in kinds.values())
+        free = piece(sum(sizes))
+    for (name, dtype, shape), (clients, tensors) in kinds.items():
         out = torch.empty(0, dtype=dtype)
-        if piece is not None and (size := len(found) * found[0].nbytes):
-            out = torch.from_numpy(free[:size]).view(dtype).view(len(found), *shape)
+        if piece is not None and (size := len(tensors) * tensors[0].nbytes):
+            out = torch.from_numpy(free[:size]).view(dtype).view(len(tensors), *shape)
             free = free[_aligned(size) :]
         packed.append(
             {
                 "name": name,
                 "clients": torch.tensor(clients),
-                "rows": torch.stack(found, out=out),
+                "rows": torch.stack(tensors, out=out),
             }
         )
     return packed

@@ -220,10 +220,10 @@ class ClientLogs:
             _merge_logs(trainer)
         results: Any = trainer.fit_loop.epoch_loop._results
         for key, metric in results.items():
-            found = [parts[client][key] for client in sorted(parts) if key in parts[client]]
-            if not found or not _is_sum(metric):
+            entries = [parts[client][key] for client in sorted(parts) if key in parts[client]]
+            if not entries or not _is_sum(metric):
                 continue
-            value, samples = (torch.stack(each).sum(0) for each in zip(*found, strict=True))
+            value, samples = (torch.stack(each).sum(0) for each in zip(*entries, strict=True))
             metric.value = metric.value + value.to(metric.value)
             metric.cumulated_batch_size = _samples(metric) + samples.to(metric.value.device)
 
@@ -247,8 +247,8 @@ def _merge_logs(trainer: Trainer) -> None:
     own = {key: _logged(m) for key, m in logged.items() if m.is_tensor}
     metrics = {key for key, m in logged.items() if not m.is_tensor}
     everywhere = gathered((own, metrics))
-    for key in sorted(set().union(*(found for _, found in everywhere))):
-        if missing := [rank for rank, (_, found) in enumerate(everywhere) if key not in found]:
+    for key in sorted(set().union(*(keys for _, keys in everywhere))):
+        if missing := [rank for rank, (_, keys) in enumerate(everywhere) if key not in keys]:
             raise FederationError(
                 f"the metric {key} was not logged on processes {missing}, which had no clients or"
                 " did not log it. Log it in every training step, and use at most as many processes"
@@ -256,16 +256,16 @@ def _merge_logs(trainer: Trainer) -> None:
             )
     device = trainer.strategy.root_device
     for key in dict.fromkeys(key for figures, _ in everywhere for key in figures):
-        found = [figures[key] for figures, _ in everywhere if key in figures]
+        values = [figures[key] for figures, _ in everywhere if key in figures]
         if key not in results:
-            meta = _Metadata(**found[0].options)
+            meta = _Metadata(**values[0].options)
             meta.sync = _Sync()
             results[key] = _ResultMetric(meta, is_tensor=True).to(device)
         metric = results[key]
         is_extreme = metric.meta.is_max_reduction or metric.meta.is_min_reduction
         reduce = metric.meta.reduce_fx if is_extreme else torch.sum
-        metric.value = reduce(torch.stack([one.value for one in found])).to(device)
-        metric.cumulated_batch_size = torch.stack([one.samples for one in found]).sum().to(device)
+        metric.value = reduce(torch.stack([one.value for one in values])).to(device)
+        metric.cumulated_batch_size = torch.stack([one.samples for one in values]).sum().to(device)
         metric.has_reset, metric._computed, metric._update_count = False, None, 1
 
 

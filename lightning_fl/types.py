@@ -499,8 +499,8 @@ def configuration(value: Any, depth: int = 8) -> str:
         return f"{of(value.func)}{of([value.args, value.keywords])}"
     if hasattr(value, "__qualname__"):  # a function, a method, a class
         return f"{value.__module__}.{value.__qualname__}"
-    found: Mapping[str, Any] = getattr(value, "__dict__", {})
-    kept = {name: found[name] for name in _arguments(type(value)) if name in found}
+    attributes: Mapping[str, Any] = getattr(value, "__dict__", {})
+    kept = {name: attributes[name] for name in _arguments(type(value)) if name in attributes}
     text = f"{of(type(value))}{of(kept)}"
     if isinstance(value, nn.Module):
         text += re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
@@ -511,14 +511,14 @@ def configuration(value: Any, depth: int = 8) -> str:
 
 def _arguments(kind: type) -> list[str]:
     """Return the names of a constructor's arguments, including those passed to parent classes."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for parent in kind.__mro__:
         if init := vars(parent).get("__init__"):
             parameters = inspect.signature(init).parameters
-            found |= dict.fromkeys(list(parameters)[1:])
+            names |= dict.fromkeys(list(parameters)[1:])
             if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
                 break
-    return list(found)
+    return list(names)
 
 
 @runtime_checkable

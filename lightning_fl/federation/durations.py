@@ -97,7 +97,7 @@ def read_durations(path: str | Path) -> Mapping[int, Sequence[float]]:
             f"the first line of the trace {path} must name the columns client and seconds, each"
             f" column once, got {short_repr(','.join(names))}"
         )
-    found: dict[int, list[float]] = {}
+    durations: dict[int, list[float]] = {}
     for number, line in lines:
         cells = dict(zip(names, line, strict=False))
         client, seconds = cells.get("client", ""), _positive(cells.get("seconds", ""))
@@ -107,10 +107,10 @@ def read_durations(path: str | Path) -> Mapping[int, Sequence[float]]:
                 f" number of seconds above 0, in {len(names)} cells, got"
                 f" {short_repr(','.join(line))}"
             )
-        found.setdefault(int(client), []).append(seconds)
-    if not found:
+        durations.setdefault(int(client), []).append(seconds)
+    if not durations:
         raise FederationError(f"the trace {path} has no durations: add a line for each client")
-    return found
+    return durations
 
 
 def _positive(cell: str) -> float | None:

@@ -121,14 +121,14 @@ def complete(checkpoint: dict[str, Any], path: str | Path | None, module: nn.Mod
     for key, names in reference["servers"].items():
         own = callbacks.get(key) if isinstance(callbacks, dict) else None
         parts += [(key, own.get("server") if isinstance(own, dict) else None, names)]
-    found: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
+    additions: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
     for key, part, names in parts:
         if names and not isinstance(part, dict):
             raise FederationError(f"its frozen tensors are of {key!r:.80}, which it does not have")
         if unknown := sorted({*names.values()} - tensors.keys()):
             raise FederationError(f"its frozen tensors do not include {unknown[0]!r:.80}")
-        found.append((part, {name: tensors[source] for name, source in names.items()}))
-    for part, added in found:  # at last, since parts of a changed file may be the same object
+        additions.append((part, {name: tensors[source] for name, source in names.items()}))
+    for part, added in additions:  # at last, since parts of a changed file may be the same object
         if added:
             part |= added
 
@@ -175,18 +175,18 @@ def _read(path: Path, wanted: str, kinds: Mapping[str, Any]) -> dict[str, Tensor
     with error_context(f"{path} is damaged, or not a file of frozen tensors", Exception):
         archive_size(path)
         check_sums(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        compare(found, {str: Tensor})
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        compare(tensors, {str: Tensor})
         for name, kind in kinds.items():
-            tensor = found.get(name)
+            tensor = tensors.get(name)
             if tensor is None or type(tensor) is not Tensor or tensor.layout != torch.strided:
                 raise FederationError(f"it has no tensor {name!r:.80}")
             if _kinds({name: tensor}) != {name: kind}:
                 raise FederationError(f"{name!r:.80} has another shape or data type")
-        found = {name: found[name] for name in kinds}
-        if digest(found) != wanted:
+        tensors = {name: tensors[name] for name in kinds}
+        if digest(tensors) != wanted:
             raise FederationError("its digest is not that in the name")
-    return found
+    return tensors
 
 
 def _is_intact(path: Path, wanted: str, tensors: Mapping[str, Tensor]) -> bool:
@@ -213,14 +213,14 @@ def digest(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype] | No
         >>> digest(one) == digest(two), digest(one, {"w": torch.float64}) == digest(two)
         (False, True)
     """
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for name in sorted(tensors if dtypes is None else dtypes):
         tensor = tensors[name].detach()
         tensor = tensor if dtypes is None else tensor.to(dtypes[name])
-        found.update(f"{name}\0{_dtype_name(tensor)}\0{list(tensor.shape)}\0".encode())
+        sha.update(f"{name}\0{_dtype_name(tensor)}\0{list(tensor.shape)}\0".encode())
         for piece in _pieces(tensor):
-            found.update(piece)
-    return found.hexdigest()
+            sha.update(piece)
+    return sha.hexdigest()
 
 
 def _pieces(tensor: Tensor) -> Iterator[Any]:
