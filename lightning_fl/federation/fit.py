@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
@@ -142,14 +143,14 @@ class PreparedFit:
             is_last_step: Function that returns whether a step of a client is its last.
             undo: Clean-up functions of the fit, to which those of the configuration are added.
         """
-        trainer, data, planner = self.trainer, self.data, self.planner
-        trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
+        trainer: Any = self.trainer  # its connectors set attributes that it does not declare
+        data, planner = self.data, self.planner
+        trainer.reload_dataloaders_every_n_epochs = 1
         # Placed first: other callbacks then see each client loaded at its first batch, and the
         # round ended at its last hook.
-        others = [c for c in trainer.callbacks if c is not loop]  # type: ignore[attr-defined]
-        trainer.callbacks = [loop, *others]  # type: ignore[attr-defined]
-        interval = trainer.log_every_n_steps  # type: ignore[attr-defined]  # the planner changes it
-        undo.callback(setattr, trainer, "log_every_n_steps", interval)
+        trainer.callbacks = [loop, *(c for c in trainer.callbacks if c is not loop)]
+        # The planner changes it.
+        undo.callback(setattr, trainer, "log_every_n_steps", trainer.log_every_n_steps)
         if "val_loss" in self.options.policy.learns_from:
             trainer.num_sanity_val_steps = math.inf
         if isinstance(self.module, VectorizedClients):

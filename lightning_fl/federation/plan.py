@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -139,7 +140,8 @@ class Planner:
         processes: Processes,
         declared: Declared,
     ) -> None:
-        self._trainer, self._data, self._progress = trainer, data, progress
+        self._trainer: Any = trainer  # its connectors set attributes that it does not declare
+        self._data, self._progress = data, progress
         self._policy, self._sampler = options.policy, options.sampler
         self._vectorizer, self._processes = vectorized, processes
         self._phases, self._has_warned = options.phases, False
@@ -176,8 +178,7 @@ class Planner:
             self._advance(now.round)
             self._plan = plan = self.draw()
             # Lightning would warn in every round that is shorter than its logging interval.
-            interval = min(self._log_every_n_steps, len(plan.schedule))
-            self._trainer.log_every_n_steps = interval  # type: ignore[attr-defined]
+            self._trainer.log_every_n_steps = min(self._log_every_n_steps, len(plan.schedule))
         return plan
 
     def forget(self) -> None:
@@ -195,7 +196,7 @@ class Planner:
         clients, values, steps, is_empty = draw_values(
             self._policy, round, drawn, self.batches_per_epoch, self._declared
         )
-        if batches := self._trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if batches := self._trainer.fast_dev_run:
             # One short round with the requested number of batches and at least one step per client.
             clients = clients[: int(batches)]
             values = {name: value[: len(clients)] for name, value in values.items()}
@@ -224,7 +225,7 @@ class Planner:
         Raises:
             FederationError: If no client reaches all phases.
         """
-        if not self._phases or self._trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if not self._phases or self._trainer.fast_dev_run:
             return
         values = self._policy.drawn(self._progress.round, torch.arange(self.num_clients))
         steps = local_steps(values, self.batches_per_epoch)
@@ -271,7 +272,7 @@ class Planner:
     def most_local_steps(self) -> int:
         """Return the maximum number of local steps of any client in the current round."""
         round = self._progress.round
-        if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self._trainer.fast_dev_run:
             self._advance(round)
             return int(self.draw().num_steps.max())
         return self._policy.max_local_steps(round, self.batches_per_epoch)
@@ -284,7 +285,7 @@ class Planner:
         bound if that client is not sampled in every round.
         """
         trainer, round = self._trainer, self._progress.round
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if trainer.fast_dev_run:
             return self.most_local_steps()
         if (rounds := trainer.max_epochs) is None or rounds < 0:
             return math.inf
