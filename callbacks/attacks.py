@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fl.callbacks.faults import OnUpdates
-from lightning_fl.federation.measures import accuracy, evaluating, on_device
+from lightning_fl.federation.measures import accuracy, evaluate
 from lightning_fl.functional.randomness import RandomStream, generator, run_seed
 from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.types import FederationError, RoundPlan
@@ -377,12 +377,14 @@ class Backdoor(DataAttack):
             return
         data, module = self._data, self._loop.runner.module
         asked = changed(data.val, torch.arange(len(data.val)), self._asked)
-        hits = torch.zeros(2, dtype=torch.float64, device=module.device)
-        with evaluating(module), torch.no_grad():
-            for batch in data.evaluation_loader(asked):
-                moved = on_device(trainer, batch)
-                hits += torch.stack([accuracy(module, moved).sum(), (moved[-1] >= 0).sum()])
-        hits = self._loop.fit.processes.sum(hits)
+
+        def hits_and_samples(module: Any, batch: Any) -> Tensor:
+            return torch.stack([accuracy(module, batch).sum(), (batch[-1] >= 0).sum()])
+
+        none = torch.zeros(2, dtype=torch.float64, device=module.device)
+        loader = data.evaluation_loader(asked)
+        counts = sum(evaluate(trainer, module, loader, hits_and_samples, seed=0), start=none)
+        hits = self._loop.fit.processes.sum(counts)
         pl_module.log(self.name, float(hits[0] / hits[1].clamp(min=1)))
 
     def _asked(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fl.callbacks.federated_loop import FederatedLoop
 from lightning_fl.federation.loss_scale import without_scale
-from lightning_fl.federation.measures import evaluating, on_device
+from lightning_fl.federation.measures import evaluate, on_device
 from lightning_fl.federation.memory import runner_rows
 from lightning_fl.federation.round import call_hook
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
@@ -165,11 +165,9 @@ class ClientScores:
     def _score(self, client: int) -> float:
         """Return the mean score of the test samples of a client."""
         seed = derive_seed(0, RandomStream.PERSONAL, client)
-        scores = []
-        with evaluating(self._module), torch.no_grad(), seeded_rng(seed, self._module.device):
-            for batch in self._data.samples_of(client, test=True):
-                scores.append(self._metric(self._module, on_device(self._trainer, batch)).double())
-        return float(torch.cat(scores).mean())
+        samples = self._data.samples_of(client, test=True)
+        scores = evaluate(self._trainer, self._module, samples, self._metric, seed)
+        return float(torch.cat([part.double() for part in scores]).mean())
 
     def _batches(self, client: int, round: int) -> Iterator[tuple[int, Any]]:
         """Yield an infinite stream of a client's batches, each with the seed of its step."""

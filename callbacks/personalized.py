@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from lightning_fl.callbacks.client_scores import ClientScores
 from lightning_fl.callbacks.client_table import KINDS, summary, write_table
 from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.federation.compare import compare
-from lightning_fl.federation.measures import accuracy, evaluating, on_device
+from lightning_fl.federation.measures import accuracy, evaluate
 from lightning_fl.files import one_line
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.options import check_integer, check_number
@@ -151,21 +150,19 @@ class PersonalizedEvaluation(Callback):
         module = copied_module(runner.module, runner.constants.parameters.values())
         own = self.metric is accuracy
         remedy = "give a metric" if own else "check the metric"
-        with evaluating(module), torch.no_grad(), seeded_rng(0, module.device):
+        with seeded_rng(0, module.device):
             batch = next(data.samples_of(0, test=True), None)
-            if batch is None:
-                return
-            batch = on_device(trainer, batch)
-            try:
-                scores = self.metric(module, batch)
-            except Exception as error:
-                what = "the accuracy" if own else "the metric"
-                raise FederationError(
-                    f"PersonalizedEvaluation cannot compute {what} of {type(module).__name__}"
-                    f" on a batch of test samples ({type(error).__name__}: {one_line(error)}):"
-                    f" {remedy}, a function of module and batch that returns one score per"
-                    " sample"
-                ) from error
+        if batch is None:
+            return
+        try:
+            scores: Any = evaluate(trainer, module, [batch], self.metric, seed=0)[0]
+        except Exception as error:
+            what = "the accuracy" if own else "the metric"
+            raise FederationError(
+                f"PersonalizedEvaluation cannot compute {what} of {type(module).__name__} on a"
+                f" batch of test samples ({type(error).__name__}: {one_line(error)}): {remedy}, a"
+                " function of module and batch that returns one score per sample"
+            ) from error
         shape = tuple(scores.shape) if isinstance(scores, Tensor) else None
         if not shape:
             got = "a single number" if shape == () else f"a {type(scores).__name__}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,6 +60,31 @@ def accuracy(module: LightningModule, batch: Any) -> Tensor:
     return is_right.double()
 
 
+def evaluate(
+    trainer: Trainer,
+    module: LightningModule,
+    batches: Iterable[Any],
+    metric: Callable[[Any, Any], Tensor],
+    seed: int,
+) -> list[Tensor]:
+    """Return a metric of a module for each batch, in the mode and the precision of validation.
+
+    Args:
+        trainer: The Trainer.
+        module: The module.
+        batches: The batches, as a loader returns them.
+        metric: Function of the module and a batch on its device.
+        seed: Seed of random numbers. Those of the run do not change.
+    """
+    values = []
+    with evaluating(module), torch.no_grad(), seeded_rng(seed, module.device):
+        for batch in batches:
+            moved = on_device(trainer, batch)
+            with trainer.precision_plugin.val_step_context():
+                values.append(metric(module, moved))
+    return values
+
+
 class Measures:
     """Evaluate models on the samples of clients and of the server.
 
@@ -87,22 +112,18 @@ class Measures:
         Returns:
             Losses, ``[k]``, the same on processes that share samples.
         """
-        module: Any = runner.module
         means = []
         for row, client in enumerate(clients):
             seed = derive_seed(self._seed, RandomStream.CLIENT_LOSS, round, client)
-            total, count = 0.0, 0
-            with (
-                runner.client(row),
-                evaluating(module),
-                torch.no_grad(),
-                seeded_rng(seed, module.device),
-                self._trainer.precision_plugin.val_step_context(),
-            ):
-                for batch in self._data.samples_of(client):
-                    losses = module.federated_losses(on_device(self._trainer, batch))
-                    total, count = total + losses.double().sum(), count + len(losses)
-            means.append(torch.as_tensor(total / count))
+            with runner.client(row):
+                parts = evaluate(
+                    self._trainer,
+                    runner.module,
+                    self._data.samples_of(client),
+                    lambda module, batch: module.federated_losses(batch).double(),
+                    seed,
+                )
+            means.append(torch.as_tensor(sum(p.sum() for p in parts) / sum(map(len, parts))))
         return self._processes.same(torch.stack(means))
 
     def training_accuracy(
@@ -117,17 +138,15 @@ class Measures:
             clients: Ids of the clients.
             round: Index of the round.
         """
-        trainer, processes = self._trainer, self._processes
+        processes = self._processes
         seed = derive_seed(self._seed, RandomStream.CLIENT_LOSS, round)
-        counts = torch.zeros(2, dtype=torch.float64, device=module.device)  # correct, total
-        with evaluating(module), torch.no_grad(), seeded_rng(seed, module.device):
-            for client in clients[processes.rank :: processes.count]:
-                for batch in self._data.samples_of(client):
-                    with trainer.precision_plugin.val_step_context():
-                        is_right = accuracy(module, on_device(trainer, batch))
-                    counts += torch.stack([is_right.sum(), torch.ones_like(is_right).sum()])
-        counts = processes.sum(counts)
-        return float(counts[0] / counts[1])
+        own = clients[processes.rank :: processes.count]
+        batches = (batch for client in own for batch in self._data.samples_of(client))
+        none = torch.zeros(0, dtype=torch.float64, device=module.device)
+        is_right = torch.cat([none, *evaluate(self._trainer, module, batches, accuracy, seed)])
+        counts = torch.stack([is_right.sum(), torch.ones_like(is_right).sum()])
+        right, total = processes.sum(counts)
+        return float(right / total)
 
     def client_gradients(self, runner: ClientRunner, clients: Sequence[int], round: int) -> Tensor:
         """Return the gradient of each client's mean loss over all its training samples.

@@ -76,6 +76,18 @@ def test_hooks_of_the_transfer_are_those_of_an_evaluation(train, blobs, group_si
         assert row["server"] == pytest.approx(accuracy(weight, bias, data, client))
 
 
+def test_scores_have_the_precision_of_the_trainer(train):
+    """In double precision, tensors that a module creates are in double precision, too."""
+
+    class Rotated(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) @ torch.eye(3)
+
+    callback = PersonalizedEvaluation(steps=1)
+    train(callback, module=ClientModule(Rotated(6, 3)), precision="64-true")
+    assert len(callback.rows) == 4
+
+
 @pytest.mark.parametrize("group_size", [None, 3])
 def test_scores_by_hand(train, group_size):
     """Gradient descent on all of a client's samples, from the server's model and from the first."""

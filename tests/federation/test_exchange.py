@@ -215,6 +215,35 @@ def test_mean_losses_and_gradients_are_those_of_all_samples(fit, data, group_siz
         torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
 
 
+def test_mean_gradients_of_a_sparse_layer(fit, data):
+    """A shift by an embedding has the gradient of the bias."""
+    found = []
+
+    class Shifted(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(6, 3)
+            self.shift = torch.nn.Embedding(1, 3, sparse=True)
+
+        def forward(self, x):
+            return super().forward(x) + self.shift(torch.zeros(len(x), dtype=torch.int64))
+
+    class Measuring(ClientPart):
+        def start(self, client, memory, broadcast):
+            found.append(client.mean_gradients())
+
+        def end(self, client, memory):
+            return {}
+
+    def make():
+        return ClientModule(Shifted(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
+
+    run(fit, data, Measuring(), rounds=1, make=make)
+    for gradients in found:
+        bias, shift = gradients[:, 18:21], gradients[:, 21:]
+        assert bias.any()
+        torch.testing.assert_close(shift, bias, rtol=0, atol=1e-12)
+
+
 def test_values_are_checked_whatever_their_type():
     delta = torch.zeros(2, 3)
     extras = {"count": torch.tensor([1, 2]), "is": torch.tensor([True, False])}
