@@ -56,16 +56,12 @@ class LeanSteps:
         """Return whether the steps of the round are ordinary, so that they can be made here."""
         trainer, module = self.trainer, self.module
         return (
-            module.automatic_optimization
-            and type(trainer.strategy) in (SingleDeviceStrategy, ClientParallelStrategy)
+            type(trainer.strategy) in (SingleDeviceStrategy, ClientParallelStrategy)
             and trainer.strategy.model is module
             and type(trainer.precision_plugin) is Precision
             and type(trainer.profiler) is PassThroughProfiler  # type: ignore[attr-defined]
             and trainer.accumulate_grad_batches == 1
             and not any(overrides(module, name, LightningModule) for name in PARTS)
-            and not is_param_in_hook_signature(
-                module.training_step, "dataloader_iter", explicit=True
-            )
         )
 
     def look(self) -> None:

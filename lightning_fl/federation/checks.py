@@ -266,7 +266,7 @@ REQUIRED: dict[str, tuple[Any, str]] = {
 }
 
 
-def check_trainer(trainer: Trainer, vectorized: bool = False) -> None:
+def check_trainer(trainer: Trainer, vectorized: bool) -> None:
     """Check the options and callbacks of the Trainer.
 
     Args:
