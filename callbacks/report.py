@@ -141,7 +141,6 @@ class RunReport(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Write the files of the run so far."""
-        _loop(trainer)
         if self._folder is not None:
             self._write_clients(trainer, "the run was interrupted")
             self._write_environment(trainer, type(exception).__name__)
