@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lightning_fl.callbacks.federated_loop import FederatedLoop
 from lightning_fl.federation.loss_scale import without_scale
 from lightning_fl.federation.measures import evaluate, on_device
-from lightning_fl.federation.memory import runner_rows
 from lightning_fl.federation.round import call_hook
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
 from lightning_fl.runners import SequentialRunner, optimizers_in
@@ -84,7 +83,7 @@ class ClientScores:
             local_steps: Number of local steps of ``local``; 0 omits it.
             first: Initial global model, from which ``local`` starts.
         """
-        rows = runner_rows(self._loop.store, client)
+        rows = self._loop.fit.memory.of_runner(client)
         state = ServerState(
             self._loop.aggregator.models_for(torch.tensor([client])), self._server.counters
         )

@@ -21,7 +21,6 @@ from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.callbacks.hyperparameters import network_name
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
 from lightning_fl.federation.measures import evaluating, on_device
-from lightning_fl.federation.memory import runner_rows
 from lightning_fl.federation.participation import Participation
 from lightning_fl.files import csv_text, write_atomically
 from lightning_fl.functional.randomness import seeded_rng
@@ -281,7 +280,7 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
                 if has_several:
                     vector = rule.models_for(torch.tensor([client]))[0]
                     runner.write(ServerState(vector, server.counters))
-                    runner.restore(runner_rows(loop.store, client))
+                    runner.restore(loop.fit.memory.of_runner(client))
                 own[client] = _accuracy(trainer, runner.module, data.samples_of(client), most)
         except Exception as error:  # in a user's module: must not fail a finished run
             reason = f"{type(error).__name__}: {error}"

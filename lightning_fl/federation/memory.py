@@ -53,7 +53,8 @@ class ClientMemory:
 
     def of_runner(self, client: int) -> dict[str, Tensor]:
         """Return the runner's state of a client: local tensors and optimizer state."""
-        return runner_rows(self.store, client)
+        stored = self.store.get(client)
+        return {name: row for name, row in stored.items() if not name.startswith((TRANSFORM, PART))}
 
     def of_parts(self, clients: Tensor) -> list[dict[str, Tensor]]:
         """Return the memory of clients for each part, stacked as ``[k, ...]``."""
@@ -183,12 +184,6 @@ class ClientMemory:
             for name, tensor in memory.items():
                 left[prefix + name] = _of_all(tensor, n, trained, stored.get(prefix + name))
         return left
-
-
-def runner_rows(store: ClientStore, client: int) -> dict[str, Tensor]:
-    """Return the runner's state of a client."""
-    stored = store.get(client)
-    return {name: row for name, row in stored.items() if not name.startswith((TRANSFORM, PART))}
 
 
 def _try_optimizer(rows: Mapping[str, Tensor], runner: ClientRunner) -> None:
