@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 
 from lightning_fl.callbacks.federated_loop import loop_of
-from lightning_fl.federation.dropped import causes
+from lightning_fl.federation.dropped import describe_causes
 from lightning_fl.options import check_integer
 
 
@@ -121,7 +121,7 @@ class RoundProgress(ProgressBar):
             yield f"{timedelta(seconds=round(remaining * fmean(self._seconds)))} left"
         row = self._loop.rows[-1]
         if row["dropped"]:
-            yield f"dropped {row['dropped']} of {row['clients']} clients ({causes([row])})"
+            yield f"dropped {row['dropped']} of {row['clients']} clients ({describe_causes([row])})"
 
     def _line(
         self,

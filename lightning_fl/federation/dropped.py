@@ -205,18 +205,18 @@ def summarize_dropped(rows: Sequence[Mapping[str, Any]]) -> str:
     rounds = sum(row["dropped"] > 0 for row in rows)
     return (
         f"dropped {dropped} of {sampled} client updates in {rounds} of {len(rows)} rounds"
-        f" ({causes(rows)})"
+        f" ({describe_causes(rows)})"
     )
 
 
-def causes(rows: Sequence[Mapping[str, Any]]) -> str:
+def describe_causes(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the number of dropped updates per cause, in words.
 
     Args:
         rows: Rows of the table of rounds.
 
     Example:
-        >>> causes([{"dropped": 3, "late": 2, "low_battery": 1}])
+        >>> describe_causes([{"dropped": 3, "late": 2, "low_battery": 1}])
         'too late: 2, other causes: 1'
     """
     counts = {words: sum(row.get(cause, 0) for row in rows) for cause, words in CAUSES.items()}

@@ -1,4 +1,4 @@
-"""What the clients of a round have left, of one process or of all."""
+"""Results of the clients of a round, of one process or of all processes."""
 
 from __future__ import annotations
 
