@@ -546,6 +546,10 @@ def test_a_class_without_a_required_option_names_it(cli):
             ["--trainer.callbacks.dropout=0.1"],
             "Callback has no option dropout: name the class first, as in --trainer.callbacks+=",
         ),
+        (
+            ["--federation.aggregator.alpha=0.1"],
+            "federation.aggregator has no class yet: name it first, as in --federation.aggregator=",
+        ),
         (["--federation.client_fractoin=1"], "did you mean --federation.client_fraction?"),
         (
             ["--trainer.max_epochs=ten"],

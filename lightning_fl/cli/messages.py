@@ -74,6 +74,8 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
         expected, got = with_value, with_value[0][1]
     types = [describe_type(kind) for kind, _ in expected]
     nested = re.search(r"NestedArg\(key='([^']+)'", message)
+    if nested and got.startswith("NestedArg("):  # an option of no class
+        return f"{key} has no class yet: name it first, as in --{key}=CLASS --{key}.{nested[1]}=..."
     if nested and not key.endswith(nested[1].rpartition(".")[2]):
         key = f"{key}.{nested[1]}"
     if types and got:
