@@ -221,6 +221,28 @@ def write_atomically(
         raise
 
 
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Check that a file can be written, before the work whose result it is to hold.
+
+    Args:
+        path: The file. Missing folders are created.
+
+    Raises:
+        FederationError: If it is a folder, or its folder cannot be written.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise FederationError(
+            f"{path} cannot be written ({error.strerror}): choose another file"
+        ) from error
+
+
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
     """Remove temporary files that killed processes left in a folder.
 

@@ -11,5 +11,5 @@ def replies_of(clients, tasks, kept):
         replies[task.client], state = clients[task.client].train(
             task, before.at(task.run, task.last)
         )
-        kept[task.client] = before.after(task.run, task.round, state)
+        kept[task.client] = before.after(task.run, task.last, task.round, state)
     return replies

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_fl import __version__
 from lightning_fl.aggregators import Aggregator, FedAvg
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, FromClients
@@ -102,7 +103,15 @@ class RemoteClient:
 
         Returns:
             What to send back, and the state to keep.
+
+        Raises:
+            FederationError: If the server has another version of this package.
         """
+        if task.version != __version__:  # which may train and aggregate in another way
+            raise FederationError(
+                f"the server has version {task.version or 'unknown'} of lightning_fl, and this"
+                f" client {__version__}: install the same version on both"
+            )
         at = task.client
         self._place(at, task.num_clients)
         rule = ToServer(self.rule, task)

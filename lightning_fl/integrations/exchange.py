@@ -14,14 +14,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fl.aggregators import Aggregator
-from lightning_fl.files import write_atomically
+from lightning_fl.files import error_context, write_atomically
 from lightning_fl.runners import ClientRunner
 from lightning_fl.types import describe
 
 #: Numbers and texts of a task.
 FIELDS = (
     *("run", "round", "client", "num_clients", "num_rounds", "seed", "num_steps", "last"),
-    *("rule", "exchanged", "num_trained", "frozen"),
+    *("rule", "exchanged", "num_trained", "frozen", "version"),
 )
 #: Mappings from names to tensors of a task.
 TENSORS = ("model", "unsaved", "broadcast")
@@ -51,6 +51,7 @@ class Task:
         values: Hyperparameters of the client, by name. Without ``lr``, the client uses that of its
             own optimizer.
         broadcast: Tensors of ``Aggregator.broadcast``.
+        version: Version of this package on the server; empty if it is older than this entry.
     """
 
     run: str
@@ -69,6 +70,7 @@ class Task:
     unsaved: Mapping[str, Tensor] = field(default_factory=dict)
     values: Mapping[str, float] = field(default_factory=dict)
     broadcast: Mapping[str, Tensor] = field(default_factory=dict)
+    version: str = ""
 
 
 def client_side(rule: Aggregator) -> str:
@@ -104,10 +106,11 @@ def exchange_id(runner: ClientRunner, buffers: str) -> str:
 
 @dataclass(frozen=True)
 class Kept:
-    """Hold the state that a client keeps after its last two rounds.
+    """Hold the states that a client keeps: after its last used update, and after its last round.
 
     The server may not have used the last update, because it arrived too late or the server was
-    killed. The client then continues from the state before, as if that round had not been.
+    killed. The client then continues from the state before, as if that round had not been, also
+    if this happens in several rounds in a row.
 
     Args:
         run: Id of the run that the states are from.
@@ -115,7 +118,8 @@ class Kept:
 
     Example:
         >>> import torch
-        >>> kept = Kept().after("a", 0, {"c": torch.zeros(1)}).after("a", 4, {"c": torch.ones(1)})
+        >>> kept = Kept().after("a", -1, 0, {"c": torch.zeros(1)})
+        >>> kept = kept.after("a", 0, 4, {"c": torch.ones(1)})
         >>> kept.at("a", 4)["c"], kept.at("a", 0)["c"], kept.at("a", -1)
         (tensor([1.]), tensor([0.]), {})
     """
@@ -138,27 +142,39 @@ class Kept:
             )
         return states.get(round, {})
 
-    def after(self, run: str, round: int, state: Mapping[str, Tensor]) -> Kept:
-        """Return the last two states of a run, with that of a new round.
+    def after(self, run: str, used: int, round: int, state: Mapping[str, Tensor]) -> Kept:
+        """Return the state of a new round, and that of the last used update.
 
         Args:
             run: Id of the run.
-            round: Index of the round.
+            used: Round of the client's last update that the server has used; -1 if there is none.
+            round: Index of the new round.
             state: The state after it.
         """
         states = self.states if run == self.run else {}
-        earlier = [each for each in sorted(states) if each < round][-1:]
-        return Kept(run, {**{each: states[each] for each in earlier}, round: state})
+        before = {used: states[used]} if used in states else {}
+        return Kept(run, {**before, round: state})
 
     @classmethod
     def read(cls, file: Path) -> Kept:
-        """Return what :meth:`write` has written; nothing if the file does not exist."""
-        return cls(**torch.load(file, weights_only=True)) if file.exists() else cls()
+        """Return what :meth:`write` has written; nothing if the file does not exist.
+
+        Raises:
+            FederationError: If the file is damaged.
+        """
+        remedy = "is damaged: restore it, or delete it to start anew"
+        with error_context(f"the state of this client in {file} {remedy}", Exception):
+            return cls(**torch.load(file, weights_only=True)) if file.exists() else cls()
 
     def write(self, file: Path) -> None:
         """Write the states into a file."""
         contents = {"run": self.run, "states": dict(self.states)}
         write_atomically(file, partial(torch.save, contents))
+
+
+def file_of(client: int, folder: str | Path) -> Path:
+    """Return the file in which a client keeps its states."""
+    return Path(folder, f"client-{client}.pt")
 
 
 @dataclass(frozen=True)

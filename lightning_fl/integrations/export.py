@@ -90,7 +90,7 @@ import torch
 from flwr.serverapp import ServerApp
 
 from lightning_fl.cli.parts import read_config
-from lightning_fl.files import write_atomically
+from lightning_fl.files import check_writable, write_atomically
 from lightning_fl.integrations.flower import FederationStrategy
 
 app = ServerApp()
@@ -101,8 +101,9 @@ def main(grid, context):
     config = context.run_config
     server = read_config(Path(__file__).with_name("config.yaml")).server()
     strategy = FederationStrategy(server, config["num-clients"], config["checkpoint"] or None)
+    check_writable(config["model"])
     strategy.start(grid, num_rounds=config["num-rounds"])
-    write_atomically(Path(config["model"]), partial(torch.save, server.module.state_dict()))
+    write_atomically(config["model"], partial(torch.save, server.module.state_dict()))
 '''
 
 CLIENT = '''\

@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.extras import imported
-from lightning_fl.files import write_atomically
+from lightning_fl.files import check_writable
 from lightning_fl.integrations.client import RemoteClient
-from lightning_fl.integrations.exchange import FIELDS, TENSORS, Kept, Reply, Task
+from lightning_fl.integrations.exchange import FIELDS, TENSORS, Kept, Reply, Task, file_of
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.options import check_integer
 from lightning_fl.policies import HyperparameterPolicy
@@ -148,8 +147,7 @@ class FederationStrategy(Strategy):
         self.server.begin(samples, batches, num_rounds, initial)
         self._is_begun = True
         refuse_bfloat16(self.server)  # again: now in the precision of the Trainer
-        if self.checkpoint is not None and self.checkpoint.exists():
-            self.server.load_state_dict(torch.load(self.checkpoint, weights_only=True))
+        if self.checkpoint is not None and self.server.read(self.checkpoint):
             LOG.info("resuming after round %d from %s", self.server.round, self.checkpoint)
         done = self.server.round
         if done >= num_rounds:
@@ -299,7 +297,7 @@ class FederationStrategy(Strategy):
             raise FederationError(f"all clients have failed. {failure}")
         metrics = self.server.finish(found)
         if self.checkpoint is not None:
-            write_atomically(self.checkpoint, partial(torch.save, self.server.state_dict()))
+            self.server.write(self.checkpoint)
         known = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return self.arrays(), MetricRecord(known)
 
@@ -456,6 +454,8 @@ def app_of(
     @app.query()
     def query(message: Message, context: Context) -> Message:
         client = int(context.node_config["partition-id"])
+        if folder is not None:
+            check_writable(file_of(client, folder))
         num_samples, batches = remote(context).work(client)
         about = {"client": client, "num_samples": num_samples, "batches_per_epoch": batches}
         return Message(RecordDict({"client": ConfigRecord(about)}), reply_to=message)
@@ -463,11 +463,12 @@ def app_of(
     @app.train()
     def train(message: Message, context: Context) -> Message:
         client = int(context.node_config["partition-id"])
-        file = None if folder is None else Path(folder, f"client-{client}.pt")
+        file = None if folder is None else file_of(client, folder)
         task, kept = task_of(message.content), read_kept(context.state, file)
         reply, state = remote(context).train(task, kept.at(task.run, task.last))
         if reply.dropped is None:
-            write_kept(kept.after(task.run, task.round, state), context.state, file)
+            kept = kept.after(task.run, task.last, task.round, state)
+            write_kept(kept, context.state, file)
         return Message(answer(client, reply), reply_to=message)
 
     return app

@@ -11,7 +11,6 @@ import math
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from torch import Tensor
 
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.extras import imported
-from lightning_fl.files import write_atomically
+from lightning_fl.files import check_writable
 from lightning_fl.integrations.client import RemoteClient
-from lightning_fl.integrations.exchange import FIELDS, Kept, Reply, Task
+from lightning_fl.integrations.exchange import FIELDS, Kept, Reply, Task, file_of
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.options import check_integer
 from lightning_fl.types import FederationError
@@ -131,7 +130,7 @@ class FederationAggregator(ModelAggregator):
         elif not self._is_done():
             metrics = server.finish(self._replies)
             if self.checkpoint is not None:
-                write_atomically(self.checkpoint, partial(torch.save, server.state_dict()))
+                server.write(Path(self.checkpoint))
         model: Mapping[str, Any] = server.model()
         broadcast: Mapping[str, Any] = {}
         unsaved: Mapping[str, Any] = {}
@@ -172,8 +171,7 @@ class FederationAggregator(ModelAggregator):
         samples, batches = zip(*(self._work[i] for i in range(count)), strict=True)
         self._server.begin(samples, batches, self._num_rounds, tensors(initial))
         self._is_begun = True
-        if self.checkpoint is not None and Path(self.checkpoint).exists():
-            self._server.load_state_dict(torch.load(self.checkpoint, weights_only=True))
+        if self.checkpoint is not None and self._server.read(Path(self.checkpoint)):
             rank_zero_info(f"resuming after round {self._server.round} from {self.checkpoint}")
 
     def _is_done(self) -> bool:
@@ -246,7 +244,9 @@ def run_client(
     flare.init()
     own = number_of(flare.get_site_name()) if client is None else client
     own = check_integer("client", own, min=0)
-    file = None if folder is None else Path(folder, f"client-{own}.pt")
+    file = None if folder is None else file_of(own, folder)
+    if file is not None:
+        check_writable(file)
     kept = Kept()
     while flare.is_running() and (received := flare.receive()) is not None:
         asked = received.meta.get(KEY)
@@ -275,7 +275,7 @@ def run_client(
         kept = kept if file is None else Kept.read(file)
         reply, state = remote.train(task, kept.at(task.run, task.last))
         if reply.dropped is None:
-            kept = kept.after(task.run, task.round, state)
+            kept = kept.after(task.run, task.last, task.round, state)
             if file is not None:
                 kept.write(file)
         flare.send(answer(own, task.round, reply))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -12,6 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_fl import __version__
 from lightning_fl.aggregators import Aggregator, DPFedAvg
 from lightning_fl.federation.checks import (
     check_module,
@@ -27,6 +30,7 @@ from lightning_fl.federation.plan import draw_clients, draw_values
 from lightning_fl.federation.results import is_finite, weights_and_losses
 from lightning_fl.federation.resume import changes, load_unsaved, unsaved_values
 from lightning_fl.federation.run_options import RunOptions
+from lightning_fl.files import check_writable, error_context, write_atomically
 from lightning_fl.functional.randomness import run_seed
 from lightning_fl.hooks import quiet
 from lightning_fl.integrations.exchange import Reply, Task, client_side, exchange_id
@@ -258,6 +262,7 @@ class RemoteServer:
             "num_trained": counted(trained, self.runner.num_parameters, self.rule),
             "unsaved": on_cpu(unsaved_values(self.module)),
             "broadcast": broadcast,
+            "version": __version__,
         }
         for row, client in enumerate([] if is_empty else clients.tolist()):
             if models.stride(0):  # each client starts from a model of its own
@@ -396,6 +401,35 @@ class RemoteServer:
         self.rule.load_state_dict(state["aggregator"])
         self.policy.load_state_dict(state["policy"])
         self.run, self.round, self.last = state["run"], state["round"], dict(state["last"])
+
+    def read(self, file: Path) -> bool:
+        """Restore the state that :meth:`write` has written, after :meth:`begin`.
+
+        Without this file, check that it can be written.
+
+        Args:
+            file: The file.
+
+        Returns:
+            Whether there is a state.
+
+        Raises:
+            FederationError: If the file is damaged or not of a server, belongs to another
+                federation, or cannot be written.
+        """
+        check_writable(file)
+        if not file.exists():
+            return False
+        with error_context(f"{file} is damaged, or not a checkpoint of a server", Exception):
+            state = torch.load(file, weights_only=True)
+            if not isinstance(state, dict) or state.keys() != self.state_dict().keys():
+                raise FederationError("it has other entries: choose another file for a new run")
+        self.load_state_dict(state)
+        return True
+
+    def write(self, file: Path) -> None:
+        """Write the state between two rounds into a file."""
+        write_atomically(file, partial(torch.save, self.state_dict()))
 
     def _identity(self) -> dict[str, Any]:
         return {

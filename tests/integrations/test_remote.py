@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 from apart import replies_of
@@ -33,6 +33,8 @@ from tutorial import trainer
 from two_classes import samples
 
 ROUNDS = 5
+#: Rounds and clients whose reply is lost.
+LOST = {(1, 2), (2, 2), (3, 2), (2, 0)}
 
 
 class Net(LightningModule):
@@ -181,21 +183,44 @@ def test_a_server_killed_in_a_round_repeats_it(tmp_path):
         assert torch.equal(again.module.state_dict()[key], value)
 
 
+@pytest.mark.filterwarnings("ignore:.*dropped")
+def test_replies_lost_in_several_rounds_in_a_row_lose_no_state(tmp_path):
+    """The client continues from the state of its last used update, as a dropped one in the loop."""
+
+    class Lost(Callback):
+        def on_client_updates(self, plan, clients, delta, dropped):
+            dropped.update((i, "late") for i in clients.tolist() if (plan.round, i) in LOST)
+            return delta
+
+    torch.manual_seed(0)
+    module, options = client_module(), {"policy": Schedule(local_epochs=1)}
+    simulated, loop = copy.deepcopy(module), FederatedLoop(Scaffold(), seed=3, **options)
+    trainer(tmp_path, loop, Lost(), rounds=ROUNDS).fit(simulated, datamodule=samples())
+    server, kept, clients = apart(module, samples, Scaffold(), rounds=0, **options)
+    for round in range(ROUNDS):
+        replies = replies_of(clients, server.tasks(), kept)
+        server.finish({i: reply for i, reply in replies.items() if (round, i) not in LOST})
+    for key, value in simulated.state_dict().items():
+        assert torch.equal(server.module.state_dict()[key], value), key
+
+
 def test_a_client_that_lost_its_state_says_so():
-    kept = Kept().after("a", 0, {"c": torch.zeros(1)}).after("a", 2, {}).after("a", 5, {})
+    kept = Kept().after("a", -1, 0, {"c": torch.zeros(1)}).after("a", 0, 2, {}).after("a", 2, 5, {})
     assert sorted(kept.states) == [2, 5]
-    assert sorted(kept.after("a", 2, {"c": torch.ones(1)}).states) == [2]  # a repeated round
+    again = kept.after("a", 2, 5, {"c": torch.ones(1)})  # a repeated round
+    assert sorted(again.states) == [2, 5] and again.at("a", 5)["c"] == 1
+    assert sorted(kept.after("a", 2, 7, {}).states) == [2, 7]  # the update of round 5 was lost
     with pytest.warns(UserWarning, match="has lost its state of round 1, and continues without"):
         assert kept.at("a", 0) == {}
     assert kept.at("a", -1) == {}
 
 
 def test_a_client_does_not_use_the_state_of_another_run(tmp_path):
-    kept = Kept().after("first", 1, {"c": torch.ones(1)})
+    kept = Kept().after("first", -1, 1, {"c": torch.ones(1)})
     assert kept.at("second", -1) == {}
     with pytest.warns(UserWarning, match="has lost its state of round 2"):
         assert kept.at("second", 1) == {}
-    assert list(kept.after("second", 3, {}).states) == [3]
+    assert list(kept.after("second", -1, 3, {}).states) == [3]
     kept.write(tmp_path / "client.pt")
     assert Kept.read(tmp_path / "client.pt").at("first", 1)["c"] == 1
 
@@ -224,6 +249,38 @@ def test_a_checkpoint_of_another_federation_is_refused():
     other.begin([12] * 5, [3] * 5)
     with pytest.raises(FederationError, match=r"has aggregator 'FedAdam', and this .* 'FedAvg'"):
         other.load_state_dict(server.state_dict())
+
+
+def test_a_file_that_is_no_state_or_cannot_be_written_is_named_before_clients_train(tmp_path):
+    server, _, _ = apart(client_module(), samples, FedAdam(), rounds=0)
+    file = tmp_path / "new" / "server.pt"
+    assert not server.read(file)
+    server.write(file)
+    assert server.read(file)
+    damaged, other = tmp_path / "damaged.pt", tmp_path / "other.pt"
+    damaged.write_bytes(file.read_bytes()[:-500])
+    torch.save({"state_dict": {}}, other)
+    for path, match in [
+        (damaged, r"damaged\.pt is damaged, or not a checkpoint of a server"),
+        (other, r"other\.pt is damaged, or not a checkpoint of a server: it has other entries"),
+        (tmp_path, "cannot be written .Is a directory.: choose another file"),
+        (damaged / "server.pt", r"server\.pt cannot be written .* choose another file"),
+    ]:
+        with pytest.raises(FederationError, match=match):
+            server.read(path)
+
+
+def test_a_client_of_another_version_is_refused():
+    server, _, clients = apart(client_module(), samples, FedAvg(), rounds=0)
+    task = replace(server.tasks()[0], version="0.0.1")
+    with pytest.raises(FederationError, match=r"server has version 0\.0\.1 of .* the same version"):
+        clients[0].train(task, {})
+
+
+def test_a_damaged_state_of_a_client_says_what_to_do(tmp_path):
+    (tmp_path / "client-0.pt").write_bytes(b"PK")
+    with pytest.raises(FederationError, match=r"client-0\.pt is damaged: restore it, or delete it"):
+        Kept.read(tmp_path / "client-0.pt")
 
 
 def test_clients_that_fail_are_dropped_as_in_the_loop():
