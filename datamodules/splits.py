@@ -240,6 +240,11 @@ def _split_by(
         if key_names is not None:
             return by, [key_names[key] for key in distinct.tolist()]
         return by, [str(key) for key in distinct.tolist()]
+    if keys is not None:
+        rank_zero_warn(
+            f"keys has no effect, since {name} does not read it: for one client per key, set"
+            " partition=Natural()"
+        )
     if labels is None and rule.splits_by == "labels":
         raise FederationError(
             f"{name} needs a label for each training sample, but {type(data).__name__} has"

@@ -183,6 +183,11 @@ def test_labels_that_do_not_fit_are_refused(labels, got, partition):
         federated(labels=labels, val_size=0.5, partition=partition)
 
 
+def test_keys_that_the_rule_does_not_read_are_named():
+    with pytest.warns(UserWarning, match=r"keys has no effect, since IID .* set partition=Natural"):
+        federated(keys=[0, 1] * 30)
+
+
 def test_keys_are_an_argument_or_an_attribute():
     keys = [31, 8, 8, 31, 5, 8]
     by_argument = federated(having(), partition=Natural(), num_clients=3, keys=keys)
