@@ -739,14 +739,15 @@ def finish(run):
     return out
 
 
-def test_an_interruption_ends_with_its_exit_code_and_says_how_to_go_on(tmp_path):
+@pytest.mark.parametrize(("sent", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interruption_ends_with_its_exit_code_and_says_how_to_go_on(tmp_path, sent, expected):
     root = tmp_path / "runs"
     run = start(root, "--trainer.max_epochs=100000")
     while run.processes[0].is_alive() and not (root / "version_0" / "last.ckpt").exists():
         time.sleep(0.1)
-    run.send(signal.SIGINT)
+    run.send(sent)
     (code,), out = run.finish(timeout=120)
-    assert code == 130, out
+    assert code == expected, out
     assert out.rstrip().endswith("interrupted; resume with --ckpt_path last")
     assert "Traceback" not in out
 

@@ -36,6 +36,8 @@ COMMANDS = {
 STORAGE = {getattr(errno, n) for n in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "ENOTDIR")}
 #: Exit code after an interruption (128 + SIGINT), as in a shell.
 INTERRUPTED = 130
+#: Exit code after SIGTERM (128 + SIGTERM), as in a shell.
+TERMINATED = 143
 
 
 def usage() -> str:

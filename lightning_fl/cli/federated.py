@@ -22,6 +22,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 # Every class that a config may name by its short name has to be imported.
@@ -42,7 +43,7 @@ from lightning_fl.callbacks import (
 )
 from lightning_fl.callbacks.checkpoint import read_checkpoint
 from lightning_fl.callbacks.config import RunConfig
-from lightning_fl.cli import INTERRUPTED
+from lightning_fl.cli import INTERRUPTED, TERMINATED
 from lightning_fl.cli.arguments import short_path
 from lightning_fl.cli.config_files import check_configs
 from lightning_fl.cli.messages import explain
@@ -315,9 +316,10 @@ class FederatedCLI(LightningCLI):
                     for parent in new[1:]:
                         parent.rmdir()
             raise
-        except SystemExit as end:  # Lightning exits with code 1 after an interruption
-            if type(end) is not SystemExit or not self.trainer.interrupted:
-                raise  # SIGTERMException has a different exit code
+        except SystemExit as end:  # of Lightning: code 1 after an interruption, 0 after SIGTERM
+            is_terminated = isinstance(end, SIGTERMException)
+            if not (is_terminated or (type(end) is SystemExit and self.trainer.interrupted)):
+                raise
             if self.trainer.is_global_zero:
                 checkpoint = self._get(self.config_init, "checkpoint")
                 last = Path(checkpoint.dirpath, f"{checkpoint.filename}.ckpt")
@@ -325,7 +327,7 @@ class FederatedCLI(LightningCLI):
                 if not last.is_file():
                     remedy = "there is no checkpoint yet, start a new fit"
                 sys.stderr.write(f"\ninterrupted; {remedy}\n")
-            raise SystemExit(INTERRUPTED) from end
+            raise SystemExit(TERMINATED if is_terminated else INTERRUPTED) from end
         if self.trainer.is_global_zero:
             print(f"Written to {short_path(self.run_folder)}")
 
