@@ -208,7 +208,8 @@ def test_a_client_that_lost_its_state_says_so():
     kept = Kept().after("a", -1, 0, {"c": torch.zeros(1)}).after("a", 0, 2, {}).after("a", 2, 5, {})
     assert sorted(kept.states) == [2, 5]
     again = kept.after("a", 2, 5, {"c": torch.ones(1)})  # a repeated round
-    assert sorted(again.states) == [2, 5] and again.at("a", 5)["c"] == 1
+    assert sorted(again.states) == [2, 5]
+    assert again.at("a", 5)["c"] == 1
     assert sorted(kept.after("a", 2, 7, {}).states) == [2, 7]  # the update of round 5 was lost
     with pytest.warns(UserWarning, match="has lost its state of round 1, and continues without"):
         assert kept.at("a", 0) == {}
