@@ -25,6 +25,8 @@ from lightning_fl.types import FederationError, first_line
 MAX_WIDE_BYTES = 2**26
 #: Data types that are replaced by float64 for the comparison.
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
+#: Seed of the compared steps. A module is not likely to set the same one.
+SEED = 1_846_297_503
 #: The outcome of a step, gradients, and frozen parameters after the step.
 Result = tuple[Outcome, list[Tensor], list[Tensor]]
 
@@ -42,7 +44,8 @@ def why_not_mapped(step: VectorizedStep, batch: Any) -> str | None:
     Returns:
         The reason why the step cannot be vectorized, or None. Reasons are an exception; different
         losses, gradients, buffers or frozen parameters; writes to trained parameters; random
-        numbers of Python or NumPy, which all clients would share; and an update of a torchmetrics
+        numbers of Python or NumPy, which all clients would share; random numbers with a seed of
+        the step's own, which ``vmap`` draws anew for each client; and an update of a torchmetrics
         metric, which would be silently wrong under ``vmap``.
 
     Raises:
@@ -76,6 +79,11 @@ def why_not_mapped(step: VectorizedStep, batch: Any) -> str | None:
             return (
                 "training_step draws random numbers with Python or NumPy, which all clients would"
                 " share (draw them with torch)"
+            )
+        if own.has_own_seed:
+            return (
+                "training_step draws random numbers with a seed or generator of its own, which"
+                " would be others for each client"
             )
         try:
             again = trial.by_itself()
@@ -112,12 +120,14 @@ class _Own(NamedTuple):
         written: Names of the tensors that it has written to.
         stacks: Names of the stacked parameters that it has used, instead of the client's.
         draws: Whether it has drawn random numbers of Python or NumPy.
+        has_own_seed: Whether it has drawn random numbers with a seed or generator of its own.
     """
 
     result: Result
     written: set[str]
     stacks: list[str]
     draws: bool
+    has_own_seed: bool
 
 
 class _Trial:
@@ -176,7 +186,7 @@ class _Trial:
         numbers = tree_map(lambda t: self._two(t)[0], stacks.hyperparameters)
         with (
             left_alone(self.module),
-            seeded_rng(0, self.module.device),
+            seeded_rng(SEED, self.module.device),
             torch.enable_grad(),
             stacks.values(values),
             Watch(stacks.params) as of_optimizer,
@@ -189,7 +199,8 @@ class _Trial:
         buffers = {name: values[name] for name in stacks.tensors.buffers}
         outcome = outcome._replace(buffers=buffers)
         result = outcome, self._of_trained(grads, values), self._frozen(values)
-        return _Own(result, written, sorted(of_optimizer.read | of_optimizer.written), draws)
+        stacks_used = sorted(of_optimizer.read | of_optimizer.written)
+        return _Own(result, written, stacks_used, draws, watch.has_own_seed)
 
     def stacked(self, at_once: bool) -> Result:
         """Make the step of both clients on stacked tensors, with the same random numbers.
@@ -211,7 +222,7 @@ class _Trial:
             tensors = {"fixed": fixed, "weight": None, **tree_map(lambda t: t[rows], own)}
             how: dict[str, Any] = {"fixed_is_shared": self.stacks.fixed_is_shared}
             how |= {"at_once": at_once, "randomness": "same"}
-            with seeded_rng(0, self.module.device), torch.enable_grad():
+            with seeded_rng(SEED, self.module.device), torch.enable_grad():
                 return self.local.many(**tensors, **how)
 
         clients = [slice(0, 2)] if at_once else [slice(0, 1), slice(1, 2)]

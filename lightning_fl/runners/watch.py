@@ -1,4 +1,4 @@
-"""Detection of reads and writes of a module's tensors."""
+"""Detection of reads and writes of a module's tensors, and of random numbers with a seed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 class Watch(TorchDispatchMode):
     """Record the tensors that operations read and write, also through views and aliases.
+
+    Random numbers that do not come from torch's generator with its current seed are noted, too.
 
     Args:
         tensors: The tensors to watch, by name.
@@ -31,6 +33,9 @@ class Watch(TorchDispatchMode):
         self._names = {memory: name for name, memory in self._memories.items() if memory}
         self.read: set[str] = set()
         self._changed: set[str] = set()
+        self._seed = torch.initial_seed()
+        #: Whether random numbers were drawn from another generator, or after another seed was set.
+        self.has_own_seed = False
 
     @property
     def written(self) -> set[str]:
@@ -47,6 +52,9 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         """Record the tensors among the arguments, and run the operation."""
         kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            is_given = any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values()))
+            self.has_own_seed |= is_given or torch.initial_seed() != self._seed
         values = zip(func._schema.arguments, args, strict=False)
         named = ((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs)
         for argument, value in [*values, *named]:

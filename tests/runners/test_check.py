@@ -267,6 +267,25 @@ def test_numbers_of_python_and_numpy_would_be_shared(number):
     assert "random numbers with Python or NumPy" in why()
 
 
+def of_a_generator(x, seed):
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
+
+
+def of_a_seed(x, seed):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return torch.randn_like(x)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("noise", [of_a_generator, of_a_seed])
+def test_numbers_of_a_seed_in_the_step_would_be_others_for_each_client(noise, seed):
+    why = ask(mlp(), lambda module, outputs, loss: loss + (noise(outputs, seed) * outputs).mean())[
+        2
+    ]
+    assert "a seed or generator of its own" in why()
+
+
 def test_a_step_that_reads_the_parameters_of_its_optimizer_is_refused(train, tiny):
     class Decayed(tiny.kind):
         def training_step(self, batch, batch_idx):
