@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
 
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
@@ -100,8 +101,10 @@ class HookedStep(LocalStep):
         for config in trainer.lr_scheduler_configs:
             if config.interval == "step":
                 hooks.lr_scheduler_step(config.scheduler, None)
-        self._call_callbacks("on_train_batch_end", outputs[-1], batch, self.index)
-        hooks.on_train_batch_end(outputs[-1], batch, 0)
+        result = ClosureResult.from_training_step_output(outputs[-1])
+        given = {} if result.loss is None else result.asdict()  # what hooks get from Lightning
+        self._call_callbacks("on_train_batch_end", given, batch, self.index)
+        hooks.on_train_batch_end(given, batch, 0)
         return outputs[-1]
 
     def _call(self, name: str, *args: Any) -> None:

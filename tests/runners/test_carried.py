@@ -269,6 +269,7 @@ class ZeroGrad:
 
 class BatchEnd:
     def on_train_batch_end(self, outputs, batch, batch_idx):
+        assert not outputs["loss"].requires_grad
         multiplied(self, self.number())
 
 

@@ -48,6 +48,7 @@ class NewGradients:
 
 class BatchEnd:
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        assert not outputs["loss"].requires_grad
         multiplied(module, self.number(trainer, batch_idx))
 
 
