@@ -94,7 +94,8 @@ class LocalStep(nn.Module):
         self._constants = dict(constants or {})
         #: Index of the clients' local step, passed to the module as ``batch_idx``.
         self.batch_idx = 0
-        #: Options of logged values, and logged metrics, by name.
+        #: Names and options of logged values, by their key in an outcome; logged metrics, by name.
+        self.log_names: dict[str, str] = {}
         self.log_options: dict[str, dict[str, Any]] = {}
         self.metrics: dict[str, Metric] = {}
         #: Whether the module logged something without a batch size.
@@ -148,16 +149,19 @@ class LocalStep(nn.Module):
 
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
             options |= dict(zip(_LOG_OPTIONS, args, strict=False))
-            self.log_options[name] = options
             if isinstance(value, Metric):  # it accumulates by itself in sequential steps
-                self.metrics[name] = value
+                self.metrics[name], self.log_options[name] = value, options
                 return
             size = options.pop("batch_size", None)
             if size is None or (weight is not None and size == len(weight)):  # size with padding
                 size, self.wants_batch_size = torch.nan, True
             value = self._on_device(value)
             size = torch.full((), size, dtype=torch.float64, device=value.device)
-            logs[name] = value, size
+            key = name
+            while key in logs:  # a step may log several values under a name
+                key += "'"
+            self.log_names[key], self.log_options[key] = name, options
+            logs[key] = value, size
 
         def record(loss: Tensor, count: Any) -> None:
             recorded["loss"] = loss.detach()

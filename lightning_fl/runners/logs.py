@@ -22,7 +22,7 @@ class StepLogs:
 
     def __init__(self, local: LocalStep) -> None:
         self._local = local
-        #: By name, one tuple per local step: values, weights and mask of active clients, ``[k]``.
+        #: By key, one tuple per local step: values, weights and mask of active clients, ``[k]``.
         self._noted: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
 
     def clear(self) -> None:
@@ -58,8 +58,8 @@ class StepLogs:
             log: The function that logs a value under a name, with options.
             module: The user's module, which logs its metrics itself.
         """
-        for name, noted in self._noted.items():
-            options = dict(self._local.log_options[name])
+        for key, noted in self._noted.items():
+            name, options = self._local.log_names[key], dict(self._local.log_options[key])
             values, weight, active = (torch.stack(part) for part in zip(*noted, strict=True))
             values, weight = values.double(), weight.double()
             if options.get("reduce_fx", "mean") in ("mean", torch.mean):

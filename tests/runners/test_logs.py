@@ -27,6 +27,12 @@ def log_the_largest(module, loss):
     module.log("a", loss, on_step=False, on_epoch=True, reduce_fx="max")
 
 
+def log_twice(module, loss):
+    for value in (loss, 2 * loss):
+        module.log("a", value, on_step=False, on_epoch=True)
+        module.log("b", value, on_step=False, on_epoch=True, reduce_fx="sum")
+
+
 @pytest.mark.parametrize(
     "log",
     [
@@ -35,6 +41,7 @@ def log_the_largest(module, loss):
         pytest.param(log_by_position),
         pytest.param(log_with_a_size),
         pytest.param(log_the_largest),
+        log_twice,
     ],
 )
 @pytest.mark.parametrize("group_size", [1, 3])
