@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
 from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import Metric, MetricCollection
 
 #: Attributes in which ``nn.Module`` stores parameters, buffers and children.
 _OF_TORCH = vars(nn.Module()).keys()
@@ -24,6 +25,8 @@ FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fl"}
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator)
 #: What can change in place.
 _MUTABLE = (list, dict, set, deque, Tensor, np.ndarray, *_GENERATORS)
+#: Objects of frameworks whose attributes are looked into. Metrics are not always submodules.
+_WITH_STATE = (LRScheduler, Metric, MetricCollection)
 #: Maximum size of a tensor or array that is copied.
 MAX_BYTES = 2**26
 
@@ -32,7 +35,8 @@ class Attributes:
     """Take a snapshot of the plain attributes of a module and its children.
 
     It includes what the attributes hold: lists, dictionaries, sets, tensors, arrays, random
-    generators, and the attributes of schedulers and of objects of the user's own classes.
+    generators, and the attributes of schedulers, of metrics and of objects of the user's own
+    classes.
 
     Args:
         module: The module.
@@ -127,6 +131,13 @@ def _full_name(owner: str, key: str) -> str:
     return f"{owner}.{key}".strip(".")
 
 
+def metrics_of(module: nn.Module) -> list[Metric]:
+    """Return the metrics of a module: its children, and those that attributes hold."""
+    values = [vars(part) for part in module.modules()]
+    found = [value for value in _reached(values, set()) if isinstance(value, Metric)]
+    return list({id(metric): metric for metric in found}.values())
+
+
 def _mutable(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
     """Yield what can change in place among values, and inside them.
 
@@ -136,6 +147,11 @@ def _mutable(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
         values: The values.
         seen: The ``id`` of objects to leave out; the objects found are added.
     """
+    return (value for value in _reached(values, seen) if isinstance(value, _MUTABLE))
+
+
+def _reached(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
+    """Yield values and what is inside them; see :func:`_mutable`."""
     waiting = list(values)
     while waiting:
         value = waiting.pop()
@@ -143,12 +159,12 @@ def _mutable(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
             continue
         if isinstance(value, _MUTABLE):
             seen.add(id(value))
-            yield value
+        yield value
         if isinstance(value, list | set | deque | tuple):
             waiting.extend(value)
         if isinstance(value, dict):
             waiting.extend(value.values())
-        if _is_of_the_user(value) or isinstance(value, LRScheduler):
+        if _is_of_the_user(value) or isinstance(value, _WITH_STATE):
             waiting.append(vars(value))
 
 

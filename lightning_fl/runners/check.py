@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
 from lightning_fl.functional.randomness import rng_state, seeded_rng
-from lightning_fl.runners.attributes import left_alone
+from lightning_fl.runners.attributes import left_alone, metrics_of
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors, gradients_of
 from lightning_fl.runners.tensors import is_floating
 from lightning_fl.runners.vectorized import VectorizedStep
@@ -311,7 +311,7 @@ def _metrics_reset(module: nn.Module) -> Iterator[Callable[[], Metric | None]]:
     Yields:
         A function that returns one of them, or None.
     """
-    counts = [(m, m._update_count) for m in module.modules() if isinstance(m, Metric)]
+    counts = [(metric, metric._update_count) for metric in metrics_of(module)]
 
     def updated() -> Metric | None:
         return next((m for m, count in counts if m._update_count != count), None)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
+from torchmetrics import MetricCollection, SumMetric
 
 
 def log_alone(module, loss):
@@ -93,3 +94,37 @@ def test_a_step_is_logged_as_the_mean_of_its_samples(train, tiny, ragged):
         losses = torch.tensor([of[int(c), i] for c in clients])
         assert found == pytest.approx(float((losses * n).sum() / n.sum()), rel=1e-5)
     assert len(group_size.steps) == 3
+
+
+class Counts:
+    """Count steps and samples with metrics that are no submodules."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {"steps": SumMetric(), "all": MetricCollection({"samples": SumMetric()})}
+
+    def training_step(self, batch, batch_idx):
+        self.counts["steps"].update(1.0)
+        self.counts["all"].update(float(len(batch[1])))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.log("steps", self.counts["steps"].compute())
+        self.log_dict(self.counts["all"].compute())
+        for metric in self.counts.values():
+            metric.reset()
+
+
+class Compared(Counts):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        """Have a hook, so that the step is repeated for a comparison."""
+
+
+@pytest.mark.filterwarnings("ignore:.*one client after another")
+@pytest.mark.parametrize(("kind", "group_size"), [(Counts, 1), (Counts, 3), (Compared, None)])
+def test_checks_leave_no_trace_in_metrics(train, tiny, ragged, kind, group_size):
+    module = tiny(type("Counting", (kind, tiny.kind), {}))
+    rows = train(module, group_size).rows
+    assert [row["steps"] for row in rows] == [row["num_steps"] for row in rows]
+    plain = train(tiny(type("Counting", (Counts, tiny.kind), {}))).rows
+    assert [row["samples"] for row in rows] == [row["samples"] for row in plain]
