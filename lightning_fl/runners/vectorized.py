@@ -19,7 +19,7 @@ from lightning_fl.runners.samples import Collated, Padded, Samples
 from lightning_fl.runners.side_by_side import SideBySide
 from lightning_fl.runners.stacks import Stacks
 from lightning_fl.runners.tensors import beside, first_samples, placed, scattered, select
-from lightning_fl.types import first_line
+from lightning_fl.types import FederationError, first_line
 
 #: Maximum number of batch shapes to compile.
 MOST_GRAPHS = 2
@@ -148,6 +148,7 @@ class VectorizedStep:
             self.side_by_side.wait()
         for i in started:
             outcomes[i] = self._finish(int(rows[i]), outcomes[i])
+        self._check_logs(outcomes)
         known = {name: self._gradient_memory(name) for name in trained}
         for name, clients in trained.items():
             for other in set(range(self.stacks.count)).difference(clients):
@@ -155,6 +156,17 @@ class VectorizedStep:
         self._note_partial(trained, len(rows))
         stacked = tree_map(lambda *t: scattered(torch.stack(t), rows, self.stacks.count), *outcomes)
         return _with_gradients(stacked.loss, self.stacks.params, known), stacked
+
+    def _check_logs(self, outcomes: list[Outcome]) -> None:
+        """Refuse names that a step logs for some of the clients only."""
+        names = [set(outcome.logs) for outcome in outcomes]
+        if some := set.union(*names) - set.intersection(*names):
+            raise FederationError(
+                f"{type(self.module).__name__}.training_step logs {sorted(some)} in the step of"
+                " some clients only, as their batches differ. Clients of a group must log the same"
+                " names in a step: log these in each step, or train the module without"
+                " VectorizedClients"
+            )
 
     def _start(self, row: int, batch: Any, ratio: float) -> Outcome | None:
         """Start the compiled step of a client; None if there is no graph for its batch."""

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torchmetrics import MetricCollection, SumMetric
 
+from lightning_fl.types import FederationError
+
 
 def log_alone(module, loss):
     module.log("a", loss, on_step=False, on_epoch=True)
@@ -67,6 +69,18 @@ def test_a_value_that_is_logged_now_and_then(agree, tiny):
 
     with pytest.warns(match="one client after another"):
         agree(lambda: tiny(Sometimes), (3,))
+
+
+@pytest.mark.filterwarnings("ignore:.*one client after another")
+def test_a_value_that_is_logged_for_some_clients_of_a_group_is_refused(train, tiny):
+    class OfFullBatches(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            if len(batch[1]) == 10:
+                self.log("full", 1.0, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(FederationError, match=r"logs \['full'\] in the step of some clients only"):
+        train(tiny(OfFullBatches), 7)
 
 
 def test_a_step_is_logged_as_the_mean_of_its_samples(train, tiny, ragged):
