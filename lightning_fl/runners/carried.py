@@ -50,9 +50,9 @@ def carried(step: VectorizedStep, samples: Samples) -> list[str]:
         samples: The samples of the local step.
 
     Returns:
-        The names of all attributes that a step changes, if another step depends on them, or
-        ``trainer.global_step``. The list is empty if a step depends on none, or if it draws from
-        random generators other than torch's.
+        The names of all attributes that a step changes, if another step depends on them,
+        ``trainer.global_step``, or the optimizer's options if each step moves them. The list is
+        empty if a step depends on none, or if it draws from random generators other than torch's.
     """
     module, at = step.module, step.local.batch_idx
     one, other, *_ = [i for i in range(step.stacks.count) if samples.client(i) is not None] * 2
@@ -75,6 +75,14 @@ def carried(step: VectorizedStep, samples: Samples) -> list[str]:
 
     with left_alone(module) as attributes:
         try:
+            if module._trainer is not None:  # an option may be set anew in each step, but not moved
+                after = list[Options]()
+                with options_set(module.trainer, options_of(module.trainer)):
+                    for _ in range(2):
+                        results((other, 0))
+                        after.append(options_of(module.trainer))
+                if after[0] != after[1]:
+                    return [OPTIONS]
             for alone in ([(other, 0), (other, 1)], [(other, 0)]):
                 with global_step.noted():
                     expected, names = results(*alone), attributes.changed()
@@ -119,6 +127,8 @@ class CarriedState:
         self._before: tuple[Attributes, Options] | None = None
         self._after: tuple[Attributes, Options] | None = None
         self._global_step = GlobalStep(self.module)
+        #: Whether ``training_step`` sets options.
+        self._sets_options = False
 
     @contextmanager
     def first_step(self, client: int, batch: Any) -> Iterator[None]:
@@ -132,6 +142,9 @@ class CarriedState:
             self._first, self._before, self._after = client, self._snapshot(), None
             with self._global_step.noted():
                 yield
+            if not self.hooks and options_of(self.module.trainer) != self._before[1]:
+                self._sets_options = True
+                self._step = HookedStep(self.module, self.tensors.constants)
         elif client == self._first:  # in a later round, or an optimizer repeats the step
             yield
         else:
@@ -165,7 +178,7 @@ class CarriedState:
         trainer = self.module.trainer
         set_since = {*after.changed(), *OF_LIGHTNING}  # for this client, or in each step
         changed = [name for name in before.changed() if name not in set_since]
-        may_count = self._global_step.is_read or bool(self.hooks)
+        may_count = self._global_step.is_read or bool(self.hooks) or self._sets_options
         if not changed and not may_count:
             return []
         with left_alone(self.module) as now:
@@ -189,7 +202,7 @@ class CarriedState:
                 found.append(GLOBAL_STEP)
             # Those that a scheduler or a hook has set for this client are not carried over.
             is_carried = options_of(trainer) == options_after != options
-            if self.hooks and is_carried:
+            if self._sets_options or (self.hooks and is_carried):
                 with options_set(trainer, options):
                     found += [OPTIONS] * differs()
         return found

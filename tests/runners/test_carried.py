@@ -458,6 +458,34 @@ def test_options_schedulers_and_generators_carry_over(train, flat, tiny, monkeyp
     assert run() == compared
 
 
+class DecaysInStep:
+    def training_step(self, batch, batch_idx):
+        for group in self.optimizers().param_groups:
+            group["lr"] = group["lr"] * 0.9
+        return super().training_step(batch, batch_idx)
+
+
+class SetInStep:
+    def training_step(self, batch, batch_idx):
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.1 / (1 + batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+def test_options_that_training_step_moves_carry_over(train, tiny):
+    own = {"federation": {"policy": train.policy(lr=False)}}
+    with pytest.warns(UserWarning, match="training_step depends on the optimizer's options"):
+        train(tiny(type("Decays", (DecaysInStep, tiny.kind), {})), **own)
+    for group_size in (1, 3):
+        with pytest.raises(FederationError, match="set \\(the optimizer's options\\)"):
+            train(tiny(type("Decays", (DecaysInStep, tiny.kind), {})), group_size, **own)
+
+
+def test_options_that_training_step_sets_anew_do_not(train, agree, tiny):
+    own = {"federation": {"policy": train.policy(lr=False)}}
+    agree(lambda: tiny(type("Sets", (SetInStep, tiny.kind), {})), (1, 3), **own)
+
+
 def test_options_that_a_round_changes_do_not_carry_over(train, tiny, data, blobs):
     class PerRound(tiny.kind):
         def on_train_epoch_start(self):
