@@ -315,6 +315,7 @@ class Round:
         if not dropped and (scale := fit.loss_scale.read()) is not None:  # of a single client
             self.results.scales[int(clients)] = scale
             # Without a step, parameters are finite though all gradients are not.
+            assert sent.num_steps is not None
             finite &= not fit.loss_scale.skipped_all(self._scale, int(sent.num_steps))
         for client in clients[~finite].tolist():
             dropped.setdefault(client, "non_finite")
