@@ -196,8 +196,9 @@ class FederatedCLI(LightningCLI):
                     " to a file"
                 )
         elif config.ckpt_path is not None and not Path(config.ckpt_path).is_file():
+            what = "is a folder" if Path(config.ckpt_path).is_dir() else "does not exist"
             raise FederationError(
-                f"checkpoint {config.ckpt_path} does not exist: set --ckpt_path to a file or last"
+                f"checkpoint {config.ckpt_path} {what}: set --ckpt_path to a file or last"
             )
         elif config.ckpt_path is not None and Path(config.ckpt_path).absolute().parent in runs:
             self.run_folder = Path(config.ckpt_path).absolute().parent

@@ -75,7 +75,7 @@ def test_without_a_seed_it_is_that_of_seed_everything(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("val_size", "count"), [(0, 0), (0.0, 0), (1, 1), (20, 20), (0.25, 15), (0.001, 0), (59, 59)]
+    ("val_size", "count"), [(0, 0), (0.0, 0), (1, 1), (20, 20), (0.25, 15), (59, 59)]
 )
 def test_val_size_is_a_count_or_a_fraction(val_size, count):
     data = federated(val_size=val_size, num_clients=1)
@@ -181,6 +181,13 @@ def test_a_stratified_split_gives_all_clients_the_same_classes_and_needs_labels(
 def test_labels_that_do_not_fit_are_refused(labels, got, partition):
     with pytest.raises(FederationError, match=f"for each of the 60 training samples, got {got}"):
         federated(labels=labels, val_size=0.5, partition=partition)
+
+
+def test_a_fraction_that_holds_out_nothing_is_named():
+    with pytest.warns(UserWarning, match=r"val_size=0\.001 holds out none of 60 samples"):
+        data = federated(val_size=0.001)
+    assert data.num_samples.sum() == 60
+    assert data.val_dataloader() == []
 
 
 def test_keys_that_the_rule_does_not_read_are_named():
