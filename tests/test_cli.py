@@ -469,6 +469,10 @@ def test_every_config_opens_with_its_command_and_its_result(config):
         (["--data.init_args.num_clients=5000"], "5000 clients cannot share 1294 samples"),
         (["--trainer.limit_train_batches=3"], "use Schedule(num_steps=...)"),
         (["--ckpt_path=nowhere.ckpt"], "checkpoint nowhere.ckpt does not exist"),
+        (
+            ["--federation.update_transforms=TopK"],
+            "federation.update_transforms must be a list, such as [X], got 'TopK'",
+        ),
         (["--ckpt_path=."], "checkpoint . is a folder: set --ckpt_path to a file or last"),
         (["--data=MNIST", "--data.init_args.root=nowhere"], "download=true"),
         (["--seed_everything=-1"], "seed_everything must be from 0 to 4294967295, got -1"),

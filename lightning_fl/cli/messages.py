@@ -100,7 +100,9 @@ def describe_type(kind: str) -> str:
         return f"one of {found[1]}"
     words = {"int": "a whole number", "float": "a number", "NoneType": "null", "str": "a text"}
     words |= {"PositiveInt": "a positive whole number", "dict": "a mapping"}
-    return {**words, "bool": "true or false"}.get(name, name.rpartition(".")[2])
+    words |= {"bool": "true or false", "Sequence": "a list, such as [X]"}
+    last = name.rpartition(".")[2]
+    return words.get(last, last)
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
