@@ -78,7 +78,7 @@ class _Trial:
         def made(*args: Any) -> Any:
             own, grads = self._copy(self._callback), [param.grad for param in self._params]
             tensors = [*self._params, *(grad for grad in grads if grad is not None)]
-            with Watch({str(i): tensor.detach() for i, tensor in enumerate(tensors)}) as watch:
+            with Watch({str(i): tensor for i, tensor in enumerate(tensors)}) as watch:
                 result = hook(*args)
             is_same = all(p.grad is grad for p, grad in zip(self._params, grads, strict=True))
             if own is not None and (watch.written or not is_same) and self._mixes(own, args):

@@ -130,19 +130,23 @@ def test_a_callback_that_clips_the_norm_of_all_clients_is_refused(train, tiny, c
     train(tiny(), 1, callbacks=[Clips(clip)])
 
 
-def bounding(params):
-    """Bound the norm of parameters."""
-    for param in params:
-        param.data.div_(param.norm().clamp(min=0.1))
+def bounding(param):
+    param.data.div_(param.norm().clamp(min=0.1))
 
 
+def bounding_anew(param):
+    param.data = param.data / param.norm().clamp(min=0.1)
+
+
+@pytest.mark.parametrize("bound", [bounding, bounding_anew])
 @pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_before_optimizer_step"])
-def test_a_callback_that_bounds_the_norm_of_all_clients_is_refused(train, tiny, hook):
+def test_a_callback_that_bounds_the_norm_of_all_clients_is_refused(train, tiny, hook, bound):
     class Bounds(Callback):
         pass
 
     def bounds(self, trainer, pl_module, optimizer):
-        bounding([p for group in optimizer.param_groups for p in group["params"]])
+        for param in [p for group in optimizer.param_groups for p in group["params"]]:
+            bound(param)
 
     setattr(Bounds, hook, bounds)
     with pytest.raises(FederationError, match=rf"Bounds.{hook} changes the gradients or param"):
