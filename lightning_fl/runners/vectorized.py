@@ -159,8 +159,8 @@ class VectorizedStep:
 
     def _check_logs(self, outcomes: list[Outcome]) -> None:
         """Refuse names that a step logs for some of the clients only."""
-        names = [outcome.logs.keys() for outcome in outcomes]
-        if some := {name for each in names for name in each if any(name not in n for n in names)}:
+        first, *others = (set(outcome.logs) for outcome in outcomes)
+        if some := first.union(*others) - first.intersection(*others):
             raise FederationError(
                 f"{type(self.module).__name__}.training_step logs {sorted(some)} in the step of"
                 " some clients only, as their batches differ. Clients of a group must log the same"
