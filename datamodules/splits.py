@@ -338,7 +338,10 @@ def _held_out(
             f"val_size={val_size} holds out all {n} training samples: lower val_size"
         )
     if val_size and not count:
-        rank_zero_warn(f"val_size={val_size} holds out none of {n} samples")
+        rank_zero_warn(
+            f"val_size={val_size} holds out none of {n} samples: raise it, or set it to 0 to train"
+            " without validation"
+        )
     random = generator(seed, RandomStream.HOLD_OUT)
     kept, held = hold_out(labels, count, random)
     if keys is None or len(keys[kept].unique()) >= (num_clients or len(keys.unique())):

@@ -405,7 +405,7 @@ class RemoteServer:
     def read(self, file: Path) -> bool:
         """Restore the state that :meth:`write` has written, after :meth:`begin`.
 
-        Without this file, check that it can be written.
+        This also checks that the file can be written.
 
         Args:
             file: The file.
