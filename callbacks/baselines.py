@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from lightning_fl.aggregators import NeuronMatching
 from lightning_fl.callbacks.federated_loop import loop_of
 from lightning_fl.federation.compare import compare
+from lightning_fl.federation.loss_scale import without_scale
 from lightning_fl.federation.measures import evaluating, on_device
 from lightning_fl.files import error_context
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
@@ -98,7 +99,8 @@ class MatchingBaselines(Callback):
             each.to(own.device, own.dtype)
         x = data.example()[0]
         x = (x.to(own.dtype) if x.is_floating_point() else x).to(own.device)
-        with evaluating(module), evaluating(self._first), torch.no_grad():
+        precise = trainer.precision_plugin.val_step_context()
+        with evaluating(module), evaluating(self._first), torch.no_grad(), precise:
             self._rule.load_client_network()
             wanted = module(x).shape
             try:
@@ -143,20 +145,24 @@ class MatchingBaselines(Callback):
     ) -> nn.Module:
         """Train a student to match the uniform ensemble."""
         module, data = user_module(pl_module), trainer.datamodule  # type: ignore[attr-defined]
+        precision = trainer.precision_plugin
         key = (RandomStream.DISTILLATION, self._loop.round)
         seed = derive_seed(self._loop.run_seed, *key)
         student.train()
         with evaluating(module), seeded_rng(seed, pl_module.device):
             batches = [on_device(trainer, b) for client in ids for b in data.samples_of(client)]
             x = torch.cat([x for x, _ in batches])
-            wanted = torch.cat([self._probabilities(module, part).mean(0) for part, _ in batches])
+            with precision.val_step_context():
+                each = [self._probabilities(module, part).mean(0) for part, _ in batches]
+            wanted = torch.cat(each)
             optimizer = torch.optim.Adam(student.parameters(), self.lr)
             random = generator(self._loop.run_seed, *key)
             with torch.enable_grad():
                 for _ in range(self.epochs):
                     order = torch.randperm(len(x), generator=random).to(x.device)
                     for index in order.split(self.batch_size):
-                        loss = cross_entropy(student(x[index]), wanted[index])
+                        with precision.val_step_context(), without_scale(trainer):
+                            loss = cross_entropy(student(x[index]), wanted[index])
                         optimizer.zero_grad()
                         loss.backward()
                         optimizer.step()
@@ -185,22 +191,23 @@ class MatchingBaselines(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *index: int
     ) -> None:
         """Count correct predictions."""
-        self._count(pl_module, batch)
+        self._count(trainer, pl_module, batch)
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *index: int
     ) -> None:
         """Count correct predictions."""
-        self._count(pl_module, batch)
+        self._count(trainer, pl_module, batch)
 
-    def _count(self, pl_module: LightningModule, batch: Any) -> None:
+    def _count(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
         if not self._votes:
             return
         module, (x, y) = user_module(pl_module), batch
         # The module's parameters are swapped, and inference tensors could not be trained later.
         with torch.inference_mode(False), torch.no_grad(), evaluating(module):
-            each = self._probabilities(module, x)
-            hits = [judge(x, each, y) for judge in self._votes.values()]
+            with trainer.precision_plugin.val_step_context():
+                each = self._probabilities(module, x)
+                hits = [judge(x, each, y) for judge in self._votes.values()]
             counts = torch.stack([*hits, torch.ones_like(y).sum()])
             self._right = self._right + counts.to(self._right)
 

@@ -91,6 +91,19 @@ def test_by_hand(run, skewed, wrap):
     assert not any(p.is_inference() for p in made.parameters())
 
 
+def test_networks_are_evaluated_in_the_precision_of_the_trainer(run):
+    """In double precision, tensors that a student creates are in double precision, too."""
+
+    class Rotated(nn.Linear):
+        def forward(self, x):
+            return super().forward(x @ torch.eye(6))
+
+    pupil = nn.Sequential(Rotated(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    callback = MatchingBaselines(pupil, epochs=1)
+    _, loop = run(callback, precision="64-true")
+    assert {"ensemble/uniform", "ensemble/distilled"} <= loop.rows[0].keys()
+
+
 def test_the_student_learns_what_the_ensemble_says(run, skewed):
     callback = MatchingBaselines(student(), epochs=60, lr=0.02, batch_size=8)
     _, loop = run(callback)
