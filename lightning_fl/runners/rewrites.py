@@ -6,10 +6,18 @@ from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.inductor_prims import force_stride_order
+from torch._prims_common import suggest_memory_format
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map
 
 aten, prims = torch.ops.aten, torch.ops.prims
+
+#: Operators that torch's own code computes faster than generated code.
+POOLING = (
+    aten.max_pool2d_with_indices.default,
+    aten.max_pool2d_with_indices_backward.default,
+)
 
 
 class Rewrites(CustomGraphPass):
@@ -30,6 +38,7 @@ class Rewrites(CustomGraphPass):
         """Rewrite a graph in place."""
         turn_products(graph)
         compare_indices(graph)
+        keep_pooling(graph)
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
@@ -89,6 +98,29 @@ def compare_indices(graph: Graph) -> None:
             is_here = _call(graph, aten.eq.Tensor, index, count)
             zero = _call(graph, aten.full.default, [], 0, dtype=like.dtype, device=like.device)
             _replace(node, _call(graph, aten.where.self, is_here, values, zero))
+
+
+def keep_pooling(graph: Graph) -> None:
+    """Compute the maximum over windows, and its gradient, with torch's own code.
+
+    Generated code writes the gradient entry by entry, which takes ten times as long. Torch's code
+    copies tensors of different memory formats, so that the gradient gets the format of the input.
+    A graph has these operators only if they are not decomposed; see :data:`POOLING`.
+
+    Args:
+        graph: The graph, which is changed in place.
+    """
+    forward, backward = POOLING
+    for node in graph.find_nodes(op="call_function", target=forward):
+        node.meta["should_fallback"] = True
+    for node in graph.find_nodes(op="call_function", target=backward):
+        node.meta["should_fallback"] = True
+        grad, x, *others = node.args
+        format = suggest_memory_format(x.meta["val"])
+        strides = torch.empty_like(grad.meta["val"], memory_format=format).stride()
+        with graph.inserting_before(node):
+            grad = _call(graph, force_stride_order, grad, list(strides))
+        node.args = (grad, x, *others)
 
 
 def _is(node: Any, target: Any) -> bool:

@@ -161,11 +161,12 @@ def compiled(
         return compile_fx_inner(inner, *args, **how)
 
     options: dict[str, Any] = {"cpp_wrapper": True, "cpp.threads": cores}
+    known = {**select_decomp_table(), torch.ops.aten.bernoulli.p: bernoulli}
     if rewrites:
-        from lightning_fl.runners.rewrites import Rewrites
+        from lightning_fl.runners.rewrites import POOLING, Rewrites
 
         options["post_grad_custom_post_pass"] = Rewrites()
-    known = {**select_decomp_table(), torch.ops.aten.bernoulli.p: bernoulli}
+        known = {operator: known[operator] for operator in known if operator not in POOLING}
     run: Any = compile_fx(module, inputs, compile_inner, options, known)
     if draws is None:
         raise RuntimeError("the code comes from a cache, and may draw random numbers")

@@ -30,8 +30,9 @@ from lightning_fl.types import FederationError
 #: Conservative estimates of the seconds that compiling takes, and of the share of a step that it
 #: saves for clients that train at once or one after another.
 COMPILING_TAKES, COMPILING_SAVES, COMPILING_ONE_SAVES = 10, 0.5, 0.2
-#: Seconds of timing after which no further trial starts.
-LONG = 1.0
+#: Seconds of timing after which no further trial starts: of clients at once or one after another,
+#: and of compiled steps, for which a run must be longer anyway.
+LONG, LONG_COMPILED = 1.0, 3.0
 
 
 def check_state(step: VectorizedStep, samples: Samples) -> None:
@@ -112,10 +113,10 @@ def try_one(step: VectorizedStep, samples: Samples) -> None:
     """
     one_by_one = partial(trial, step, samples, at_once=False)
     with _put_back(step):
-        eager = seconds(one_by_one)
+        eager = seconds(one_by_one, LONG_COMPILED)
         step.compile_one()
         one_by_one()  # compiles
-        if step.side_by_side is not None and seconds(one_by_one) > eager:
+        if step.side_by_side is not None and seconds(one_by_one, LONG_COMPILED) > eager:
             step.discard_one()
 
 
@@ -171,10 +172,10 @@ def why_not_compiled(step: VectorizedStep, samples: Samples) -> str | None:
 # --- trials ---------------------------------------------------------------------------------------
 
 
-def seconds(step: Callable[[], None], repeats: int = 3) -> float:
-    """Return the minimum of several timings after a warm-up; long steps are repeated less often."""
+def seconds(step: Callable[[], None], long: float = LONG) -> float:
+    """Return the minimum of three timings after a warm-up; long steps are repeated less often."""
     times = list[float]()
-    while len(times) <= repeats and sum(times) < LONG:
+    while len(times) <= 3 and sum(times) < long:
         start = perf_counter()
         step()
         if torch.cuda.is_available():

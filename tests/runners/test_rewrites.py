@@ -5,10 +5,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._inductor.inductor_prims import force_stride_order
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lightning_fl.runners.rewrites import Rewrites
+from lightning_fl.runners.rewrites import POOLING, Rewrites
 
 aten = torch.ops.aten
 
@@ -91,6 +92,27 @@ def test_other_writes_stay(start, count):
     )
     assert after == before
     assert difference == 0
+
+
+@pytest.mark.parametrize(
+    "format", [torch.contiguous_format, torch.channels_last], ids=["rows", "channels last"]
+)
+def test_pooling_is_left_to_torch_in_the_format_of_the_input(format):
+    x = random(2, 3, 4, 4).contiguous(memory_format=format)
+
+    def gradient(x, g):
+        _, at = aten.max_pool2d_with_indices(x, [2, 2])
+        return aten.max_pool2d_with_indices_backward(
+            g.reshape(2, 3, 2, 2), x, [2, 2], [2, 2], [0, 0], [1, 1], False, at
+        )
+
+    made = make_fx(gradient, tracing_mode="fake")(x, random(2, 12))
+    Rewrites()(made.graph)
+    forward, backward = (made.graph.find_nodes(op="call_function", target=op) for op in POOLING)
+    assert [node.meta["should_fallback"] for node in (*forward, *backward)] == [True, True]
+    forced = backward[0].args[0]
+    assert forced.target is force_stride_order
+    assert forced.args[1] == list(random(2, 3, 2, 2).contiguous(memory_format=format).stride())
 
 
 def test_the_cache_on_disk_knows_them():

@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import contextmanager
+from functools import partial
 from itertools import cycle
 from time import sleep
 
@@ -15,7 +16,7 @@ from grids import diagonal
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.partition import Partition
 from lightning_fl.policies import Schedule
-from lightning_fl.runners import VectorizedClients, side_by_side, tuning
+from lightning_fl.runners import VectorizedClients, rewrites, side_by_side, tuning
 from lightning_fl.runners.side_by_side import MOST_SEEDS, Draws, SideBySide, Threads, use_seeds
 from lightning_fl.runners.stacks import Stacks
 
@@ -47,7 +48,7 @@ class Averaging(nn.Module):
 def faster(monkeypatch):
     """Timings by which clients train one after another, compiled."""
     times = cycle([2, 1, 2, 1])  # at once, one after another; the same again, compiled
-    monkeypatch.setattr(tuning, "seconds", lambda step: next(times))
+    monkeypatch.setattr(tuning, "seconds", lambda *step: next(times))
 
 
 @pytest.fixture
@@ -164,7 +165,7 @@ def test_a_step_that_is_not_one_graph_runs_as_it_is(
 
 def test_what_is_not_faster_is_not_used(train, ragged, tiny, light, federation, monkeypatch):
     times = cycle([2, 1, 1, 2])
-    monkeypatch.setattr(tuning, "seconds", lambda step: next(times))
+    monkeypatch.setattr(tuning, "seconds", lambda *step: next(times))
     train(tiny(), "auto", 3, ragged(), federation=federation, compile=True)
     assert len(light) == 7  # of the trial
 
@@ -243,6 +244,33 @@ def test_random_numbers_do_not_depend_on_threads(fit, data, tiny, faster, monkey
     assert set(one.flatten().tolist()) == {0.0, -2.0}
     assert len(one.unique(dim=0)) == len(one) == 12  # another mask for each client and round
     assert abs(float(one.mean()) + 1) < 0.2
+
+
+class Pooled(nn.Sequential):
+    """A convolutional network of 8 x 8 pictures."""
+
+    def __init__(self, pool):
+        conv = nn.Conv2d(1, 4, 3, padding=1)
+        super().__init__(nn.Unflatten(1, (1, 8, 8)), conv, pool, nn.Flatten(), nn.Linear(64, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1)], ids=["2", "3, 2, 1"])
+def test_compiled_pooling_is_that_of_torch(fit, data, blobs, flat, tiny, faster, monkeypatch, pool):
+    kept, keep = [], rewrites.keep_pooling
+
+    def noted(graph):
+        keep(graph)
+        kept.extend(node.target for node in graph.nodes if "should_fallback" in node.meta)
+
+    monkeypatch.setattr(rewrites, "keep_pooling", noted)
+    plain, found = (tiny(net=partial(Pooled, pool)) for _ in range(2))
+    for module in (plain, VectorizedClients(found, compile=True)):
+        samples = data(blobs(features=64), val=blobs(60, seed=1, features=64))
+        fit(module, FederatedLoop(policy=Schedule(num_steps=3), seed=3), samples, rounds=2)
+    assert set(kept) == set(rewrites.POOLING)
+    torch.testing.assert_close(flat(found), flat(plain), rtol=0, atol=1e-12)
 
 
 def traced(function):
