@@ -7,14 +7,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum, auto
 from functools import cached_property
 from threading import Barrier
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lightning_fl.runners.graphs import own_code, sgd_groups, sgd_step
-from lightning_fl.runners.local_step import LocalStep, Outcome
+from lightning_fl.runners.graphs import SGDGroup, own_code, sgd_groups, sgd_step
+from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
 from lightning_fl.runners.stacks import Stacks
 
 
@@ -25,6 +25,9 @@ class SideBySide:
     SGD, is compiled into one graph (``fullgraph``). The calling thread runs the Python code, in
     which torch checks that the graph is still valid. The other threads only get compiled code and
     the tensors of a client, so that they share no Python object of the module.
+
+    In each step, torch checks the graph for the first client. The other clients differ only in the
+    values of tensors; see :class:`Checked`.
 
     Compiled code draws random numbers from seeds. The calling thread draws them in the order of the
     clients, so that results do not depend on the timing of threads.
@@ -47,6 +50,10 @@ class SideBySide:
         self._rewrites = rewrites
         #: Seeds of the step that is being started.
         self._seeds = torch.empty(0)
+        #: The last graph that was started, its inputs and its outputs.
+        self._called: tuple[Callable[..., list[Tensor]], Sequence[Tensor], list[Tensor]] | None
+        #: The graph of the clients of a step, once it was checked.
+        self._checked: Checked | None = None
         self._step = torch.compile(
             own_code(seeded_step), dynamic=False, fullgraph=True, backend=self._backend
         )
@@ -64,32 +71,27 @@ class SideBySide:
             batch: Its batch.
             ratio: Factor of the learning rates.
         """
+        arguments = self._arguments(row, batch, ratio)
+        leaves = tree_leaves(arguments)
+        if self._checked is not None and self._checked.fits(leaves):
+            return self._checked.start(leaves)
+        self._called = None
+        with torch.no_grad():
+            outcome, _ = self._step(self.local, **arguments)
+        assert isinstance(outcome, Outcome)
+        self._checked = checked(leaves, outcome, *self._called) if self._called else None
+        return outcome
+
+    def _arguments(self, row: int, batch: Any, ratio: float) -> dict[str, Any]:
+        """Return the arguments of :func:`seeded_step` for a client."""
         stacks, rows = self.stacks, slice(row, row + 1)
         self._seeds = torch.zeros(MOST_SEEDS, dtype=torch.int64)
-
-        def own(tensors: Any) -> Any:
-            return tree_map(lambda t: t[rows], tensors)
-
-        params = {
-            name: param.detach()[rows].requires_grad_(param.requires_grad)
-            for name, param in stacks.params.items()
-        }
-        with torch.no_grad():
-            outcome, _ = self._step(
-                self._seeds,
-                self.local,
-                params,
-                sgd_groups(self.optimizer, stacks.params, ratio, rows),
-                own(stacks.buffers),
-                stacks.fixed if stacks.fixed_is_shared else own(stacks.fixed),
-                tree_map(lambda t: t[None], batch),
-                None,
-                fixed_is_shared=stacks.fixed_is_shared,
-                at_once=False,
-                hyperparameters=own(stacks.hyperparameters),
-            )
-        assert isinstance(outcome, Outcome)
-        return outcome
+        own = stacks.arguments(lambda t: t.detach()[rows])
+        for name, param in own["params"].items():
+            param.requires_grad_(stacks.params[name].requires_grad)
+        groups = sgd_groups(self.optimizer, stacks.params, ratio, rows)
+        batch = tree_map(lambda t: t[None], batch)
+        return {"seeds": self._seeds, "groups": groups, "batch": batch, **own}
 
     def _backend(self, module: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         """Compile a graph for ``torch.compile``, into a function that starts it in a thread."""
@@ -105,23 +107,91 @@ class SideBySide:
             if draws is Draws.SEEDS:
                 self._seeds.random_()
             if not outputs or draws is Draws.UNKNOWN:
-                self.wait()
+                self._threads.wait()
                 outputs[:] = self._threads.start(run, *tensors).result()
-                return list(outputs)
-            empty = [t.new_empty_strided(t.shape, t.stride()) for t in outputs]
-            self._threads.start(fill, empty, tensors)
-            return empty
+                returned = list(outputs)
+            else:
+                returned = [t.new_empty_strided(t.shape, t.stride()) for t in outputs]
+                self._threads.start(fill, returned, tensors)
+            self._called = start, tensors, returned
+            return returned
 
         return start
 
     def wait(self) -> None:
         """Wait for the steps that were started. Their outcomes are not complete before."""
+        self._checked = None
         self._threads.wait()
 
     def close(self) -> None:
         """End the threads."""
         if (threads := vars(self).pop("_threads", None)) is not None:
             threads.close()
+
+
+class Checked(NamedTuple):
+    """A graph that torch has checked for a client, for the other clients of the same step.
+
+    Args:
+        graph: Function that starts the graph.
+        form: What the clients have in common: everything but the values of tensors.
+        inputs: Inputs of the graph: positions among a client's arguments, or tensors of the module.
+        outputs: Positions of the graph's outputs in the outcome.
+        outcome: Structure of the outcome.
+    """
+
+    graph: Callable[..., list[Tensor]]
+    form: list[Any]
+    inputs: list[int | Tensor]
+    outputs: list[int]
+    outcome: TreeSpec
+
+    def fits(self, leaves: list[Any]) -> bool:
+        """Return whether the graph is that of a client with these arguments."""
+        return form_of(leaves) == self.form
+
+    def start(self, leaves: list[Any]) -> Outcome:
+        """Start the step of a client, and return its outcome."""
+        found = self.graph(*(leaves[at] if type(at) is int else at for at in self.inputs))
+        outcome: Outcome = tree_unflatten([found[at] for at in self.outputs], self.outcome)
+        return outcome
+
+
+def checked(
+    leaves: list[Any],
+    outcome: Outcome,
+    graph: Callable[..., list[Tensor]],
+    inputs: Sequence[Tensor],
+    outputs: list[Tensor],
+) -> Checked | None:
+    """Return the graph of a step for the other clients; None if the step does more than the graph.
+
+    Args:
+        leaves: Arguments of the first client's step.
+        outcome: Its outcome.
+        graph: Function that starts the graph.
+        inputs: Inputs of the graph in the client's step.
+        outputs: Outputs of the graph in the client's step.
+    """
+    found, structure = tree_flatten(outcome)
+    given = {id(leaf): at for at, leaf in enumerate(leaves)}
+    returned = {id(output): at for at, output in enumerate(outputs)}
+    at = [returned.get(id(leaf)) for leaf in found]
+    # One output is the seeds; another one would be what the step keeps in the module.
+    if None in at or len(set(at)) != len(outputs) - 1:
+        return None
+    known = [given.get(id(each), each) for each in inputs]
+    return Checked(graph, form_of(leaves), known, [i for i in at if i is not None], structure)
+
+
+def form_of(leaves: list[Any]) -> list[Any]:
+    """Return everything but the values of tensors."""
+    return [
+        (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+        if type(leaf) is Tensor
+        else leaf
+        for leaf in leaves
+    ]
 
 
 class Draws(Enum):
@@ -190,9 +260,19 @@ def _(seeds: Tensor) -> Tensor:
     return torch.empty_like(seeds)
 
 
-def seeded_step(seeds: Tensor, *args: Any, **how: Any) -> tuple[Outcome, Tensor]:
-    """Make :func:`sgd_step` with seeds for its random numbers."""
-    return sgd_step(*args, **how), marked(seeds)
+def seeded_step(
+    local: LocalStep,
+    seeds: Tensor,
+    groups: list[SGDGroup],
+    params: Tensors,
+    buffers: Tensors,
+    fixed: Tensors,
+    batch: Any,
+    **how: Any,
+) -> tuple[Outcome, Tensor]:
+    """Make :func:`sgd_step` of one client with seeds for its random numbers."""
+    outcome = sgd_step(local, params, groups, buffers, fixed, batch, None, at_once=False, **how)
+    return outcome, marked(seeds)
 
 
 def bernoulli(like: Tensor, p: float = 0.5, *, generator: Any = None) -> Any:

@@ -17,7 +17,16 @@ from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.partition import Partition
 from lightning_fl.policies import Schedule
 from lightning_fl.runners import VectorizedClients, rewrites, side_by_side, tuning
-from lightning_fl.runners.side_by_side import MOST_SEEDS, Draws, SideBySide, Threads, use_seeds
+from lightning_fl.runners.local_step import Outcome
+from lightning_fl.runners.side_by_side import (
+    MOST_SEEDS,
+    Checked,
+    Draws,
+    SideBySide,
+    Threads,
+    checked,
+    use_seeds,
+)
 from lightning_fl.runners.stacks import Stacks
 
 pytestmark = pytest.mark.skipif(
@@ -168,6 +177,41 @@ def test_what_is_not_faster_is_not_used(train, ragged, tiny, light, federation, 
     monkeypatch.setattr(tuning, "seconds", lambda *step: next(times))
     train(tiny(), "auto", 3, ragged(), federation=federation, compile=True)
     assert len(light) == 7  # of the trial
+
+
+def test_torch_checks_a_step_for_the_first_client(
+    train, ragged, tiny, light, federation, monkeypatch
+):
+    first, again, start, real = [], [], Checked.start, side_by_side.checked
+
+    def noted(*args):
+        first.append(real(*args))
+        return first[-1]
+
+    monkeypatch.setattr(side_by_side, "checked", noted)
+    monkeypatch.setattr(
+        Checked, "start", lambda self, leaves: again.append(self) or start(self, leaves)
+    )
+    train(tiny(), "auto", 3, ragged(), federation=federation, compile=True)
+    assert all(first)
+    assert len(again) > 0
+    assert len(first) + len(again) == len(light)
+
+
+def test_a_step_that_does_more_than_its_graph_is_checked_for_each_client():
+    x, loss, seeds, more = (torch.zeros(1) for _ in range(4))
+
+    def found(outputs, loss=loss):
+        outcome = Outcome(loss, loss, {}, {}, {})
+        return checked([x, True], outcome, lambda y: [y + 1, y], [x], outputs)
+
+    graph = found([loss, seeds])
+    assert graph.fits([torch.ones(1), True])
+    assert graph.start([torch.ones(1), True]).task_loss == 2
+    assert not graph.fits([torch.ones(2), True])
+    assert not graph.fits([torch.ones(1), False])
+    assert found([loss, seeds, more]) is None  # a tensor that the module keeps
+    assert found([seeds, more]) is None  # a loss that the graph does not compute
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.RMSprop])
