@@ -59,7 +59,8 @@ class VectorizedClients(LightningModule):
         channels_last: Whether to store images and filters of 2-d convolutions in channels-last
             memory format. ``auto`` does so on a CPU, where it is faster.
         rewrite_graphs: Whether to rewrite compiled graphs for a CPU, so that gradients of weights
-            are computed in the layout of the weights and that of the cross-entropy is fused.
+            are computed in the layout of the weights, that of the cross-entropy is fused, and max
+            pooling is left to torch.
         fixed_groups: Whether to group the clients independently of the number of processes and
             assign whole groups to processes. Results are then bit for bit the same on any number of
             processes. With fewer groups than processes, some processes are idle. Requires a number
