@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import attributes_set, properties_set
 from lightning_fl.runners.attributes import Attributes, left_alone
-from lightning_fl.runners.hooked_step import SEEN_HOOKS, HookedStep
+from lightning_fl.runners.hooked_step import HookedStep
 from lightning_fl.runners.local_step import LocalStep
 from lightning_fl.runners.samples import Samples
-from lightning_fl.runners.step_hooks import hooks_of
+from lightning_fl.runners.step_hooks import HOOKS_AFTER_TRANSFER, hooks_of
 from lightning_fl.runners.tensors import ModuleTensors, is_equal
 from lightning_fl.runners.vectorized import VectorizedStep
 
@@ -117,7 +117,7 @@ class CarriedState:
     def __init__(self, tensors: ModuleTensors) -> None:
         self.tensors, self.module = tensors, tensors.module
         #: Hooks of the module in a step, which are a part of it.
-        self.hooks = [name for name in SEEN_HOOKS if name in hooks_of(self.module)]
+        self.hooks = [name for name in HOOKS_AFTER_TRANSFER if name in hooks_of(self.module)]
         self._step = (HookedStep if self.hooks else LocalStep)(self.module, tensors.constants)
         #: Whether the second client has been compared.
         self.is_done = False

@@ -14,10 +14,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
 
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
-from lightning_fl.runners.step_hooks import STEP_HOOKS, TRANSFER_HOOKS
-
-#: Hooks that are a part of a step; the batch has been transferred before.
-SEEN_HOOKS = STEP_HOOKS[len(TRANSFER_HOOKS) :]
+from lightning_fl.runners.step_hooks import HOOKS_AFTER_TRANSFER
 
 
 class HookedStep(LocalStep):
@@ -33,12 +30,11 @@ class HookedStep(LocalStep):
         constants: Frozen parameters that all clients share, by name. No step may change them.
     """
 
-    def __init__(
-        self, module: LightningModule, constants: Mapping[str, nn.Parameter] | None = None
-    ) -> None:
+    def __init__(self, module: LightningModule, constants: Mapping[str, nn.Parameter]) -> None:
         super().__init__(module, constants)
         self._trainer: Any = module.trainer
-        self._hooks: Any = SimpleNamespace(**{name: getattr(module, name) for name in SEEN_HOOKS})
+        hooks = {name: getattr(module, name) for name in HOOKS_AFTER_TRANSFER}
+        self._hooks: Any = SimpleNamespace(**hooks)
         self._seen: Tensors = {}
         #: Callbacks whose hooks are called, too, and Lightning's index of the batch for them.
         self.callbacks: Sequence[Callback] = ()

@@ -12,11 +12,14 @@ from torch import nn
 
 from lightning_fl.hooks import overrides
 
-#: Per-step hooks of a module, which vectorized training does not call.
-STEP_HOOKS = (
+#: Hooks of a module or data module that transfer a batch to the device.
+TRANSFER_HOOKS = (
     "on_before_batch_transfer",
     "on_after_batch_transfer",
     "transfer_batch_to_device",
+)
+#: Hooks of a module in a step, after the transfer of its batch.
+HOOKS_AFTER_TRANSFER = (
     "on_train_batch_start",
     "on_train_batch_end",
     "on_before_zero_grad",
@@ -29,7 +32,8 @@ STEP_HOOKS = (
     "configure_gradient_clipping",
     "lr_scheduler_step",
 )
-TRANSFER_HOOKS = STEP_HOOKS[:3]
+#: Per-step hooks of a module, which vectorized training does not call.
+STEP_HOOKS = (*TRANSFER_HOOKS, *HOOKS_AFTER_TRANSFER)
 #: Hooks of a callback that see gradients.
 GRADIENT_HOOKS = (
     "on_before_backward",
