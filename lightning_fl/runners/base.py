@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
 from typing import Any, Literal
 
@@ -17,8 +17,8 @@ from lightning_fl.federation.layout import VectorLayout
 from lightning_fl.runners.constants import Constants
 from lightning_fl.runners.fresh import check_fresh
 from lightning_fl.runners.hyperparameters import Declared
-from lightning_fl.runners.local_tensors import local_tensors, named_local_tensors
-from lightning_fl.runners.optimizer_state import OptimizerState
+from lightning_fl.runners.local_tensors import named_local_tensors
+from lightning_fl.runners.optimizer_state import OptimizerState, Rows
 from lightning_fl.runners.optimizer_values import around_steps, parameters_held
 from lightning_fl.runners.phases import Phase, PhasedTraining
 from lightning_fl.runners.spectral_norm import refine_singular_vectors
@@ -33,7 +33,6 @@ from lightning_fl.runners.tensors import (
 from lightning_fl.types import FederationError, ServerState
 
 BufferPolicy = Literal["average", "server", "local"]
-Rows = Mapping[str, Tensor]
 #: Maps the stacked parameters of the clients in training, ``[k, *shape]`` by name, to values that
 #: are added to their gradients.
 GradientTerm = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -53,7 +52,7 @@ class ClientRunner(ABC):
         optimizer: The optimizer of local training.
         keep_optimizer: Whether a client keeps its optimizer state between rounds.
         constants: Frozen parameters that are not exchanged, by name.
-        local: Names of the client-local tensors. None takes those that the module names.
+        local: Names of the client-local tensors.
     """
 
     #: Whether code may be compiled.
@@ -65,8 +64,8 @@ class ClientRunner(ABC):
         buffers: BufferPolicy,
         optimizer: torch.optim.Optimizer,
         keep_optimizer: bool,
-        constants: Mapping[str, nn.Parameter] | None = None,
-        local: Iterable[str] | None = None,
+        constants: Mapping[str, nn.Parameter],
+        local: Iterable[str],
     ) -> None:
         self.module = module
         self.buffers, self.optimizer, self.keep_optimizer = buffers, optimizer, keep_optimizer
@@ -79,7 +78,7 @@ class ClientRunner(ABC):
         self.declared.reset()
         #: Initial values of client-local parameters and buffers, by name.
         self.private: dict[str, Tensor] = {}
-        self.note_private(local_tensors(module) if local is None else local)
+        self.note_private(local)
         params, buffers_sent = (
             {name: tensor for name, tensor in tensors.items() if name not in self.private}
             for tensors in (self.named_parameters, self.named_buffers)
@@ -112,9 +111,6 @@ class ClientRunner(ABC):
         self.base_lr = float(group.get("initial_lr", group.get("lr", 0.0)))
         #: Number of clients in training.
         self.count = 1
-        #: Number of samples, and whether the client still trains, per local step and client,
-        #: ``[steps, k]``.
-        self.sizes = self.active = torch.zeros(0, 1)
         self._ratio, self._own_lr = 1.0, list[Any]()
         #: Terms that are added to the gradients of the clients in training.
         self.gradient_terms: list[GradientTerm] = []
@@ -336,10 +332,9 @@ class ClientRunner(ABC):
             outputs: Lightning's outputs of ``training_step`` in the batch's last local step.
         """
 
-    @contextmanager
-    def client(self, row: int) -> Iterator[None]:
+    def client(self, row: int) -> AbstractContextManager[None]:
         """Put a client's tensors into the module within a ``with`` block."""
-        yield
+        return nullcontext()
 
     @abstractmethod
     def of_client(self, values: Tensor) -> Tensor | None:

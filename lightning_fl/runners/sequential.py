@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fl.runners.base import ClientRunner, Rows
+from lightning_fl.runners.base import ClientRunner
 from lightning_fl.runners.hyperparameters import HYPERPARAMETERS
 from lightning_fl.runners.local_step import reported_loss
-from lightning_fl.runners.optimizer_state import OPTIMIZER_ROWS
+from lightning_fl.runners.optimizer_state import OPTIMIZER_ROWS, Rows
 from lightning_fl.runners.optimizer_values import params_of
 from lightning_fl.runners.tensors import GLOBAL_PARAMETERS, to_cpu
 from lightning_fl.types import FederationError, ServerState

@@ -25,10 +25,8 @@ class ModuleTensors:
         constants: Parameters that all clients share, by name.
     """
 
-    def __init__(
-        self, module: LightningModule, constants: Mapping[str, nn.Parameter] | None = None
-    ) -> None:
-        self.module, self.constants = module, dict(constants or {})
+    def __init__(self, module: LightningModule, constants: Mapping[str, nn.Parameter]) -> None:
+        self.module, self.constants = module, dict(constants)
         #: Buffers with their owners and names there, full names and shapes.
         self._owned = []
         for prefix, owner in module.named_modules():

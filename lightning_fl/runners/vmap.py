@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_fl.runners.base import BufferPolicy, ClientRunner, Rows
+from lightning_fl.runners.base import BufferPolicy, ClientRunner
 from lightning_fl.runners.local_step import Tensors
 from lightning_fl.runners.logs import StepLogs
 from lightning_fl.runners.matmul import allow_fast_matmul
 from lightning_fl.runners.memory import keep_freed_memory
+from lightning_fl.runners.optimizer_state import Rows
 from lightning_fl.runners.optimizer_values import params_of, step_hooks_of
 from lightning_fl.runners.samples import BatchSamples, Samples
 from lightning_fl.runners.separable import check_separable, fresh
@@ -39,7 +40,7 @@ class VmapRunner(ClientRunner):
         optimizer: The optimizer of the stacked parameters.
         keep_optimizer: Whether a client keeps its optimizer state between rounds.
         constants: Frozen parameters that are not stacked, by name.
-        local: Names of the client-local tensors. None takes those that the module names.
+        local: Names of the client-local tensors.
         params: The stacked parameters, by name.
         fast_matmul: Whether oneDNN multiplies matrices on a CPU.
         channels_last: Whether images and filters may be stored in channels-last memory format.
@@ -54,7 +55,7 @@ class VmapRunner(ClientRunner):
         optimizer: torch.optim.Optimizer,
         keep_optimizer: bool,
         constants: Mapping[str, nn.Parameter],
-        local: Iterable[str] | None = None,
+        local: Iterable[str],
         *,
         params: dict[str, nn.Parameter],
         fast_matmul: bool | Literal["auto"],
@@ -78,6 +79,9 @@ class VmapRunner(ClientRunner):
         )
         if self.stacks.first.device.type == "cpu":
             keep_freed_memory()
+        #: Number of samples, and whether the client still trains, per local step of the Lightning
+        #: batch and client, ``[steps, k]``.
+        self.sizes = self.active = torch.zeros(0, 1)
         #: Whether the stacks hold clients in training, from their first hook to their last step.
         self.is_loaded = False
         #: Whether the module makes a local step, or several at once.
@@ -224,11 +228,9 @@ class VmapRunner(ClientRunner):
     def _trained_tensor(self, name: str) -> nn.Parameter:
         return self.stacks.params[name]
 
-    @contextmanager
-    def client(self, row: int) -> Iterator[None]:
+    def client(self, row: int) -> AbstractContextManager[None]:
         """Put a client's tensors into the module; see :meth:`Stacks.client`."""
-        with self.stacks.client(row):
-            yield
+        return self.stacks.client(row)
 
     def reported(self, outputs: Any) -> Tensor:
         """Return the clients' task losses; see :meth:`ClientRunner.reported`."""

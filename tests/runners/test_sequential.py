@@ -19,7 +19,7 @@ class Pair(nn.Module):
 
 def sequential(kind=torch.optim.SGD, keep=False, **options):
     module = Pair()
-    return SequentialRunner(module, "average", kind(module.parameters(), lr=0.1, **options), keep)
+    return client_runner(module, "average", kind(module.parameters(), lr=0.1, **options), keep)
 
 
 def step(runner, gradient=1.0):

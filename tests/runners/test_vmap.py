@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_fl.runners import SequentialRunner, VectorizedClients, client_runner
+from lightning_fl.runners import VectorizedClients, client_runner
 from lightning_fl.runners.optimizer_state import OptimizerState
 from lightning_fl.runners.separable import check_separable
 from lightning_fl.runners.vmap import VmapRunner
@@ -45,7 +45,7 @@ def runners(optimizer=sgd, buffers="average", keep=False):
     group_size, plain = VectorizedClients(Mixed(optimizer)), Mixed(optimizer)
     stacked = client_runner(group_size, buffers, group_size.configure_optimizers(), keep)
     assert type(stacked) is VmapRunner
-    return stacked, SequentialRunner(plain, buffers, plain.configure_optimizers(), keep)
+    return stacked, client_runner(plain, buffers, plain.configure_optimizers(), keep)
 
 
 def starts(runner, k=3, own=False):
