@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from lightning_fl.runners.tensors import select
 from lightning_fl.types import ClientBatches, FederationError
 
 
@@ -43,6 +45,16 @@ class Padded(NamedTuple):
         """Return stacked batches of two clients, cut to the smaller size."""
         size = int(self.sizes[:2].min())
         return tree_map(lambda t: t[:2, :size], self.tensors)
+
+    def groups(self) -> list[tuple[Tensor, Any]]:
+        """Return groups of clients with the same number of samples; see :meth:`Collated.groups`."""
+        groups = []
+        for size in self.sizes.unique().tolist():
+            rows, tensors = (self.sizes == size).nonzero()[:, 0], self.tensors
+            if len(rows) < len(self.sizes):
+                tensors = tree_map(partial(select, rows=rows), tensors)
+            groups.append((rows, tree_map(lambda t, size=size: t[:, :size], tensors)))
+        return groups
 
 
 class Collated(NamedTuple):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lightning_fl.types import FederationError
 
@@ -176,11 +174,9 @@ def placed(small: Tensor, like: Tensor) -> Tensor:
     return small.to(like.device, non_blocking=True)
 
 
-def select(stacks: Any, rows: Tensor) -> Any:
-    """Return the given rows of all tensors in nested containers."""
-    return tree_map(
-        lambda t: t.index_select(0, placed(rows, t)) if isinstance(t, Tensor) else t, stacks
-    )
+def select(stack: Tensor, rows: Tensor) -> Tensor:
+    """Return the given rows of a stack."""
+    return stack.index_select(0, placed(rows, stack))
 
 
 def scattered(values: Tensor, rows: Tensor, count: int) -> Tensor:
@@ -193,11 +189,6 @@ def scattered(values: Tensor, rows: Tensor, count: int) -> Tensor:
     """
     values = values.detach()
     return values.new_zeros(count, *values.shape[1:]).index_copy_(0, placed(rows, values), values)
-
-
-def first_samples(batch: Any, count: int) -> Any:
-    """Return the first samples of each client from tensors ``[k, B, ...]``."""
-    return tree_map(lambda t: t[:, :count] if isinstance(t, Tensor) else t, batch)
 
 
 def is_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

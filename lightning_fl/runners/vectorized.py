@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.runners.attributes import left_alone
 from lightning_fl.runners.graphs import Graphs, can_update, sgd_update
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
-from lightning_fl.runners.samples import Collated, Padded, Samples
+from lightning_fl.runners.samples import Padded, Samples
 from lightning_fl.runners.side_by_side import SideBySide
 from lightning_fl.runners.stacks import Stacks
-from lightning_fl.runners.tensors import beside, first_samples, placed, scattered, select
+from lightning_fl.runners.tensors import beside, placed, scattered, select
 from lightning_fl.types import FederationError, first_line
 
 #: Maximum number of batch shapes to compile.
@@ -92,7 +93,7 @@ class VectorizedStep:
             The sum of losses, for the backward pass, and the outcome of the step.
         """
         self.has_updated, self.partial = False, {}
-        if not self.stacks.maps or (isinstance(samples, Collated) and not self._can_stack(samples)):
+        if not self.stacks.maps or not self._can_stack(samples):
             return self.one_by_one(samples, active, rate)
         total, outcome = self.mapped(samples, active, rate)
         for name, buffer in outcome.buffers.items():
@@ -102,7 +103,7 @@ class VectorizedStep:
             self.stacks.buffers[name] = after
         return total, outcome
 
-    def _can_stack(self, samples: Collated) -> bool:
+    def _can_stack(self, samples: Samples) -> bool:
         """Return whether batches can be stacked; warn once if they cannot."""
         why = samples.why_not_stacked()
         if why is not None and not self._has_warned:
@@ -251,9 +252,13 @@ class VectorizedStep:
         """
         versions = self.stacks.versions()
         try:
-            if isinstance(samples, Padded):
-                return self._padded(samples, active, rate)
-            return self._groups(samples.groups(), bool(active.all()), rate)
+            if isinstance(samples, Padded) and samples.is_full:
+                return self._all(samples.tensors, None, rate)
+            # A graph would also update clients that are done.
+            whole = rate if active.all() else None
+            if isinstance(samples, Padded) and self.weighted and len(samples.sizes.unique()) > 1:
+                return self._all(samples.tensors, self._weights(samples), whole)
+            return self._groups(samples.groups(), whole)
         except Exception as error:
             if versions != self.stacks.versions():
                 raise  # the step has already written to parameters
@@ -265,35 +270,20 @@ class VectorizedStep:
             )
             return result
 
-    def _padded(
-        self, samples: Padded, active: Tensor, rate: float | None
-    ) -> tuple[Tensor, Outcome]:
-        """Make the step of clients whose samples are padded.
+    def _weights(self, samples: Padded) -> Tensor:
+        """Return the weights of the samples in the mean of their client, ``[k, B]``; 0 of padding.
 
-        If the module supports sample weights, padding gets weight 0. Otherwise clients with the
-        same number of samples form a group, since padding would change their means.
+        Without weights, padding would change the means.
         """
-        batch, sizes, is_full = samples
-        if is_full:
-            return self._all(batch, None, rate)
-        if not active.all():
-            rate = None
-        groups = [(sizes == size).nonzero()[:, 0] for size in sizes.unique()]
-        if len(groups) == 1:
-            return self._all(first_samples(batch, int(sizes[0])), None, rate)
-        if self.weighted:
-            most = next(t.shape[1] for t in tree_leaves(batch))
-            weight = (torch.arange(most) < sizes[:, None]).double() / sizes[:, None]
-            like = self.stacks.first
-            return self._all(batch, placed(weight.to(like.dtype), like), rate)
-        parts = [(r, first_samples(select(batch, r), int(sizes[r[0]]))) for r in groups]
-        return self._groups(parts, False, None)
+        most, sizes = tree_leaves(samples.tensors)[0].shape[1], samples.sizes[:, None]
+        weight = (torch.arange(most) < sizes).double() / sizes
+        return placed(weight.to(self.stacks.first.dtype), self.stacks.first)
 
     def _groups(
-        self, groups: list[tuple[Tensor, Any]], is_whole: bool, rate: float | None
+        self, groups: list[tuple[Tensor, Any]], rate: float | None
     ) -> tuple[Tensor, Outcome]:
         """Make the step of each group of clients with batches of the same shape."""
-        if is_whole and len(groups) == 1:
+        if len(groups) == 1 and len(groups[0][0]) == self.stacks.count:
             return self._all(groups[0][1], None, rate)
         outcomes, trained = [], dict[str, list[int]]()
         for rows, batch in groups:
@@ -313,7 +303,7 @@ class VectorizedStep:
             The outcome, and the names of the parameters that get a gradient.
         """
         stacks = self.stacks
-        own = stacks.arguments(lambda t: t.index_select(0, placed(rows, t)))
+        own = stacks.arguments(partial(select, rows=rows))
         params: Tensors = own["params"]
         outcome = self.local.many(**own, batch=batch, weight=None, at_once=True)
         for name, param in stacks.params.items():  # the step may write, as an EMA teacher does
