@@ -111,7 +111,7 @@ class ClientRunner(ABC):
         self.base_lr = float(group.get("initial_lr", group.get("lr", 0.0)))
         #: Number of clients in training.
         self.count = 1
-        self._ratio, self._own_lr = 1.0, list[Any]()
+        self._ratio, self._own_lr, self._is_in_step = 1.0, list[Any](), False
         #: Terms that are added to the gradients of the clients in training.
         self.gradient_terms: list[GradientTerm] = []
         #: Parameters to whose gradients the terms have added in this step.
@@ -468,6 +468,7 @@ class ClientRunner(ABC):
     def _ratios(self, lr: Sequence[float]) -> list[float]:
         """Reset the record of steps and return the clients' rates as ratios to the optimizer's."""
         self._step_rates, self.gradient_terms, self.completed = [], [], set()
+        self._is_in_step = False  # after an exception inside a step
         for rate in lr:
             if rate != self.base_lr and not self.base_lr:
                 raise FederationError(
@@ -477,20 +478,30 @@ class ClientRunner(ABC):
                 )
         return [rate / self.base_lr if self.base_lr else 1.0 for rate in lr]
 
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-    ) -> tuple[Any, Any] | None:
+    def begin_step(self) -> None:
         """Set the client's learning rate for this step only, since schedulers also change it.
 
-        Returns:
-            New arguments of the step, the optimizer first, if the closure must be wrapped to add
-            the gradient terms; otherwise None.
+        Called before ``training_step``, which may read the rate.
         """
+        if self._is_in_step:
+            return
+        self._is_in_step = True
         self.optimizer_state.before_step()
         if self._ratio != 1:
             self._own_lr = [group["lr"] for group in self.optimizer.param_groups]
             for group in self.optimizer.param_groups:
                 group["lr"] = group["lr"] * self._ratio
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
+        """Prepare a step of the optimizer.
+
+        Returns:
+            New arguments of the step, the optimizer first, if the closure must be wrapped to add
+            the gradient terms; otherwise None.
+        """
+        self.begin_step()
         self._hide_held()
         if not self.gradient_terms and not self.phases:
             return None
@@ -516,6 +527,7 @@ class ClientRunner(ABC):
         self._restore_lr()
         self._show_held()
         self.optimizer_state.after_step()
+        self._is_in_step = False
 
     def mean_lr(self, steps: int, lr: float) -> float:
         """Return the mean learning rate of a client's local steps, with schedulers.

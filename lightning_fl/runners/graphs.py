@@ -48,19 +48,18 @@ class Graphs:
         found: tuple[Tensors, Outcome] = self._gradients(self.local, params, *tensors, **how)
         return found
 
-    def update(self, params: Tensors, *tensors: Any, ratio: float, **how: Any) -> Outcome:
+    def update(self, params: Tensors, *tensors: Any, **how: Any) -> Outcome:
         """Make the step and the optimizer's update; see :meth:`LocalStep.many`.
 
         Args:
             params: Parameters, ``[k, ...]``, updated in place.
             tensors: Further positional arguments of :meth:`LocalStep.many`.
-            ratio: Factor of the learning rates.
             how: Keyword arguments of :meth:`LocalStep.many`.
         """
         for param in params.values():
             if param.is_cuda:  # a CUDA graph needs fixed addresses
                 torch._dynamo.mark_static_address(param)
-        groups = sgd_groups(self.optimizer, params, ratio)
+        groups = sgd_groups(self.optimizer, params)
         outcome: Outcome = self._sgd_step(self.local, params, groups, *tensors, **how)
         return outcome
 
@@ -85,7 +84,6 @@ def sgd_update(
     params: Mapping[str, Tensor],
     rows: int | slice,
     grads: Tensors,
-    ratio: float,
 ) -> None:
     """Make SGD's in-place update of some clients.
 
@@ -96,7 +94,6 @@ def sgd_update(
         params: Parameters, ``[k, ...]``.
         rows: Position of a client, or positions of clients.
         grads: Their gradients by name. Parameters without one are not updated.
-        ratio: Factor of the learning rates.
     """
     names = {id(p): name for name, p in params.items()}
     for group in optimizer.param_groups:
@@ -109,7 +106,7 @@ def sgd_update(
             has_sparse_grad=False,
             foreach=False,
             fused=False,
-            lr=group["lr"] * ratio,
+            lr=group["lr"],
             **{option: group[option] for option in _OPTIONS},
         )
 
@@ -121,7 +118,6 @@ SGDGroup = tuple[list[str], dict[str, Any], Tensor, list[Tensor | None]]
 def sgd_groups(
     optimizer: torch.optim.Optimizer,
     params: Mapping[str, Tensor],
-    ratio: float,
     rows: slice | None = None,
 ) -> list[SGDGroup]:
     """Return the parameter groups of SGD for :func:`sgd_step`.
@@ -129,7 +125,6 @@ def sgd_groups(
     Args:
         optimizer: The optimizer of the stacked parameters; see :func:`can_update`.
         params: Its parameters by name, ``[k, ...]``.
-        ratio: Factor of the learning rates.
         rows: Clients whose momentum is returned; None means all.
     """
     names = {id(p): name for name, p in params.items()}
@@ -137,7 +132,7 @@ def sgd_groups(
     for group in optimizer.param_groups:
         own = [p for p in group["params"] if p.requires_grad]
         # A tensor, since a Python number would recompile the graph for every new rate.
-        rate = torch.tensor(float(group["lr"]) * ratio, dtype=torch.float64)
+        rate = torch.tensor(float(group["lr"]), dtype=torch.float64)
         momentum: list[Tensor | None] = [None] * len(own)
         if group["momentum"]:
             kept = [optimizer.state[p]["momentum_buffer"] for p in own]

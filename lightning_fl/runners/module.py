@@ -383,6 +383,7 @@ class VectorizedClients(LightningModule):
         """Make a local step without Lightning's hooks, which cost as much as a small model."""
         trainer = self.trainer
         bare: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        runner.begin_step()
         for param in runner.stacks.params.values():
             param.grad = None
         with trainer.precision_plugin.train_step_context():

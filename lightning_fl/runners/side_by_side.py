@@ -63,15 +63,14 @@ class SideBySide:
         """The threads, one for each client of the first group if there are enough cores."""
         return Threads(self.stacks.count)
 
-    def start(self, row: int, batch: Any, ratio: float) -> Outcome:
+    def start(self, row: int, batch: Any) -> Outcome:
         """Start the step of a client, and return its outcome, ``[1, ...]``; see :meth:`wait`.
 
         Args:
             row: The client.
             batch: Its batch.
-            ratio: Factor of the learning rates.
         """
-        arguments = self._arguments(row, batch, ratio)
+        arguments = self._arguments(row, batch)
         leaves = tree_leaves(arguments)
         if self._checked is not None and self._checked.fits(leaves):
             return self._checked.start(leaves)
@@ -82,14 +81,14 @@ class SideBySide:
         self._checked = checked(leaves, outcome, *self._called) if self._called else None
         return outcome
 
-    def _arguments(self, row: int, batch: Any, ratio: float) -> dict[str, Any]:
+    def _arguments(self, row: int, batch: Any) -> dict[str, Any]:
         """Return the arguments of :func:`seeded_step` for a client."""
         stacks, rows = self.stacks, slice(row, row + 1)
         self._seeds = torch.zeros(MOST_SEEDS, dtype=torch.int64)
         own = stacks.arguments(lambda t: t.detach()[rows])
         for name, param in own["params"].items():
             param.requires_grad_(stacks.params[name].requires_grad)
-        groups = sgd_groups(self.optimizer, stacks.params, ratio, rows)
+        groups = sgd_groups(self.optimizer, stacks.params, rows)
         batch = tree_map(lambda t: t[None], batch)
         return {"seeds": self._seeds, "groups": groups, "batch": batch, **own}
 

@@ -186,41 +186,48 @@ def seconds(step: Callable[[], None], long: float = LONG) -> float:
 
 @contextmanager
 def _put_back(step: VectorizedStep) -> Iterator[None]:
-    """Undo what trials change in the module, the tensors of clients, and the momentum of SGD."""
-    optimizer, params = step.optimizer, list[torch.Tensor]()
-    if type(optimizer) is torch.optim.SGD:
-        groups = [group for group in optimizer.param_groups if group["momentum"]]
-        params = [p for group in groups for p in group["params"]]
-    before = {p: optimizer.state.pop(p) for p in params if p in optimizer.state}
+    """Undo what trials change in the module, the tensors of clients, and the state of SGD.
+
+    The learning rate is 0 meanwhile.
+    """
+    is_sgd = type(step.optimizer) is torch.optim.SGD
+    groups, state = step.optimizer.param_groups if is_sgd else [], step.optimizer.state
+    params = [p for group in groups if group["momentum"] for p in group["params"]]
+    before = {p: state.pop(p) for p in params if p in state}
+    rates = [group["lr"] for group in groups]
     with left_alone(step.module), step.stacks.untouched():
         try:
             for p in params:  # so that a step includes the update
-                optimizer.state[p] = {"momentum_buffer": torch.zeros_like(p)}
+                state[p] = {"momentum_buffer": torch.zeros_like(p)}
+            for group in groups:
+                group["lr"] = 0.0
             yield
         finally:
             for p in params:
-                del optimizer.state[p]
-            optimizer.state.update(before)
+                del state[p]
+            state.update(before)
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
 
 def trial(step: VectorizedStep, samples: Samples, at_once: bool) -> None:
-    """Make a forward and backward pass, and the update of SGD with a learning rate of 0."""
+    """Make a forward and backward pass, and the update of SGD; see :func:`_put_back`."""
     stacks, everyone = step.stacks, torch.ones(step.stacks.count, dtype=torch.bool)
-    updates = can_update(step.optimizer)
     with seeded_rng(0), torch.enable_grad():
         if not at_once:
-            step.one_by_one(samples, everyone, 0.0 if updates else None)
+            step.one_by_one(samples, everyone, updates=True)
             return
-        total, _ = step.mapped(samples, everyone)
+        total, _ = step.mapped(samples, everyone, updates=False)
         grads = gradients_of(total, stacks.params)
-    if updates:
-        sgd_update(step.optimizer, stacks.params, slice(None), grads, 0.0)
+    if can_update(step.optimizer):
+        sgd_update(step.optimizer, stacks.params, slice(None), grads)
 
 
 def unused_parameters(step: VectorizedStep, samples: Samples) -> list[str]:
     """Return the names of the parameters that get no gradient in a step."""
     with seeded_rng(0), step.stacks.untouched(), torch.enable_grad():
-        total, _ = step.mapped(samples, torch.ones(step.stacks.count, dtype=torch.bool))
+        everyone = torch.ones(step.stacks.count, dtype=torch.bool)
+        total, _ = step.mapped(samples, everyone, updates=False)
     grads, params = gradients_of(total, step.stacks.params), step.stacks.params.items()
     return [name for name, param in params if param.requires_grad and name not in grads]
 

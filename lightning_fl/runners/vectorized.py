@@ -78,24 +78,21 @@ class VectorizedStep:
         if self.side_by_side is not None:
             self.side_by_side.close()
 
-    def loss(
-        self, samples: Samples, active: Tensor, rate: float | None = None
-    ) -> tuple[Tensor, Outcome]:
+    def loss(self, samples: Samples, active: Tensor, updates: bool) -> tuple[Tensor, Outcome]:
         """Make the forward pass of all clients, and update the buffers of the active clients.
 
         Args:
             samples: The samples of each client.
             active: Mask of the clients that still train, ``[k]``.
-            rate: Factor of the optimizer's learning rates, with which a graph may also update the
-                parameters. None leaves the update to the optimizer.
+            updates: Whether the step may also update the parameters, as SGD would.
 
         Returns:
             The sum of losses, for the backward pass, and the outcome of the step.
         """
         self.has_updated, self.partial = False, {}
         if not self.stacks.maps or not self._can_stack(samples):
-            return self.one_by_one(samples, active, rate)
-        total, outcome = self.mapped(samples, active, rate)
+            return self.one_by_one(samples, active, updates)
+        total, outcome = self.mapped(samples, active, updates)
         for name, buffer in outcome.buffers.items():
             after = buffer.detach()
             if not active.all():
@@ -116,9 +113,7 @@ class VectorizedStep:
 
     # --- one client after another -----------------------------------------------------------------
 
-    def one_by_one(
-        self, samples: Samples, active: Tensor, rate: float | None = None
-    ) -> tuple[Tensor, Outcome]:
+    def one_by_one(self, samples: Samples, active: Tensor, updates: bool) -> tuple[Tensor, Outcome]:
         """Make the clients' steps one after another, each with its backward pass.
 
         Each step runs on the module itself, with the client's tensors in place. A client that is
@@ -128,18 +123,17 @@ class VectorizedStep:
             samples = samples._replace(tensors=tree_map(self.stacks.laid_out, samples.tensors))
         rows, outcomes, started = active.nonzero()[:, 0], list[Outcome](), list[int]()
         trained: dict[str, list[int]] = {}
-        ratio = rate if can_update(self.optimizer) else None
-        self.has_updated = ratio is not None
+        self.has_updated = updates and can_update(self.optimizer)
         for row in rows.tolist():
             batch = samples.client(row)
-            if ratio is not None and (begun := self._start(row, batch, ratio)) is not None:
+            if self.has_updated and (begun := self._start(row, batch)) is not None:
                 started.append(len(outcomes))
                 outcomes.append(begun)
                 continue
             with self.stacks.client(row), torch.enable_grad():
                 outcome, grads = self.local.by_itself({}, batch)
-            if ratio is not None:
-                sgd_update(self.optimizer, self.stacks.params, row, grads, ratio)
+            if self.has_updated:
+                sgd_update(self.optimizer, self.stacks.params, row, grads)
                 grads = {}
             for name, grad in grads.items():
                 self._gradient_memory(name)[row] = grad
@@ -169,13 +163,13 @@ class VectorizedStep:
                 " VectorizedClients"
             )
 
-    def _start(self, row: int, batch: Any, ratio: float) -> Outcome | None:
+    def _start(self, row: int, batch: Any) -> Outcome | None:
         """Start the compiled step of a client; None if there is no graph for its batch."""
         side = self.side_by_side
         if side is None or not self._is_worth_one(side, row, batch):
             return None
         try:
-            return side.start(row, batch, ratio)
+            return side.start(row, batch)
         except Exception as error:  # torch.compile and the compilers below it fail in many ways
             side.wait()
             self.discard_one()
@@ -242,9 +236,7 @@ class VectorizedStep:
 
     # --- vectorized -------------------------------------------------------------------------------
 
-    def mapped(
-        self, samples: Samples, active: Tensor, rate: float | None = None
-    ) -> tuple[Tensor, Outcome]:
+    def mapped(self, samples: Samples, active: Tensor, updates: bool) -> tuple[Tensor, Outcome]:
         """Make the step of all clients at once, or one after another if that fails.
 
         The first step was checked, but a later step may use operations that ``vmap`` does not
@@ -253,9 +245,9 @@ class VectorizedStep:
         versions = self.stacks.versions()
         try:
             if isinstance(samples, Padded) and samples.is_full:
-                return self._all(samples.tensors, None, rate)
+                return self._all(samples.tensors, None, updates)
             # A graph would also update clients that are done.
-            whole = rate if active.all() else None
+            whole = updates and bool(active.all())
             if isinstance(samples, Padded) and self.weighted and len(samples.sizes.unique()) > 1:
                 return self._all(samples.tensors, self._weights(samples), whole)
             return self._groups(samples.groups(), whole)
@@ -263,7 +255,7 @@ class VectorizedStep:
             if versions != self.stacks.versions():
                 raise  # the step has already written to parameters
             self.stacks.train_one_by_one()
-            result = self.one_by_one(samples, active, rate)
+            result = self.one_by_one(samples, active, updates)
             rank_zero_warn(
                 f"{type(self.module).__name__} is trained one client after another from here on,"
                 f" not at once: {first_line(error)}"
@@ -279,12 +271,10 @@ class VectorizedStep:
         weight = (torch.arange(most) < sizes).double() / sizes
         return placed(weight.to(self.stacks.first.dtype), self.stacks.first)
 
-    def _groups(
-        self, groups: list[tuple[Tensor, Any]], rate: float | None
-    ) -> tuple[Tensor, Outcome]:
+    def _groups(self, groups: list[tuple[Tensor, Any]], updates: bool) -> tuple[Tensor, Outcome]:
         """Make the step of each group of clients with batches of the same shape."""
         if len(groups) == 1 and len(groups[0][0]) == self.stacks.count:
-            return self._all(groups[0][1], None, rate)
+            return self._all(groups[0][1], None, updates)
         outcomes, trained = [], dict[str, list[int]]()
         for rows, batch in groups:
             outcome, names = self._some(rows, batch)
@@ -311,7 +301,7 @@ class VectorizedStep:
                 param.data.index_copy_(0, placed(rows, param), params[name].detach())
         return outcome, used(outcome.loss, params)
 
-    def _all(self, batch: Any, weight: Tensor | None, rate: float | None) -> tuple[Tensor, Outcome]:
+    def _all(self, batch: Any, weight: Tensor | None, updates: bool) -> tuple[Tensor, Outcome]:
         """Make the step of all clients; their batches are ``[k, ...]``."""
         stacks = self.stacks
         params: Tensors = dict(stacks.params)
@@ -320,7 +310,7 @@ class VectorizedStep:
         how["hyperparameters"] = stacks.hyperparameters
         if self.graphs is not None and self._is_worth_a_graph(batch):
             try:
-                return self._compiled(self.graphs, rate, *tensors, **how)
+                return self._compiled(self.graphs, updates, *tensors, **how)
             except Exception as error:  # torch.compile and the compilers below it fail in many ways
                 self.graphs = None
                 rank_zero_warn(
@@ -334,13 +324,13 @@ class VectorizedStep:
         return outcome.loss.sum(), outcome
 
     def _compiled(
-        self, graphs: Graphs, rate: float | None, *tensors: Any, **how: Any
+        self, graphs: Graphs, updates: bool, *tensors: Any, **how: Any
     ) -> tuple[Tensor, Outcome]:
         """Make a compiled step, which yields gradients or also updates the parameters."""
         grads: Tensors = {}
         with torch.no_grad():
-            if rate is not None and can_update(self.optimizer):
-                outcome = graphs.update(*tensors, ratio=rate, **how)
+            if updates and can_update(self.optimizer):
+                outcome = graphs.update(*tensors, **how)
                 self.has_updated = True
             else:
                 grads, outcome = graphs.gradients(*tensors, **how)

@@ -313,11 +313,8 @@ class VmapRunner(ClientRunner):
             The sum of losses, for the backward pass.
         """
         active, versions = self.active[self.step], self.stacks.versions()
-        rate = None
-        if self.may_update and self._client_ratios is None and not self.gradient_terms:
-            # Inside the optimizer step the parameter groups already hold the client's rate.
-            rate = 1.0 if self._own_lr else self._ratio
-        total, outcome = self.vectorized.loss(samples, active, rate)
+        updates = self.may_update and self._client_ratios is None and not self.gradient_terms
+        total, outcome = self.vectorized.loss(samples, active, updates)
         # Sequential steps can write to parameters without a new version.
         may_have_written = not self.stacks.maps or versions != self.stacks.versions()
         if self._client_ratios is not None and self.evaluations == 1 and may_have_written:

@@ -61,15 +61,11 @@ def test_a_step_with_its_update_is_that_of_the_optimizer(ready, monkeypatch, opt
     assert can_update(optimizer)
     for _ in range(2):
         with torch.no_grad():
-            graphs.update(params, {}, {}, batch, None, ratio=0.5, **HOW)
+            graphs.update(params, {}, {}, batch, None, **HOW)
         outcome = expected_local.many(expected, {}, {}, batch, None, **HOW)
         expected_optimizer.zero_grad()
         outcome.loss.sum().backward()
-        for group in expected_optimizer.param_groups:
-            group["lr"] *= 0.5
         expected_optimizer.step()
-        for group in expected_optimizer.param_groups:
-            group["lr"] *= 2
     for name, param in params.items():
         torch.testing.assert_close(param, expected[name], rtol=0, atol=1e-12)
 
@@ -113,10 +109,8 @@ def test_the_update_of_a_client_is_that_of_the_optimizer(ready, options):
         name: {key: value.clone() for key, value in expected_optimizer.state[p].items()}
         for name, p in expected.items()
     }
-    for group in expected_optimizer.param_groups:
-        group["lr"] *= 0.5
     expected_optimizer.step()
-    sgd_update(optimizer, params, 1, grads, 0.5)
+    sgd_update(optimizer, params, 1, grads)
     for name, param in params.items():
         moved = expected[name] if name != unused else before[name]
         assert torch.equal(param[1], moved[1])
@@ -135,8 +129,8 @@ def test_compiled_it_is_the_same(ready, name):
     expected_local, expected, expected_optimizer, _ = ready(**SGD[name])
     graphs = Graphs(local, optimizer)
     with torch.no_grad():
-        graphs.update(params, {}, {}, batch, None, ratio=1.0, **HOW)
-    groups = sgd_groups(expected_optimizer, expected, 1.0)
+        graphs.update(params, {}, {}, batch, None, **HOW)
+    groups = sgd_groups(expected_optimizer, expected)
     with torch.no_grad():
         sgd_step(expected_local, expected, groups, {}, {}, batch, None, **HOW)
     for key, param in params.items():
@@ -227,7 +221,7 @@ def test_on_a_gpu_it_is_the_same(ready, name):
     graphs, samples = Graphs(local, optimizer), tuple(map(move, batch))
     for _ in range(4):
         with torch.no_grad():
-            graphs.update(params, {}, {}, samples, None, ratio=1.0, **HOW)
+            graphs.update(params, {}, {}, samples, None, **HOW)
         outcome = expected_local.many(expected, {}, {}, samples, None, **HOW)
         expected_optimizer.zero_grad()
         outcome.loss.sum().backward()

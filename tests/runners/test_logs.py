@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torchmetrics import MetricCollection, SumMetric
 
+from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
 
 
@@ -108,6 +109,19 @@ def test_a_step_is_logged_as_the_mean_of_its_samples(train, tiny, ragged):
         losses = torch.tensor([of[int(c), i] for c in clients])
         assert found == pytest.approx(float((losses * n).sum() / n.sum()), rel=1e-5)
     assert len(group_size.steps) == 3
+
+
+@pytest.mark.parametrize("steps_per_batch", [1, 3])
+def test_a_step_reads_the_rate_of_its_clients(agree, tiny, steps_per_batch):
+    class Reads(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            rate = self.optimizers().param_groups[0]["lr"]
+            self.log("rate", rate, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx) * (1 + rate)
+
+    policy = Schedule(lr=0.02, num_steps=3)  # of the optimizer: 0.1
+    rows = agree(lambda: tiny(Reads), (3,), steps_per_batch, federation={"policy": policy}).rows
+    assert rows[0]["rate"] == pytest.approx(0.02)
 
 
 class Counts:

@@ -70,9 +70,9 @@ def light(monkeypatch, faster):
     monkeypatch.setattr(side_by_side, "compiled", compiled)
     started, start = [], SideBySide.start
 
-    def noted(self, row, batch, ratio):
+    def noted(self, row, batch):
         started.append(row)
-        return start(self, row, batch, ratio)
+        return start(self, row, batch)
 
     monkeypatch.setattr(SideBySide, "start", noted)
     return started
