@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,14 +11,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import attributes_set, properties_set
 from lightning_fl.runners.attributes import Attributes, left_alone
 from lightning_fl.runners.hooked_step import HookedStep
 from lightning_fl.runners.local_step import LocalStep
-from lightning_fl.runners.samples import Samples
+from lightning_fl.runners.samples import Samples, copied
 from lightning_fl.runners.step_hooks import HOOKS_AFTER_TRANSFER, hooks_of
 from lightning_fl.runners.tensors import ModuleTensors, is_equal
 from lightning_fl.runners.vectorized import VectorizedStep
@@ -62,7 +60,7 @@ def carried(step: VectorizedStep, samples: Samples) -> list[str]:
         """Return loss and gradients of the last of some steps, each a client and its step."""
         attributes.restore()
         for client, number in steps:
-            batch = tree_map(_copied, samples.client(client))
+            batch = copied(samples.client(client))
             step.local.batch_idx = at + number
             with (
                 seeded_rng(0, module.device),
@@ -242,7 +240,7 @@ def outcome_of(step: LocalStep, own: ModuleTensors, batch: Any) -> list[Tensor]:
     try:
         muted = attributes_set(module.trainer, {"_loggers": [DummyLogger()]})
         with seeded_rng(0, module.device), torch.enable_grad(), muted:
-            outcome, seen = step.by_itself({}, tree_map(_copied, batch))
+            outcome, seen = step.by_itself({}, copied(batch))
     except Exception:  # if it fails with the current attributes, the step itself will, too
         return []
     finally:
@@ -315,8 +313,3 @@ class GlobalStep:
         if self._trainer is None:
             return nullcontext()
         return properties_set(self._trainer, {"global_step": getter})
-
-
-def _copied(leaf: Any) -> Any:
-    """Return a copy of a part of a batch, as a step may write to it."""
-    return leaf.clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)

@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from lightning_fl.functional.randomness import rng_state, seeded_rng
 from lightning_fl.runners.attributes import left_alone, metrics_of
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors, gradients_of
+from lightning_fl.runners.samples import copied
 from lightning_fl.runners.tensors import is_floating
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.runners.watch import Watch
@@ -285,7 +286,7 @@ def mixes_samples(step: VectorizedStep, batch: Any) -> bool:
         weight = (torch.arange(count) < half)[None].to(stacks.first) / half
         with seeded_rng(0, module.device), torch.no_grad():
             first = stacks.arguments(lambda t: t.detach()[:1].clone())
-            samples = tree_map(lambda t: t[:1, :count], batch)
+            samples = copied(tree_map(lambda t: t[:1, :count], batch))
             return local.many(**first, batch=samples, weight=weight, at_once=False).loss
 
     with _without_dropout(module), left_alone(module), stacks.untouched():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -110,6 +111,13 @@ class Collated(NamedTuple):
 
 
 Samples = Padded | Collated
+
+
+def copied(samples: Any) -> Any:
+    """Return a copy of a batch, or of the samples of all clients, as a step may write to it."""
+    return tree_map(
+        lambda part: part.clone() if isinstance(part, Tensor) else copy.deepcopy(part), samples
+    )
 
 
 def _batch_size(batch: Any) -> int:

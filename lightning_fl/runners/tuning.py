@@ -23,7 +23,7 @@ from lightning_fl.runners.graphs import (
     sgd_update,
 )
 from lightning_fl.runners.local_step import gradients_of
-from lightning_fl.runners.samples import Padded, Samples
+from lightning_fl.runners.samples import Padded, Samples, copied
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.types import FederationError
 
@@ -213,6 +213,7 @@ def _put_back(step: VectorizedStep) -> Iterator[None]:
 def trial(step: VectorizedStep, samples: Samples, at_once: bool) -> None:
     """Make a forward and backward pass, and the update of SGD; see :func:`_put_back`."""
     stacks, everyone = step.stacks, torch.ones(step.stacks.count, dtype=torch.bool)
+    samples = copied(samples)
     with seeded_rng(0), torch.enable_grad():
         if not at_once:
             step.one_by_one(samples, everyone, updates=True)
@@ -227,7 +228,7 @@ def unused_parameters(step: VectorizedStep, samples: Samples) -> list[str]:
     """Return the names of the parameters that get no gradient in a step."""
     with seeded_rng(0), step.stacks.untouched(), torch.enable_grad():
         everyone = torch.ones(step.stacks.count, dtype=torch.bool)
-        total, _ = step.mapped(samples, everyone, updates=False)
+        total, _ = step.mapped(copied(samples), everyone, updates=False)
     grads, params = gradients_of(total, step.stacks.params), step.stacks.params.items()
     return [name for name, param in params if param.requires_grad and name not in grads]
 
@@ -241,5 +242,5 @@ def uses_batch_idx(step: VectorizedStep, samples: Samples) -> bool:
         param.requires_grad_(step.stacks.params[name].requires_grad)
     with seeded_rng(0):
         return depends_on_batch_idx(
-            step.local, **own, batch=samples.pair(), weight=None, at_once=True
+            step.local, **own, batch=copied(samples.pair()), weight=None, at_once=True
         )

@@ -16,7 +16,7 @@ from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.runners.attributes import left_alone
 from lightning_fl.runners.graphs import Graphs, can_update, sgd_update
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
-from lightning_fl.runners.samples import Padded, Samples
+from lightning_fl.runners.samples import Padded, Samples, copied
 from lightning_fl.runners.side_by_side import SideBySide
 from lightning_fl.runners.stacks import Stacks
 from lightning_fl.runners.tensors import beside, placed, scattered, select
@@ -213,7 +213,7 @@ class VectorizedStep:
             self.stacks.client(row),
             torch.enable_grad(),
         ):
-            return self.local.by_itself({}, batch)[1]
+            return self.local.by_itself({}, copied(batch))[1]
 
     def _note_partial(self, trained: Mapping[str, list[int]], count: int) -> None:
         """Note the parameters with a gradient of only some of the clients.

@@ -209,6 +209,19 @@ def test_a_step_is_counted_by_client(agree, tiny, kind, steps_per_batch):
     agree(lambda: tiny(kind), steps_per_batch=steps_per_batch, rounds=3)
 
 
+class Halves(Counted):
+    """Writes to its batch, with which trials must not begin the first step."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(x.mul_(0.5) + 1), y)
+
+
+@pytest.mark.parametrize("group_size", [3, "auto"])
+def test_trials_do_not_change_the_batch(agree, tiny, group_size):
+    agree(lambda: tiny(Halves), (group_size,), compile="auto")
+
+
 def test_a_step_that_uses_its_number_is_not_compiled(agree, tiny):
     with pytest.warns(
         UserWarning, match="vectorized step is not compiled: training_step uses batch_idx"
