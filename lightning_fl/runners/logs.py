@@ -65,7 +65,7 @@ class StepLogs:
             if options.get("reduce_fx", "mean") in ("mean", torch.mean):
                 total = weight.sum()
                 options["batch_size"] = total.long() if total.device.type != "cpu" else int(total)
-                value = (values.where(weight > 0, 0) * weight).sum() / weight.sum()
+                value = (values.where(weight > 0, 0) * weight).sum() / total
             else:
                 reduce = options["reduce_fx"]
                 at = active.flatten().nonzero()[:, 0].to(values.device, non_blocking=True)

@@ -85,9 +85,7 @@ class SideBySide:
         """Return the arguments of :func:`seeded_step` for a client."""
         stacks, rows = self.stacks, slice(row, row + 1)
         self._seeds = torch.zeros(MOST_SEEDS, dtype=torch.int64)
-        own = stacks.arguments(lambda t: t.detach()[rows])
-        for name, param in own["params"].items():
-            param.requires_grad_(stacks.params[name].requires_grad)
+        own = stacks.leaves(lambda t: t[rows])
         groups = sgd_groups(self.optimizer, stacks.params, rows)
         batch = tree_map(lambda t: t[None], batch)
         return {"seeds": self._seeds, "groups": groups, "batch": batch, **own}

@@ -159,6 +159,13 @@ class Stacks:
             "hyperparameters": tree_map(pick, self.hyperparameters),
         }
 
+    def leaves(self, pick: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Return :meth:`arguments` with parameters that are leaves for autograd."""
+        own = self.arguments(lambda t: pick(t.detach()))
+        for name, param in own["params"].items():
+            param.requires_grad_(self.params[name].requires_grad)
+        return own
+
     @contextmanager
     def client(self, row: int) -> Iterator[None]:
         """Put a client's tensors into the module within a ``with`` block.

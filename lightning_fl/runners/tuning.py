@@ -237,9 +237,7 @@ def uses_batch_idx(step: VectorizedStep, samples: Samples) -> bool:
     """Return whether the graph of a step depends on ``batch_idx``."""
     if not reads_batch_idx(step.module):
         return False
-    own = step.stacks.arguments(lambda t: t.detach()[:2].clone())
-    for name, param in own["params"].items():
-        param.requires_grad_(step.stacks.params[name].requires_grad)
+    own = step.stacks.leaves(lambda t: t[:2].clone())
     with seeded_rng(0):
         return depends_on_batch_idx(
             step.local, **own, batch=copied(samples.pair()), weight=None, at_once=True
