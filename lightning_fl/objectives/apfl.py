@@ -93,21 +93,23 @@ class APFL(Term):
         self.included.zero_()
 
     @torch.no_grad()
+    def _include_last_step(self) -> Tensor:
+        """Include the last step of alpha in its weight; return alpha."""
+        alpha = self.current_alpha()
+        self.weight.copy_(alpha)
+        self.included.copy_(self.moved)
+        return alpha
+
     def on_client_end(self, module: ClientModule) -> None:
         """Include the last step of alpha."""
-        self.weight.copy_(self.current_alpha())
-        self.included.copy_(self.moved)
+        self._include_last_step()
 
     def forward(self, client_model: ModelView, global_model: ModelView, batch: Any) -> Tensor:
         """Return the loss of the mixture, with gradients for the local model and alpha only."""
         assert client_model.module is not None
-        now = self.current_alpha()
-        with torch.no_grad():
-            self.weight.copy_(now)
-            self.included.copy_(self.moved)
+        alpha = self._include_last_step() + (self.moved - self.moved.detach())  # of derivative 1
         v = self.personal.parameters_by_name()
         w = {name: client_model.params[name].detach() for name in v}
-        alpha = now + (self.moved - self.moved.detach())  # of derivative 1
         mixture = self.personal.tensors() | interpolate(v, w, alpha)
         return client_model.module.federated_loss(batch, mixture)
 
