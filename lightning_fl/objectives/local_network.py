@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from lightning_fl.options import check_flag
 from lightning_fl.types import FederationError
 
-#: Prefix of the names of a module's network, ``ClientModule.net``.
-PREFIX = "net."
+#: Name of a module's network, ``ClientModule.net``.
+NET = "net"
 
 
 class LocalNetwork(nn.Module):
@@ -39,7 +39,7 @@ class LocalNetwork(nn.Module):
         super().__init__()
         check_flag("is_trained", is_trained)
         check_flag("has_parameters", has_parameters)
-        self._params = list(_trained(net))
+        self._params = list(trained_parameters(net))
         own = {n: t for n, t in _tensors(net).items() if has_parameters or n not in self._params}
         self._names = list(own)
         device = next(net.parameters()).device
@@ -71,7 +71,7 @@ class LocalNetwork(nn.Module):
         Raises:
             FederationError: If parameters were frozen or unfrozen since the start of the fit.
         """
-        if list(_trained(net)) != self._params:
+        if list(trained_parameters(net)) != self._params:
             raise FederationError(
                 "the trained parameters of the network changed during the fit, but a term keeps a"
                 " second model with those of the start: freeze or unfreeze parameters before the"
@@ -107,13 +107,14 @@ def load_tensors(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         own[name].copy_(value)
 
 
-def _trained(net: nn.Module) -> dict[str, Tensor]:
-    return {name: p for name, p in net.named_parameters(prefix=PREFIX[:-1]) if p.requires_grad}
+def trained_parameters(net: nn.Module) -> dict[str, Tensor]:
+    """Return the trained parameters of a network, by name in the module."""
+    return {name: p for name, p in net.named_parameters(prefix=NET) if p.requires_grad}
 
 
 def _tensors(net: nn.Module) -> dict[str, Tensor]:
     """Return the trained parameters and the buffers of a network, by name in the module."""
-    return _trained(net) | dict(net.named_buffers(prefix=PREFIX[:-1]))
+    return trained_parameters(net) | dict(net.named_buffers(prefix=NET))
 
 
 def _key(name: str) -> str:

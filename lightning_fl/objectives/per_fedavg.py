@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_fl.federation.loss_scale import without_scale
 from lightning_fl.federation.processes import processes_of
 from lightning_fl.objectives.client_module import ClientModule
+from lightning_fl.objectives.local_network import trained_parameters
 from lightning_fl.options import check_flag, check_number
 from lightning_fl.types import FederationError
 
@@ -65,16 +66,12 @@ class PerFedAvg(ClientModule):
         self.inner_lr = check_number("inner_lr", inner_lr, min=0)
         self.hessian = check_flag("hessian", hessian)
         #: Names of the parameters that adapt. Under ``vmap`` tensors do not tell requires_grad.
-        self._adapted = list(self._trained())
-
-    def _trained(self) -> dict[str, Tensor]:
-        params = self.net.named_parameters(prefix="net")
-        return {name: p for name, p in params if p.requires_grad}
+        self._adapted = list(trained_parameters(self.net))
 
     def on_client_start(self) -> None:
         """Note the trained parameters, which callbacks may have changed."""
         super().on_client_start()
-        self._adapted = list(self._trained())
+        self._adapted = list(trained_parameters(self.net))
 
     def setup(self, stage: str) -> None:
         """Check the sizes of batches and the strategy."""
@@ -144,7 +141,7 @@ class PerFedAvg(ClientModule):
         Returns:
             True.
         """
-        w = self._trained()
+        w = trained_parameters(self.net)
         total, count = {n: torch.zeros_like(p) for n, p in w.items()}, 0
         self.train()
         for batch in batches:
