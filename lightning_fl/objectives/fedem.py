@@ -201,10 +201,7 @@ def _drawn(net: nn.Module, seed: int) -> nn.Module:
     made = copy.deepcopy(net)
     with seeded_rng(seed):
         for part in made.modules():
-            for name in (
-                "_reset_parameters",
-                "reset_parameters",
-            ):  # torch's attention has the first
+            for name in ("_reset_parameters", "reset_parameters"):  # attention has the first
                 if callable(reset := getattr(part, name, None)):
                     reset()
     return made

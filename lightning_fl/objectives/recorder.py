@@ -362,9 +362,7 @@ def _protected(
         if node in written:
             with graph.inserting_after(node):
                 copy = graph.call_method("clone", (node,))
-            if (
-                node.op == "placeholder"
-            ):  # pass the copy to the network, because the batch is used again
+            if node.op == "placeholder":  # the network gets the copy, as the batch is used again
                 for user in [user for user in node.users if user is not copy]:
                     user.replace_input_with(node, copy)
             else:
