@@ -272,7 +272,9 @@ class _Trial:
 
 
 def mixes_samples(step: VectorizedStep, batch: Any) -> bool:
-    """Return whether samples of weight 0 change a client's loss, as in a mean over the batch.
+    """Return whether samples of weight 0 change a client's loss or tensors, as in a batch mean.
+
+    A batch of one sample does not tell, so that it is assumed.
 
     Args:
         step: The step of a module that supports sample weights. Its first client is checked.
@@ -282,16 +284,19 @@ def mixes_samples(step: VectorizedStep, batch: Any) -> bool:
     size = tree_leaves(batch)[0].shape[1]
     half = (size + 1) // 2
 
-    def loss(count: int) -> Tensor:
+    def result(count: int) -> list[Tensor]:
         weight = (torch.arange(count) < half)[None].to(stacks.first) / half
         with seeded_rng(0, module.device), torch.no_grad():
             first = stacks.arguments(lambda t: t.detach()[:1].clone())
             samples = copied(tree_map(lambda t: t[:1, :count], batch))
-            return local.many(**first, batch=samples, weight=weight, at_once=False).loss
+            outcome = local.many(**first, batch=samples, weight=weight, at_once=False)
+        return _numbers([outcome.loss, outcome.buffers, first["params"]])
 
     with _without_dropout(module), left_alone(module), stacks.untouched():
         local = LocalStep(module, stacks.tensors.constants)
-        return not torch.allclose(loss(half), loss(size), rtol=1e-4, atol=1e-6, equal_nan=True)
+        pairs = zip(result(half), result(size), strict=True)
+        is_same = all(torch.allclose(*each, rtol=1e-4, atol=1e-6, equal_nan=True) for each in pairs)
+    return size == 1 or not is_same
 
 
 def _draws_outside_torch(before: dict[str, Any], after: dict[str, Any]) -> bool:
@@ -300,7 +305,8 @@ def _draws_outside_torch(before: dict[str, Any], after: dict[str, Any]) -> bool:
     return before["python"] != after["python"] or any(np.any(a != b) for a, b in pairs)
 
 
-def _numbers(result: Result) -> list[Tensor]:
+def _numbers(result: Any) -> list[Tensor]:
+    """Return the tensors of a result in double precision."""
     wide = {True: torch.complex128, False: torch.float64}
     return [t.detach().to(wide[t.is_complex()]) for t in tree_leaves(result)]
 

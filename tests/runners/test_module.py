@@ -418,6 +418,16 @@ def test_a_user_module_is_given_what_its_client_started_from(agree, tiny):
     agree(lambda: tiny(Near), federation={"aggregator": OwnStarts()})
 
 
+def test_statistics_of_a_batch_do_not_see_padding_samples(agree, ragged):
+    def make():
+        torch.manual_seed(0)
+        norm = nn.InstanceNorm1d(2, track_running_stats=True)  # means over the batch
+        net = nn.Sequential(nn.Linear(6, 4), nn.Unflatten(1, (2, 2)), norm, nn.Flatten())
+        return ClientModule(net.append(nn.Linear(4, 3)), (), sgd).double()
+
+    agree(make, (3,), datamodule=ragged, federation={"policy": Schedule(num_steps=4)})
+
+
 def test_a_term_of_the_data_does_not_see_padding_samples(agree, client):
     agree(lambda: client(terms=(Confidence,)))
 
