@@ -77,8 +77,8 @@ class ClientRunner(ABC):
         self.declared = Declared(module)
         self.declared.reset()
         #: Initial values of client-local parameters and buffers, by name.
-        self.private: dict[str, Tensor] = {}
-        self.note_private(local)
+        self.private = {name: self.tensors.by_name[name] for name in local}
+        self.note_private()
         params, buffers_sent = (
             {name: tensor for name, tensor in tensors.items() if name not in self.private}
             for tensors in (self.named_parameters, self.named_buffers)
@@ -166,14 +166,10 @@ class ClientRunner(ABC):
         is_first, self._has_aggregated = not self._has_aggregated, True
         return is_first
 
-    def note_private(self, names: Iterable[str] | None = None) -> None:
-        """Record the current values of client-local tensors as their initial values.
-
-        Args:
-            names: Names of the tensors; None keeps the names.
-        """
-        names = self.private if names is None else names
-        self.private = {name: self.tensors.by_name[name].detach().clone() for name in names}
+    def note_private(self) -> None:
+        """Record the current values of client-local tensors as their initial values."""
+        tensors = self.tensors.by_name
+        self.private = {name: tensors[name].detach().clone() for name in self.private}
 
     def restore_private(self) -> None:
         """Load the initial values of client-local tensors into the module."""
