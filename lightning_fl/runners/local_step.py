@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_map
@@ -100,8 +101,8 @@ class LocalStep(nn.Module):
         self.metrics: dict[str, Metric] = {}
         #: Whether the module logged something without a batch size.
         self.wants_batch_size = False
-        # By position, whatever its name is, as in Lightning.
-        self._takes_batch_idx = len(signature(module.training_step).parameters) > 1
+        step: Callable[..., Any] = module.training_step
+        self._takes_batch_idx = is_param_in_hook_signature(step, "batch_idx", min_args=2)
         # functional_call needs every name of a shared tensor; elsewhere it has one name.
         names = {id(t): n for n, t in [*module.named_parameters(), *module.named_buffers()]}
         self._places = [
@@ -185,6 +186,8 @@ class LocalStep(nn.Module):
                 " batches: return a loss for every batch, or train the module without"
                 " VectorizedClients"
             )
+        if loss.ndim:  # of one number, which Lightning takes, too
+            loss, task_loss = loss.reshape(()), task_loss.reshape(())
         return (loss, task_loss), logs, recorded
 
     def _on_device(self, value: Any) -> Tensor:
@@ -192,7 +195,7 @@ class LocalStep(nn.Module):
         device = self.module.device
         if not isinstance(value, Tensor):
             return torch.full((), value, device=device)
-        return value.detach().to(device, non_blocking=True)
+        return value.detach().reshape(()).to(device, non_blocking=True)
 
     def many(
         self,

@@ -31,6 +31,10 @@ def log_the_largest(module, loss):
     module.log("a", loss, on_step=False, on_epoch=True, reduce_fx="max")
 
 
+def log_one_element(module, loss):
+    module.log("a", loss[None], on_step=False, on_epoch=True)
+
+
 def log_twice(module, loss):
     for value in (loss, 2 * loss):
         module.log("a", value, on_step=False, on_epoch=True)
@@ -45,6 +49,7 @@ def log_twice(module, loss):
         pytest.param(log_by_position),
         pytest.param(log_with_a_size),
         pytest.param(log_the_largest),
+        log_one_element,
         log_twice,
     ],
 )

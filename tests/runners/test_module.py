@@ -340,12 +340,33 @@ def test_what_the_trainer_knows_is_known_in_a_step(agree, tiny):
     agree(lambda: tiny(Asks))
 
 
-def test_a_step_may_take_the_batch_alone(agree, tiny):
-    class Short(tiny.kind):
-        def training_step(self, batch):
-            return F.cross_entropy(self.net(batch[0]), batch[1])
+class Short:
+    def training_step(self, batch):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
 
-    agree(lambda: tiny(Short), (1, 3))
+
+class Named(Short):
+    def training_step(self, batch, **options):
+        return super().training_step(batch)
+
+
+class Unnamed(Short):
+    def training_step(self, *arguments):
+        batch, batch_idx = arguments
+        return super().training_step(batch) / (1 + batch_idx)
+
+
+@pytest.mark.parametrize("kind", [Short, Named, Unnamed])
+def test_a_step_takes_the_arguments_that_lightning_gives(agree, tiny, kind):
+    agree(lambda: tiny(type("Own", (kind, tiny.kind), {})), (1, 3))
+
+
+def test_a_loss_of_one_element_may_have_a_dimension(agree, tiny):
+    class Stacked(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx)[None]
+
+    agree(lambda: tiny(Stacked), (1, 3))
 
 
 # --- ClientModule ---------------------------------------------------------------------------------
