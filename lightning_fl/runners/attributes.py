@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
 from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
+
+from lightning_fl.runners.tensors import is_equal
 
 #: Attributes in which ``nn.Module`` stores parameters, buffers and children.
 _OF_TORCH = vars(nn.Module()).keys()
 #: Packages whose classes, and classes derived from them, are not looked into, as a Trainer's.
 FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fl"}
 #: Random generators, which have a state to save.
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 #: What can change in place.
 _MUTABLE = (list, dict, set, deque, Tensor, np.ndarray, *_GENERATORS)
-#: Objects of frameworks whose attributes are looked into. Metrics are not always submodules.
-_WITH_STATE = (LRScheduler, Metric, MetricCollection)
-#: Maximum size of a tensor or array that is copied.
+#: Maximum size of a tensor, an array or a network that is copied.
 MAX_BYTES = 2**26
 
 
@@ -35,8 +35,9 @@ class Attributes:
     """Take a snapshot of the plain attributes of a module and its children.
 
     It includes what the attributes hold: lists, dictionaries, sets, tensors, arrays, random
-    generators, and the attributes of schedulers, of metrics and of objects of the user's own
-    classes.
+    generators, and the attributes of schedulers, of metrics, of small networks that are no
+    submodules, and of objects of the user's own classes. It also includes what the user's classes
+    of modules hold themselves.
 
     Args:
         module: The module.
@@ -55,9 +56,11 @@ class Attributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._owners = [(name, vars(m)) for name, m in module.named_modules()]
+        self._owners += [(name, _held_by(type(m))) for name, m in module.named_modules()]
         self._before = [dict(own) for _, own in self._owners]
-        #: Parameters and buffers, which are none of the plain attributes.
+        #: Parameters, buffers, and the attributes of children, which have names of their own.
         self._known = {id(t) for t in [*module.parameters(), *module.buffers()]}
+        self._known |= {id(own) for _, own in self._owners}
         values = [value for own in self._before for value in own.values()]
         self._contents = {
             id(value): (value, _saved(value), _version(value))
@@ -113,7 +116,10 @@ class Attributes:
             _full_name(name, key)
             for name, own in self._owners
             for key, value in own.items()
-            if any(isinstance(t, Tensor) and is_batchedtensor(t) for t in _mutable([value], set()))
+            if any(
+                isinstance(each, Tensor) and is_batchedtensor(each)
+                for each in _mutable([value], set(self._known))
+            )
         ]
 
 
@@ -164,16 +170,36 @@ def _reached(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
             waiting.extend(value)
         if isinstance(value, dict):
             waiting.extend(value.values())
-        if _is_of_the_user(value) or isinstance(value, _WITH_STATE):
+        if isinstance(value, nn.Module):
+            is_open = id(vars(value)) not in seen and _num_bytes(value) <= MAX_BYTES
+        else:
+            is_open = isinstance(value, LRScheduler) or _is_of_the_user(value)
+        if is_open:
             waiting.append(vars(value))
 
 
 def _is_of_the_user(value: Any) -> bool:
     """Return whether a value is an object with attributes, of a class of the user."""
-    packages = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
     is_code = isinstance(value, type | ModuleType | FunctionType | MethodType)
     is_code |= isinstance(value, _GENERATORS)
-    return hasattr(value, "__dict__") and not is_code and not packages & FRAMEWORKS
+    is_of_the_user = len(classes_of_user(type(value))) == len(type(value).__mro__)
+    return hasattr(value, "__dict__") and not is_code and is_of_the_user
+
+
+def classes_of_user(kind: type) -> list[type]:
+    """Return a class and its bases, without those of frameworks."""
+    return [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in FRAMEWORKS]
+
+
+def _held_by(kind: type) -> dict[str, Any]:
+    """Return what can change in place among the attributes of a class."""
+    values = [item for each in classes_of_user(kind) for item in vars(each).items()]
+    return {name: value for name, value in values if isinstance(value, _MUTABLE)}
+
+
+def _num_bytes(module: nn.Module) -> int:
+    """Return the size of the parameters and buffers of a module."""
+    return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
 
 
 def _saved(value: Any) -> Any:
@@ -188,7 +214,7 @@ def _saved(value: Any) -> Any:
 
 def _state(generator: Any) -> Any:
     """Return the state of a random generator."""
-    if isinstance(generator, torch.Generator):
+    if isinstance(generator, torch.Generator | np.random.RandomState):
         return generator.get_state()
     is_pythons = isinstance(generator, random.Random)
     return generator.getstate() if is_pythons else generator.bit_generator.state
@@ -201,8 +227,12 @@ def _version(value: Any) -> int:
 
 def _is_changed(value: Any, saved: Any, version: int) -> bool:
     """Return whether a value was written to or holds other objects than its copy."""
-    if isinstance(value, Tensor) or saved is None:
+    if saved is None or _version(value) != version:
         return _version(value) != version
+    if isinstance(value, Tensor):  # a write through value.data has no version
+        is_same = value.shape == saved.shape and value.dtype == saved.dtype
+        is_plain = value.layout == torch.strided and value.device.type != "meta"
+        return not is_same or (is_plain and not is_equal([value.detach()], [saved]))
     if isinstance(value, np.ndarray):
         return bool(value.tobytes() != saved.tobytes())
     if isinstance(value, _GENERATORS):
@@ -218,7 +248,7 @@ def _put_back(value: Any, saved: Any) -> None:
         value.detach().copy_(saved)
     elif isinstance(value, np.ndarray):
         value[...] = saved
-    elif isinstance(value, torch.Generator):
+    elif isinstance(value, torch.Generator | np.random.RandomState):
         value.set_state(saved)
     elif isinstance(value, random.Random):
         value.setstate(saved)

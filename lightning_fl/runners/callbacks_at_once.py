@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fl.hooks import overrides
-from lightning_fl.runners.attributes import FRAMEWORKS
+from lightning_fl.runners.attributes import classes_of_user
 from lightning_fl.runners.carried import OF_LIGHTNING, Options, options_of
 from lightning_fl.runners.optimizer_values import params_of
 from lightning_fl.runners.step_hooks import is_known
@@ -107,8 +107,8 @@ class CallbacksAtOnce:
 
 def names_in(kind: type) -> set[str]:
     """Return the names of attributes in the code of a class and its bases, without frameworks."""
-    classes = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in FRAMEWORKS]
-    members = [inspect.unwrap(m) for each in classes for m in vars(each).values() if callable(m)]
+    members = [m for each in classes_of_user(kind) for m in vars(each).values() if callable(m)]
+    members = [inspect.unwrap(member) for member in members]
     waiting, found = [m.__code__ for m in members if isinstance(m, FunctionType)], set[str]()
     while waiting:
         code = waiting.pop()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from lightning_fl.runners.attributes import MAX_BYTES, Attributes
 from lightning_fl.types import FederationError
@@ -155,6 +156,17 @@ def recent(self, loss, outputs):
     return loss * len(self.recent)
 
 
+def teacher(self, loss, outputs):
+    """A network that is no submodule, so that checkpoints do not hold it."""
+    (average,) = self.teacher
+    average.weight.data.mul_(0.9).add_(0.1 * outputs.detach().mean())
+    return loss + (outputs - average(outputs)).square().mean()
+
+
+def drawn(self, loss, outputs):
+    return loss * self.drawn.random_sample()
+
+
 @pytest.mark.parametrize(
     ("step", "name", "value"),
     [
@@ -162,6 +174,8 @@ def recent(self, loss, outputs):
         (in_place, "center", lambda: torch.zeros((), dtype=torch.float64)),
         (array, "array", lambda: np.zeros(1)),
         (recent, "recent", lambda: deque(maxlen=9)),
+        (teacher, "teacher", lambda: [nn.Linear(3, 3).double()]),
+        (drawn, "drawn", lambda: np.random.RandomState(0)),
     ],
 )
 def test_what_attributes_hold_is_looked_at(train, stateful, step, name, value):
@@ -169,6 +183,17 @@ def test_what_attributes_hold_is_looked_at(train, stateful, step, name, value):
     setattr(module, name, value())
     with pytest.raises(FederationError, match=rf"an earlier step has set \({name}\)"):
         train(module, 3)
+
+
+def test_what_a_class_holds_is_looked_at(train, tiny):
+    class Counts(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            self.seen.append(0)
+            return super().training_step(batch, batch_idx) / len(self.seen)
+
+    Counts.seen = []
+    with pytest.raises(FederationError, match=r"an earlier step has set \(seen\)"):
+        train(tiny(Counts), 3)
 
 
 def test_state_that_begins_anew_with_the_first_batch_is_refused(train, tiny):

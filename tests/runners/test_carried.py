@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from grids import diagonal
@@ -32,6 +33,8 @@ CARRIED = {
     "center": lambda m: m.center.add_(1).item(),
     "array": lambda m: np.add(m.array, 1, out=m.array)[0],
     "recent": lambda m: m.recent.append(0) or len(m.recent),
+    "teacher": lambda m: m.teacher[0].bias.data.add_(1).item(),
+    "drawn": lambda m: m.drawn.random_sample(),
     "late": lambda m: setattr(m, "late", vars(m).get("late", 0) + 1) or m.late,
     "net.1.calls": lambda m: (
         setattr(m.net[1], "calls", vars(m.net[1]).get("calls", 0) + 1) or m.net[1].calls
@@ -61,7 +64,8 @@ def stateful(tiny):
         module = tiny(Stateful if kind is None else type("Stateful", (kind, Stateful), {}))
         module.factor, module.steps, module.history, module.nested = factor, 0, [], {"losses": []}
         module.helper, module.center, module.array = Helper(), torch.zeros(()), np.zeros(1)
-        module.recent = deque(maxlen=99)
+        module.recent, module.drawn = deque(maxlen=99), np.random.RandomState(0)
+        module.teacher = [nn.Linear(1, 1)]  # no submodule
         return module
 
     return make
