@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -97,6 +97,20 @@ def carried(step: VectorizedStep, samples: Samples) -> list[str]:
     return []
 
 
+class State(NamedTuple):
+    """Hold what clients that train one after another share.
+
+    Args:
+        attributes: Plain attributes of the module.
+        options: Options of the optimizer.
+        trained: Names of the parameters that require a gradient.
+    """
+
+    attributes: Attributes
+    options: Options
+    trained: set[str]
+
+
 class CarriedState:
     """Warn if the steps of a client depend on what the client before has left behind.
 
@@ -121,9 +135,9 @@ class CarriedState:
         self.is_done = False
         #: The first client.
         self._first: int | None = None
-        #: Attributes and options at the first step of this client, and after its training.
-        self._before: tuple[Attributes, Options] | None = None
-        self._after: tuple[Attributes, Options] | None = None
+        #: The state at the first step of this client, and after its training.
+        self._before: State | None = None
+        self._after: State | None = None
         self._global_step = GlobalStep(self.module)
         #: Whether ``training_step`` sets options.
         self._sets_options = False
@@ -140,7 +154,7 @@ class CarriedState:
             self._first, self._before, self._after = client, self._snapshot(), None
             with self._global_step.noted():
                 yield
-            if not self.hooks and options_of(self.module.trainer) != self._before[1]:
+            if not self.hooks and options_of(self.module.trainer) != self._before.options:
                 self._sets_options = True
                 self._step = HookedStep(self.module, self.tensors.constants)
         elif client == self._first:  # in a later round, or an optimizer repeats the step
@@ -165,19 +179,22 @@ class CarriedState:
         if self._before is not None and self._after is None:
             self._after = self._snapshot()
 
-    def _snapshot(self) -> tuple[Attributes, Options]:
-        return Attributes(self.module), options_of(self.module.trainer)
+    def _snapshot(self) -> State:
+        module = self.module
+        return State(Attributes(module), options_of(module.trainer), trained_by(module))
 
     def _found(self, batch: Any) -> list[str]:
         """Return the names of values on which the first step of the second client depends."""
         assert self._before is not None
         assert self._after is not None
-        (before, options), (after, options_after) = self._before, self._after
+        before, options, trained = self._before
+        after, options_after, trained_after = self._after
         trainer = self.module.trainer
+        is_switched = trained_by(self.module) == trained_after != trained
         set_since = {*after.changed(), *OF_LIGHTNING}  # for this client, or in each step
         changed = [name for name in before.changed() if name not in set_since]
         may_count = self._global_step.is_read or bool(self.hooks) or self._sets_options
-        if not changed and not may_count:
+        if not changed and not may_count and not is_switched:
             return []
         with left_alone(self.module) as now:
             if not now.is_complete:  # a repeated step would change the run
@@ -203,6 +220,10 @@ class CarriedState:
             if self._sets_options or (self.hooks and is_carried):
                 with options_set(trainer, options):
                     found += [OPTIONS] * differs()
+            if is_switched:
+                with only_trained(self.module, trained):
+                    names = [f"{name}.requires_grad" for name in sorted(trained ^ trained_after)]
+                    found += names * differs()
         return found
 
 
@@ -228,7 +249,7 @@ def comparison(result: Callable[..., list[Tensor]]) -> Callable[..., bool] | Non
 def outcome_of(step: LocalStep, own: ModuleTensors, batch: Any) -> list[Tensor]:
     """Return what follows from a step that is made for a comparison; empty if it fails.
 
-    Tensors of the module are restored, and loggers are silent.
+    Tensors of the module and whether they are trained are restored, and loggers are silent.
 
     Args:
         step: The step.
@@ -239,7 +260,8 @@ def outcome_of(step: LocalStep, own: ModuleTensors, batch: Any) -> list[Tensor]:
     before = {name: tensor.detach().clone() for name, tensor in own.by_name.items()}
     try:
         muted = attributes_set(module.trainer, {"_loggers": [DummyLogger()]})
-        with seeded_rng(0, module.device), torch.enable_grad(), muted:
+        restored = only_trained(module, trained_by(module))
+        with seeded_rng(0, module.device), torch.enable_grad(), muted, restored:
             outcome, seen = step.by_itself({}, copied(batch))
     except Exception:  # if it fails with the current attributes, the step itself will, too
         return []
@@ -248,6 +270,24 @@ def outcome_of(step: LocalStep, own: ModuleTensors, batch: Any) -> list[Tensor]:
         for name, tensor in own.by_name.items():
             tensor.data.copy_(before[name])
     return [outcome.loss, *seen.values()]
+
+
+def trained_by(module: LightningModule) -> set[str]:
+    """Return the names of the parameters that require a gradient."""
+    return {name for name, param in module.named_parameters() if param.requires_grad}
+
+
+@contextmanager
+def only_trained(module: LightningModule, names: set[str]) -> Iterator[None]:
+    """Let only the given parameters require a gradient within a ``with`` block."""
+    before = [(param, param.requires_grad) for param in module.parameters()]
+    try:
+        for name, param in module.named_parameters():
+            param.requires_grad = name in names
+        yield
+    finally:
+        for param, requires_grad in before:
+            param.requires_grad = requires_grad
 
 
 def options_of(trainer: Trainer) -> Options:

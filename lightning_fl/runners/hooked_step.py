@@ -134,7 +134,7 @@ class HookedStep(LocalStep):
     def _restored(self) -> Iterator[None]:
         """Restore gradients, options and schedulers at the end of a ``with`` block."""
         params = list(self.module.parameters())
-        grads = [(p, p.grad, p.requires_grad) for p in params]
+        grads = [param.grad for param in params]
         schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
         states = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
         groups = self._trainer.optimizers[0].param_groups
@@ -144,8 +144,8 @@ class HookedStep(LocalStep):
         try:
             yield
         finally:
-            for param, grad, requires_grad in grads:
-                param.grad, param.requires_grad = grad, requires_grad
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
             for scheduler, state in zip(schedulers, states, strict=True):
                 scheduler.load_state_dict(state)
             for group, values in zip(groups, options, strict=True):

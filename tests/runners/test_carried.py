@@ -13,6 +13,7 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from grids import diagonal
+from lightning_fl.policies import Schedule
 from lightning_fl.runners import attributes
 from lightning_fl.runners.carried import CarriedState
 from lightning_fl.types import FederationError
@@ -114,6 +115,30 @@ def test_what_is_set_for_each_client_does_not_carry_over(train, stateful):
                 module.steps = 1 + step.rows[0]
 
     train(stateful(lambda m: 1 / m.steps), callbacks=[Name()])
+
+
+def test_what_a_step_freezes_carries_over(train, tiny):
+    class Freezes(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            self.net[0].requires_grad_(batch_idx < self.last)
+            return super().training_step(batch, batch_idx)
+
+    class FreezesOnce(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1:
+                self.net[0].requires_grad_(False)
+            return super().training_step(batch, batch_idx)
+
+    class Restores(FreezesOnce):
+        def on_client_start(self):
+            self.net[0].requires_grad_(True)
+
+    with warns(r"net\.0\.bias\.requires_grad", r"net\.0\.weight\.requires_grad"):
+        train(tiny(FreezesOnce), federation={"policy": Schedule(num_steps=3)})
+    for kind in (Restores, Freezes):
+        module = tiny(kind)
+        module.last = 2
+        train(module, federation={"policy": Schedule(num_steps=3)})
 
 
 def test_a_buffer_does_not_carry_over(train, stateful):
