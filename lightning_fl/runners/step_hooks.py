@@ -11,6 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
 from lightning_fl.hooks import overrides
+from lightning_fl.runners.tensors import overlapping
 
 #: Hooks of a module or data module that transfer a batch to the device.
 TRANSFER_HOOKS = (
@@ -74,6 +75,8 @@ def why_alone(module: LightningModule, hooks: Sequence[str]) -> str | None:
         return "an Embedding with max_norm changes its weights in the forward pass"
     if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters()):
         return "its parameters have hooks"
+    if names := overlapping(module):
+        return f"its tensors {names[0]} and {names[1]} share memory"
     return None
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
+from itertools import pairwise
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_fl.types import FederationError
 
@@ -87,6 +89,25 @@ class ModuleTensors:
     def wants_start(self) -> bool:
         """Whether the module asks for the parameters that its client starts from."""
         return getattr(self.module, GLOBAL_PARAMETERS, None) is not None
+
+
+def overlapping(module: nn.Module) -> tuple[str, str] | None:
+    """Return the names of two parameters or buffers of a module that share memory, or None.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> net[1].weight.data = net[0].weight.data
+        >>> overlapping(net)
+        ('0.weight', '1.weight')
+    """
+    spans = []
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not is_lazy(tensor) and tensor.layout == torch.strided and tensor.numel():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            size = 1 + sum((length - 1) * stride for length, stride in steps)
+            spans.append((start := tensor.data_ptr(), start + size * tensor.element_size(), name))
+    pairs = pairwise(sorted(span for span in spans if span[0]))
+    return next(((one, two) for (_, end, one), (start, _, two) in pairs if start < end), None)
 
 
 # --- tensors as vectors ---------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_fl import VectorizedClients
 from lightning_fl.types import FederationError
@@ -69,6 +70,16 @@ def test_parameters_with_hooks_are_trained_by_themselves(tiny):
     module.net[0].weight.register_hook(lambda gradient: gradient * 0)
     with pytest.warns(UserWarning, match="its parameters have hooks"):
         assert VectorizedClients(module).reason
+
+
+def test_tensors_that_share_memory_are_trained_by_themselves(agree, tiny):
+    def make():
+        module = tiny(net=lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))))
+        module.net[1].weight.data = module.net[0].weight.data
+        return module
+
+    with pytest.warns(UserWarning, match=r"net\.0\.weight and net\.1\.weight share memory"):
+        agree(make)
 
 
 def test_parameters_that_get_hooks_later_are_refused(train, tiny):
