@@ -301,6 +301,8 @@ class VectorizedClients(LightningModule):
     def on_client_start(self) -> None:
         """Call the module's hook once per client, on the client's own tensors."""
         self._call_for_each("on_client_start")
+        if self.runner is not None:
+            self.runner.stacks.follow_module()
 
     def on_client_end(self) -> None:
         """Call the module's hook once per client, on the client's own tensors."""

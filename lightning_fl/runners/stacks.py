@@ -132,7 +132,7 @@ class Stacks:
         for name, param in self.params.items():
             param.copy_(starts[name])
             param.grad = None
-            param.requires_grad_(self.tensors.parameters[name].requires_grad)
+        self.follow_module()
         self.buffers = {
             name: starts[name].clone(memory_format=torch.contiguous_format)
             for name in self.tensors.buffers
@@ -143,6 +143,11 @@ class Stacks:
                 name: (param.detach()[0] if is_shared else param.detach()).clone()
                 for name, param in self.params.items()
             }
+
+    def follow_module(self) -> None:
+        """Train the parameters that the module trains, which hooks may change."""
+        for name, param in self.params.items():
+            param.requires_grad_(self.tensors.parameters[name].requires_grad)
 
     def arguments(self, pick: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Return the arguments of :meth:`LocalStep.many` for some clients, without their samples.

@@ -295,6 +295,14 @@ def test_optimisers_of_some_parameters(agree, tiny, configure, options):
     agree(make, (3,), **options)
 
 
+def test_a_layer_that_is_frozen_for_a_client(agree, tiny):
+    class Freezes(tiny.kind):
+        def on_client_start(self):
+            self.net[0].requires_grad_(self.current_epoch > 0)
+
+    agree(lambda: tiny(Freezes), (1, 3), rounds=3)
+
+
 def test_a_layer_that_is_frozen_in_a_later_round(agree, tiny):
     class Freezes(tiny.kind):
         def on_train_epoch_start(self):
