@@ -22,7 +22,7 @@ from lightning_fl.runners.optimizer_values import optimizers_in, remove, restack
 from lightning_fl.runners.samples import BatchSamples, Samples, each_of
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.step_hooks import changes_transfers, hooks_of, sees_gradients, why_alone
-from lightning_fl.runners.tuning import check_state, tune
+from lightning_fl.runners.tuning import check_start, check_state, tune
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.runners.vmap import VmapRunner
 from lightning_fl.types import ClientBatches, FederationError, check_package
@@ -316,9 +316,12 @@ class VectorizedClients(LightningModule):
         if self.runner is None or (uses_client is not None and not uses_client(name)):
             hook()
             return
-        for row in range(self.runner.count):
-            with self.runner.client(row):
+        runner = self.runner
+        for row in range(runner.count):
+            with runner.client(row):
                 hook()
+            if row == 0 and name == "on_client_start" and runner.count > 1:
+                runner.note_first_start()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the sum of the clients' losses in one local step."""
@@ -330,6 +333,9 @@ class VectorizedClients(LightningModule):
         # A vectorized module cannot hold on to its samples, so their memory can be reused.
         samples = runner.batch.samples(step, may_reuse=runner.stacks.maps)
         with attributes_set(runner, {"is_in_step": True}):
+            if runner.first_start is not None:
+                check_start(runner.vectorized, samples, runner.first_start)
+                runner.first_start = None
             if runner.count > 1 and not runner.is_ready:
                 runner.is_ready = runner.is_checked = True
                 self._tune(runner.vectorized, samples, len(runner.sizes))

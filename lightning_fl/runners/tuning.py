@@ -10,11 +10,12 @@ from typing import Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fl.functional.randomness import seeded_rng
-from lightning_fl.runners.attributes import left_alone
-from lightning_fl.runners.carried import carried
+from lightning_fl.runners.attributes import Attributes, left_alone
+from lightning_fl.runners.carried import OF_LIGHTNING, carried, comparison
 from lightning_fl.runners.check import mixes_samples, why_not_mapped
 from lightning_fl.runners.graphs import (
     can_update,
@@ -52,6 +53,35 @@ def check_state(step: VectorizedStep, samples: Samples) -> None:
             f" ({', '.join(names[:3])}). Clients that train at once would share them. Store them in"
             " buffers (register_buffer), which are separate for each client; instead of"
             " global_step, use batch_idx. Or train the module without VectorizedClients"
+        )
+
+
+def check_start(step: VectorizedStep, samples: Samples, first: Attributes) -> None:
+    """Check that no step depends on an attribute that ``on_client_start`` sets for one client.
+
+    Args:
+        step: The step.
+        samples: The samples of the first local step of the clients.
+        first: The attributes as ``on_client_start`` has set them for the first client.
+
+    Raises:
+        FederationError: If one does; clients that train at once share the attributes of the last.
+    """
+    names = [name for name in first.changed() if name not in OF_LIGHTNING]
+    row = first_row(step, samples)
+
+    def result(*of_first: str) -> list[Tensor]:
+        """Return the gradients of a step with some attributes of the first client."""
+        with left_alone(step.module):
+            first.restore(of_first)
+            return list(step.tried(row, samples.client(row)).values())
+
+    if names and (differs := comparison(result)) is not None and differs(*names):
+        name = type(step.module).__name__
+        raise FederationError(
+            f"{name}.training_step depends on {' and '.join(names[:3])}, which on_client_start sets"
+            " to another value for each client. Clients that train at once would share it. Store it"
+            " in a buffer (register_buffer), or train the module without VectorizedClients"
         )
 
 
@@ -128,10 +158,15 @@ def can_compile_one(step: VectorizedStep) -> bool:
 
 def operations(step: VectorizedStep, samples: Samples) -> float:
     """Return the floating-point operations of a local step of all clients, counted for one."""
-    row = next(i for i in range(step.stacks.count) if samples.client(i) is not None)
+    row = first_row(step, samples)
     with FlopCounterMode(display=False) as counter:
         step.tried(row, samples.client(row))
     return float(counter.get_total_flops()) * step.stacks.count
+
+
+def first_row(step: VectorizedStep, samples: Samples) -> int:
+    """Return the first client that makes a local step."""
+    return next(i for i in range(step.stacks.count) if samples.client(i) is not None)
 
 
 def compiling_pays(operations: float, steps: float, at_once: bool) -> bool:

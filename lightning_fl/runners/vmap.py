@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_fl.runners.attributes import Attributes
 from lightning_fl.runners.base import BufferPolicy, ClientRunner
 from lightning_fl.runners.local_step import Tensors
 from lightning_fl.runners.logs import StepLogs
@@ -90,6 +91,10 @@ class VmapRunner(ClientRunner):
         self.is_ready = False
         #: Whether :func:`check_state` has looked for state that clients share.
         self.is_checked = False
+        #: Attributes after ``on_client_start`` of the first client, for :func:`check_start`.
+        self.first_start: Attributes | None = None
+        #: Whether the clients start from different tensors, and for which of both it was called.
+        self._starts_differ, self._checked_starts = False, set[bool]()
         #: Whether callbacks that see gradients were tried.
         self.has_tried_callbacks = False
         #: The samples of the Lightning batch.
@@ -152,6 +157,7 @@ class VmapRunner(ClientRunner):
         is_shared = state.vector.stride(0) == 0 and not self.restored_first
         self.stacks.load(self.count, self._starts(state), is_shared, self.optimizer)
         self._load_rows(rows)
+        self._starts_differ = not is_shared or any(rows)
         for name in self.restored_first if self.stacks.fixed else ():
             self.stacks.fixed[name] = self.stacks.params[name].detach().clone()
 
@@ -195,6 +201,12 @@ class VmapRunner(ClientRunner):
         for i, kept in enumerate(rows):
             for key, row in kept.items():
                 stacks[key][i].copy_(row, non_blocking=True)
+
+    def note_first_start(self) -> None:
+        """Note attributes for :func:`check_start`, once for clients of each kind of start."""
+        if self._starts_differ not in self._checked_starts:
+            self._checked_starts.add(self._starts_differ)
+            self.first_start = Attributes(self.module)
 
     def set_hyperparameters(self, values: Mapping[str, Tensor]) -> None:
         """Set numbers of the module; see :meth:`ClientRunner.set_hyperparameters`."""

@@ -209,6 +209,37 @@ def test_a_step_is_counted_by_client(agree, tiny, kind, steps_per_batch):
     agree(lambda: tiny(kind), steps_per_batch=steps_per_batch, rounds=3)
 
 
+class Starts(Counted):
+    """Keeps what ``on_client_start`` notes in an attribute."""
+
+    def training_step(self, batch, batch_idx):
+        pairs = zip(self.parameters(), self.start, strict=True)
+        distance = sum((param - start).square().sum() for param, start in pairs)
+        return super().training_step(batch, batch_idx) + distance
+
+    def on_client_start(self):
+        self.start = [p.detach().clone() for p in self.parameters()]
+
+
+class Draws(Starts):
+    def on_client_start(self):
+        self.start = [torch.randn_like(p) for p in self.parameters()]
+
+
+class StartsFromItsOwn(Starts):
+    federated_local_parameters = ("net.bias",)
+
+
+@pytest.mark.parametrize(("kind", "rounds"), [(Draws, 1), (StartsFromItsOwn, 3)])
+def test_an_attribute_of_one_client_is_refused(train, tiny, kind, rounds):
+    with pytest.raises(FederationError, match=r"depends on start, which on_client_start sets"):
+        train(tiny(kind), 3, rounds=rounds)
+
+
+def test_an_attribute_that_is_equal_for_all_clients_is_not(agree, tiny):
+    agree(lambda: tiny(Starts), (3,), rounds=3)
+
+
 class Halves(Counted):
     """Writes to its batch, with which trials must not begin the first step."""
 
