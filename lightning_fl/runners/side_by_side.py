@@ -70,7 +70,14 @@ class SideBySide:
             row: The client.
             batch: Its batch.
         """
-        arguments = self._arguments(row, batch)
+        stacks, rows = self.stacks, slice(row, row + 1)
+        self._seeds = torch.zeros(MOST_SEEDS, dtype=torch.int64)
+        arguments: dict[str, Any] = {
+            "seeds": self._seeds,
+            "groups": sgd_groups(self.optimizer, stacks.params, rows),
+            "batch": tree_map(lambda t: t[None], batch),
+            **stacks.leaves(lambda t: t[rows]),
+        }
         leaves = tree_leaves(arguments)
         if self._checked is not None and self._checked.fits(leaves):
             return self._checked.start(leaves)
@@ -80,15 +87,6 @@ class SideBySide:
         assert isinstance(outcome, Outcome)
         self._checked = checked(leaves, outcome, *self._called) if self._called else None
         return outcome
-
-    def _arguments(self, row: int, batch: Any) -> dict[str, Any]:
-        """Return the arguments of :func:`seeded_step` for a client."""
-        stacks, rows = self.stacks, slice(row, row + 1)
-        self._seeds = torch.zeros(MOST_SEEDS, dtype=torch.int64)
-        own = stacks.leaves(lambda t: t[rows])
-        groups = sgd_groups(self.optimizer, stacks.params, rows)
-        batch = tree_map(lambda t: t[None], batch)
-        return {"seeds": self._seeds, "groups": groups, "batch": batch, **own}
 
     def _backend(self, module: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         """Compile a graph for ``torch.compile``, into a function that starts it in a thread."""
