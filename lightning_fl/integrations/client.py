@@ -213,7 +213,7 @@ class ToServer(Aggregator):
         return self.server
 
 
-class Given(HyperparameterPolicy):
+class TaskPolicy(HyperparameterPolicy):
     """Return the hyperparameters that the server has sent.
 
     Args:
@@ -233,7 +233,7 @@ class Given(HyperparameterPolicy):
         return {**values, "num_steps": torch.tensor(self.task.num_steps)}
 
 
-class Only(ClientSampler):
+class TaskSampler(ClientSampler):
     """Sample one client.
 
     Args:
@@ -264,8 +264,8 @@ class OneClient(FederatedLoop):
     def __init__(self, task: Task, rule: ToServer, **options: Any) -> None:
         super().__init__(
             rule,
-            Given(task),
-            Only(task.client),
+            TaskPolicy(task),
+            TaskSampler(task.client),
             clients_per_round=1,
             seed=task.seed,
             csv_name=None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -17,14 +17,6 @@ from lightning_fl.aggregators import Aggregator
 from lightning_fl.files import error_context, write_atomically
 from lightning_fl.runners import ClientRunner
 from lightning_fl.types import describe
-
-#: Numbers and texts of a task.
-FIELDS = (
-    *("run", "round", "client", "num_clients", "num_rounds", "seed", "num_steps", "last"),
-    *("rule", "exchanged", "num_trained", "frozen", "version"),
-)
-#: Mappings from names to tensors of a task.
-TENSORS = ("model", "unsaved", "broadcast")
 
 
 @dataclass(frozen=True)
@@ -71,6 +63,12 @@ class Task:
     values: Mapping[str, float] = field(default_factory=dict)
     broadcast: Mapping[str, Tensor] = field(default_factory=dict)
     version: str = ""
+
+
+#: Mappings from names to tensors of a task.
+TENSORS = ("model", "unsaved", "broadcast")
+#: Numbers and texts of a task.
+FIELDS = tuple(each.name for each in fields(Task) if each.name not in (*TENSORS, "values"))
 
 
 def client_side(rule: Aggregator) -> str:

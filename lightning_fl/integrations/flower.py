@@ -267,7 +267,7 @@ class FederationStrategy(Strategy):
             rank_zero_warn(f"{why} and are dropped")
         self._is_waiting = bool(tasks)
         return [
-            Message(packed(task), node_of[task.client], MessageType.TRAIN)
+            Message(pack_task(task), node_of[task.client], MessageType.TRAIN)
             for task in tasks
             if task.client in node_of
         ]
@@ -290,7 +290,7 @@ class FederationStrategy(Strategy):
                 )
                 rank_zero_warn(failure)
                 continue
-            client, reply = unpacked(message.content)
+            client, reply = unpack_reply(message.content)
             found[client] = reply
         if self._is_waiting and not found:
             failure = failure or f"round {self.server.round + 1}: none has replied in time"
@@ -331,7 +331,7 @@ def refuse_bfloat16(server: RemoteServer) -> None:
 # --- messages -------------------------------------------------------------------------------------
 
 
-def packed(task: Task) -> RecordDict:
+def pack_task(task: Task) -> RecordDict:
     """Return the content of a message with a task."""
     return RecordDict(
         {
@@ -342,7 +342,7 @@ def packed(task: Task) -> RecordDict:
     )
 
 
-def task_of(content: RecordDict) -> Task:
+def unpack_task(content: RecordDict) -> Task:
     """Return the task in the content of a message."""
     return Task(
         **dict(content["task"]),
@@ -351,7 +351,7 @@ def task_of(content: RecordDict) -> Task:
     )
 
 
-def answer(client: int, reply: Reply) -> RecordDict:
+def pack_reply(client: int, reply: Reply) -> RecordDict:
     """Return the content of a message with a reply."""
     tensors = {"delta": reply.delta, "counters": reply.counters}
     return RecordDict(
@@ -366,7 +366,7 @@ def answer(client: int, reply: Reply) -> RecordDict:
     )
 
 
-def unpacked(content: RecordDict) -> tuple[int, Reply]:
+def unpack_reply(content: RecordDict) -> tuple[int, Reply]:
     """Return the client and the reply in the content of a message."""
     about, numbers = content["reply"], content["numbers"]
     tensors = content["tensors"].to_torch_state_dict()
@@ -464,11 +464,11 @@ def app_of(
     def train(message: Message, context: Context) -> Message:
         client = int(context.node_config["partition-id"])
         file = None if folder is None else file_of(client, folder)
-        task, kept = task_of(message.content), read_kept(context.state, file)
+        task, kept = unpack_task(message.content), read_kept(context.state, file)
         reply, state = remote(context).train(task, kept.at(task.run, task.last))
         if reply.dropped is None:
             kept = kept.after(task.run, task.last, task.round, state)
             write_kept(kept, context.state, file)
-        return Message(answer(client, reply), reply_to=message)
+        return Message(pack_reply(client, reply), reply_to=message)
 
     return app

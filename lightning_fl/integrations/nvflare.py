@@ -113,7 +113,7 @@ class FederationAggregator(ModelAggregator):
             self._meet(site, **found)
         elif self._site_of.get(client := int(found["client"])) == site:
             if found["round"] == self._server.round:  # not a reply that comes late
-                self._replies[client] = unpacked(found, model.params)
+                self._replies[client] = unpack_reply(found, model.params)
         else:
             rank_zero_warn(
                 f"{site} has joined after the first round and is not used: set min_clients of the"
@@ -192,7 +192,7 @@ def arrays(found: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: tensor.cpu().numpy() for name, tensor in found.items()}
 
 
-def answer(client: int, round: int, reply: Reply) -> FLModel:
+def pack_reply(client: int, round: int, reply: Reply) -> FLModel:
     """Return the message with a reply."""
     about = {
         "client": client,
@@ -208,7 +208,7 @@ def answer(client: int, round: int, reply: Reply) -> FLModel:
     return FLModel(params=params, metrics=metrics, meta={KEY: about})
 
 
-def unpacked(about: Mapping[str, Any], params: Mapping[str, Any]) -> Reply:
+def unpack_reply(about: Mapping[str, Any], params: Mapping[str, Any]) -> Reply:
     """Return the reply in a message."""
     found = tensors(params)
     return Reply(
@@ -264,7 +264,7 @@ def run_client(
         plan = [each for each in asked["plan"] if each["client"] == own]
         if not plan:
             idle = Reply(torch.zeros(0), torch.zeros(0), {}, 0, math.nan, math.nan, "not sampled")
-            flare.send(answer(own, -1, idle))
+            flare.send(pack_reply(own, -1, idle))
             continue
         task = Task(
             **plan[0],
@@ -278,7 +278,7 @@ def run_client(
             kept = kept.after(task.run, task.last, task.round, state)
             if file is not None:
                 kept.write(file)
-        flare.send(answer(own, task.round, reply))
+        flare.send(pack_reply(own, task.round, reply))
 
 
 def number_of(site: str) -> int:

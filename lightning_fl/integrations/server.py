@@ -50,7 +50,7 @@ from lightning_fl.types import (
 #: Name of the logger of what a Trainer reports at the start and the end of each fit.
 LOG = "lightning.pytorch"
 #: Options of the clients' Trainer that the server's module depends on.
-OF_SERVER = {"precision", "plugins", "gradient_clip_val", "gradient_clip_algorithm"}
+OF_MODULE = {"precision", "plugins", "gradient_clip_val", "gradient_clip_algorithm"}
 
 
 class RemoteServer:
@@ -219,7 +219,7 @@ class RemoteServer:
 
         It also converts the module to the precision of the clients. Nothing is trained.
         """
-        options = {name: self.trainer[name] for name in OF_SERVER & self.trainer.keys()}
+        options = {name: self.trainer[name] for name in OF_MODULE & self.trainer.keys()}
         if options.get("precision") in ("16-mixed", 16, "16"):  # which a CPU does not have
             del options["precision"]
         trainer = trainer_of(options | {"accelerator": "cpu"}, StopAtOnce(), self.num_rounds or 1)
@@ -264,7 +264,7 @@ class RemoteServer:
             "broadcast": broadcast,
             "version": __version__,
         }
-        for row, client in enumerate([] if is_empty else clients.tolist()):
+        for row, client in enumerate(plan.cohort.tolist()):
             if models.stride(0):  # each client starts from a model of its own
                 self.runner.write(ServerState(models[row], start.counters))
                 model = self._model_to_send()
@@ -303,49 +303,23 @@ class RemoteServer:
         """
         plan = self._plan
         assert plan is not None, "tasks() begins a round"
-        self._plan, losses, counters, returned = None, dict[int, float](), self._start.counters, 0
-        clients = [] if plan.is_empty else plan.clients.tolist()
-        for row, client in enumerate(clients):
+        self._plan, losses, counters = None, dict[int, float](), self._start.counters
+        sampled = plan.cohort.tolist()
+        for row, client in enumerate(sampled):
             reply = replies.get(client)
-            if reply is None or reply.dropped is not None:
+            if reply is None or (update := self._usable_update(plan, row, reply)) is None:
                 continue
-            if reply.num_samples != (known := int(self.num_samples[client])):
-                rank_zero_warn(
-                    f"client {client} has trained {reply.num_samples} samples, and had {known} when"
-                    " the run began: it is dropped. To use them, stop the run and resume it"
-                )
-                continue
-            size, device = len(self._start.vector), self._start.vector.device
-            if reply.delta.shape != (size,) or reply.counters.shape != counters.shape:
-                raise FederationError(
-                    f"client {client} sent an update of {reply.delta.numel()} values, and the model"
-                    f" exchanges {size}: use the same module, buffers and local_parameters on the"
-                    " server and on all clients"
-                )
-            delta = reply.delta[None].to(device)
-            extras = {name: value.to(device) for name, value in reply.extras.items()}
-            one = torch.tensor([client])
-            if self.rule.rejected(one) or not is_finite(delta, extras).all():
-                continue
-            update = ClientUpdate(
-                one,
-                delta,
-                torch.tensor([reply.num_samples]),
-                plan.num_steps[[row]],
-                torch.tensor([reply.lr], dtype=torch.float64),
-                extras,
-            )
             self.rule.update(update)
             counters = torch.maximum(counters, reply.counters.to(counters.device))
             losses[client], self.last[client] = reply.loss, plan.round
-            returned += 1
-        if (lost := [i for i in clients if i not in losses]) and (
+        if (lost := [i for i in sampled if i not in losses]) and (
             self.options.on_client_error == "raise"
         ):
             raise FederationError(
                 f"round {self.round + 1} has no usable update of the clients {lost}: see their"
                 " logs, or set on_client_error: skip"
             )
+        returned = len(losses)
         vector = self.rule.conclude(returned, self.options.min_clients)
         if vector is not None:
             self.runner.write(ServerState(vector, counters))
@@ -355,8 +329,8 @@ class RemoteServer:
         self.rule.load_global_network()
         weights, reported = weights_and_losses(plan.clients, losses, self.num_samples)
         metrics = {
-            "clients": len(clients),
-            "dropped": len(clients) - returned,
+            "clients": len(sampled),
+            "dropped": len(sampled) - returned,
             **self.rule.metrics(),
         }
         if returned:
@@ -365,6 +339,38 @@ class RemoteServer:
         self.policy.update(Feedback(plan, None, None, wanted, weights, None, metrics))
         self.round += 1
         return metrics
+
+    def _usable_update(self, plan: RoundPlan, row: int, reply: Reply) -> ClientUpdate | None:
+        """Return the update in the reply of a client; None if it is not usable."""
+        client, start = int(plan.clients[row]), self._start
+        if reply.dropped is not None:
+            return None
+        if reply.num_samples != (known := int(self.num_samples[client])):
+            rank_zero_warn(
+                f"client {client} has trained {reply.num_samples} samples, and had {known} when"
+                " the run began: it is dropped. To use them, stop the run and resume it"
+            )
+            return None
+        size, device = len(start.vector), start.vector.device
+        if reply.delta.shape != (size,) or reply.counters.shape != start.counters.shape:
+            raise FederationError(
+                f"client {client} sent an update of {reply.delta.numel()} values, and the model"
+                f" exchanges {size}: use the same module, buffers and local_parameters on the"
+                " server and on all clients"
+            )
+        delta = reply.delta[None].to(device)
+        extras = {name: value.to(device) for name, value in reply.extras.items()}
+        one = torch.tensor([client])
+        if self.rule.rejected(one) or not is_finite(delta, extras).all():
+            return None
+        return ClientUpdate(
+            one,
+            delta,
+            torch.tensor([reply.num_samples]),
+            plan.num_steps[[row]],
+            torch.tensor([reply.lr], dtype=torch.float64),
+            extras,
+        )
 
     # --- checkpoints ------------------------------------------------------------------------------
 
