@@ -98,62 +98,16 @@ class Manifest:
                 `lightning_fl.files.MOST_BYTES`, not a valid split of its samples, or changed after
                 it was written.
         """
-
-        def refuse(what: str) -> FederationError:
-            return FederationError(
+        try:
+            manifest = cls(**_entries(path))
+            sizes = _checked_sizes(manifest)
+            return replace(manifest, class_counts=_checked_counts(manifest.class_counts, sizes))
+        except (FederationError, OSError) as error:
+            what = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else error
+            raise FederationError(
                 f"partition manifest {path}: {what}; restore the file, or create it again with "
                 "the same rule, parameters and seed"
-            )
-
-        try:
-            data = json.loads(read_text(path), object_pairs_hook=_without_repetition)
-        except OSError as error:
-            raise refuse(f"cannot be read ({error.strerror})") from error
-        except (ValueError, RecursionError) as error:
-            raise refuse(f"is not JSON ({error})") from error
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            got = data.get("format") if isinstance(data, dict) else data
-            raise refuse(f"format must be {FORMAT!r}, got {short_repr(got)}")
-        values = []
-        for name, kind in _FIELDS.items():
-            # `type is`, because isinstance accepts bool as int.
-            if type(data.get(name)) is not kind:
-                got = short_repr(data.get(name))
-                raise refuse(f"{name!r} must be of type {kind.__name__}, got {got}")
-            values.append(data[name])
-        manifest = cls(*values)
-        # Indices must fit into int64.
-        num_samples = min(manifest.num_samples, 2**63 - 1)
-        for client, indices in enumerate(manifest.clients):
-            if type(indices) is not list or not all(
-                type(i) is int and 0 <= i < num_samples for i in indices
-            ):
-                raise refuse(
-                    f"client {client} must be a list of sample indices in "
-                    f"[0, {num_samples - 1}], got {short_repr(indices)}"
-                )
-        if not manifest.clients:
-            raise refuse("there are no clients")
-        # One tensor: separate tensors for millions of clients would take too much memory.
-        sizes = torch.tensor([len(indices) for indices in manifest.clients])
-        samples = torch.tensor([i for indices in manifest.clients for i in indices]).long()
-        if fault := fault_of_samples(samples, sizes, num_samples):
-            raise refuse(fault)
-        if (found := _digest(samples, sizes)) != manifest.checksum:
-            raise refuse(
-                f"the indices were edited: their checksum is {found}, but the file has "
-                f"{short_repr(manifest.checksum)}"
-            )
-        try:
-            class_counts = [_counts(row) for row in manifest.class_counts]
-        except (AttributeError, TypeError, ValueError) as error:
-            raise refuse(f"'class_counts' must map classes to counts ({error})") from error
-        totals = [sum(row.values()) if row else None for row in class_counts]
-        if len(totals) != len(sizes) or any(
-            total not in (None, size) for total, size in zip(totals, sizes.tolist(), strict=True)
-        ):
-            raise refuse("'class_counts' does not add up to the numbers of samples of the clients")
-        return replace(manifest, class_counts=class_counts)
+            ) from error
 
 
 _FIELDS = {
@@ -167,6 +121,23 @@ _FIELDS = {
 }
 
 
+def _entries(path: str | Path) -> dict[str, Any]:
+    """Return the entries of a file, and check its format and their types."""
+    try:
+        data = json.loads(read_text(path), object_pairs_hook=_without_repetition)
+    except (ValueError, RecursionError) as error:
+        raise FederationError(f"is not JSON ({error})") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        got = data.get("format") if isinstance(data, dict) else data
+        raise FederationError(f"format must be {FORMAT!r}, got {short_repr(got)}")
+    for name, kind in _FIELDS.items():
+        # `type is`, because isinstance accepts bool as int.
+        if type(data.get(name)) is not kind:
+            got = short_repr(data.get(name))
+            raise FederationError(f"{name!r} must be of type {kind.__name__}, got {got}")
+    return {name: data[name] for name in _FIELDS}
+
+
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a dictionary; raise for duplicate keys, of which JSON would keep the last."""
     found = dict(pairs)
@@ -174,6 +145,49 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"duplicate key {short_repr(name)}")
     return found
+
+
+def _checked_sizes(manifest: Manifest) -> list[int]:
+    """Return the number of samples of each client; raise if the clients are no valid split."""
+    # Indices must fit into int64.
+    num_samples = min(manifest.num_samples, 2**63 - 1)
+    for client, indices in enumerate(manifest.clients):
+        if type(indices) is not list or not all(
+            type(i) is int and 0 <= i < num_samples for i in indices
+        ):
+            raise FederationError(
+                f"client {client} must be a list of sample indices in "
+                f"[0, {num_samples - 1}], got {short_repr(indices)}"
+            )
+    if not manifest.clients:
+        raise FederationError("there are no clients")
+    # One tensor: separate tensors for millions of clients would take too much memory.
+    sizes = torch.tensor([len(indices) for indices in manifest.clients])
+    samples = torch.tensor([i for indices in manifest.clients for i in indices]).long()
+    if fault := fault_of_samples(samples, sizes, num_samples):
+        raise FederationError(fault)
+    if (found := _digest(samples, sizes)) != manifest.checksum:
+        raise FederationError(
+            f"the indices were edited: their checksum is {found}, but the file has "
+            f"{short_repr(manifest.checksum)}"
+        )
+    return sizes.tolist()
+
+
+def _checked_counts(rows: list[Any], sizes: list[int]) -> list[dict[int, int]]:
+    """Return the class counts with integer classes; raise if they do not fit the sizes."""
+    try:
+        class_counts = [_counts(row) for row in rows]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise FederationError(f"'class_counts' must map classes to counts ({error})") from error
+    totals = [sum(row.values()) if row else None for row in class_counts]
+    if len(totals) != len(sizes) or any(
+        total not in (None, size) for total, size in zip(totals, sizes, strict=True)
+    ):
+        raise FederationError(
+            "'class_counts' does not add up to the numbers of samples of the clients"
+        )
+    return class_counts
 
 
 def _counts(row: dict[Any, Any]) -> dict[int, int]:
