@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_fl.extras import imported
 from lightning_fl.hooks import quiet
 from lightning_fl.options import check_integer, check_number
 from lightning_fl.types import Cohort, FederationError
@@ -177,17 +178,10 @@ def _accountants(cohort: Cohort) -> tuple[Any, list[tuple[Any, Any]]]:
 
     Each pair gives an upper bound on the privacy loss.
     """
-    try:
-        import dp_accounting as dp
-        from dp_accounting.rdp import RdpAccountant
-    except ImportError as error:
-        raise FederationError(
-            "privacy accounting requires dp-accounting, which is not installed: pip install"
-            " 'lightning_fl[privacy]'"
-        ) from error
+    dp = imported("dp_accounting", user="privacy accounting", extra="privacy")
     relations = dp.NeighboringRelation
-    one_more = partial(RdpAccountant, neighboring_relation=relations.ADD_OR_REMOVE_ONE)
-    another = partial(RdpAccountant, neighboring_relation=relations.REPLACE_ONE)
+    one_more = partial(dp.rdp.RdpAccountant, neighboring_relation=relations.ADD_OR_REMOVE_ONE)
+    another = partial(dp.rdp.RdpAccountant, neighboring_relation=relations.REPLACE_ONE)
     m, n = cohort.size, cohort.clients
     if not cohort.is_sampled:
         return dp, [(one_more, dp.GaussianDpEvent)]

@@ -117,7 +117,7 @@ def test_bad_targets(args, message):
 
 def test_without_the_library_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "dp_accounting", None)
-    with pytest.raises(FederationError, match=r"pip install 'lightning_fl\[privacy\]'"):
+    with pytest.raises(FederationError, match=r'pip install "lightning_fl\[privacy\]"'):
         epsilon([(1.0, 1)], 1e-5, EVERYONE)
 
 
