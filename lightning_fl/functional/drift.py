@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lightning_fl.types import FederationError
+
 
 def next_control(
     control: Tensor, server_control: Tensor, delta: Tensor, num_steps: Tensor, lr: Tensor
@@ -102,6 +104,9 @@ def effective_steps(num_steps: Tensor, momentum: float = 0.0, pull: Tensor | Non
     Returns:
         :math:`\lVert a \rVert_1` of each client, ``[k]``, in float64.
 
+    Raises:
+        FederationError: If there are both a momentum and a proximal term.
+
     Example:
         >>> import torch
         >>> effective_steps(torch.tensor([1, 2]), momentum=0.5)
@@ -111,6 +116,8 @@ def effective_steps(num_steps: Tensor, momentum: float = 0.0, pull: Tensor | Non
     """
     tau = num_steps.double()
     if pull is not None:
+        if momentum:
+            raise FederationError(f"pull requires momentum=0, got momentum={momentum}")
         m = pull.double()
         shrunk = (1 - (1 - m) ** tau) / m.where(m > 0, 1)
         return shrunk.where(m > 0, tau)

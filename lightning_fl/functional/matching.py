@@ -2,7 +2,8 @@ r"""Matching of neurons of independently trained networks (Yurochkin et al., 201
 
 A neuron is the vector of its weights. Each neuron is a noisy copy of a global neuron, an atom
 :math:`\theta_i \sim N(\mu_0, \sigma_0^2)`. The assignment of neurons to atoms and the number of
-atoms are inferred under a Beta-Bernoulli process. All computations are in float64.
+atoms are inferred under a Beta-Bernoulli process. Tensors are on the CPU, and all computations in
+float64.
 
 Atom :math:`i` with clients :math:`j` has the natural parameters
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_fl.options import check_integer
+
 
 def coordinate_median(updates: Tensor) -> Tensor:
     r"""Return the coordinate-wise median, ``[P]`` (Yin et al., 2018).
@@ -32,10 +34,14 @@ def trimmed_mean(updates: Tensor, trim: int) -> Tensor:
     Returns:
         The trimmed mean, ``[P]``.
 
+    Raises:
+        FederationError: If ``trim`` is out of range.
+
     Example:
         >>> trimmed_mean(torch.tensor([[0.0], [2.0], [4.0], [100.0]]), trim=1)
         tensor([3.])
     """
+    check_integer("trim", trim, min=0, max=(len(updates) - 1) // 2)
     return updates.sort(0).values[trim : len(updates) - trim].mean(0)
 
 
@@ -53,11 +59,15 @@ def krum_scores(updates: Tensor, attackers: int) -> Tensor:
     Returns:
         Scores, ``[k]``. Smaller is better.
 
+    Raises:
+        FederationError: If ``attackers`` is out of range.
+
     Example:
         >>> krum_scores(torch.tensor([[0.0], [1.0], [3.0], [90.0]]), attackers=1)
         tensor([1.0000e+00, 1.0000e+00, 4.0000e+00, 7.5690e+03])
     """
     k = len(updates)
+    check_integer("attackers", attackers, min=0, max=k - 3, hint="Krum requires attackers + 3 rows")
     # Without matrix products, which lose small distances between long vectors to rounding.
     squares = torch.cdist(updates, updates, compute_mode="donot_use_mm_for_euclid_dist").square()
     squares.fill_diagonal_(torch.inf)
