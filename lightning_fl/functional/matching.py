@@ -251,8 +251,8 @@ class _State:
         self.prior = prior
         self.values = [v.double() for v in values]
         self.own = [p.double() for p in own]
-        #: Assignment of each client, ``[L_j]``; None if the client is not assigned.
-        self.assignments: list[Tensor | None] = [None] * len(values)
+        #: Atoms of each assigned client, ``[L_j]``.
+        self.assignments: dict[int, Tensor] = {}
         #: Step of the stream; None without a stream.
         self.step = None if past is None else past.steps + 1
         self.past = Posterior.before(len(values), len(prior.mean)) if past is None else past
@@ -272,15 +272,13 @@ class _State:
         )
         self.counts = torch.cat([self.counts, self.counts.new_zeros(more)])
         self.terms = torch.cat([self.terms, self.terms.new_zeros(more)])
-        self.assignments = [atoms if i == client else a for i, a in enumerate(self.assignments)]
+        self.assignments = {**self.assignments, client: atoms}
         self._count(client, atoms, 1)
 
     def remove(self, client: int) -> None:
         """Remove a client, and the atoms that only it had."""
-        atoms = self.assignments[client]
-        assert atoms is not None
-        self._count(client, atoms, -1)
-        self.assignments = [None if i == client else a for i, a in enumerate(self.assignments)]
+        self._count(client, self.assignments[client], -1)
+        self.assignments = {i: atoms for i, atoms in self.assignments.items() if i != client}
         self.drop_empty()
 
     def drop_empty(self) -> None:
@@ -292,7 +290,7 @@ class _State:
         place = kept.cumsum(0) - 1
         self.sums, self.precisions = self.sums[kept], self.precisions[kept]
         self.counts, self.terms = self.counts[kept], self.terms[kept]
-        self.assignments = [None if a is None else place[a] for a in self.assignments]
+        self.assignments = {i: place[atoms] for i, atoms in self.assignments.items()}
 
     def _count(self, client: int, atoms: Tensor, sign: int) -> None:
         own = self.own[client]
@@ -302,8 +300,8 @@ class _State:
         self.terms[atoms] = (self.sums[atoms].square() / self.precisions[atoms]).sum(1)
 
     def objective(self) -> float:
-        """Return the current objective; in a stream, the gain of this step."""
-        old, assigned = len(self.past.sums), [a for a in self.assignments if a is not None]
+        """Return the objective of all clients; in a stream, the gain of this step."""
+        old, assigned = len(self.past.sums), self.all_assignments()
         alone = torch.stack([((self.counts[a] == 1) & (a >= old)).sum() for a in assigned])
         if self.step is None:
             return objective(self.prior, self.terms, self.counts, alone)
@@ -311,19 +309,21 @@ class _State:
         new = self.counts[old:]
         data = data - len(new) * (self.prior.mean.square() * self.prior.precision).sum()
         shared = _odds(self.prior, torch.zeros(()).double(), self.step) * (new - 1).sum()
-        for client, atoms in enumerate(self.assignments):
-            if atoms is not None:
-                odds = _odds(self.prior, self.past.uses[client], self.step)
-                shared = shared + odds[atoms[atoms < old]].sum()
+        for client, atoms in enumerate(assigned):
+            odds = _odds(self.prior, self.past.uses[client], self.step)
+            shared = shared + odds[atoms[atoms < old]].sum()
         process = _process(self.prior, len(new), alone, self.step)
         return float(data + self.prior.popularity * shared + process)
+
+    def all_assignments(self) -> list[Tensor]:
+        """Return the atoms of all clients, which must be assigned."""
+        return [self.assignments[client] for client in range(len(self.values))]
 
     def uses(self) -> Tensor:
         """Return the number of steps in which each client had each atom, ``[J, L]``."""
         uses = self._earlier()
-        for client, atoms in enumerate(self.assignments):
-            if atoms is not None:
-                uses[client, atoms] += 1
+        for client, atoms in self.assignments.items():
+            uses[client, atoms] += 1
         return uses
 
     def _earlier(self) -> Tensor:
@@ -340,7 +340,7 @@ class _State:
                 self.add(client, atoms)
         self.drop_empty()
         for client in order:
-            if self.assignments[client] is None:
+            if client not in self.assignments:
                 self.place(client)
 
     def place(self, client: int) -> None:
@@ -435,9 +435,10 @@ def match(
         for client in order:
             (state.replace if accept == "always" else state.improve)(client)
         history.append(state.objective())
-    assigned = [atoms for atoms in state.assignments if atoms is not None]
     after = Posterior(state.sums, state.precisions, state.uses(), state.past.steps + 1)
-    return Matching(assigned, state.sums, state.precisions, state.counts, history, after)
+    return Matching(
+        state.all_assignments(), state.sums, state.precisions, state.counts, history, after
+    )
 
 
 def _check_orders(orders: Sequence[Sequence[int]] | None, clients: int, sweeps: int) -> None:
