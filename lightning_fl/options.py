@@ -101,6 +101,21 @@ def check_integer(
     return check_number(name, value, min=min, max=max, integer=True, optional=optional, hint=hint)
 
 
+def check_sizes(**sizes: int) -> None:
+    """Check that options are integers of at least 1; see :func:`check_integer`.
+
+    Args:
+        sizes: Values by name.
+
+    Example:
+        >>> check_sizes(width=32, depth=0)
+        Traceback (most recent call last):
+        lightning_fl.types.FederationError: depth must be an integer of at least 1, got 0
+    """
+    for name, size in sizes.items():
+        check_integer(name, size, min=1)
+
+
 def check_choice(name: str, value: _T, *allowed: str) -> _T:
     """Return a string if it is one of those allowed; raise otherwise.
 

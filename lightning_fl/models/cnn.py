@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_fl.options import check_flag, check_integer
+from lightning_fl.options import check_flag, check_integer, check_sizes
 
 
 class _ConvNet(nn.Sequential):
@@ -58,11 +58,6 @@ class _ConvNet(nn.Sequential):
         return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]  # torch's own annotations
 
 
-def _check(**sizes: int) -> None:
-    for name, size in sizes.items():
-        check_integer(name, size, min=1)
-
-
 class CifarCNN(_ConvNet):
     """5x5 convolutions with 32 and 64 channels, and 1024 hidden units (Mostafa, 2019, section 5).
 
@@ -91,7 +86,7 @@ class CifarCNN(_ConvNet):
         in_channels: int = 3,
         batch_norm: bool = False,
     ) -> None:
-        _check(width=width, hidden=hidden, num_classes=num_classes, in_channels=in_channels)
+        check_sizes(width=width, hidden=hidden, num_classes=num_classes, in_channels=in_channels)
         super().__init__([[width], [2 * width]], [hidden, num_classes], in_channels, batch_norm)
 
 
@@ -119,7 +114,7 @@ class KeywordCNN(_ConvNet):
     def __init__(
         self, width: int = 64, hidden: int = 1024, num_classes: int = 10, in_channels: int = 1
     ) -> None:
-        _check(width=width, hidden=hidden, num_classes=num_classes, in_channels=in_channels)
+        check_sizes(width=width, hidden=hidden, num_classes=num_classes, in_channels=in_channels)
         super().__init__([[width, width]] * 2, [hidden, num_classes], in_channels)
 
 
@@ -151,7 +146,7 @@ class FashionCNN(_ConvNet):
         num_classes: int = 10,
         batch_norm: bool = False,
     ) -> None:
-        _check(width=width, num_classes=num_classes)
+        check_sizes(width=width, num_classes=num_classes)
         check_integer("hidden", hidden, min=1, optional=True)
         head = [num_classes] if hidden is None else [hidden, num_classes]
         super().__init__([[width], [2 * width]], head, batch_norm=batch_norm)
@@ -181,7 +176,7 @@ class LeNet(_ConvNet):
     def __init__(
         self, width: int = 20, hidden: int = 500, num_classes: int = 10, in_channels: int = 1
     ) -> None:
-        _check(width=width, hidden=hidden, num_classes=num_classes, in_channels=in_channels)
+        check_sizes(width=width, hidden=hidden, num_classes=num_classes, in_channels=in_channels)
         super().__init__([[width], [5 * width // 2]], [hidden, num_classes], in_channels)
 
 
@@ -204,5 +199,5 @@ class FemnistCNN(_ConvNet):
     image, kernel, padding = 28, 5, 2
 
     def __init__(self, width: int = 32, hidden: int = 2048, num_classes: int = 62) -> None:
-        _check(width=width, hidden=hidden, num_classes=num_classes)
+        check_sizes(width=width, hidden=hidden, num_classes=num_classes)
         super().__init__([[width], [2 * width]], [hidden, num_classes])

@@ -6,7 +6,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from lightning_fl.options import check_integer
+from lightning_fl.options import check_sizes
 
 
 class CharLSTM(nn.Module):
@@ -34,9 +34,7 @@ class CharLSTM(nn.Module):
         self, vocabulary: int = 81, embedding: int = 8, hidden: int = 256, layers: int = 2
     ) -> None:
         super().__init__()
-        sizes = {"vocabulary": vocabulary, "embedding": embedding, "hidden": hidden}
-        for name, size in {**sizes, "layers": layers}.items():
-            check_integer(name, size, min=1)
+        check_sizes(vocabulary=vocabulary, embedding=embedding, hidden=hidden, layers=layers)
         self.embedding = nn.Embedding(vocabulary, embedding)
         self.lstm = nn.LSTM(embedding, hidden, layers, batch_first=True)
         self.head = nn.Linear(hidden, vocabulary)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fl.models.weights import load_weights
-from lightning_fl.options import check_integer, check_number
+from lightning_fl.options import check_number, check_sizes
 from lightning_fl.types import FederationError
 
 
@@ -52,9 +52,8 @@ class TextTransformer(nn.Module):
         weights: str | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"vocabulary": vocabulary, "num_classes": num_classes, "width": width}
-        for name, size in {**sizes, "depth": depth, "heads": heads, "length": length}.items():
-            check_integer(name, size, min=1)
+        check_sizes(vocabulary=vocabulary, num_classes=num_classes, width=width)
+        check_sizes(depth=depth, heads=heads, length=length)
         check_number("dropout", dropout, min=0, below=1)
         if width % heads:
             raise FederationError(f"heads must divide width={width}, got heads={heads}")
