@@ -5,21 +5,15 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import fields
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultMetric,
-    _Sync,
-)
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
@@ -167,120 +161,6 @@ def gathered(value: Any) -> list[Any]:
             " processes"
         ) from error
     return values
-
-
-class ClientLogs:
-    """Collect the values that ``training_step`` logs in a round, per client.
-
-    Lightning sums logged values in the order of logging. This class takes the part of each client
-    out when the client is done, and sums the parts in the order of clients at the end of the round.
-    The results then do not depend on the assignment of clients to processes.
-    """
-
-    def __init__(self) -> None:
-        self._parts: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
-
-    def take(self, trainer: Trainer, client: int) -> None:
-        """Take out the values that were logged since the last call.
-
-        Args:
-            trainer: The Trainer that logs.
-            client: Position of the client in the plan, or of the first client of a group.
-        """
-        results: Any = trainer.fit_loop.epoch_loop._results
-        part = self._parts.setdefault(client, {})
-        for key, metric in results.items():
-            if _is_sum(metric):
-                samples = _samples(metric)
-                part[key] = (metric.value, samples)
-                metric.value = torch.zeros_like(metric.value)
-                metric.cumulated_batch_size = torch.zeros_like(samples)
-
-    def put_back(self, trainer: Trainer, shared: bool) -> None:
-        """Replace the logged values by those of all clients.
-
-        Args:
-            trainer: The Trainer that logs.
-            shared: Whether the clients are distributed over processes. All processes must then call
-                this method.
-
-        Raises:
-            FederationError: If a metric was logged on some processes only, since its ``compute``
-                would wait for the others.
-        """
-        parts = self._parts
-        if shared:
-            own = {
-                client: {
-                    key: (value.cpu(), samples.cpu()) for key, (value, samples) in part.items()
-                }
-                for client, part in parts.items()
-            }
-            parts = {client: part for every in gathered(own) for client, part in every.items()}
-            _merge_logs(trainer)
-        results: Any = trainer.fit_loop.epoch_loop._results
-        for key, metric in results.items():
-            entries = [parts[client][key] for client in sorted(parts) if key in parts[client]]
-            if not entries or not _is_sum(metric):
-                continue
-            value, samples = (torch.stack(each).sum(0) for each in zip(*entries, strict=True))
-            metric.value = metric.value + value.to(metric.value)
-            metric.cumulated_batch_size = _samples(metric) + samples.to(metric.value.device)
-
-
-def _is_sum(metric: Any) -> bool:
-    """Return whether Lightning accumulates a logged value over an epoch, as a mean or a sum."""
-    if not metric.is_tensor or not metric.meta.on_epoch or metric.has_reset:
-        return False
-    return bool(metric.meta.is_mean_reduction or metric.meta.is_sum_reduction)
-
-
-def _samples(metric: Any) -> Tensor:
-    """Return the number of samples in a logged mean; 0 for other reductions."""
-    samples: Tensor = getattr(metric, "cumulated_batch_size", torch.zeros((), dtype=torch.int64))
-    return samples
-
-
-def _merge_logs(trainer: Trainer) -> None:
-    results: Any = trainer.fit_loop.epoch_loop._results
-    logged = {key: m for key, m in results.items() if m.meta.on_epoch and not m.has_reset}
-    own = {key: _logged(m) for key, m in logged.items() if m.is_tensor}
-    metrics = {key for key, m in logged.items() if not m.is_tensor}
-    everywhere = gathered((own, metrics))
-    for key in sorted(set().union(*(keys for _, keys in everywhere))):
-        if missing := [rank for rank, (_, keys) in enumerate(everywhere) if key not in keys]:
-            raise FederationError(
-                f"the metric {key} was not logged on processes {missing}, which had no clients or"
-                " did not log it. Log it in every training step, and use at most as many processes"
-                " as there are clients in a round"
-            )
-    device = trainer.strategy.root_device
-    for key in dict.fromkeys(key for figures, _ in everywhere for key in figures):
-        values = [figures[key] for figures, _ in everywhere if key in figures]
-        if key not in results:
-            meta = _Metadata(**values[0].options)
-            meta.sync = _Sync()
-            results[key] = _ResultMetric(meta, is_tensor=True).to(device)
-        metric = results[key]
-        is_extreme = metric.meta.is_max_reduction or metric.meta.is_min_reduction
-        reduce = metric.meta.reduce_fx if is_extreme else torch.sum
-        metric.value = reduce(torch.stack([one.value for one in values])).to(device)
-        metric.cumulated_batch_size = torch.stack([one.samples for one in values]).sum().to(device)
-        metric.has_reset, metric._computed, metric._update_count = False, None, 1
-
-
-class _Logged(NamedTuple):
-    """Hold one accumulated value of ``self.log`` in a form that can be sent to other processes."""
-
-    options: dict[str, Any]
-    value: Tensor
-    samples: Tensor  # number of samples of a mean, otherwise 0
-
-
-def _logged(metric: Any) -> _Logged:
-    options = {f.name: getattr(metric.meta, f.name) for f in fields(_Metadata)}
-    options.pop("_sync")
-    return _Logged(options, metric.value.cpu(), _samples(metric).cpu())
 
 
 if "client_parallel" not in StrategyRegistry:

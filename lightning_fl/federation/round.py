@@ -20,6 +20,7 @@ from lightning_fl.federation.dropped import (
 )
 from lightning_fl.federation.exchange import ClientContext
 from lightning_fl.federation.fit import Fit
+from lightning_fl.federation.logs import ClientLogs
 from lightning_fl.federation.loss_scale import ScaleState, median_state
 from lightning_fl.federation.results import Results, is_finite, weights_and_losses
 from lightning_fl.federation.table import COLUMNS
@@ -32,7 +33,6 @@ from lightning_fl.functional.randomness import (
     set_rng_state,
 )
 from lightning_fl.functional.summation import compiled_sums
-from lightning_fl.strategies import ClientLogs
 from lightning_fl.types import (
     ClientUpdate,
     FederationError,
