@@ -23,6 +23,8 @@ from lightning_fl.types import FederationError
 
 #: Lightning synchronizes a stop flag before each batch; here it happens once in so many batches.
 BATCHES_PER_STOP_FLAG = 50
+#: Position of ``sync_dist`` among the arguments of ``self.log`` after the name and the value.
+SYNC_DIST = 6
 
 
 class ClientParallelStrategy(DDPStrategy):
@@ -137,9 +139,12 @@ def _log_for_all(
     """
 
     def wrapped(name: str, value: Any, *args: Any, **options: Any) -> None:
-        if len(args) < 8:  # sync_dist is not given by position
-            repeats = trainer.state.fn == TrainerFn.FITTING and strategy.repeats_validation
-            options["sync_dist"] = not (trainer.training or repeats)
+        repeats = trainer.state.fn == TrainerFn.FITTING and strategy.repeats_validation
+        sync_dist = not (trainer.training or repeats)
+        if len(args) > SYNC_DIST:  # it is given by position
+            args = (*args[:SYNC_DIST], sync_dist, *args[SYNC_DIST + 1 :])
+        else:
+            options["sync_dist"] = sync_dist
         log(name, value, *args, **options)
 
     return wrapped
