@@ -13,7 +13,12 @@ from lightning.pytorch.cli import LightningCLI
 
 import quick_cli
 from lightning_fl.cli import COMMANDS, listing, main
-from lightning_fl.cli.arguments import export_words, named_runs, partition_words
+from lightning_fl.cli.arguments import (
+    export_words,
+    named_runs,
+    partition_words,
+    with_shipped_configs,
+)
 
 ROOT = Path(__file__).parents[1]
 WITHOUT_TORCH = """
@@ -47,6 +52,14 @@ def test_an_interruption_of_an_import_is_no_error_of_a_package(tmp_path):
     command = [sys.executable, "-m", "lightning_fl", "fit", "--config=digits.yaml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "\ninterrupted\n")
+
+
+@pytest.mark.parametrize("option", ["--config", "-c"])
+def test_a_config_is_a_shipped_file_or_a_text(option):
+    _, _, found = with_shipped_configs(["fit", option, "digits.yaml"])
+    assert Path(found).samefile(ROOT / "configs" / "digits.yaml")
+    words = ["fit", option, "trainer: {default_root_dir: " + 300 * "x" + "}"]  # no name of a file
+    assert with_shipped_configs(words) == words
 
 
 def test_help_names_all_commands(capsys):

@@ -17,21 +17,23 @@ def short_path(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def config_values(args: Sequence[str]) -> Iterator[tuple[int, str, str]]:
-    """Yield the position, the option and the value of each configuration on a command line.
+def config_files(args: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Yield the position and the path of each file of a configuration on a command line.
+
+    A value that does not end as a YAML file may be the text of a configuration.
 
     Args:
         args: Arguments of the command line.
 
     Example:
-        >>> list(config_values(["fit", "--config=a.yaml", "-c", "b.yaml"]))
-        [(1, '--config', 'a.yaml'), (3, '-c', 'b.yaml')]
+        >>> list(config_files(["fit", "--config=a.yaml", "-c", "b.yaml", "-c", "{model: null}"]))
+        [(1, 'a.yaml'), (3, 'b.yaml')]
     """
     before = ""
     for at, arg in enumerate(args):
-        option, _, value = arg.partition("=") if arg.startswith("--config=") else (before, "", arg)
-        if option in ("--config", "-c"):
-            yield at, option, value
+        is_value = arg.startswith("--config=") or before in ("--config", "-c")
+        if is_value and arg.endswith((".yaml", ".yml")):
+            yield at, arg.removeprefix("--config=")
         before = arg
 
 
@@ -44,15 +46,15 @@ def with_shipped_configs(args: Sequence[str]) -> list[str]:
         args: Arguments of the command line.
 
     Example:
-        >>> *_, found = with_shipped_configs(["fit", "--config", "configs/digits.yaml"])
+        >>> *_, found = with_shipped_configs(["fit", "-c", "digits.yaml"])
         >>> Path(found).is_file()
         True
     """
     found = list(args)
-    for at, option, value in config_values(args):
-        shipped = CONFIGS / value.removeprefix("configs/")
-        if option == "--config" and not Path(value).exists() and shipped.is_file():
-            found[at] = found[at].removesuffix(value) + str(shipped)
+    for at, path in config_files(args):
+        shipped = CONFIGS / path.removeprefix("configs/")
+        if not Path(path).exists() and shipped.is_file():
+            found[at] = found[at].removesuffix(path) + str(shipped)
     return found
 
 
@@ -125,7 +127,7 @@ def partition_parser() -> ArgumentParser:
     )
     parser.add_argument("config", nargs="?", help="A configuration of lightning-fl fit.")
     # As in the other commands, also several times.
-    parser.add_argument("--config", dest="more", action="append", default=[], help=SUPPRESS)
+    parser.add_argument("-c", "--config", dest="more", action="append", default=[], help=SUPPRESS)
     parser.add_argument(
         "--output",
         default=".",
@@ -186,7 +188,7 @@ def partition_words(words: Sequence[str]) -> tuple[str, list[str]]:
         words: Arguments after ``lightning-fl partition``.
 
     Example:
-        >>> partition_words(["digits.yaml", "--output", "out", "--data.init_args.num_clients=3"])
+        >>> partition_words(["-c", "digits.yaml", "--output=out", "--data.init_args.num_clients=3"])
         ('out', ['fit', '--config', 'digits.yaml', '--data.init_args.num_clients=3'])
     """
     parser = partition_parser()

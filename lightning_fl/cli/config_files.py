@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from lightning_fl.cli.arguments import CONFIGS, config_values
+from lightning_fl.cli.arguments import CONFIGS, config_files
 from lightning_fl.cli.messages import did_you_mean
 from lightning_fl.files import one_line, read_text
 from lightning_fl.types import FederationError
@@ -22,10 +22,8 @@ def check_configs(args: Sequence[str]) -> None:
     Raises:
         FederationError: If one of them does not; the message names the file.
     """
-    for _, _, value in config_values(args):
+    for _, value in config_files(args):
         path = Path(value)
-        if path.suffix not in (".yaml", ".yml"):  # it may be the text itself
-            continue
         if not path.exists():
             shipped = {each.relative_to(CONFIGS).as_posix() for each in CONFIGS.rglob("*.yaml")}
             similar = did_you_mean(value.removeprefix("configs/"), sorted(shipped))
