@@ -245,37 +245,42 @@ class FederatedCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Configure the output folder, the callbacks and the loggers of the Trainer."""
         config = self._get(self.config_init, "trainer")
-        callbacks = list(config.callbacks or [])
         loop, checkpoint = (self._get(self.config_init, k) for k in ("federation", "checkpoint"))
         if loop.csv_name is not None:
             loop.csv_name = str(self.run_folder / loop.csv_name)
         if checkpoint.dirpath is None:
             checkpoint.dirpath = str(self.run_folder)
-        if self.subcommand == "fit" and config.enable_progress_bar is not False:
-            callbacks.append(RoundProgress())
-        has_summary = any(isinstance(callback, ModelSummary) for callback in callbacks)
-        if (
-            self.subcommand == "fit"
-            and config.enable_model_summary is not False
-            and not has_summary
-        ):
-            callbacks.append(LayerSummary())
-        if self.subcommand == "fit" and "SLURM_JOB_ID" in os.environ:
-            callbacks.append(JobNote(self.run_folder / JOB, self._job()))
-        # Also without training: Lightning warns if a callback of the checkpoint is missing.
-        if not any(isinstance(callback, RunReport) for callback in callbacks):
-            before = [i for i, c in enumerate(callbacks) if isinstance(c, LogFiles)]
-            callbacks.insert(min(before, default=len(callbacks)), RunReport())
-        if self.subcommand == "fit" and not any(isinstance(c, LogFiles) for c in callbacks):
-            callbacks.append(LogFiles())
-        if self.subcommand == "fit" and not config.fast_dev_run:
-            resumed = self._get(self.config, "ckpt_path") is not None
-            callbacks.append(RunConfig(self._config_text(), self.run_folder, resumed))
         if config.logger in (None, True):
             kwargs["logger"] = self._loggers() if self.subcommand == "fit" else False
         return super().instantiate_trainer(
-            callbacks=callbacks, default_root_dir=str(self.run_folder), **kwargs
+            callbacks=self._callbacks(config), default_root_dir=str(self.run_folder), **kwargs
         )
+
+    def _callbacks(self, config: Any) -> list[Callback]:
+        """Return the callbacks of the configuration, and those that the command adds."""
+        callbacks: list[Callback] = list(config.callbacks or [])
+
+        def has(kind: type) -> bool:
+            return any(isinstance(callback, kind) for callback in callbacks)
+
+        if self.subcommand == "fit":
+            if config.enable_progress_bar is not False:
+                callbacks.append(RoundProgress())
+            if config.enable_model_summary is not False and not has(ModelSummary):
+                callbacks.append(LayerSummary())
+            if "SLURM_JOB_ID" in os.environ:
+                callbacks.append(JobNote(self.run_folder / JOB, self._job()))
+        # Also without training: Lightning warns if a callback of the checkpoint is missing.
+        if not has(RunReport):
+            before = [i for i, c in enumerate(callbacks) if isinstance(c, LogFiles)]
+            callbacks.insert(min(before, default=len(callbacks)), RunReport())
+        if self.subcommand == "fit":
+            if not has(LogFiles):
+                callbacks.append(LogFiles())
+            if not config.fast_dev_run:
+                resumed = self._get(self.config, "ckpt_path") is not None
+                callbacks.append(RunConfig(self._config_text(), self.run_folder, resumed))
+        return callbacks
 
     def _config_text(self) -> str:
         """Return the configuration as YAML, with which the command can be repeated."""
@@ -342,18 +347,7 @@ class FederatedCLI(LightningCLI):
             return
         used = kwargs.get("ckpt_path")
         folder = Path(used).absolute().parent if used else self.run_folder
-        tested = values_of(yaml.safe_load(self._config_text()))
-        differing: dict[str, tuple[Any, Any]] = {}
-        try:
-            fitted = config_values(folder / "config.yaml")
-            differing = differing_options(fitted, tested, IGNORED_BY_TEST)
-        except FileNotFoundError:
-            pass  # the fit was run from Python
-        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-            rank_zero_warn(
-                f"the options of the test are not compared with those of the fit, because"
-                f" {folder / 'config.yaml'} cannot be read: {one_line(error)}"
-            )
+        differing = self._differing_options(folder)
         if differing:
             changes = "; ".join(f"{k} is {t!r}, was {f!r}" for k, (f, t) in differing.items())
             rank_zero_warn(f"options of the test differ from the fit: {changes:.1000}")
@@ -371,6 +365,21 @@ class FederatedCLI(LightningCLI):
         }
         write_atomically(folder / "test.json", json.dumps(found, indent=2, default=str) + "\n")
         print(f"Written to {short_path(folder / 'test.json')}")
+
+    def _differing_options(self, folder: Path) -> dict[str, tuple[Any, Any]]:
+        """Return the options that differ between the fit in a folder and this command."""
+        own = values_of(yaml.safe_load(self._config_text()))
+        try:
+            fitted = config_values(folder / "config.yaml")
+            return differing_options(fitted, own, IGNORED_BY_TEST)
+        except FileNotFoundError:
+            pass  # the fit was run from Python
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            rank_zero_warn(
+                f"the options of the test are not compared with those of the fit, because"
+                f" {folder / 'config.yaml'} cannot be read: {one_line(error)}"
+            )
+        return {}
 
     def predict(self, **kwargs: Any) -> None:
         """Predict the test samples and write the outputs of the module, one tensor per batch."""
