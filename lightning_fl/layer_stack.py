@@ -33,60 +33,69 @@ class LayerStack:
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
-        >>> chain = LayerStack(net)
-        >>> chain.shapes, [tuple(weight.shape) for weight, _ in chain.read()]
+        >>> stack = LayerStack(net)
+        >>> stack.shapes, [tuple(weight.shape) for weight, _ in stack.read()]
         ([(4, 1), (2, 4)], [(4, 1, 3, 3), (2, 4, 9)])
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        name = type(module).__name__
-        found = {n: m for n, m in module.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
         #: Layers by name, from input to output.
-        self.layers: dict[str, nn.Linear | nn.Conv2d] = found
+        self.layers: dict[str, nn.Linear | nn.Conv2d] = {
+            n: m for n, m in module.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)
+        }
         # By name, because a transfer to another device may replace the parameters.
         self._trained = {name for name, p in module.named_parameters() if p.requires_grad}
-        inside = {id(p) for layer in found.values() for p in layer.parameters()}
-        kinds = (
-            (type(m).__name__, t)
-            for m in module.modules()
-            for t in [*m._parameters.values(), *m._buffers.values()]
-            if t is not None
-        )
-        for kind, tensor in kinds:
-            if id(tensor) not in inside:
-                raise FederationError(
-                    f"{name} has a {kind}, which neural matching does not support: use only"
-                    " Conv2d and Linear layers with activations between them, and no terms with"
-                    " parameters"
-                )
-        if len(found) < 2 or any(layer.bias is None for layer in found.values()):
+        self._check_layers()
+        #: Axes after ``[out, in]``: kernel of a convolution, or pixels of a channel.
+        self._kernels = self._checked_kernels()
+
+    def _check_layers(self) -> None:
+        """Raise an error if the module has other tensors, or layers of another kind."""
+        name = type(self.module).__name__
+        inside = {id(p) for layer in self.layers.values() for p in layer.parameters()}
+        for part in self.module.modules():
+            for tensor in [*part._parameters.values(), *part._buffers.values()]:
+                if tensor is not None and id(tensor) not in inside:
+                    raise FederationError(
+                        f"{name} has a {type(part).__name__}, which neural matching does not"
+                        " support: use only Conv2d and Linear layers with activations between them,"
+                        " and no terms with parameters"
+                    )
+        if len(self.layers) < 2 or any(layer.bias is None for layer in self.layers.values()):
             raise FederationError(
                 f"{name} must have two or more layers, each with a bias, for neural matching"
             )
-        if isinstance(last := [*found.values()][-1], nn.Conv2d):
+        for where, layer in self.layers.items():
+            if isinstance(layer, nn.Conv2d) and layer.groups > 1:
+                raise FederationError(
+                    f"{name}.{where} is a convolution with groups={layer.groups}, which neural"
+                    " matching does not support: use groups=1"
+                )
+        if isinstance(last := [*self.layers.values()][-1], nn.Conv2d):
             raise FederationError(
                 f"{name} ends with a {type(last).__name__}: for neural matching the last layer"
                 " must be Linear"
             )
-        #: Axes after ``[out, in]``: kernel of a convolution, or pixels of a channel.
-        self._kernels = [_kernel(layer) for layer in found.values()]
-        for i, ((above, one), (below, other)) in enumerate(pairwise(found.items())):
-            if isinstance(other, nn.Conv2d) and other.groups > 1:
-                raise FederationError(
-                    f"{name}.{below} is a convolution with groups={other.groups}, which neural"
-                    " matching does not support: use groups=1"
-                )
+
+    def _checked_kernels(self) -> list[tuple[int, ...]]:
+        """Return the axes after ``[out, in]``; raise an error if a layer does not feed the next."""
+        kernels = [
+            tuple(layer.kernel_size) if isinstance(layer, nn.Conv2d) else ()
+            for layer in self.layers.values()
+        ]
+        for i, ((above, one), (below, other)) in enumerate(pairwise(self.layers.items()), 1):
             outs, ins = _ends(one)[0], _ends(other)[1]
             is_flattened = isinstance(one, nn.Conv2d) and isinstance(other, nn.Linear)
             if is_flattened and ins % outs == 0:
-                self._kernels[i + 1] = (ins // outs,)
+                kernels[i] = (ins // outs,)
             elif ins != outs or (isinstance(one, nn.Linear) and isinstance(other, nn.Conv2d)):
                 raise FederationError(
-                    f"{name}.{above} has {outs} outputs, but the next layer, {below}, has {ins}"
-                    " inputs: for neural matching each layer must feed the next, convolutions"
-                    " first"
+                    f"{type(self.module).__name__}.{above} has {outs} outputs, but the next layer,"
+                    f" {below}, has {ins} inputs: for neural matching each layer must feed the"
+                    " next, convolutions first"
                 )
+        return kernels
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -214,8 +223,3 @@ def _ends(layer: nn.Linear | nn.Conv2d) -> tuple[int, int]:
     if isinstance(layer, nn.Linear):
         return layer.out_features, layer.in_features
     return layer.out_channels, layer.in_channels
-
-
-def _kernel(layer: nn.Linear | nn.Conv2d) -> tuple[int, ...]:
-    """Return the axes after ``[out, in]`` in the weight of a layer."""
-    return tuple(layer.kernel_size) if isinstance(layer, nn.Conv2d) else ()

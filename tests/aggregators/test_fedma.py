@@ -250,6 +250,11 @@ def test_channels_that_are_not_those_of_the_layer_before():
         LayerStack(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 9 + 1, 3)))
 
 
+def test_grouped_convolutions_are_refused_as_the_first_layer_too():
+    with pytest.raises(FederationError, match=r"Sequential\.0 is a convolution with groups=2"):
+        LayerStack(nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(36, 3)))
+
+
 def test_a_chain_reads_and_writes_other_widths():
     made = LeNet(width=4, hidden=7)
     chain, x = LayerStack(made), torch.rand(2, 1, 28, 28)
