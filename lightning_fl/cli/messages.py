@@ -36,7 +36,8 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
     if found := re.search(r"does not accept option '([^']+)'", message):
         names = [option.removeprefix("--") for option in options]
         return f"unknown option {found[1]}{did_you_mean(found[1], names)}"
-    if found := re.search(r"the following arguments are required: (.*)", message):
+    required = r"the following arguments are required: (.*)"
+    if found := re.search(required, message):
         missing = [name.partition(".")[2] or name for name in found[1].split(", ")]
         if set(missing) <= {"model", "data"}:
             return f"no {' and no '.join(missing)}: set --config, such as --config digits.yaml"
@@ -54,7 +55,6 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
         elsewhere = f": lightning-fl methods {found[1]} tells whether it is another kind of method"
         similar = did_you_mean(found[1], names) or elsewhere
         return f"{key}: unknown class {found[1]}{similar}{known}"
-    required = r"the following arguments are required: (.*)"
     if found := re.search(rf"Problem with given class_path '([^']+)':\s+{required}", message):
         options = " ".join(f"--{key}.{name}" for name in found[2].split(", "))
         return f"{key}: {found[1].rpartition('.')[2]} requires {found[2]}: set {options}"
@@ -64,10 +64,19 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
         owner = locate(module)
         similar = did_you_mean(name, [] if owner is None else dir(owner))
         return f"{key}: unknown class {found[1]}: {found[2]}{similar}"
+    if wrong := _wrong_type(key, message):
+        return wrong
+    names = known_names(message)
+    text = " ".join(message.split())
+    short = text if len(text) <= 400 else f"{text[:300]} ... {text[-90:]}"
+    return short + f"\nKnown names: {', '.join(names)}" * bool(names)
+
+
+def _wrong_type(key: str, message: str) -> str | None:
+    """Return what a value has to be, and what it is; None if the message does not say it."""
     inner = message[message.rfind('arser key "') :]
-    expected = re.findall(r"Expected an? (.+?)(?:\. Got value: (.*))?$", inner, re.MULTILINE)
-    restricted = [(kind, "") for kind in re.findall(r"Not of type (\w+): ", inner)]
-    expected = restricted + expected
+    expected = [(kind, "") for kind in re.findall(r"Not of type (\w+): ", inner)]
+    expected += re.findall(r"Expected an? (.+?)(?:\. Got value: (.*))?$", inner, re.MULTILINE)
     value = re.search(r"Given value: (.*)", inner)
     got = value[1] if value else ""
     if with_value := [(kind, at) for kind, at in expected if at]:  # of the option itself
@@ -78,14 +87,11 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
         return f"{key} has no class yet: name it first, as in --{key}=CLASS --{key}.{nested[1]}=..."
     if nested and not key.endswith(nested[1].rpartition(".")[2]):
         key = f"{key}.{nested[1]}"
-    if types and got:
-        if "a number" in types:
-            types = [kind for kind in types if kind != "a whole number"]
-        return f"{key} must be {' or '.join(dict.fromkeys(types))}, got {got!r:.200}"
-    names = known_names(message)
-    text = " ".join(message.split())
-    short = text if len(text) <= 400 else f"{text[:300]} ... {text[-90:]}"
-    return short + f"\nKnown names: {', '.join(names)}" * bool(names)
+    if not types or not got:
+        return None
+    if "a number" in types:
+        types = [kind for kind in types if kind != "a whole number"]
+    return f"{key} must be {' or '.join(dict.fromkeys(types))}, got {got!r:.200}"
 
 
 def describe_type(kind: str) -> str:
