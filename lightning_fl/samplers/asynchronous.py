@@ -97,12 +97,11 @@ class AsynchronousSampler(ClientSampler):
                 "AsynchronousSampler needs clients whose samples do not change in the run, and the"
                 " data module has stream_steps: remove stream_steps, or use another sampler"
             )
-        self._check_durations(federation, self._simulated(federation))
+        self._check_durations(federation)
 
-    def _check_durations(
-        self, federation: Federation, simulated: SimulatedDurations | None
-    ) -> None:
+    def _check_durations(self, federation: Federation) -> None:
         """Check that there is one source of durations, and that it has all clients."""
+        simulated = self._simulated(federation)
         if self._trace is None:
             if simulated is None:
                 raise FederationError(
