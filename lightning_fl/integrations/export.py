@@ -154,7 +154,7 @@ def write_flower_app(found: Configuration, source: Path, output: str | Path) -> 
         raise FederationError(f"{folder} exists and is not empty: choose another --output")
     found.server()  # this and the next line refuse what cannot run
     found.client()
-    if found.trainer["precision"] in ("bf16-true", "bf16"):
+    if found.trainer["precision"] == "bf16-true":
         raise FederationError(
             "the parameters of precision: bf16-true are in bfloat16, which Flower cannot send: set"
             " precision: bf16-mixed"

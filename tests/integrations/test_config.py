@@ -171,6 +171,12 @@ def test_what_an_app_cannot_do_is_refused_before_anything_is_written(
     assert not Path("app").exists()
 
 
+def test_bf16_of_lightning_is_mixed_and_keeps_the_parameters_in_float32(config):
+    path = changed(trainer={"accelerator": "cpu", "max_epochs": 3, "precision": "bf16"})
+    quick_cli.call("export", "flower", str(path), "--output", "app")
+    assert read_config("app/config.yaml").trainer["precision"] == "bf16"
+
+
 def test_a_folder_with_files_is_not_overwritten(config):
     Path("app").mkdir()
     Path("app/notes.txt").write_text("mine")
