@@ -100,8 +100,8 @@ class LayerStack:
     @property
     def shapes(self) -> list[tuple[int, int]]:
         """Number of neurons of each layer, and of the layer before."""
-        found = [_ends(layer) for layer in self.layers.values()]
-        outs = [found[0][1], *(out for out, _ in found)]
+        ends = [_ends(layer) for layer in self.layers.values()]
+        outs = [ends[0][1], *(out for out, _ in ends)]
         return [(out, into) for into, out in pairwise(outs)]
 
     def read(self) -> Layers:
@@ -159,8 +159,8 @@ class LayerStack:
             sizes[f"{name}.weight"], sizes[f"{name}.bias"] = (out, into, *kernel), (out,)
         order = [name for name, _ in self.module.named_parameters()]
         counts = [torch.Size(sizes[name]).numel() for name in order]
-        found = dict(zip(order, vector.split(counts), strict=True))
-        each = [found[name].view(sizes[name]) for name in self._names()]
+        tensors = dict(zip(order, vector.split(counts), strict=True))
+        each = [tensors[name].view(sizes[name]) for name in self._names()]
         return list(zip(each[::2], each[1::2], strict=True))
 
     def drawn(self) -> Layers:
@@ -168,9 +168,9 @@ class LayerStack:
         before = self.read()
         for layer in self.layers.values():
             layer.reset_parameters()
-        found = self.read()
+        layers = self.read()
         self.write(before)
-        return found
+        return layers
 
     def freeze(self, count: int) -> None:
         """Freeze the first ``count`` layers and restore ``requires_grad`` of the others."""

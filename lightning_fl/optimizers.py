@@ -178,10 +178,10 @@ class PFedMe(torch.optim.Optimizer):
         Returns:
             Whether the state has a personal model.
         """
-        found = {p: state["theta"] for p, state in self.state.items() if "theta" in state}
-        for param, theta in found.items():
+        personal = {p: state["theta"] for p, state in self.state.items() if "theta" in state}
+        for param, theta in personal.items():
             param.copy_(theta)
-        return bool(found)
+        return bool(personal)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

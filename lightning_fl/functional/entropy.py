@@ -41,5 +41,5 @@ def entropy_hinge(logits: Tensor, min_entropy: float, of_mean: bool = False) -> 
         >>> entropy_hinge(torch.tensor([[100.0, 0.0], [0.0, 0.0]]), min_entropy=0.5)
         tensor(0.2500)
     """
-    found = entropy(logits)
-    return (min_entropy - (found.mean() if of_mean else found)).clamp(min=0).mean()
+    entropies = entropy(logits)
+    return (min_entropy - (entropies.mean() if of_mean else entropies)).clamp(min=0).mean()

@@ -348,11 +348,11 @@ class _State:
         own, values = self.own[client], self.values[client]
         counts = self.counts if self.step is None else self._earlier()[client]
         gain = gains(self.prior, self.sums, self.precisions, counts, values, own, self.step)
-        found = best_assignment(gain)
-        fresh = found >= len(self.counts)
+        atoms = best_assignment(gain)
+        fresh = atoms >= len(self.counts)
         # Number new atoms in the order of the neurons: the value of q does not matter.
-        found[fresh] = len(self.counts) + torch.arange(int(fresh.sum()))
-        self.add(client, found)
+        atoms[fresh] = len(self.counts) + torch.arange(int(fresh.sum()))
+        self.add(client, atoms)
 
     def replace(self, client: int) -> None:
         """Remove a client, and match it again."""
@@ -417,8 +417,8 @@ def match(
     Example:
         >>> prior = Process(torch.zeros(1), torch.full((1,), 0.1), clients=2)
         >>> values = [torch.tensor([[5.0], [-5.0]]), torch.tensor([[-5.2], [5.2], [0.5]])]
-        >>> found = match(prior, values, [torch.ones(1)] * 2)
-        >>> found.assignments, len(found.atoms)
+        >>> matching = match(prior, values, [torch.ones(1)] * 2)
+        >>> matching.assignments, len(matching.atoms)
         ([tensor([1, 0]), tensor([0, 1, 2])], 3)
     """
     check_choice("accept", accept, "always", "improvement")

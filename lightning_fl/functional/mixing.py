@@ -50,8 +50,8 @@ def adjacency(graph: Graph, count: int, probability: float, generator: torch.Gen
         return (row[:, None] - row).abs() + (column[:, None] - column).abs() == 1
     for _ in range(TRIES):
         upper = (torch.rand(count, count, generator=generator) < probability).triu(1)
-        if is_connected(found := upper | upper.mT):
-            return found
+        if is_connected(edges := upper | upper.mT):
+            return edges
     raise FederationError(
         f"a random graph of {count} clients with probability={probability} was not connected in"
         f" {TRIES} draws: use a larger probability"

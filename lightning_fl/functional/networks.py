@@ -191,8 +191,8 @@ def match_networks(
         ...     w, b, v = torch.tensor(neurons).unbind(1)
         ...     return [(w[:, None], b), (v[None], torch.zeros(1))]
         >>> nets = [one((5.0, 0.0, 3.0)), one((-4.0, 0.0, 2.0), (5.2, 0.0, 3.2))]
-        >>> found = match_networks(nets, None, MatchingOptions(0.1, 10.0), orders=[[0, 1]] * 6)
-        >>> found.widths, found.matchings[0].assignments
+        >>> merged = match_networks(nets, None, MatchingOptions(0.1, 10.0), orders=[[0, 1]] * 6)
+        >>> merged.widths, merged.matchings[0].assignments
         ([2], [tensor([0]), tensor([1, 0])])
     """
     nets = _checked(networks)
@@ -210,10 +210,13 @@ def match_networks(
         own = [t / options.client_variance for t in trust]
         begun = None if start is None else start[layer]
         sweeps, order = options.sweeps, each_orders[layer]
-        found = match(prior, values, own, sweeps, order, begun, generator, before, options.accept)
-        matchings.insert(0, found)
-        above = found.atoms[:, 1:end].unflatten(1, (width, *kernel)).movedim(0, 1)
-        layers = [(found.atoms[:, end:], found.atoms[:, 0]), (above, layers[0][1]), *layers[1:]]
+        matching = match(
+            prior, values, own, sweeps, order, begun, generator, before, options.accept
+        )
+        matchings.insert(0, matching)
+        atoms = matching.atoms
+        above = atoms[:, 1:end].unflatten(1, (width, *kernel)).movedim(0, 1)
+        layers = [(atoms[:, end:], atoms[:, 0]), (above, layers[0][1]), *layers[1:]]
     layers[0] = (layers[0][0].unflatten(1, nets[0][0][0].shape[1:]), layers[0][1])
     posterior = NetworkPosterior([m.posterior for m in matchings], (top, total))
     return MatchedNetwork(layers, matchings, posterior)
@@ -263,9 +266,9 @@ def match_upwards(
         own = [torch.full_like(prior.mean, 1 / options.client_variance)] * len(nets)
         begun = known[layer] if layer < len(known) else None
         sweeps, order = 0 if begun else options.sweeps, each_orders[layer]
-        found = match(prior, values, own, sweeps, order, begun, generator, accept=options.accept)
-        matchings.append(found)
-        atoms = found.atoms if begun is None else _given(values, found)
+        matching = match(prior, values, own, sweeps, order, begun, generator, accept=options.accept)
+        matchings.append(matching)
+        atoms = matching.atoms if begun is None else _given(values, matching)
         layers.append((atoms[:, 1:].unflatten(1, (-1, *kernel)), atoms[:, 0]))
     weights = _incoming(nets, len(nets[0]) - 1, matchings)
     last = sum(n.view(-1, *[1] * (w.ndim - 1)) * w for n, w in zip(share, weights, strict=True))
@@ -330,13 +333,13 @@ def _incoming(nets: Sequence[Layers], layer: int, matchings: Sequence[Matching])
     ]
 
 
-def _given(values: Sequence[Tensor], found: Matching) -> Tensor:
+def _given(values: Sequence[Tensor], matching: Matching) -> Tensor:
     """Return atoms of a fixed assignment, with values copied from the clients.
 
     A client has the weights from its own neurons below only, and zeros for those of others.
     """
-    atoms = torch.zeros_like(found.atoms)
-    for value, own in zip(values, found.assignments, strict=True):
+    atoms = torch.zeros_like(matching.atoms)
+    for value, own in zip(values, matching.assignments, strict=True):
         atoms[own] = torch.where(value != 0, value, atoms[own])
     return atoms
 

@@ -52,20 +52,20 @@ def epsilon(releases: Sequence[tuple[float, int]], delta: float, cohort: Cohort)
         >>> round(epsilon([(1.0, 100)], delta=1e-5, cohort=cohort), 2)
         4.04
     """
-    _, made = _accountants(cohort)
+    _, accountants = _accountants(cohort)
     rounds = [(noise, count) for noise, count in releases if count]
     if not rounds:
         return 0.0
     if any(noise == 0 for noise, _ in rounds):
         return math.inf
-    found = []
+    bounds = []
     with _quiet():
-        for make, event in made:
+        for make, event in accountants:
             accountant = make()
             for noise, count in rounds:
                 accountant.compose(event(noise), count)
-            found.append(float(accountant.get_epsilon(delta)))
-    return min(found)
+            bounds.append(float(accountant.get_epsilon(delta)))
+    return min(bounds)
 
 
 def noise_multiplier(target: float, delta: float, rounds: int, cohort: Cohort) -> float:
@@ -92,9 +92,9 @@ def noise_multiplier(target: float, delta: float, rounds: int, cohort: Cohort) -
         raise FederationError(
             f"the target epsilon {target:g} requires almost no noise: use a smaller target"
         )
-    dp, made = _accountants(cohort)
+    dp, accountants = _accountants(cohort)
     with _quiet():
-        found = [
+        multipliers = [
             dp.calibrate_dp_mechanism(
                 make,
                 lambda noise, event=event: dp.SelfComposedDpEvent(event(noise), rounds),
@@ -102,9 +102,9 @@ def noise_multiplier(target: float, delta: float, rounds: int, cohort: Cohort) -
                 delta,
                 dp.LowerEndpointAndGuess(_LEAST_NOISE, 1.0),
             )
-            for make, event in made
+            for make, event in accountants
         ]
-    return float(min(found))
+    return float(min(multipliers))
 
 
 def next_clip(clip: float, below: float, quantile: float, lr: float) -> float:

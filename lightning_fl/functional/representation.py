@@ -59,8 +59,8 @@ def unpool(x: Tensor, index: Tensor, size: Sequence[int]) -> Tensor:
     flat, places = x.flatten(2), index.flatten(2)
     zeros = flat.new_zeros(*flat.shape[:2], math.prod(size))
     count = zeros.scatter_add(2, places, flat.new_ones(flat.shape)).clamp(min=1)
-    found: Tensor = zeros.scatter_add(2, places, flat) / count
-    return found.view(*found.shape[:2], *size)
+    means: Tensor = zeros.scatter_add(2, places, flat) / count
+    return means.view(*means.shape[:2], *size)
 
 
 def pad_to(x: Tensor, size: Sequence[int]) -> Tensor:

@@ -228,8 +228,8 @@ def _too_large(rest: Tensor) -> Tensor | slice | None:
         return None
     if rest.ndim > 1:
         rest = rest.abs().amax(0)
-    found = (~(rest < _LIMIT)).nonzero()[:, 0]
-    return found if len(found) < len(rest) // 8 else slice(None)
+    columns = (~(rest < _LIMIT)).nonzero()[:, 0]
+    return columns if len(columns) < len(rest) // 8 else slice(None)
 
 
 def _shift(state: Tensor, at: Tensor | slice, scale: Tensor) -> None:

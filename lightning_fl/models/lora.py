@@ -116,7 +116,7 @@ def _check_targets(net: nn.Module, targets: Sequence[str]) -> None:
 def _matching(net: nn.Module, patterns: Sequence[str]) -> set[int]:
     """Return the parameters with a name that matches a pattern, by id."""
     named = dict(net.named_parameters())
-    found = set()
+    trained = set()
     for pattern in patterns:
         matching = [id(p) for name, p in named.items() if fnmatchcase(name, pattern)]
         if not matching:
@@ -124,5 +124,5 @@ def _matching(net: nn.Module, patterns: Sequence[str]) -> set[int]:
                 f"train has {pattern!r}, which is no parameter of {type(net).__name__}; its"
                 f" parameters are {', '.join(named)!s:.300}"
             )
-        found.update(matching)
-    return found
+        trained.update(matching)
+    return trained

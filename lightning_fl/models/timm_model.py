@@ -51,17 +51,17 @@ class TimmModel(nn.Module):
             like = ", ".join(timm.list_models(f"*{name.partition('_')[0]}*")[:8])
             raise FederationError(f"name must be a model of timm, got {name!r}. Similar: {like}")
         try:
-            made: Any = timm.create_model(
+            net: Any = timm.create_model(
                 name, pretrained=False, num_classes=num_classes, **options or {}
             )
         except (TypeError, ValueError, AssertionError, RuntimeError) as error:
             raise FederationError(f"timm cannot make {name} with {options}: {error}") from error
-        self.net: nn.Module = made
+        self.net: nn.Module = net
         for part in self.net.modules():
             if "fused_attn" in vars(part):  # torch.vmap runs it one client after another
                 vars(part)["fused_attn"] = False
         if weights is not None:
-            load_weights(self.net, weights, head=str(made.pretrained_cfg["classifier"]))
+            load_weights(self.net, weights, head=str(net.pretrained_cfg["classifier"]))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits, ``[batch, classes]``, for images ``[batch, channels, height, width]``."""

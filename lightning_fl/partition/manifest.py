@@ -140,11 +140,11 @@ def _entries(path: str | Path) -> dict[str, Any]:
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a dictionary; raise for duplicate keys, of which JSON would keep the last."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"duplicate key {short_repr(name)}")
-    return found
+    return entries
 
 
 def _checked_sizes(manifest: Manifest) -> list[int]:
@@ -166,9 +166,9 @@ def _checked_sizes(manifest: Manifest) -> list[int]:
     samples = torch.tensor([i for indices in manifest.clients for i in indices]).long()
     if fault := fault_of_samples(samples, sizes, num_samples):
         raise FederationError(fault)
-    if (found := _digest(samples, sizes)) != manifest.checksum:
+    if (digest := _digest(samples, sizes)) != manifest.checksum:
         raise FederationError(
-            f"the indices were edited: their checksum is {found}, but the file has "
+            f"the indices were edited: their checksum is {digest}, but the file has "
             f"{short_repr(manifest.checksum)}"
         )
     return sizes.tolist()
@@ -191,11 +191,11 @@ def _checked_counts(rows: list[Any], sizes: list[int]) -> list[dict[int, int]]:
 
 
 def _counts(row: dict[Any, Any]) -> dict[int, int]:
-    found = {int(label): count for label, count in row.items()}
-    for label, count in zip(row, found.values(), strict=True):
+    counts = {int(label): count for label, count in row.items()}
+    for label, count in zip(row, counts.values(), strict=True):
         if type(count) is not int or count < 0 or str(int(label)) != label:
             raise ValueError(f"got {short_repr(label)}: {short_repr(count)}")
-    return found
+    return counts
 
 
 def checksum(parts: Sequence[Tensor]) -> str:
