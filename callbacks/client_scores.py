@@ -17,6 +17,7 @@ from lightning_fl.federation.measures import evaluate, on_device
 from lightning_fl.federation.round import call_hook
 from lightning_fl.functional.randomness import RandomStream, derive_seed, generator, seeded_rng
 from lightning_fl.runners import SequentialRunner, optimizers_in
+from lightning_fl.runners.local_step import LocalStep
 from lightning_fl.runners.module_copy import copied_module
 from lightning_fl.types import AdaptiveModel, FederationError, PersonalModel, ServerState
 
@@ -53,6 +54,9 @@ class ClientScores:
                 " optimizer has parameters of another module: use self.parameters() in"
                 " configure_optimizers"
             )
+        for group in optimizer.param_groups:
+            if "initial_lr" in group:  # a scheduler has set the rate of its first step
+                group["lr"] = group["initial_lr"]
         self._runner = SequentialRunner(
             self._module,
             loop.options.buffer_policy,
@@ -61,7 +65,7 @@ class ClientScores:
             constants,
             loop.runner.private,
         )
-        self._runner.base_lr = float(optimizer.param_groups[0].get("lr", 0.0))
+        self._step = LocalStep(self._module, constants)
         self._server = loop.runner.read()
         loop.aggregator.start(self._server.vector)  # clients start from those of the next round
 
@@ -189,9 +193,12 @@ class ClientScores:
         """Compute the loss and its clipped gradients."""
         trainer = self._trainer
         self._runner.optimizer.zero_grad()
+        self._step.batch_idx = step
         with trainer.precision_plugin.train_step_context(), without_scale(trainer):
-            out: Any = self._module.training_step(batch, step)
-        loss: Tensor = out["loss"] if isinstance(out, Mapping) else out
+            out: Any = self._step(batch)
+        loss: Tensor | None = out.get("loss") if isinstance(out, Mapping) else out
+        if loss is None:  # the module skips the step
+            return 0.0
         loss.backward()
         if value := trainer.gradient_clip_val:
             by_value = trainer.gradient_clip_algorithm == "value"

@@ -16,7 +16,7 @@ FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 
 
 def copied_module(module: LightningModule, constants: Iterable[Tensor]) -> LightningModule:
-    """Copy a module without its Trainer; the copy logs nothing.
+    """Copy a module. The copy has the same Trainer, but what it passes to ``log`` is discarded.
 
     Functions set on it and constant tensors are shared, but functions that hold the module or a
     part of it hold the copy instead: Lightning's DDP, for example, sets ``forward`` on the module.
@@ -38,6 +38,7 @@ def copied_module(module: LightningModule, constants: Iterable[Tensor]) -> Light
     vars(made).update(
         {k: _rebound(v, copies) for k, v in functions.items() if k != "configure_optimizers"}
     )
+    made.trainer = attached
     vars(made)["log"] = vars(made)["log_dict"] = lambda *args, **options: None
     return made
 
@@ -62,4 +63,5 @@ def _rebound(value: Any, copies: Mapping[int, nn.Module]) -> Any:
         value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
     )
     made.__kwdefaults__ = value.__kwdefaults__
+    vars(made).update({k: _rebound(v, copies) for k, v in vars(value).items()})  # __wrapped__
     return made
