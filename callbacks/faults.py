@@ -165,6 +165,11 @@ class ClientFaults(OnUpdates, HasDurations):
                 f" {type(self._loop.options.sampler).__name__}"
             )
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start at time 0, also if the callback was part of an earlier run."""
+        if not self._loop.round:
+            self.happened, self.virtual_time = [], 0.0
+
     def fault_of(self, seed: int, round: int, client: int) -> str | None:
         """Return the fault of a client in a round, except ``late``; None without a fault.
 

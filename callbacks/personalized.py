@@ -134,6 +134,8 @@ class PersonalizedEvaluation(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store the initial global model, and score one batch before anything is trained."""
+        if not self._loop.round:  # the callback may have been part of an earlier run
+            self._first, self._measured_at = None, 0
         if self._first is None and self._loop.round and self.local_steps:
             raise FederationError(
                 "local_steps requires the initial global model, which the checkpoint does not"

@@ -54,6 +54,13 @@ def test_a_trace_is_replayed(simulate, tmp_path):
         assert torch.equal(a, b)
 
 
+def test_a_callback_of_an_earlier_run_starts_anew(simulate):
+    faults = ClientFaults(dropout=0.3)
+    (_, one), happened = simulate(faults), faults.happened
+    _, two = simulate(faults)
+    assert (two.rows, faults.happened) == (one.rows, happened)
+
+
 def test_what_a_trace_says_happens(simulate, tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("round,client,fault\n1,2,dropout\n2,0,nan\n\n2,3, crash\n3,1,late\n")

@@ -120,6 +120,52 @@ def test_scores_by_hand(train, group_size):
             assert loop.rows[-1][f"{kind}/{name}"] == pytest.approx(value, rel=1e-6)
 
 
+class Asking(LightningModule):
+    """Warms up; asks the Trainer; its step takes no index, and skips clients with few samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 3).double()
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch):
+        if len(batch[0]) < 25:
+            return None
+        return self.trainer.max_epochs * F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        steps = self.trainer.estimated_stepping_batches
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.25)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: t / steps)]
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("lr", [None, 0.25])
+def test_local_steps_are_those_that_a_trainer_allows(train, lr):
+    callback = PersonalizedEvaluation(steps=3)
+    loop = FederatedLoop(policy=Schedule(lr=lr, num_steps=2), seed=0)
+    module, _, data = train(callback, module=Asking(), loop=loop)
+    skipping = [len(part) < 25 for part in data.parts]
+    assert any(skipping)
+    assert not all(skipping)
+    for client, row in enumerate(callback.rows):
+        weight, bias = (p.detach().clone().requires_grad_() for p in module.net.parameters())
+        x, y = data.train.fetch(data.parts[client])
+        for _ in range(0 if skipping[client] else 3):
+            loss = 2 * F.cross_entropy(x @ weight.T + bias, y)
+            grads = torch.autograd.grad(loss, (weight, bias))
+            with torch.no_grad():
+                weight -= 0.25 * grads[0]
+                bias -= 0.25 * grads[1]
+        assert row["personal"] == accuracy(weight.detach(), bias.detach(), data, client)
+    assert any(row["personal"] != row["server"] for row in callback.rows)
+
+
 def test_own_test_samples_are_nobodys_training_samples(data, blobs):
     made = data()
     made.setup("fit")
@@ -285,10 +331,13 @@ def test_a_metric_that_fails_ends_the_fit_before_the_first_step(train, metric, w
     assert torch.equal(module.net.weight, before)
 
 
-def test_samples_without_labels_need_a_metric(train):
+@pytest.mark.parametrize("score", [0, slice(1)])
+def test_samples_without_labels_need_a_metric(train, score):
+    """With one score, as in least squares and binary cross-entropy, all would be of class 0."""
+
     class Scores(ClientModule):
         def forward(self, x):
-            return super().forward(x)[:, 0]
+            return super().forward(x)[:, score]
 
     with pytest.raises(FederationError, match=r"cannot compute the accuracy of Scores .* give a"):
         train(PersonalizedEvaluation(), module=Scores(nn.Linear(6, 3)).double())
@@ -362,6 +411,18 @@ def test_a_local_baseline_is_a_federation_of_one(train, data):
             grads = torch.autograd.grad(F.cross_entropy(x @ w.T + b, y), (w, b))
             weight, bias = (p.detach() - 0.1 * g for p, g in zip((w, b), grads, strict=True))
         assert row["local"] == accuracy(weight, bias, data, client)
+
+
+def test_a_callback_of_an_earlier_run_starts_anew(train):
+    def metric(module, batch):
+        return -module.federated_losses(batch)
+
+    used, new = (PersonalizedEvaluation(0, local_steps=3, metric=metric) for _ in range(2))
+    torch.manual_seed(5)
+    train(used, module=ClientModule(nn.Linear(6, 3)).double())
+    for callback in (used, new):
+        train(callback)
+    assert used.rows == new.rows
 
 
 def test_a_run_that_ends_early_is_measured(train):
