@@ -54,10 +54,19 @@ def on_device(trainer: Trainer, batch: Any, is_training: bool = False) -> Any:
 
 
 def accuracy(module: LightningModule, batch: Any) -> Tensor:
-    """Return 1 for each correctly classified sample of a batch ``(x, y)``, else 0."""
+    """Return 1 for each correctly classified sample of a batch ``(x, y)``, else 0.
+
+    Raises:
+        ValueError: If there is no class per sample, or fewer than two scores.
+    """
     x, y = batch
-    is_right: Tensor = module(x).argmax(1) == y
-    return is_right.double()
+    scores: Tensor = module(x)
+    found = scores.argmax(1)
+    if y.is_floating_point() or y.shape != found.shape or scores.shape[1] < 2:
+        raise ValueError(
+            "the samples have no class labels, or the module does not return class scores"
+        )
+    return (found == y).double()
 
 
 def evaluate(
