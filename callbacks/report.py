@@ -163,7 +163,7 @@ class RunReport(Callback):
             return
         names = data.client_names
         columns: dict[str, list[Any]] = {} if names is None else {"name": names}
-        columns["train_samples"] = data.num_samples.tolist()
+        columns["train_samples"] = list(map(len, data.parts))  # of the whole stream
         by_round = self._folder / "participation_by_round.csv.gz"
         if self.participation is None:
             by_round.unlink(missing_ok=True)  # of an earlier fit
@@ -261,6 +261,7 @@ def client_accuracies(trainer: Trainer, most: int) -> list[float] | str:
         One accuracy per client, or the reason why it cannot be computed.
     """
     loop, data = _loop(trainer), trainer.datamodule  # type: ignore[attr-defined]
+    data.restore_samples()  # of attackers, whose callback may come later
     rule, runner = loop.aggregator, loop.runner
     # Otherwise the module already contains the model of all clients.
     has_several = not isinstance(rule, NeuronMatching) and (

@@ -17,6 +17,7 @@ from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import PFNM, ClusteredFL, Gossip
 from lightning_fl.callbacks import (
     FederatedLoop,
+    LabelFlip,
     PersonalizedEvaluation,
     RoundCheckpoint,
     RunReport,
@@ -319,6 +320,24 @@ def test_the_servers_model_is_measured_on_training_samples(
     found = [float(row["train_acc"]) for row in clients(tmp_path)]
     assert found == [right(flat(module), made, client, most) for client in range(4)]
     assert [int(row["train_samples"]) for row in clients(tmp_path)] == made.num_samples.tolist()
+
+
+def test_samples_of_all_steps_of_a_stream_are_counted(fit, data, tmp_path):
+    module = ClientModule(nn.Linear(6, 3)).double()
+    made = measured(fit, data, module, FederatedLoop(), stream_steps=4)
+    counted = [int(row["train_samples"]) for row in clients(tmp_path)]
+    assert counted == [len(part) for part in made.parts] != made.num_samples.tolist()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_attackers_are_measured_on_the_original_samples(fit, data, tmp_path, flat, is_first):
+    """Wherever the callback of the attack is."""
+    module = ClientModule(nn.Linear(6, 3)).double()
+    callbacks = [RunReport(), LabelFlip([0, 1])]
+    made = data()
+    fit(module, FederatedLoop(), made, callbacks=callbacks[:: 1 if is_first else -1])
+    found = [float(row["train_acc"]) for row in clients(tmp_path)]
+    assert found == [right(flat(module), made, client) for client in range(4)]
 
 
 @pytest.mark.parametrize(
