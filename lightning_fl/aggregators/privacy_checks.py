@@ -68,20 +68,21 @@ def _check_training(name: str, trainer: Trainer) -> None:
         )
 
 
-def check_monitors(name: str, trainer: Trainer, of_clients: Collection[str]) -> None:
-    """Raise an error if a callback or scheduler monitors client metrics, which have no noise.
+def check_monitors(name: str, federation: Federation, of_clients: Collection[str]) -> None:
+    """Raise an error if a callback, scheduler or policy monitors client metrics without noise.
 
     The check runs after a round has logged its metrics and before they are used, because the hook
     that logs a metric is not known earlier.
 
     Args:
         name: Class name of the rule.
-        trainer: Trainer at the end of a round.
+        federation: Description of the run, in a fit, at the end of a round.
         of_clients: Names of additional client metrics.
 
     Raises:
-        FederationError: If a callback or a scheduler monitors such a metric.
+        FederationError: If a callback, a scheduler or the policy monitors such a metric.
     """
+    trainer = federation.trainer
     results: Any = trainer.fit_loop.epoch_loop._results
     logged = [metric.meta.name for metric in results.values()]
     unsafe = {name + suffix for name in logged for suffix in ("", "_step", "_epoch")}
@@ -94,6 +95,7 @@ def check_monitors(name: str, trainer: Trainer, of_clients: Collection[str]) -> 
             for config in trainer.lr_scheduler_configs
             if config.reduce_on_plateau
         ),
+        *((type(p).__name__, getattr(p, "monitor", None)) for p in federation.policy.modules()),
     ]
     for who, monitor in monitored:
         if monitor in unsafe or monitor in of_clients:

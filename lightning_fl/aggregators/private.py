@@ -117,9 +117,9 @@ class DPFedAvg(FedOpt):
         self._noise_key = noise_key(federation)
 
     def check_metrics(self, of_clients: Collection[str]) -> None:
-        """Raise an error if a callback or scheduler monitors client metrics without noise."""
+        """Raise an error if a callback, scheduler or policy monitors client metrics."""
         if self.federation is not None and self.federation.trainer is not None:
-            check_monitors(type(self).__name__, self.federation.trainer, of_clients)
+            check_monitors(type(self).__name__, self.federation, of_clients)
 
     def allocate(self, server: Tensor) -> None:
         """Check delta and count_noise, and declare states; see :meth:`FedOpt.allocate`."""

@@ -353,7 +353,7 @@ class Stepwise(ClientModule):
         return [optimizer], [{"scheduler": schedule, "monitor": self.monitor}]
 
 
-def test_what_one_client_could_pass_to_the_others_is_refused(simulate, fit):
+def test_what_one_client_could_pass_to_the_others_is_refused(simulate, fit, foreign):
     with pytest.raises(FederationError, match=r'interval="step".* Set interval="epoch"'):
         fit(Stepwise().double(), FederatedLoop(aggregator=DPFedAvg(), seed=3))
     with pytest.raises(FederationError, match="on_client_error='raise': an error would"):
@@ -366,6 +366,10 @@ def test_what_one_client_could_pass_to_the_others_is_refused(simulate, fit):
             simulate(EarlyStopping(monitor), aggregator=DPFedAvg())
     with pytest.raises(FederationError, match="ReduceLROnPlateau monitors 'train_loss'"):
         fit(Stepwise("train_loss").double(), FederatedLoop(aggregator=DPFedAvg(), seed=3))
+    rewarded = PersonalizedPolicyGradient([{"lr": 0.1}, {"lr": 0.2}], "reward", monitor="loss")
+    for policy in (rewarded, Stragglers(0.5, rewarded)):
+        with pytest.raises(FederationError, match="PersonalizedPolicyGradient monitors 'loss'"):
+            fit(foreign(batchnorm=False), FederatedLoop(aggregator=DPFedAvg(), policy=policy))
     simulate(EarlyStopping("val_loss"), aggregator=DPFedAvg(), rounds=1)
 
 
