@@ -217,7 +217,7 @@ def _value(value: Any) -> Any:
         return value.decode()
     if isinstance(value, np.ndarray) and value.dtype.kind in "OS":
         return [_value(each) for each in value.tolist()]
-    tensor = torch.as_tensor(np.asarray(value))
+    tensor = torch.tensor(np.asarray(value))  # a copy: a transform may change it in place
     is_bytes = tensor.dtype == torch.uint8 and tensor.ndim > 0
     is_as_it_is = is_bytes or tensor.is_floating_point() or tensor.dtype == torch.bool
     return tensor if is_as_it_is else tensor.long()

@@ -58,6 +58,16 @@ def test_texts_are_strings_and_a_single_field_is_the_sample(tmp_path):
     assert data.class_counts is None
 
 
+def test_a_transform_may_change_a_sample_in_place(tmp_path):
+    data = FromHDF5(
+        written(tmp_path / "train.h5"),
+        transform=lambda sample: (sample[0].mul_(2), sample[1]),
+        val_size=0,
+    )
+    data.setup("fit")
+    assert torch.equal(data.train[0][0], data.train[0][0])
+
+
 def test_labels_and_indices_are_int64_and_images_stay_bytes(tmp_path):
     def fields(n):
         return {
