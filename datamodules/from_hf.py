@@ -309,9 +309,8 @@ class Rows(Dataset[Any]):
         self._changes = {
             name: pixels if name in self.inputs else mask for name in images - to_transforms
         }
-        is_raw = images | to_transforms if self.transform is None else set(self.wanted)
-        raw = [name for name in self.wanted if name in is_raw]
-        rest = [name for name in self.wanted if name not in is_raw]
+        raw = [name for name in self.wanted if name in images | to_transforms]
+        rest = [name for name in self.wanted if name not in raw]
         self._views = [
             (names, self._all.select_columns(names).with_format(format))
             for names, format in ((raw, None), (rest, "torch"))

@@ -151,6 +151,17 @@ def test_labels_of_the_split_are_those_of_the_samples(transform):
     assert data.class_counts.tolist() == [[20, 0, 0], [0, 20, 0], [0, 0, 20]]
 
 
+@pytest.mark.parametrize("transform", [None, torch.tensor])
+@pytest.mark.parametrize("label", [[1.0, 0.0], 0.5])
+def test_a_label_is_the_same_with_a_transform_of_the_input(transform, label):
+    rows = numbers().remove_columns("label").add_column("label", [label] * 60)
+    data = FromHuggingFace(rows, input="x", transform=transform, num_clients=1, val_size=0)
+    data.setup("fit")
+    y = next(data.samples_of(0))[1]
+    assert y.dtype == torch.float32
+    assert y.tolist() == [label] * 60
+
+
 def test_advice_can_be_followed():
     rows = numbers().remove_columns("label").add_column("label", ["cat", "dog"] * 30)
     data = FromHuggingFace(rows, input="x", partition=ByLabel(), num_clients=2)
