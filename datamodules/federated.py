@@ -341,7 +341,7 @@ class FederatedDataModule(LightningDataModule):
 
     def manifest(self) -> Manifest:
         """Return the manifest of the split: rule, parameters, seed, indices and class counts."""
-        return self.split.manifest(self.partition, len(self.train), run_seed(self.seed))
+        return self.split.manifest(self.partition, len(self.train))
 
     # --- batches of clients -----------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ class Split:
         local_tests: Local test samples of each client, disjoint from ``parts``; empty if there are
             none.
         stream_steps: Training samples of each client in each step of the stream.
+        seed: Seed of the split.
     """
 
     labels: Tensor | None = None
@@ -41,6 +42,7 @@ class Split:
     parts: list[Tensor] = field(default_factory=list)
     local_tests: list[Tensor] = field(default_factory=list)
     stream_steps: list[list[Tensor]] = field(default_factory=list)
+    seed: int = 0
 
     @property
     def clients(self) -> list[Tensor]:
@@ -72,18 +74,17 @@ class Split:
             return None
         return torch.stack([labels[part].bincount(minlength=classes) for part in parts])
 
-    def manifest(self, rule: Partition, n: int, seed: int) -> Manifest:
+    def manifest(self, rule: Partition, n: int) -> Manifest:
         """Return the manifest of the split.
 
         Args:
             rule: Rule of the split.
             n: Number of training samples.
-            seed: Seed of the split.
         """
         # Float labels stand for unknown classes.
         labels = torch.zeros(n) if self.labels is None else self.labels
         # Including local test samples: a run with this manifest splits them off again.
-        return Manifest.of(rule, self.clients, labels, seed)
+        return Manifest.of(rule, self.clients, labels, self.seed)
 
 
 def split_samples(
@@ -127,7 +128,7 @@ def split_samples(
     rows = rule(by, clients, generator(seed, RandomStream.PARTITION))
     names = [_name(by[part].unique(), key_names) for part in rows] if key_names else []
     parts, tests = _local_tests([kept[part] for part in rows], strata, local_test_size, seed)
-    return Split(classes, names, held, parts, tests, _in_steps(parts, stream_steps, seed))
+    return Split(classes, names, held, parts, tests, _in_steps(parts, stream_steps, seed), seed)
 
 
 def labels_of(data: Any) -> Tensor | None:

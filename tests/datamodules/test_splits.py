@@ -71,7 +71,11 @@ def test_hold_out_and_split_depend_on_the_seed_alone():
 
 def test_without_a_seed_it_is_that_of_seed_everything(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "5")
-    assert federated().checksum == federated(seed=5).checksum != federated(seed=0).checksum
+    data = federated()
+    assert data.checksum == federated(seed=5).checksum != federated(seed=0).checksum
+    monkeypatch.setenv("PL_GLOBAL_SEED", "6")  # of another run, for which the split stays
+    data.setup("fit")
+    assert data.manifest().seed == 5
 
 
 @pytest.mark.parametrize(
