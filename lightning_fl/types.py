@@ -370,6 +370,7 @@ class Feedback:
             for clients with a dropped update. None if the policy does not learn from
             ``contributions``.
         metrics: Metrics logged in the round.
+        dropped: Causes of dropped updates by client id.
     """
 
     plan: RoundPlan
@@ -379,6 +380,7 @@ class Feedback:
     weights: Tensor | None = None
     contributions: Callable[[], Tensor] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    dropped: Mapping[int, str] = field(default_factory=dict)
 
 
 @runtime_checkable

@@ -515,6 +515,7 @@ class Round:
             weights,
             contributions if "contributions" in wanted else None,
             metrics,
+            self.results.dropped,
         )
 
     def metrics(self) -> dict[str, Any]:

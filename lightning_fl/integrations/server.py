@@ -304,20 +304,20 @@ class RemoteServer:
         plan = self._plan
         assert plan is not None, "tasks() begins a round"
         self._plan, losses, counters = None, dict[int, float](), self._start.counters
-        sampled = plan.cohort.tolist()
+        sampled, dropped = plan.cohort.tolist(), dict[int, str]()
         for row, client in enumerate(sampled):
             reply = replies.get(client)
-            if reply is None or (update := self._usable_update(plan, row, reply)) is None:
+            update = "dropped_out" if reply is None else self._update_of(plan, row, reply)
+            if reply is None or isinstance(update, str):
+                dropped[client] = str(update)
                 continue
             self.rule.update(update)
             counters = torch.maximum(counters, reply.counters.to(counters.device))
             losses[client], self.last[client] = reply.loss, plan.round
-        if (lost := [i for i in sampled if i not in losses]) and (
-            self.options.on_client_error == "raise"
-        ):
+        if dropped and self.options.on_client_error == "raise":
             raise FederationError(
-                f"round {self.round + 1} has no usable update of the clients {lost}: see their"
-                " logs, or set on_client_error: skip"
+                f"round {self.round + 1} has no usable update of the clients {list(dropped)}: see"
+                " their logs, or set on_client_error: skip"
             )
         returned = len(losses)
         vector = self.rule.conclude(returned, self.options.min_clients)
@@ -330,27 +330,27 @@ class RemoteServer:
         weights, reported = weights_and_losses(plan.clients, losses, self.num_samples)
         metrics = {
             "clients": len(sampled),
-            "dropped": len(sampled) - returned,
+            "dropped": len(dropped),
             **self.rule.metrics(),
         }
         if returned:
             metrics["train_loss"] = float((weights * reported)[weights > 0].sum())
         wanted = reported if "client_losses" in self.policy.learns_from else None
-        self.policy.update(Feedback(plan, None, None, wanted, weights, None, metrics))
+        self.policy.update(Feedback(plan, None, None, wanted, weights, None, metrics, dropped))
         self.round += 1
         return metrics
 
-    def _usable_update(self, plan: RoundPlan, row: int, reply: Reply) -> ClientUpdate | None:
-        """Return the update in the reply of a client; None if it is not usable."""
+    def _update_of(self, plan: RoundPlan, row: int, reply: Reply) -> ClientUpdate | str:
+        """Return the update in the reply of a client, or the cause for which it is dropped."""
         client, start = int(plan.clients[row]), self._start
         if reply.dropped is not None:
-            return None
+            return reply.dropped
         if reply.num_samples != (known := int(self.num_samples[client])):
             rank_zero_warn(
                 f"client {client} has trained {reply.num_samples} samples, and had {known} when"
                 " the run began: it is dropped. To use them, stop the run and resume it"
             )
-            return None
+            return "dropped_out"
         size, device = len(start.vector), start.vector.device
         if reply.delta.shape != (size,) or reply.counters.shape != start.counters.shape:
             raise FederationError(
@@ -361,8 +361,10 @@ class RemoteServer:
         delta = reply.delta[None].to(device)
         extras = {name: value.to(device) for name, value in reply.extras.items()}
         one = torch.tensor([client])
-        if self.rule.rejected(one) or not is_finite(delta, extras).all():
-            return None
+        if causes := self.rule.rejected(one):
+            return causes[client]
+        if not is_finite(delta, extras).all():
+            return "non_finite"
         return ClientUpdate(
             one,
             delta,

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 #: Decay of running means.
 KEPT = 0.9
-#: Minimum penalty of a dropped update, in root mean squares.
-DROPPED = 3.0
+#: Minimum penalty of a dropped update, in root mean squares, and causes that are penalized. Others,
+#: such as a lost connection, do not depend on the setting.
+DROPPED, PENALIZED = 3.0, ("non_finite", "late")
 
 
 class PersonalizedPolicyGradient(RandomPolicy):
@@ -48,8 +49,9 @@ class PersonalizedPolicyGradient(RandomPolicy):
     share the reward :math:`R`, a validation metric to maximize:
     :math:`\alpha_i \leftarrow \alpha_i + \eta\, (R - \bar R) \nabla \log p(Z_i)`.
 
-    A client with a dropped, non-finite update gets the worst signal of its round, and with
-    ``normalize`` at least three root mean squares.
+    A client whose update was dropped as non-finite or too late gets the worst signal of its round,
+    and with ``normalize`` at least three root mean squares. Clients that were dropped for another
+    cause learn nothing from the round.
 
     The method is that of the notes "Policy Gradient based Approach", with several differences:
 
@@ -180,22 +182,17 @@ class PersonalizedPolicyGradient(RandomPolicy):
         signal = self._signal(feedback, rows)
         if signal is None:
             return
-        if (dropped := self._dropped(feedback)).any():
-            # Penalize non-finite updates; without a penalty the policy might prefer them.
-            worst = signal.abs().max()
-            signal = signal.where(~dropped, worst.clamp(min=DROPPED) if self.normalize else worst)
+        if feedback.dropped:
+            # Without a penalty for non-finite updates the policy might prefer them.
+            worst = signal.abs().max().clamp(min=DROPPED if self.normalize else 0)
+            causes = [feedback.dropped.get(client) for client in clients.tolist()]
+            signal = signal.where(torch.tensor([cause is None for cause in causes]), 0)
+            signal = signal.where(torch.tensor([c not in PENALIZED for c in causes]), worst)
         took, chosen = self.logits[rows].softmax(1), self._draw(feedback.plan.round, clients)
         onehot = torch.nn.functional.one_hot(chosen, len(self.candidates)).double()
         at, p = torch.arange(len(rows)), self.probabilities(clients)
         share = (1 - self.floor) * took[at, chosen] / p[at, chosen]
         self.logits[rows] -= self.step * (signal * share)[:, None] * (onehot - took)
-
-    @staticmethod
-    def _dropped(feedback: Feedback) -> Tensor:
-        """Return a mask of the unused updates, ``[k]``."""
-        if feedback.weights is None:
-            return torch.zeros(len(feedback.plan.clients), dtype=torch.bool)
-        return feedback.weights.cpu() == 0
 
     def _signal(self, feedback: Feedback, rows: Tensor) -> Tensor | None:
         """Return the increase of the loss due to each client, ``[k]``; 0 if unknown."""

@@ -20,12 +20,12 @@ TWO = [{"lr": 0.1, "num_steps": 2}, {"lr": 0.3, "num_steps": 5}]
 RAW = {"floor": 0.0, "baseline": False, "normalize": False}
 
 
-def feedback(round, clients, contributions=None, weights=None, **metrics):
+def feedback(round, clients, contributions=None, weights=None, dropped=None, **metrics):
     clients = torch.tensor(clients)
     plan = RoundPlan(0, round, clients, torch.ones_like(clients))
     weights = torch.full((len(clients),), 1 / len(clients)) if weights is None else weights
     given = None if contributions is None else torch.tensor(contributions, dtype=torch.float64)
-    return Feedback(plan, None, None, None, weights, lambda: given, metrics)
+    return Feedback(plan, None, None, None, weights, lambda: given, metrics, dropped or {})
 
 
 def test_draws_belong_to_round_and_client_and_follow_the_probabilities():
@@ -77,19 +77,29 @@ def test_reward_by_hand_with_a_running_baseline():
     assert policy.means[0, 0] == pytest.approx(-(0.9 * 0.5 + 0.1 * 0.8))
 
 
+@pytest.mark.parametrize("cause", ["non_finite", "late", "dropped_out"])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_who_was_not_used_counts_as_the_worst(normalize):
+def test_a_setting_that_spoils_an_update_counts_as_the_worst(normalize, cause):
+    """A client that is lost by chance learns nothing."""
     policy = PersonalizedPolicyGradient(
         TWO, step=0.5, seed=1, floor=0.0, baseline=False, normalize=normalize
     )
     clients = torch.arange(3)
     chosen = (policy.sample(0, clients)["lr"] == 0.3).long()
     weights = torch.tensor([0.6, 0.0, 0.4])
-    policy.update(feedback(0, [0, 1, 2], [0.1, math.nan, -0.3], weights))
-    worst = 3.0 if normalize else 0.3
+    policy.update(feedback(0, [0, 1, 2], [0.1, math.nan, -0.3], weights, {1: cause}))
+    worst = 0.0 if cause == "dropped_out" else 3.0 if normalize else 0.3
     expected = -0.5 * worst * (F.one_hot(chosen[1], 2) - 0.5).double()
     torch.testing.assert_close(policy.logits[1], expected, atol=1e-7, rtol=0)
     assert not policy.means.any()
+
+
+def test_a_client_that_is_lost_learns_nothing_from_a_shared_reward():
+    policy = PersonalizedPolicyGradient(TWO, "reward", seed=1, normalize=False)
+    for t, accuracy in enumerate((0.5, 0.6)):
+        policy.update(feedback(t, [0, 1], dropped={1: "crashed"}, val_acc=accuracy))
+    assert policy.logits[0].any()
+    assert not policy.logits[1].any()
 
 
 @pytest.mark.filterwarnings("ignore:round 1. 0 of 0 clients", "ignore:the global model was kept")
