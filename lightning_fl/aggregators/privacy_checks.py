@@ -86,7 +86,7 @@ def check_monitors(name: str, federation: Federation, of_clients: Collection[str
     results: Any = trainer.fit_loop.epoch_loop._results
     logged = [metric.meta.name for metric in results.values()]
     unsafe = {name + suffix for name in logged for suffix in ("", "_step", "_epoch")}
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by the connector
+    callbacks = trainer.callbacks
     deciding = [(c, getattr(c, "monitor", None)) for c in callbacks]
     monitored = [
         *((type(c).__name__, m) for c, m in deciding if isinstance(c, EarlyStopping | Checkpoint)),

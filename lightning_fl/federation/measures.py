@@ -66,7 +66,8 @@ def accuracy(module: LightningModule, batch: Any) -> Tensor:
         raise ValueError(
             "the samples have no class labels, or the module does not return class scores"
         )
-    return (found == y).double()
+    is_right: Tensor = found == y
+    return is_right.double()
 
 
 def evaluate(
