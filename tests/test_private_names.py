@@ -29,11 +29,18 @@ IMPORTED = {
     "torch._inductor.compile_fx": ["compile_fx", "compile_fx_inner"],
     "torch._inductor.decomposition": ["select_decomp_table"],
     "torch._inductor.custom_graph_pass": ["CustomGraphPass", "get_hash_for_files"],
+    "torch._inductor.inductor_prims": ["force_stride_order"],
     "torch.nn.modules.batchnorm": ["_BatchNorm"],
     "torch.nn.modules.dropout": ["_DropoutNd"],
     "torch.nn.utils.parametrizations": ["_SpectralNorm"],
     "torch.utils._python_dispatch": ["TorchDispatchMode"],
-    "torch.utils._pytree": ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"],
+    "torch.utils._pytree": [
+        "TreeSpec",
+        "tree_flatten",
+        "tree_leaves",
+        "tree_map",
+        "tree_unflatten",
+    ],
 }
 #: Attributes of a Trainer whose fit has not begun.
 OF_A_TRAINER = [

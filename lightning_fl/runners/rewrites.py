@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.inductor_prims import force_stride_order
-from torch._prims_common import suggest_memory_format
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map
 
@@ -116,8 +115,12 @@ def keep_pooling(graph: Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=backward):
         node.meta["should_fallback"] = True
         grad, x, *others = node.args
-        format = suggest_memory_format(x.meta["val"])
-        strides = torch.empty_like(grad.meta["val"], memory_format=format).stride()
+        x_value, grad_value = x.meta["val"], grad.meta["val"]
+        if x_value.ndim == 4 and x_value.is_contiguous(memory_format=torch.channels_last):
+            format = torch.channels_last
+        else:
+            format = torch.contiguous_format
+        strides = torch.empty_like(grad_value, memory_format=format).stride()
         with graph.inserting_before(node):
             grad = _call(graph, force_stride_order, grad, list(strides))
         node.args = (grad, x, *others)
