@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -83,6 +83,46 @@ def check_start(step: VectorizedStep, samples: Samples, first: Attributes) -> No
             " to another value for each client. Clients that train at once would share it. Store it"
             " in a buffer (register_buffer), or train the module without VectorizedClients"
         )
+
+
+def check_rates(step: VectorizedStep, samples: Samples) -> None:
+    """Train clients one after another if a step reads the learning rate, which differs.
+
+    Clients that train at once share the optimizer, and so the rate that a step finds there.
+
+    Args:
+        step: The step of clients with different learning rates.
+        samples: The samples of the local step.
+    """
+    if not step.stacks.maps:
+        return
+    row, groups = first_row(step, samples), step.optimizer.param_groups
+    own, seen = list(groups), [_Group(group) for group in groups]
+    groups[:] = seen
+    try:
+        step.tried(row, samples.client(row))
+    finally:
+        groups[:] = own
+    if any(group.is_read for group in seen):
+        step.stacks.train_one_by_one()
+        rank_zero_warn(
+            f"{type(step.module).__name__} is trained one client after another, not at once:"
+            " training_step reads the optimizer's learning rate, which differs between clients"
+        )
+
+
+class _Group(dict[str, Any]):
+    """A parameter group that notes whether its learning rate is read."""
+
+    is_read = False
+
+    def __getitem__(self, key: str) -> Any:
+        self.is_read |= key == "lr"
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.is_read |= key == "lr"
+        return super().get(key, default)
 
 
 def tune(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,8 @@ class VectorizedStep:
         self.graphs: Graphs | None = None
         #: The compiled step of one client, for clients that train one after another, or None.
         self.side_by_side: SideBySide | None = None
+        #: Ratios of the clients' learning rates to the optimizer's; empty if all rates are equal.
+        self.rate_ratios: Sequence[float] = ()
         #: Whether the last step has also updated the parameters.
         self.has_updated = False
         #: Clients with a gradient, ``[k]``, of each parameter of which another client has none.
@@ -130,7 +133,7 @@ class VectorizedStep:
                 started.append(len(outcomes))
                 outcomes.append(begun)
                 continue
-            with self.stacks.client(row), torch.enable_grad():
+            with self.stacks.client(row), self._rate(row), torch.enable_grad():
                 outcome, grads = self.local.by_itself({}, batch)
             if self.has_updated:
                 sgd_update(self.optimizer, self.stacks.params, row, grads)
@@ -151,6 +154,19 @@ class VectorizedStep:
         self._note_partial(trained, len(rows))
         stacked = tree_map(lambda *t: scattered(torch.stack(t), rows, self.stacks.count), *outcomes)
         return _with_gradients(stacked.loss, self.stacks.params, known), stacked
+
+    @contextmanager
+    def _rate(self, row: int) -> Iterator[None]:
+        """Set a client's learning rate within a ``with`` block, for a step that reads it."""
+        groups = self.optimizer.param_groups if self.rate_ratios else []
+        before = [group["lr"] for group in groups]
+        try:
+            for group in groups:
+                group["lr"] = group["lr"] * self.rate_ratios[row]
+            yield
+        finally:
+            for group, lr in zip(groups, before, strict=True):
+                group["lr"] = lr
 
     def _check_logs(self, outcomes: list[Outcome]) -> None:
         """Refuse names that a step logs for some of the clients only."""

@@ -95,6 +95,8 @@ class VmapRunner(ClientRunner):
         self.first_start: Attributes | None = None
         #: Whether the clients start from different tensors, and for which of both it was called.
         self._starts_differ, self._checked_starts = False, set[bool]()
+        #: Whether :func:`check_rates` has looked for reads of the learning rate.
+        self.has_checked_rates = False
         #: Whether callbacks that see gradients were tried.
         self.has_tried_callbacks = False
         #: The samples of the Lightning batch.
@@ -165,6 +167,7 @@ class VmapRunner(ClientRunner):
         """Set the clients' learning rates: one for all, or one per client."""
         ratios = self._ratios(lr)
         self._ratio, self._client_ratios = ratios[0], None
+        self.vectorized.rate_ratios = ()
         if any(ratio != ratios[0] for ratio in ratios):
             if not self.is_linear:
                 raise FederationError(
@@ -173,7 +176,7 @@ class VmapRunner(ClientRunner):
                     " rate. Use one rate for all clients, or train the module without"
                     " VectorizedClients"
                 )
-            self._ratio = 1.0
+            self._ratio, self.vectorized.rate_ratios = 1.0, ratios
             self._client_ratios = placed(torch.tensor(ratios, dtype=torch.float64), like)
 
     def _starts(self, state: ServerState) -> Tensors:

@@ -116,17 +116,30 @@ def test_a_step_is_logged_as_the_mean_of_its_samples(train, tiny, ragged):
     assert len(group_size.steps) == 3
 
 
-@pytest.mark.parametrize("steps_per_batch", [1, 3])
-def test_a_step_reads_the_rate_of_its_clients(agree, tiny, steps_per_batch):
+def reads_rate(tiny, get):
+    """Return a module whose loss depends on the learning rate."""
+
     class Reads(tiny.kind):
         def training_step(self, batch, batch_idx):
-            rate = self.optimizers().param_groups[0]["lr"]
+            rate = get(self.optimizers().param_groups[0])
             self.log("rate", rate, on_step=False, on_epoch=True)
             return super().training_step(batch, batch_idx) * (1 + rate)
 
+    return Reads
+
+
+@pytest.mark.parametrize("steps_per_batch", [1, 3])
+def test_a_step_reads_the_rate_of_its_clients(agree, tiny, steps_per_batch):
     policy = Schedule(lr=0.02, num_steps=3)  # of the optimizer: 0.1
-    rows = agree(lambda: tiny(Reads), (3,), steps_per_batch, federation={"policy": policy}).rows
+    kind = reads_rate(tiny, lambda group: group["lr"])
+    rows = agree(lambda: tiny(kind), (3,), steps_per_batch, federation={"policy": policy}).rows
     assert rows[0]["rate"] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("get", [lambda group: group["lr"], lambda group: group.get("lr", 0.0)])
+def test_a_step_reads_the_rate_of_each_client(agree, tiny, get):
+    with pytest.warns(UserWarning, match="one client after another.*learning rate, which differs"):
+        agree(lambda: tiny(reads_rate(tiny, get)), (3,), (1, 2))
 
 
 class Counts:
