@@ -199,12 +199,17 @@ def depends_on_batch_idx(local: LocalStep, **arguments: Any) -> bool:
             local.batch_idx = i
             with left_alone(local.module):
                 traced(local, **arguments)
-            graphs.append(counters["frames"]["total"])
+            graphs.append(graphs_made())
     except Exception:  # compiling will raise it again
         return False
     finally:
         local.batch_idx = at
     return bool(graphs[2] != graphs[1])
+
+
+def graphs_made() -> int:
+    """Return the number of graphs that torch has traced in this process."""
+    return counters["stats"]["unique_graphs"]
 
 
 def compiled(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.runners.attributes import left_alone
-from lightning_fl.runners.graphs import Graphs, can_update, sgd_update
+from lightning_fl.runners.graphs import Graphs, can_update, graphs_made, sgd_update
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
 from lightning_fl.runners.samples import Padded, Samples, copied
 from lightning_fl.runners.side_by_side import SideBySide
@@ -184,13 +184,18 @@ class VectorizedStep:
         side = self.side_by_side
         if side is None or not self._is_worth_one(side, row, batch):
             return None
+        before = graphs_made()
         try:
-            return side.start(row, batch)
+            begun = side.start(row, batch)
         except Exception as error:  # torch.compile and the compilers below it fail in many ways
             side.wait()
             self.discard_one()
             rank_zero_info(f"The step of a client is not compiled: {first_line(error)}")
             return None
+        if graphs_made() != before:
+            side.wait()  # the trial restores the tensors of all clients
+            self._uses_all(self.tried(row, batch))
+        return begun
 
     def _finish(self, row: int, outcome: Outcome) -> Outcome:
         """Keep the buffers of a compiled step for its client; return the rest of its outcome."""
@@ -325,19 +330,64 @@ class VectorizedStep:
         how: dict[str, Any] = {"fixed_is_shared": stacks.fixed_is_shared, "at_once": True}
         how["hyperparameters"] = stacks.hyperparameters
         if self.graphs is not None and self._is_worth_a_graph(batch):
+            before = graphs_made()
             try:
-                return self._compiled(self.graphs, updates, *tensors, **how)
+                made = self._compiled(self.graphs, updates, *tensors, **how)
             except Exception as error:  # torch.compile and the compilers below it fail in many ways
                 self.graphs = None
                 rank_zero_warn(
                     f"the vectorized step is not compiled: {type(error).__name__}: {error}"
                 )
+            else:
+                if graphs_made() == before or self._uses_all(self._used_at_once(batch, weight)):
+                    return made
+                self.shapes[shape_of(batch)] = False
         outcome = self.local.many(*tensors, **how)
         if self.graphs is not None and len(self.shapes) < MOST_GRAPHS:
             # A graph returns zeros for a parameter without a gradient.
             count = sum(param.requires_grad for param in params.values())
             self.shapes[shape_of(batch)] = len(used(outcome.loss, params)) == count
         return outcome.loss.sum(), outcome
+
+    def _used_at_once(self, batch: Any, weight: Tensor | None) -> list[str]:
+        """Return the parameters that a step of all clients uses; it changes nothing."""
+        stacks = self.stacks
+        with (
+            left_alone(self.module),
+            seeded_rng(0, self.module.device),
+            stacks.untouched(),
+            torch.enable_grad(),
+        ):
+            own = stacks.arguments(lambda t: t)
+            outcome = self.local.many(**own, batch=copied(batch), weight=weight, at_once=True)
+            return used(outcome.loss, own["params"])
+
+    def _uses_all(self, names: Collection[str]) -> bool:
+        """Return whether a new graph uses all parameters that it may change.
+
+        A graph returns zeros for the others, with which momentum and weight decay would change
+        them. It is made anew if the step depends on a number that changes, such as the round.
+
+        Args:
+            names: The parameters that the step uses.
+
+        Raises:
+            FederationError: If the graph has already changed others.
+        """
+        params, groups = self.stacks.params.items(), self.optimizer.param_groups
+        unused = [name for name, p in params if p.requires_grad and name not in names]
+        is_plain = type(self.optimizer) is torch.optim.SGD and not any(
+            group["momentum"] or group["weight_decay"] for group in groups
+        )
+        if not unused or is_plain:
+            return True
+        if self.has_updated:
+            raise FederationError(
+                f"{type(self.module).__name__}.training_step does not use {unused[0]} in this"
+                " round, and the compiled step has changed it all the same, by momentum or weight"
+                " decay: train with VectorizedClients(compile=False)"
+            )
+        return False
 
     def _compiled(
         self, graphs: Graphs, updates: bool, *tensors: Any, **how: Any

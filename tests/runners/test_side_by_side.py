@@ -28,6 +28,7 @@ from lightning_fl.runners.side_by_side import (
     use_seeds,
 )
 from lightning_fl.runners.stacks import Stacks
+from lightning_fl.types import FederationError
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14),
@@ -101,6 +102,22 @@ def test_results_are_those_of_the_module(
         torch.testing.assert_close(found.get_buffer(name), buffer, rtol=0, atol=1e-12)
     assert len(light) > 15
     assert set(light) == set(range(7))
+
+
+def test_a_new_graph_must_use_what_it_would_change(train, ragged, tiny, light, federation):
+    class FirstRound(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss if self.current_epoch else loss + self.extra.square().sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1, weight_decay=0.1)
+
+    module = tiny(FirstRound)
+    module.extra = nn.Parameter(torch.ones(3).double())
+    with pytest.raises(FederationError, match=r"does not use extra in this round.*compile=False"):
+        train(module, "auto", 3, ragged(), federation=federation, compile=True)
+    assert light
 
 
 def test_a_new_shape_leaves_the_steps_that_run(

@@ -147,6 +147,41 @@ def test_what_has_no_gradient_does_not_decay_in_a_graph(agree, tiny, data, uncom
     )
 
 
+class FirstRound(Unused):
+    """Uses its second layer in the first round only."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return (
+            loss + self.extra(batch[0][:, :4]).square().mean() if not self.current_epoch else loss
+        )
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Graphs that torch makes but does not compile, for speed."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compile(f, backend="eager", dynamic=False))
+
+
+def test_a_new_graph_must_use_what_it_would_change(train, tiny, data, traced):
+    module = tiny(FirstRound, torch.optim.SGD)
+    with pytest.raises(FederationError, match=r"does not use extra\.weight in this round.*=False"):
+        train(module, 4, datamodule=data(), federation={"policy": Schedule()}, compile=True)
+
+
+class WithoutDecay(FirstRound):
+    def configure_optimizers(self):
+        return sgd(self.parameters())
+
+
+@pytest.mark.parametrize("make", [(WithoutDecay, None), (FirstRound, torch.optim.AdamW)])
+def test_a_new_graph_may_leave_out_what_it_does_not_change(agree, tiny, data, traced, make):
+    """With AdamW, the graph only returns gradients, and is not used where some are missing."""
+    federation = {"policy": Schedule(num_steps=3)}
+    agree(lambda: tiny(*make), (4,), datamodule=data, federation=federation, compile=True)
+
+
 class Damp(Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         for group in optimizer.param_groups:
