@@ -82,4 +82,4 @@ class SpeechCommands(AudioDataModule):
 
     def _listed(self, file: str) -> set[str]:
         path = self.folder / file
-        return set(path.read_text().split()) if path.is_file() else set()
+        return set(path.read_text(encoding="utf-8").split()) if path.is_file() else set()

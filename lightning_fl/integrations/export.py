@@ -182,7 +182,7 @@ def write_flower_app(found: Configuration, source: Path, output: str | Path) -> 
         raise FederationError(f"the configuration uses a file {taken[0]}: rename it")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")
     for name, path in own.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         copyfile(path, folder / name)
