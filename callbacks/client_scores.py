@@ -67,6 +67,9 @@ class ClientScores:
         )
         self._step = LocalStep(self._module, constants)
         self._server = loop.runner.read()
+        #: Round whose hyperparameters clients train with: after the last one, those of the last.
+        is_over = loop.round == trainer.max_epochs
+        self._next_round = loop.round - is_over
         loop.aggregator.start(self._server.vector)  # clients start from those of the next round
 
     def __enter__(self) -> ClientScores:
@@ -91,7 +94,7 @@ class ClientScores:
         state = ServerState(
             self._loop.aggregator.models_for(torch.tensor([client])), self._server.counters
         )
-        plan = self._loop.policy.drawn(self._loop.round, torch.tensor([client]))
+        plan = self._loop.policy.drawn(self._next_round, torch.tensor([client]))
         row: dict[str, float] = {
             "client": client,
             "train_samples": len(self._data.parts[client]),

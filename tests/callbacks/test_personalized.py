@@ -434,6 +434,24 @@ def test_a_run_that_ends_early_is_measured(train):
     assert len(callback.rows) == 4
 
 
+def test_after_the_last_round_the_policy_is_that_of_the_last(train):
+    class Listed(Schedule):
+        def sample(self, round, clients):
+            rate = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)[round]
+            return {"lr": rate.expand(len(clients)), "num_steps": 2}
+
+    def loss(module, batch):
+        return -F.cross_entropy(module(batch[0]), batch[1], reduction="none")
+
+    def personal(policy, **options):
+        callback = PersonalizedEvaluation(steps=3, metric=loss, **options)
+        train(callback, rounds=3, loop=FederatedLoop(policy=policy, seed=0))
+        return callback.rows
+
+    assert personal(Listed()) == personal(Listed(), lr=0.3)
+    assert personal(Listed()) != personal(Listed(), lr=0.2)
+
+
 def test_a_baseline_needs_the_first_model(train, tmp_path):
     saved = {"callbacks": [RoundCheckpoint(str(tmp_path))], "enable_checkpointing": True}
     train(PersonalizedEvaluation(), rounds=1, **saved)
