@@ -414,6 +414,14 @@ def test_help_explains_every_option_of_the_federation(cli):
     assert "it is off" not in out
 
 
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_help_explains_the_checkpoints_of_this_command_line(cli, command):
+    out = " ".join(cli(command, "--help").split())
+    assert "last: the checkpoint of the newest run." in out
+    assert "files that you trust only" in out
+    assert "registry:" not in out  # Lightning's help
+
+
 def test_print_config_shows_a_whole_config(cli):
     printed = yaml.safe_load(cli("fit", "--config", DIGITS, "--print_config"))
     assert printed["federation"]["policy"]["class_path"].endswith("Schedule")

@@ -83,6 +83,21 @@ class Parser(LightningArgumentParser):
 JOB = "slurm.json"
 
 
+#: Help of options whose meaning differs from Lightning's, for a fit and for the other commands.
+HELP = {
+    "ckpt_path": (
+        "Path of the checkpoint from which training is resumed, or last: the checkpoint of the"
+        " newest run.",
+        "Path of the checkpoint, or last: the checkpoint of the newest run.",
+    ),
+    "weights_only": 2
+    * (
+        "Whether checkpoints are read as data. A checkpoint that contains other objects requires"
+        " false: set it for files that you trust only, because they can run code.",
+    ),
+}
+
+
 class JobNote(Callback):
     """Write the SLURM job of a run to its folder, where a requeued job finds it.
 
@@ -168,6 +183,9 @@ class FederatedCLI(LightningCLI):
         parser.set_defaults({"weights_only": True})
         if subcommand != "fit":
             parser.set_defaults({"ckpt_path": "last"})
+        for action in parser._actions:
+            if action.dest in HELP:
+                action.help = HELP[action.dest][subcommand != "fit"]
         return parser
 
     def _parse_ckpt_path(self) -> None:
