@@ -92,6 +92,7 @@ def test_every_config_is_listed_with_a_description(capsys):
     for line in lines:
         description = line.partition("  ")[2].strip()
         assert len(description.split()) > 2, line
+        assert description.endswith("."), line
         assert not re.match(r"(Data is read|Not run|test_acc|val_acc|accuracy)", description), line
 
 
@@ -104,7 +105,7 @@ def test_methods_are_searched(capsys):
     main(["methods"])
     every = capsys.readouterr().out
     assert "FedBuff" in every
-    assert "](" not in every
+    assert not re.search(r"\]\(|\(results\)|`", every)
     with pytest.raises(SystemExit, match="2"):
         main(["methods", "no such method"])
 

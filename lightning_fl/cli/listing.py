@@ -50,7 +50,7 @@ def description(path: Path) -> str:
     end = next(at for at, line in enumerate(lines) if not line.startswith("#"))
     head = [line.removeprefix("# ") for line in lines[:end]]
     text = " ".join(head[2:] if head[0].startswith("lightning-fl ") else head)
-    return re.split(r"(?<=[.:])\s+(?=[A-Z-])", text, maxsplit=1)[0] if text else ""
+    return re.split(r"(?<=\.)\s+(?=[A-Z-])", text, maxsplit=1)[0] if text else ""
 
 
 def methods(words: Sequence[str]) -> None:
@@ -81,19 +81,26 @@ def methods(words: Sequence[str]) -> None:
 def tables(page: str) -> Iterator[tuple[str, list[list[str]]]]:
     r"""Yield the tables of a page in Markdown: the title above, and the cells without markup.
 
+    Links in parentheses are left out.
+
     Args:
         page: The page.
 
     Example:
-        >>> list(tables("## A\n\n| x | y |\n|---|---|\n| [b](c.md) | `d` |\n"))
+        >>> list(tables("## A\n\n| x | y |\n|---|---|\n| [b](c.md) ([e](f.md)) | `d` |\n"))
         [('A', [['b', 'd']])]
     """
     for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
         title, *lines = section.splitlines()
         rows = [line for line in lines if line.startswith("|")][2:]
         if rows:
-            plain = (re.sub(r"\[([^]]+)\]\([^)]*\)|`", r"\1", row) for row in rows)
-            yield title, [[cell.strip() for cell in row[1:-1].split("|")] for row in plain]
+            yield title, [[cell.strip() for cell in _plain(row)[1:-1].split("|")] for row in rows]
+
+
+def _plain(row: str) -> str:
+    """Return a row of a table without links and marks of code."""
+    row = re.sub(r" \(\[[^]]+\]\([^)]*\)\)", "", row)
+    return re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", row).replace("`", "")
 
 
 def _cut(line: str) -> str:
