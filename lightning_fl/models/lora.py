@@ -27,7 +27,7 @@ class LoRA(nn.Module):
     :math:`B_k A` is exactly the average of :math:`B_k` times :math:`A`, and :math:`A` is not
     exchanged, which is half of the adapter of a square layer.
 
-    Requires the package peft: ``pip install "lightning-fl[peft]"``.
+    Requires the package peft: ``pip install "lightning_fl[peft]"``.
 
     Args:
         net: The network.

@@ -18,7 +18,7 @@ class TimmModel(nn.Module):
 
     Attention is not fused, so that it can be vectorized over clients.
 
-    Requires the package timm: ``pip install "lightning-fl[peft]"``.
+    Requires the package timm: ``pip install "lightning_fl[peft]"``.
 
     Args:
         name: Name of the model, such as ``vit_tiny_patch16_224`` (``timm.list_models()``).
