@@ -52,3 +52,10 @@ def test_what_a_federation_needs_does_not_bring_the_compiler():
     code = "import sys, lightning_fl.callbacks, lightning_fl.datamodules, lightning_fl.cli.run;"
     code += "assert 'torch._inductor.compile_fx' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+def test_help_lists_no_classes_of_remote_clients():
+    """``--help`` lists all classes that are imported."""
+    code = "import sys, lightning_fl.cli.run; assert 'lightning_fl.integrations' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

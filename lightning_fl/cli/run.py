@@ -24,8 +24,6 @@ from lightning_fl.cli.arguments import (
 from lightning_fl.cli.completion import CompletionCLI
 from lightning_fl.cli.federated import FederatedCLI, start
 from lightning_fl.cli.messages import show_warning, with_notes
-from lightning_fl.cli.parts import read_config, split
-from lightning_fl.integrations.export import write_flower_app
 from lightning_fl.report import report
 from lightning_fl.types import FederationError
 
@@ -84,6 +82,8 @@ def _run(args: ArgsType) -> None:
     elif name == "completion":
         start(partial(CompletionCLI, shell=completion_parser().parse_args(rest).shell), [])
     elif name == "partition":
+        from lightning_fl.cli.parts import split  # see _export
+
         output, words = partition_words(rest)
         split(words, output)
     else:
@@ -91,6 +91,10 @@ def _run(args: ArgsType) -> None:
 
 
 def _export(words: Sequence[str]) -> None:
+    # Imported here: the help of a fit would list the classes of remote clients among the methods.
+    from lightning_fl.cli.parts import read_config
+    from lightning_fl.integrations.export import write_flower_app
+
     app, rest = export_words(words)
     found = read_config(app.config, *rest)
     for path in write_flower_app(found, Path(app.config), app.output):
