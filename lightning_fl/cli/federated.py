@@ -83,18 +83,16 @@ class Parser(LightningArgumentParser):
 JOB = "slurm.json"
 
 
-#: Help of options whose meaning differs from Lightning's, for a fit and for the other commands.
+#: Help of options that have another meaning here than in Python.
 HELP = {
-    "ckpt_path": (
-        "Path of the checkpoint from which training is resumed, or last: the checkpoint of the"
-        " newest run.",
-        "Path of the checkpoint, or last: the checkpoint of the newest run.",
-    ),
-    "weights_only": 2
-    * (
-        "Whether checkpoints are read as data. A checkpoint that contains other objects requires"
-        " false: set it for files that you trust only, because they can run code.",
-    ),
+    "ckpt_path": "Path of a checkpoint, or last: the checkpoint of the newest run. A fit resumes"
+    " from it.",
+    "weights_only": "Whether checkpoints are read as data. A checkpoint that contains other objects"
+    " requires false: set it for files that you trust only, because they can run code.",
+    "trainer.default_root_dir": "Folder of the runs. Each fit has a new folder version_N in it.",
+    "federation.csv_name": "File name of the table of rounds in the folder of the run; null writes"
+    " no file.",
+    "checkpoint.dirpath": "Folder of the checkpoint; null uses the folder of the run.",
 }
 
 
@@ -184,8 +182,7 @@ class FederatedCLI(LightningCLI):
         if subcommand != "fit":
             parser.set_defaults({"ckpt_path": "last"})
         for action in parser._actions:
-            if action.dest in HELP:
-                action.help = HELP[action.dest][subcommand != "fit"]
+            action.help = HELP.get(action.dest, action.help)
         return parser
 
     def _parse_ckpt_path(self) -> None:
