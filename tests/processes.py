@@ -77,7 +77,7 @@ from lightning_fl.policies import (
     Stragglers,
 )
 from lightning_fl.runners import Phase
-from lightning_fl.samplers import AFLSampler, AsynchronousSampler, PoissonSampler
+from lightning_fl.samplers import AFLSampler, AsynchronousSampler, ClientSampler, PoissonSampler
 
 FEATURES, CLASSES, CLIENTS = 6, 3, 7
 
@@ -186,6 +186,13 @@ class Learner(HyperparameterPolicy):
     def update(self, feedback):
         figures = [feedback.val_loss, float(feedback.losses.nansum()), *feedback.metrics.values()]
         self.lr.mul_(0.5 + sum(f * 1e6 % 1 for f in figures) / len(figures))
+
+
+class Growing(ClientSampler):
+    """One client in the first round, and four in the next, so that processes join."""
+
+    def sample(self, round, count, num_samples, generator):
+        return torch.arange(1 + 3 * round)
 
 
 class Scheduled(Foreign):
@@ -537,6 +544,7 @@ CASES = {
         {"clients_per_round": 5},
         {"drop_last": True},
     ),
+    "processes that join": lambda: (Foreign(metric=False), {"sampler": Growing()}, {}),
     "schedule": lambda: (Scheduled(), {"clients_per_round": 5}, {}),
     "vectorized, schedule": lambda: (
         vectorized(LightlyScheduled(), steps_per_batch=2),

@@ -109,7 +109,8 @@ def _merge_logs(trainer: Trainer) -> None:
         values = [figures[key] for figures, _ in everywhere if key in figures]
         if key not in results:
             meta = _Metadata(**values[0].options)
-            meta.sync = _Sync()
+            # As in `self.log`, which this process may call in later rounds.
+            meta.sync = _Sync(trainer.strategy.reduce, rank_zero_only=values[0].rank_zero_only)
             results[key] = _ResultMetric(meta, is_tensor=True).to(device)
         metric = results[key]
         is_extreme = metric.meta.is_max_reduction or metric.meta.is_min_reduction
@@ -125,9 +126,11 @@ class _Logged(NamedTuple):
     options: dict[str, Any]
     value: Tensor
     samples: Tensor  # number of samples of a mean, otherwise 0
+    rank_zero_only: bool
 
 
 def _logged(metric: Any) -> _Logged:
     options = {f.name: getattr(metric.meta, f.name) for f in fields(_Metadata)}
     options.pop("_sync")
-    return _Logged(options, metric.value.cpu(), _samples(metric).cpu())
+    rank_zero_only = metric.meta.sync.rank_zero_only
+    return _Logged(options, metric.value.cpu(), _samples(metric).cpu(), rank_zero_only)
