@@ -65,7 +65,7 @@ class ClientParallelStrategy(DDPStrategy):
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self.timeout = timedelta(seconds=check_number("timeout", seconds, above=0))
         super().__init__(timeout=self.timeout, **options)
-        #: Whether this process has no client left in the round; set by the loop for each batch.
+        #: Whether this process has no client in the batch, but waits; set by the loop.
         self.is_idle = False
         #: Whether each process validates on all samples during a fit; set by the loop.
         self.repeats_validation = False
@@ -135,10 +135,13 @@ def _log_for_all(
 ) -> Callable[..., None]:
     """Return a ``self.log`` that synchronizes in validation and test, but not in local training.
 
-    If each process validates on all samples, no reduction is needed.
+    If each process validates on all samples, no reduction is needed. In an idle batch nothing is
+    logged, because it belongs to no client.
     """
 
     def wrapped(name: str, value: Any, *args: Any, **options: Any) -> None:
+        if strategy.is_idle and trainer.training:
+            return
         repeats = trainer.state.fn == TrainerFn.FITTING and strategy.repeats_validation
         sync_dist = not (trainer.training or repeats)
         if len(args) > SYNC_DIST:  # it is given by position

@@ -188,11 +188,34 @@ class Learner(HyperparameterPolicy):
         self.lr.mul_(0.5 + sum(f * 1e6 % 1 for f in figures) / len(figures))
 
 
+class Logging(Foreign):
+    """Values that are logged in hooks of local steps."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0, optimizer=sgd, metric=False)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.log("begun", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+
+    def on_before_optimizer_step(self, optimizer):
+        norm = sum(p.grad.square().sum() for p in self.parameters() if p.grad is not None).sqrt()
+        for name in ("mean", "min", "sum"):
+            self.log(f"norm/{name}", norm, on_step=False, on_epoch=True, reduce_fx=name)
+
+
 class Growing(ClientSampler):
     """One client in the first round, and four in the next, so that processes join."""
 
     def sample(self, round, count, num_samples, generator):
         return torch.arange(1 + 3 * round)
+
+
+class Counting(L.Callback):
+    """Count the local steps, and log their loss."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        for name, value in {"steps": 1.0, "losses": outputs["loss"]}.items():
+            pl_module.log(name, value, on_step=False, on_epoch=True, reduce_fx="sum")
 
 
 class Scheduled(Foreign):
@@ -545,6 +568,11 @@ CASES = {
         {"drop_last": True},
     ),
     "processes that join": lambda: (Foreign(metric=False), {"sampler": Growing()}, {}),
+    "logs of hooks": lambda: (
+        Logging(),
+        {"sampler": Growing(), "policy": Uneven(), "callbacks": [Counting()]},
+        {},
+    ),
     "schedule": lambda: (Scheduled(), {"clients_per_round": 5}, {}),
     "vectorized, schedule": lambda: (
         vectorized(LightlyScheduled(), steps_per_batch=2),

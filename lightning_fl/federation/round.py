@@ -263,6 +263,7 @@ class Round:
             self.position += len(step.rows)
             if batch_idx + 1 < len(schedule):
                 self._seed_next_clients(schedule[batch_idx + 1])
+        self.fit.processes.wait(is_idle=False)  # hooks after the last batch log values
         self.step = schedule[batch_idx + 1] if batch_idx + 1 < len(schedule) else None
         if self.step is None:
             self.aggregate()
