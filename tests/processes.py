@@ -189,10 +189,13 @@ class Learner(HyperparameterPolicy):
 
 
 class Logging(Foreign):
-    """Values that are logged in hooks of local steps."""
+    """Values that are logged in hooks, and before the steps of a round."""
 
     def __init__(self):
         super().__init__(dropout=0.0, optimizer=sgd, metric=False)
+
+    def on_train_epoch_start(self):
+        self.log("started", 1.0, reduce_fx="sum")
 
     def on_train_batch_start(self, batch, batch_idx):
         self.log("begun", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")

@@ -17,6 +17,9 @@ from torch import Tensor
 from lightning_fl.strategies import gathered
 from lightning_fl.types import FederationError
 
+#: Hooks that may log before the local steps of a round. Every process calls them.
+BEFORE_STEPS = ("on_train_start", "on_train_epoch_start")
+
 
 class ClientLogs:
     """Collect the values that ``training_step`` logs in a round, per client.
@@ -39,7 +42,7 @@ class ClientLogs:
         results: Any = trainer.fit_loop.epoch_loop._results
         part = self._parts[client] = {}
         for key, metric in results.items():
-            if _is_sum(metric):
+            if _is_sum(metric) and metric.meta.fx not in BEFORE_STEPS:
                 samples = _samples(metric)
                 part[key] = (metric.value, samples)
                 metric.value = torch.zeros_like(metric.value)
@@ -91,7 +94,11 @@ def _samples(metric: Any) -> Tensor:
 
 
 def _merge_logs(trainer: Trainer) -> None:
-    """Add what the other processes have logged to the values of this process."""
+    """Add what the other processes have logged to the values of this process.
+
+    Sums and means over local steps were taken out. What is left was logged before the local steps,
+    on every process.
+    """
     results: Any = trainer.fit_loop.epoch_loop._results
     logged = {key: m for key, m in results.items() if m.meta.on_epoch and not m.has_reset}
     own = {key: _logged(m) for key, m in logged.items() if m.is_tensor}
@@ -113,10 +120,10 @@ def _merge_logs(trainer: Trainer) -> None:
             meta.sync = _Sync(trainer.strategy.reduce, rank_zero_only=values[0].rank_zero_only)
             results[key] = _ResultMetric(meta, is_tensor=True).to(device)
         metric = results[key]
-        is_extreme = metric.meta.is_max_reduction or metric.meta.is_min_reduction
-        reduce = metric.meta.reduce_fx if is_extreme else torch.sum
-        metric.value = reduce(torch.stack([one.value for one in values])).to(device)
-        metric.cumulated_batch_size = torch.stack([one.samples for one in values]).sum().to(device)
+        value, samples = values[0].value, values[0].samples
+        if metric.meta.is_max_reduction or metric.meta.is_min_reduction:
+            value = metric.meta.reduce_fx(torch.stack([one.value for one in values]))
+        metric.value, metric.cumulated_batch_size = value.to(device), samples.to(device)
         metric.has_reset, metric._computed, metric._update_count = False, None, 1
 
 
