@@ -189,7 +189,7 @@ class Learner(HyperparameterPolicy):
 
 
 class Logging(Foreign):
-    """Values that are logged in hooks, and before the steps of a round."""
+    """Values that are logged in hooks, in single steps, and before the steps of a round."""
 
     def __init__(self):
         super().__init__(dropout=0.0, optimizer=sgd, metric=False)
@@ -199,6 +199,12 @@ class Logging(Foreign):
 
     def on_train_batch_start(self, batch, batch_idx):
         self.log("begun", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("last", loss)
+        self.log("both", loss, on_epoch=True, batch_size=len(batch[0]))
+        return loss
 
     def on_before_optimizer_step(self, optimizer):
         norm = sum(p.grad.square().sum() for p in self.parameters() if p.grad is not None).sqrt()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +16,18 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from torch import Tensor
 
 from lightning_fl.strategies import gathered
-from lightning_fl.types import FederationError
+from lightning_fl.types import FederationError, RoundPlan
 
 #: Hooks that may log before the local steps of a round. Every process calls them.
 BEFORE_STEPS = ("on_train_start", "on_train_epoch_start")
+
+
+class _OfStep(NamedTuple):
+    """Hold the value of a single step, with its name in ``trainer.callback_metrics``."""
+
+    client: int
+    name: str
+    value: Tensor
 
 
 class ClientLogs:
@@ -31,6 +40,8 @@ class ClientLogs:
 
     def __init__(self) -> None:
         self._parts: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
+        #: Last value of each key that is logged in single steps, and its client.
+        self._steps: dict[str, _OfStep] = {}
 
     def take(self, trainer: Trainer, client: int) -> None:
         """Take out the values that were logged since the last call, when clients are done.
@@ -42,33 +53,44 @@ class ClientLogs:
         results: Any = trainer.fit_loop.epoch_loop._results
         part = self._parts[client] = {}
         for key, metric in results.items():
+            self._note_step(key, metric, client)
             if _is_sum(metric) and metric.meta.fx not in BEFORE_STEPS:
                 samples = _samples(metric)
                 part[key] = (metric.value, samples)
                 metric.value = torch.zeros_like(metric.value)
                 metric.cumulated_batch_size = torch.zeros_like(samples)
 
-    def put_back(self, trainer: Trainer, shared: bool) -> None:
+    def _note_step(self, key: str, metric: Any, client: int) -> None:
+        """Record the value of a single step if this client has logged it."""
+        value, before = metric._forward_cache, self._steps.get(key)
+        is_new = before is None or value is not before.value
+        if metric.meta.on_step and not metric.has_reset and is_new and isinstance(value, Tensor):
+            self._steps[key] = _OfStep(client, metric.meta.forked_name(on_step=True), value)
+
+    def put_back(self, trainer: Trainer, plan: RoundPlan | None = None) -> None:
         """Replace the logged values by those of all clients.
 
         Args:
             trainer: The Trainer that logs.
-            shared: Whether the clients are distributed over processes. All processes must then call
-                this method.
+            plan: Plan of the round, if the clients are distributed over processes. All processes
+                must then call this method.
 
         Raises:
             FederationError: If a metric was logged on some processes only, since its ``compute``
                 would wait for the others.
         """
-        parts = self._parts
-        if shared:
+        parts, steps = self._parts, list[Mapping[str, _OfStep]]()
+        if plan is not None:
             own = {
                 client: {
                     key: (value.cpu(), samples.cpu()) for key, (value, samples) in part.items()
                 }
                 for client, part in parts.items()
             }
-            parts = {client: part for every in gathered(own) for client, part in every.items()}
+            last = {key: step._replace(value=step.value.cpu()) for key, step in self._steps.items()}
+            every = gathered((own, last))
+            parts = {client: part for parts, _ in every for client, part in parts.items()}
+            steps = [last for _, last in every]
             _merge_logs(trainer)
         results: Any = trainer.fit_loop.epoch_loop._results
         for key, metric in results.items():
@@ -78,6 +100,8 @@ class ClientLogs:
             value, samples = (torch.stack(each).sum(0) for each in zip(*entries, strict=True))
             metric.value = metric.value + value.to(metric.value)
             metric.cumulated_batch_size = _samples(metric) + samples.to(metric.value.device)
+        if plan is not None:  # only after the sums, since Lightning computes the metrics then
+            _put_last_steps(trainer, plan, steps)
 
 
 def _is_sum(metric: Any) -> bool:
@@ -125,6 +149,21 @@ def _merge_logs(trainer: Trainer) -> None:
             value = metric.meta.reduce_fx(torch.stack([one.value for one in values]))
         metric.value, metric.cumulated_batch_size = value.to(device), samples.to(device)
         metric.has_reset, metric._computed, metric._update_count = False, None, 1
+
+
+def _put_last_steps(
+    trainer: Trainer, plan: RoundPlan, everywhere: Sequence[Mapping[str, _OfStep]]
+) -> None:
+    """Set each metric of single steps to the last value, in the order of a single process."""
+    if not (keys := {key: None for steps in everywhere for key in steps}):
+        return
+    in_order = [step for step in replace(plan, rank=0, world_size=1).schedule if step.last]
+    position = {row: i for i, step in enumerate(in_order) for row in step.rows}
+    metrics: Any = trainer.callback_metrics
+    for key in keys:
+        values = [steps[key] for steps in everywhere if key in steps]
+        last = max(values, key=lambda each: position[each.client])
+        metrics[last.name] = last.value.to(trainer.strategy.root_device)
 
 
 class _Logged(NamedTuple):

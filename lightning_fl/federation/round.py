@@ -458,7 +458,7 @@ class Round:
         fit, progress, before = self.fit, self.fit.progress, self.fit.progress.val_loss
         trainer, policy = fit.trainer, fit.policy
         fit.memory.store.commit()
-        self.logs.put_back(trainer, fit.processes.share_clients)
+        self.logs.put_back(trainer, self.plan if fit.processes.share_clients else None)
         fit.aggregator.check_metrics({f"federation/{name}" for name in COLUMNS - {"lr"}})
         progress.val_loss = fit.validation.loss(progress.table) if self.is_validated else None
         if policy.learns:
@@ -478,7 +478,7 @@ class Round:
             FederationError: If it was not stopped by the Trainer.
         """
         self.abandon()
-        self.logs.put_back(self.fit.trainer, shared=False)
+        self.logs.put_back(self.fit.trainer)
         if not self.fit.trainer.should_stop:
             raise FederationError(
                 f"round {self.plan.round + 1} ended after {self.position} of"
