@@ -371,6 +371,10 @@ class VectorizedClients(LightningModule):
             return
         is_seen = sees_gradients(self.trainer)
         runner.may_update = not (is_seen or self.trainer.gradient_clip_val or runner.phases)
+        # In the first batch, Lightning resets what a hook has logged if it logs again after another
+        # hook. Here, hooks are called in each local step.
+        connector: Any = self.trainer._logger_connector
+        connector._first_loop_iter = False
         for step, active in enumerate(runner.active):
             runner.step, runner.evaluation = step, 0
             is_last = step + 1 == len(runner.active)

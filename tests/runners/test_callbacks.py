@@ -88,6 +88,28 @@ def test_what_nobody_has_is_an_attribute_error(scaled):
     assert "beta" not in vars(group_size)
 
 
+class Logs(Callback):
+    """Counts its calls, and logs each of them."""
+
+    def __init__(self):
+        self.calls = [0, 0]
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        pl_module.log("cleared", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.calls[trainer.current_epoch] += 1
+        pl_module.log("called", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+
+
+def test_what_callbacks_log_in_each_local_step_is_counted(train, tiny):
+    callback = Logs()
+    rows = train(tiny(), 3, steps_per_batch=4, callbacks=[callback]).rows
+    assert min(callback.calls) > 5
+    for name in ("cleared", "called"):
+        assert [row[name] for row in rows] == callback.calls
+
+
 class Clips(Callback):
     """Changes gradients, and counts its calls."""
 
