@@ -188,7 +188,7 @@ class PersonalizedEvaluation(Callback):
         if self.every_n_rounds is None and round and self._measured_at != round:
             figures = self._measure(trainer, round)
             for logger in trainer.loggers:
-                logger.log_metrics(figures, trainer.global_step - 1)
+                logger.log_metrics(figures, round)  # the step of all metrics of the round
 
     def _measure(self, trainer: Trainer, round: int) -> dict[str, float]:
         """Evaluate all clients, write the table, and return the metrics to log."""

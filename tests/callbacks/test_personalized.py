@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_fl import ClientModule, VectorizedClients
@@ -425,13 +426,17 @@ def test_a_callback_of_an_earlier_run_starts_anew(train):
     assert used.rows == new.rows
 
 
-def test_a_run_that_ends_early_is_measured(train):
+def test_a_run_that_ends_early_is_measured(train, tmp_path):
     """Whoever stops it is asked after this callback."""
+    logger = CSVLogger(tmp_path, name="", version="")
     stop = EarlyStopping("train_loss", patience=0, mode="max", check_on_train_epoch_end=True)
     callback = PersonalizedEvaluation(steps=1)
-    _, loop, _ = train(callback, rounds=9, callbacks=[stop])
+    _, loop, _ = train(callback, rounds=9, callbacks=[stop], logger=logger)
     assert 0 < loop.round < 9
     assert len(callback.rows) == 4
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    assert rows[-1]["personal/mean"]
+    assert {int(row["step"]) for row in rows} == {*range(1, loop.round + 1)}
 
 
 def test_after_the_last_round_the_policy_is_that_of_the_last(train):
