@@ -60,6 +60,17 @@ class ClientLogs:
                 metric.value = torch.zeros_like(metric.value)
                 metric.cumulated_batch_size = torch.zeros_like(samples)
 
+    def discard(self, trainer: Trainer) -> None:
+        """Discard the values of the local step of a round without clients.
+
+        Args:
+            trainer: The Trainer that logs.
+        """
+        results: Any = trainer.fit_loop.epoch_loop._results
+        for metric in results.values():
+            if metric.meta.fx not in BEFORE_STEPS:
+                metric.reset()
+
     def _note_step(self, key: str, metric: Any, client: int) -> None:
         """Record the value of a single step if this client has logged it."""
         value, before = metric._forward_cache, self._steps.get(key)

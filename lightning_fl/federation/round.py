@@ -253,9 +253,14 @@ class Round:
         schedule = self.plan.schedule
         step = schedule[batch_idx]
         if step.last:
+            if self.plan.is_empty:
+                call_hook(self.fit.runner.module, "federated_discard_losses")
             call_hook(self.fit.module, "on_client_end")
             self.collect(step)
-            self.logs.take(self.fit.trainer, step.rows[0])
+            if self.plan.is_empty:
+                self.logs.discard(self.fit.trainer)
+            else:
+                self.logs.take(self.fit.trainer, step.rows[0])
             steps = 0 if self.plan.is_empty else step.start + step.steps
             if steps > self.results.most_steps:
                 self.results.most_steps = steps

@@ -369,6 +369,10 @@ class ClientModule(LightningModule):
         self._client_loss.append(loss * count)
         self._client_samples.append(count)
 
+    def federated_discard_losses(self) -> None:
+        """Discard the losses recorded in the local step of a round without clients."""
+        self._client_loss, self._client_samples = [], []
+
     def on_client_end(self) -> None:
         """Set the tensors of terms, and add the recorded client losses to ``train_loss``.
 
@@ -396,9 +400,12 @@ class ClientModule(LightningModule):
         self._client_loss, self._client_samples = [], []
 
     def on_train_epoch_end(self) -> None:
-        """Log the training loss of the round."""
+        """Log the training loss of the round, if it had clients."""
         self._add_client_losses()  # without a FederatedLoop there is no on_client_end
-        self.log("train_loss", self.train_loss, prog_bar=True)
+        # The metric synchronizes processes, so they must agree on whether to log it.
+        decide = self.trainer.strategy.reduce_boolean_decision
+        if decide(self.train_loss.update_called, all=False):
+            self.log("train_loss", self.train_loss, prog_bar=True)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log the validation loss and accuracy."""

@@ -271,6 +271,35 @@ def test_a_round_that_samples_nobody_makes_no_scheduler_step(decaying, fit, data
     assert loop.rows[2]["lr"] == pytest.approx(0.05 * (1 + 7 / 8) / 2)  # of 8 steps
 
 
+@pytest.mark.filterwarnings("ignore:round 2. 0 of 0 clients", "ignore:the global model was kept")
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_a_round_that_samples_nobody_has_no_training_metrics(fit, data, group_size):
+    """Those of its placeholder client are of nobody."""
+
+    class Alternating(PoissonSampler):
+        def sample(self, round, count, num_samples, generator):
+            return torch.arange(0 if round == 1 else 2)
+
+    class Logging(ClientModule):
+        def on_train_epoch_start(self):
+            super().on_train_epoch_start()
+            self.log("started", 1.0)
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("mean", loss, on_step=True, on_epoch=True)
+            self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+            return loss
+
+    module = Logging(nn.Linear(6, 3)).double()
+    if group_size is not None:
+        module = VectorizedClients(module, group_size, compile=False)
+    loop = FederatedLoop(sampler=Alternating(), clients_per_round=2, seed=0)
+    fit(module, loop, data(), rounds=3)
+    names = {"train_loss", "mean", "mean_step", "mean_epoch", "largest", "started"}
+    assert [names & row.keys() for row in loop.rows] == [names, {"started"}, names]
+
+
 @pytest.mark.parametrize("scheduler", [linear_decay, one_cycle, every_round])
 def test_one_client_equals_plain_lightning_hook_for_hook(decaying, trainer, data, scheduler):
     runs = []
