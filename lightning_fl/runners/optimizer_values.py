@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -145,6 +146,24 @@ def around_steps(
             vars(optimizer).pop("step", None)
 
     return undo
+
+
+@contextmanager
+def rates_scaled(groups: Sequence[dict[str, Any]], factor: float) -> Iterator[None]:
+    """Multiply the learning rates of parameter groups within a ``with`` block.
+
+    Args:
+        groups: The parameter groups.
+        factor: The factor.
+    """
+    before = [group["lr"] for group in groups]
+    try:
+        for group in groups:
+            group["lr"] = group["lr"] * factor
+        yield
+    finally:
+        for group, lr in zip(groups, before, strict=True):
+            group["lr"] = lr
 
 
 # --- values ---------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from lightning_fl.runners.graphs import (
     sgd_update,
 )
 from lightning_fl.runners.local_step import gradients_of
+from lightning_fl.runners.optimizer_values import rates_scaled
 from lightning_fl.runners.samples import Padded, Samples, copied
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.types import FederationError
@@ -269,20 +270,15 @@ def _put_back(step: VectorizedStep) -> Iterator[None]:
     groups, state = step.optimizer.param_groups if is_sgd else [], step.optimizer.state
     params = [p for group in groups if group["momentum"] for p in group["params"]]
     before = {p: state.pop(p) for p in params if p in state}
-    rates = [group["lr"] for group in groups]
-    with left_alone(step.module), step.stacks.untouched():
+    with left_alone(step.module), step.stacks.untouched(), rates_scaled(groups, 0.0):
         try:
             for p in params:  # so that a step includes the update
                 state[p] = {"momentum_buffer": torch.zeros_like(p)}
-            for group in groups:
-                group["lr"] = 0.0
             yield
         finally:
             for p in params:
                 del state[p]
             state.update(before)
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
 
 
 def trial(step: VectorizedStep, samples: Samples, at_once: bool) -> None:

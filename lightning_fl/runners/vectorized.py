@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.runners.attributes import left_alone
 from lightning_fl.runners.graphs import Graphs, can_update, graphs_made, sgd_update
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
+from lightning_fl.runners.optimizer_values import rates_scaled
 from lightning_fl.runners.samples import Padded, Samples, copied
 from lightning_fl.runners.side_by_side import SideBySide
 from lightning_fl.runners.stacks import Stacks
@@ -155,18 +156,10 @@ class VectorizedStep:
         stacked = tree_map(lambda *t: scattered(torch.stack(t), rows, self.stacks.count), *outcomes)
         return _with_gradients(stacked.loss, self.stacks.params, known), stacked
 
-    @contextmanager
-    def _rate(self, row: int) -> Iterator[None]:
-        """Set a client's learning rate within a ``with`` block, for a step that reads it."""
+    def _rate(self, row: int) -> AbstractContextManager[None]:
+        """Return a context with the learning rate of a client, for a step that reads it."""
         groups = self.optimizer.param_groups if self.rate_ratios else []
-        before = [group["lr"] for group in groups]
-        try:
-            for group in groups:
-                group["lr"] = group["lr"] * self.rate_ratios[row]
-            yield
-        finally:
-            for group, lr in zip(groups, before, strict=True):
-                group["lr"] = lr
+        return rates_scaled(groups, self.rate_ratios[row] if groups else 1.0)
 
     def _check_logs(self, outcomes: list[Outcome]) -> None:
         """Refuse names that a step logs for some of the clients only."""
@@ -227,14 +220,19 @@ class VectorizedStep:
             row: The client.
             batch: Its batch.
         """
+        with self._trial(), self.stacks.client(row):
+            return self.local.by_itself({}, copied(batch))[1]
+
+    @contextmanager
+    def _trial(self) -> Iterator[None]:
+        """Undo what a step does to the module, its clients and the random numbers."""
         with (
             left_alone(self.module),
             seeded_rng(0, self.module.device),
             self.stacks.untouched(),
-            self.stacks.client(row),
             torch.enable_grad(),
         ):
-            return self.local.by_itself({}, copied(batch))[1]
+            yield
 
     def _note_partial(self, trained: Mapping[str, list[int]], count: int) -> None:
         """Note the parameters with a gradient of only some of the clients.
@@ -351,14 +349,8 @@ class VectorizedStep:
 
     def _used_at_once(self, batch: Any, weight: Tensor | None) -> list[str]:
         """Return the parameters that a step of all clients uses; it changes nothing."""
-        stacks = self.stacks
-        with (
-            left_alone(self.module),
-            seeded_rng(0, self.module.device),
-            stacks.untouched(),
-            torch.enable_grad(),
-        ):
-            own = stacks.arguments(lambda t: t)
+        with self._trial():
+            own = self.stacks.arguments(lambda t: t)
             outcome = self.local.many(**own, batch=copied(batch), weight=weight, at_once=True)
             return used(outcome.loss, own["params"])
 
