@@ -48,13 +48,16 @@ def attributes_set(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
     """
     own = vars(owner)
     before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
+    for name, value in attributes.items():  # torch 2.11 does not compile own.update(attributes)
+        own[name] = value
     try:
         yield
     finally:
         for name in attributes:
-            own.pop(name, None)
-        own.update(before)
+            if name in before:
+                own[name] = before[name]
+            else:
+                own.pop(name, None)
 
 
 @contextmanager

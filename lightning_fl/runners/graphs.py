@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.optim.sgd import sgd
 from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_fl.runners.attributes import left_alone
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
@@ -39,13 +41,15 @@ class Graphs:
         self, local: LocalStep, optimizer: torch.optim.Optimizer, rewrites: bool = True
     ) -> None:
         self.local, self.optimizer = local, optimizer
-        on_a_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
-        self._gradients = compiled(LocalStep.gradients, on_a_gpu, rewrites)
-        self._sgd_step = compiled(sgd_step, on_a_gpu, rewrites)
+        self._on_a_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+        self._gradients = compiled(LocalStep.gradients, self._on_a_gpu, rewrites)
+        self._sgd_step = compiled(sgd_step, self._on_a_gpu, rewrites)
+        self._momentum = WeakTensorKeyDictionary()
 
     def gradients(self, params: Tensors, *tensors: Any, **how: Any) -> tuple[Tensors, Outcome]:
         """Return the gradients and the outcome of a step; see :meth:`LocalStep.gradients`."""
-        found: tuple[Tensors, Outcome] = self._gradients(self.local, params, *tensors, **how)
+        with self.local.placeholders():
+            found: tuple[Tensors, Outcome] = self._gradients(self.local, params, *tensors, **how)
         return found
 
     def update(self, params: Tensors, *tensors: Any, **how: Any) -> Outcome:
@@ -56,12 +60,27 @@ class Graphs:
             tensors: Further positional arguments of :meth:`LocalStep.many`.
             how: Keyword arguments of :meth:`LocalStep.many`.
         """
-        for param in params.values():
-            if param.is_cuda:  # a CUDA graph needs fixed addresses
-                torch._dynamo.mark_static_address(param)
+        if self._on_a_gpu:
+            self._fix_addresses(params.values())
         groups = sgd_groups(self.optimizer, params)
-        outcome: Outcome = self._sgd_step(self.local, params, groups, *tensors, **how)
+        with self.local.placeholders():
+            outcome: Outcome = self._sgd_step(self.local, params, groups, *tensors, **how)
         return outcome
+
+    def _fix_addresses(self, params: Iterable[Tensor]) -> None:
+        """Keep parameters and momentum where they are: a CUDA graph writes to fixed addresses only.
+
+        A round begins with new momentum, which moves to the memory of the first.
+        """
+        for param in params:
+            torch._dynamo.mark_static_address(param, guard=False)
+            state = self.optimizer.state.get(param, {})
+            if (buffer := state.get("momentum_buffer")) is None:
+                continue
+            kept = self._momentum.setdefault(param, buffer)
+            if kept is not buffer:
+                state["momentum_buffer"] = kept.copy_(buffer)
+            torch._dynamo.mark_static_address(kept, guard=False)
 
 
 def can_update(optimizer: torch.optim.Optimizer) -> bool:
@@ -128,11 +147,12 @@ def sgd_groups(
         rows: Clients whose momentum is returned; None means all.
     """
     names = {id(p): name for name, p in params.items()}
+    device = next(iter(params.values())).device
     groups: list[SGDGroup] = []
     for group in optimizer.param_groups:
         own = [p for p in group["params"] if p.requires_grad]
         # A tensor, since a Python number would recompile the graph for every new rate.
-        rate = torch.tensor(float(group["lr"]), dtype=torch.float64)
+        rate = _number(float(group["lr"]), device)
         momentum: list[Tensor | None] = [None] * len(own)
         if group["momentum"]:
             kept = [optimizer.state[p]["momentum_buffer"] for p in own]
@@ -140,6 +160,12 @@ def sgd_groups(
         options = {name: group[name] for name in _OPTIONS}
         groups.append(([names[id(p)] for p in own], options, rate, momentum))
     return groups
+
+
+@lru_cache(maxsize=64)
+def _number(value: float, device: torch.device) -> Tensor:
+    """Return a number as a tensor on a device; a CUDA graph cannot read it from the CPU."""
+    return torch.tensor(value, dtype=torch.float64).to(device, non_blocking=True)
 
 
 def sgd_step(
@@ -197,7 +223,7 @@ def depends_on_batch_idx(local: LocalStep, **arguments: Any) -> bool:
     try:
         for i in (at, at, at + 1):
             local.batch_idx = i
-            with left_alone(local.module):
+            with left_alone(local.module), local.placeholders():
                 traced(local, **arguments)
             graphs.append(graphs_made())
     except Exception:  # compiling will raise it again

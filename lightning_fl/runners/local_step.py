@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from inspect import signature
 from typing import Any, Literal, NamedTuple, cast
 
@@ -70,6 +71,13 @@ def gradients_of(loss: Tensor, params: Mapping[str, Tensor]) -> Tensors:
     }
 
 
+#: Attributes of the module that a step sets.
+_SET = (
+    "log",
+    "federated_sample_weight",
+    "federated_record",
+    "federated_global_parameters",
+)
 _LOG_OPTIONS = list(signature(LightningModule.log).parameters)[3:]
 
 
@@ -189,6 +197,15 @@ class LocalStep(nn.Module):
         if loss.ndim:  # of one number, which Lightning takes, too
             loss, task_loss = loss.reshape(()), task_loss.reshape(())
         return (loss, task_loss), logs, recorded
+
+    def placeholders(self) -> AbstractContextManager[None]:
+        """Return a context in which the module has all attributes that a step sets.
+
+        A compiled step needs it, since torch 2.11 does not compile the removal of attributes.
+        """
+        kind, own = type(self.module), vars(self.module)
+        missing = [name for name in _SET if name not in own and hasattr(kind, name)]
+        return attributes_set(self.module, {name: getattr(kind, name) for name in missing})
 
     def _on_device(self, value: Any) -> Tensor:
         """Return a logged value as a tensor on the device of the module."""

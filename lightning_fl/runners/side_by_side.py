@@ -82,7 +82,7 @@ class SideBySide:
         if self._checked is not None and self._checked.fits(leaves):
             return self._checked.start(leaves)
         self._called = None
-        with torch.no_grad():
+        with torch.no_grad(), self.local.placeholders():
             outcome, _ = self._step(self.local, **arguments)
         assert isinstance(outcome, Outcome)
         self._checked = checked(leaves, outcome, *self._called) if self._called else None

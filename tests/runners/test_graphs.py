@@ -6,10 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lightning_fl import ClientModule
+from lightning_fl.objectives import WeightDivergence
 from lightning_fl.runners.graphs import (
     Graphs,
     can_update,
     compiled,
+    own_code,
     sgd_groups,
     sgd_step,
     sgd_update,
@@ -204,6 +207,22 @@ def test_what_a_cuda_graph_returns_is_copied(monkeypatch):
     first, second = (times(module, torch.tensor(x)) for x in (1.0, 2.0))
     assert (float(first), float(second)) == (1, 2)
     assert modes == ["reduce-overhead"]
+
+
+def test_a_step_is_compiled_as_a_whole():
+    """Also by torch 2.11, which compiles neither the removal of attributes nor what follows."""
+    module = ClientModule(torch.nn.Linear(3, 2), [WeightDivergence()])
+    params = {n: torch.nn.Parameter(p.detach()[None]) for n, p in module.named_parameters()}
+    fixed = {name: param.detach()[0] for name, param in params.items()}
+    optimizer, batch = torch.optim.SGD(params.values(), lr=0.1), (torch.ones(1, 4, 3), LABELS)
+    local = LocalStep(module)
+    whole = torch.compile(own_code(sgd_step), backend="eager", fullgraph=True)
+    with torch.no_grad(), local.placeholders():
+        whole(local, params, sgd_groups(optimizer, params), {}, fixed, batch, None, **HOW)
+    assert "log" not in vars(module)
+
+
+LABELS = torch.tensor([[0, 1, 1, 0]])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
