@@ -34,7 +34,10 @@ class _Precise(Metric):
             like = fn(tensor.new_empty(0))
             return tensor.to(like.device, torch.promote_types(tensor.dtype, like.dtype))
 
-        return super()._apply(moved, exclude_state)
+        before = self._dtype
+        applied = super()._apply(moved, exclude_state)  # sets the precision of updates anew
+        self._dtype = torch.promote_types(before, self._dtype)
+        return applied
 
 
 class Mean(_Precise, MeanMetric):
