@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -164,12 +165,21 @@ class LayerStack:
         return list(zip(each[::2], each[1::2], strict=True))
 
     def drawn(self) -> Layers:
-        """Return newly initialized weights and biases; the module is unchanged."""
-        before = self.read()
-        for layer in self.layers.values():
-            layer.reset_parameters()
-        layers = self.read()
-        self.write(before)
+        """Return newly initialized weights and biases; the module is unchanged.
+
+        They are drawn on the CPU, so that they do not depend on the device.
+        """
+        layers = []
+        for layer, (weight, _) in zip(self.layers.values(), self.read(), strict=True):
+            params = {
+                name: nn.Parameter(torch.empty_like(param, device="cpu"))
+                for name, param in layer.named_parameters()
+            }
+            new = copy.copy(layer)
+            vars(new)["_parameters"] = params
+            new.reset_parameters()
+            drawn = [params[name].detach().to(weight) for name in ("weight", "bias")]
+            layers.append((drawn[0].view_as(weight), drawn[1]))
         return layers
 
     def freeze(self, count: int) -> None:

@@ -69,7 +69,7 @@ class ClientNetworks:
             return self.network(server.clone(), client)
         key = (run_seed(self.rule.seed), RandomStream.NEURONS, client)
         if (std := self.rule.std) is None:
-            with seeded_rng(derive_seed(*key), server.device):
+            with seeded_rng(derive_seed(*key)):
                 return self._narrowed(self.chain.drawn(), client)
         random, mean = generator(*key), self.rule.bias_mean
         layers = [
