@@ -207,7 +207,7 @@ def check_network(trainer: Trainer, module: LightningModule, data: FederatedData
     if not isinstance(module, ClientModule):
         return
     x, *_ = trainer.precision_plugin.convert_input(data.example())
-    with evaluating(module), torch.no_grad(), seeded_rng(0):
+    with evaluating(module), torch.no_grad(), seeded_rng(0, module.device):
         try:
             module(x.to(module.device))
         except RuntimeError as error:

@@ -285,7 +285,7 @@ def trial(step: VectorizedStep, samples: Samples, at_once: bool) -> None:
     """Make a forward and backward pass, and the update of SGD; see :func:`_put_back`."""
     stacks, everyone = step.stacks, torch.ones(step.stacks.count, dtype=torch.bool)
     samples = copied(samples)
-    with seeded_rng(0), torch.enable_grad():
+    with seeded_rng(0, step.module.device), torch.enable_grad():
         if not at_once:
             step.one_by_one(samples, everyone, updates=True)
             return
@@ -297,7 +297,7 @@ def trial(step: VectorizedStep, samples: Samples, at_once: bool) -> None:
 
 def unused_parameters(step: VectorizedStep, samples: Samples) -> list[str]:
     """Return the names of the parameters that get no gradient in a step."""
-    with seeded_rng(0), step.stacks.untouched(), torch.enable_grad():
+    with seeded_rng(0, step.module.device), step.stacks.untouched(), torch.enable_grad():
         everyone = torch.ones(step.stacks.count, dtype=torch.bool)
         total, _ = step.mapped(copied(samples), everyone, updates=False)
     grads, params = gradients_of(total, step.stacks.params), step.stacks.params.items()
@@ -309,7 +309,7 @@ def uses_batch_idx(step: VectorizedStep, samples: Samples) -> bool:
     if not reads_batch_idx(step.module):
         return False
     own = step.stacks.leaves(lambda t: t[:2].clone())
-    with seeded_rng(0):
+    with seeded_rng(0, step.module.device):
         return depends_on_batch_idx(
             step.local, **own, batch=copied(samples.pair()), weight=None, at_once=True
         )
