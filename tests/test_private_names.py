@@ -30,7 +30,7 @@ IMPORTED = {
     "torch._inductor.decomposition": ["select_decomp_table"],
     "torch._inductor.custom_graph_pass": ["CustomGraphPass", "get_hash_for_files"],
     "torch._inductor.inductor_prims": ["force_stride_order"],
-    "torch.nn.modules.batchnorm": ["_BatchNorm"],
+    "torch.nn.modules.batchnorm": ["_BatchNorm", "_NormBase"],
     "torch.nn.modules.dropout": ["_DropoutNd"],
     "torch.nn.utils.parametrizations": ["_SpectralNorm"],
     "torch.utils._python_dispatch": ["TorchDispatchMode"],

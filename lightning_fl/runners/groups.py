@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_fl.types import FederationError
 
@@ -16,6 +17,11 @@ from lightning_fl.types import FederationError
 FEW_CLIENTS = 10
 #: Bytes that fit into a processor's cache.
 CACHE = 2**25
+#: Share of a GPU's memory for the clients that train at once.
+GPU_SHARE = 0.25
+#: Estimates of a client's activations in multiples of its batch. With convolutions, 90 to 650 were
+#: measured on a GPU for networks of this package, with linear layers fewer than 5.
+CONVOLUTIONS, LINEAR = 1000, 64
 #: Maximum bytes of samples in one Lightning batch. Larger batches are slower, since their memory is
 #: allocated anew each time.
 BATCH_BYTES = 4 * 2**20
@@ -30,11 +36,14 @@ def clients_at_once(
     clients: int,
     batch_bytes: int,
     memory: int,
+    on_a_gpu: bool = False,
 ) -> int:
     """Return the number of clients that train at once.
 
     ``auto`` chooses the number of clients with parameters and samples that fit into a processor's
-    cache together. It is small for convolutions, since their activations need much more memory.
+    cache together. It is small for convolutions, since their activations need much more memory. On
+    a GPU, it chooses the number that fits into a quarter of the memory, by an estimate of their
+    activations.
 
     Args:
         module: The user's module.
@@ -43,6 +52,7 @@ def clients_at_once(
         clients: Number of clients in the round.
         batch_bytes: Size of a client's batch in bytes.
         memory: Memory of the device for this process in bytes.
+        on_a_gpu: Whether the device is a GPU.
 
     Raises:
         FederationError: If the clients do not fit into memory.
@@ -50,7 +60,10 @@ def clients_at_once(
     size = client_bytes(module, constants)
     most = memory // (4 * size)  # parameters, gradients, optimizer, workspace
     if option == "auto":
-        many = FEW_CLIENTS if has_convolutions(module) else CACHE // (size + batch_bytes)
+        if on_a_gpu and (factor := activations(module)) is not None:
+            many = int(GPU_SHARE * memory) // (4 * size + factor * batch_bytes)
+        else:
+            many = FEW_CLIENTS if has_convolutions(module) else CACHE // (size + batch_bytes)
         return min(max(FEW_CLIENTS, many), max(most, 1), clients)
     if min(option, clients) > most:
         raise FederationError(
@@ -88,6 +101,18 @@ def client_bytes(module: nn.Module, constants: Mapping[str, nn.Parameter]) -> in
     """
     tensors = [*module.parameters(), *module.buffers()]
     return sum(t.nbytes for t in tensors) - sum(p.nbytes for p in constants.values()) or 1
+
+
+def activations(module: nn.Module) -> int | None:
+    """Return an estimate of a client's activations in multiples of its batch; None if unknown.
+
+    The activations of attention, recurrent and embedding layers are not proportional to the batch.
+    """
+    known = (nn.Linear, nn.Conv2d, _NormBase, nn.LayerNorm, nn.GroupNorm)
+    layers = [m for m in module.modules() if m._parameters]
+    if not all(isinstance(m, known) for m in layers):
+        return None
+    return CONVOLUTIONS if has_convolutions(module) else LINEAR
 
 
 def has_convolutions(module: nn.Module) -> bool:

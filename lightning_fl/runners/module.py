@@ -238,8 +238,9 @@ class VectorizedClients(LightningModule):
         """
         processes = 1 if self._trainer is None else self._trainer.num_devices
         memory = device_memory(self.device, processes)
+        on_a_gpu = self.device.type == "cuda"
         group_size = clients_at_once(
-            self.module, self.constants, self.group_size, clients, batch_bytes, memory
+            self.module, self.constants, self.group_size, clients, batch_bytes, memory, on_a_gpu
         )
         return group_size, num_steps(self.steps_per_batch, group_size, batch_bytes, stepwise)
 

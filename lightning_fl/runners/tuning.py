@@ -32,6 +32,8 @@ from lightning_fl.types import FederationError
 #: Conservative estimates of the seconds that compiling takes, and of the share of a step that it
 #: saves for clients that train at once or one after another.
 COMPILING_TAKES, COMPILING_SAVES, COMPILING_ONE_SAVES = 10, 0.5, 0.2
+#: Estimates of floating-point operations per second, by type of device.
+SPEED = {"cpu": 1e11, "cuda": 1e13}
 #: Seconds of timing after which no further trial starts: of clients at once or one after another,
 #: and of compiled steps, for which a run must be longer anyway.
 LONG, LONG_COMPILED = 1.0, 3.0
@@ -163,7 +165,9 @@ def tune(
             stacks.train_one_by_one()
     may_compile = compile is not False and (stacks.at_once or can_compile_one(step))
     if may_compile and compile == "auto":
-        may_compile = compiling_pays(operations(step, samples), steps, stacks.at_once)
+        speed = SPEED.get(stacks.first.device.type, SPEED["cpu"])
+        work = operations(step, samples) / speed
+        may_compile = compiling_pays(work, steps, stacks.at_once)
     if may_compile and (why := why_not_compiled(step, samples)) is not None:
         rank_zero_warn(f"the vectorized step is not compiled: {why}")
     elif may_compile and stacks.at_once:
@@ -210,18 +214,18 @@ def first_row(step: VectorizedStep, samples: Samples) -> int:
     return next(i for i in range(step.stacks.count) if samples.client(i) is not None)
 
 
-def compiling_pays(operations: float, steps: float, at_once: bool) -> bool:
+def compiling_pays(work: float, steps: float, at_once: bool) -> bool:
     """Return whether a run is long enough for compiling to pay.
 
-    The decision rests on an estimate of the work, since timings vary. A step runs at about 100
-    GFLOP/s, and takes at least the overhead of Python.
+    The decision rests on an estimate of the work, since timings vary. A step takes at least the
+    overhead of Python.
 
     Args:
-        operations: Floating-point operations in a step of all clients.
+        work: Estimate of the seconds that a step of all clients computes.
         steps: Number of remaining steps.
         at_once: Whether the clients train at once.
     """
-    step_seconds = max(2e-3, operations / 1e11)
+    step_seconds = max(2e-3, work)
     saves = COMPILING_SAVES if at_once else COMPILING_ONE_SAVES
     return steps * step_seconds * saves > COMPILING_TAKES
 

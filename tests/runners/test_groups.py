@@ -4,6 +4,7 @@ import pytest
 from torch import nn
 
 from lightning_fl import VectorizedClients
+from lightning_fl.runners.groups import clients_at_once
 
 
 @pytest.mark.parametrize(("group_size", "expected"), [(1, 1), (4, 4), (50, 7), ("auto", 7)])
@@ -35,3 +36,22 @@ def test_auto_takes_as_many_clients_as_the_cache_holds(tiny):
     assert group_size(2**19, nn.Linear(2, 2)) == 63
     assert group_size(2**10, nn.Linear(2**10, 2**10)) == 10
     assert group_size(2**19, nn.Conv2d(2, 2, 3)) == 10
+
+
+@pytest.mark.parametrize(
+    ("net", "memory", "expected"),
+    [
+        (nn.Linear(1, 1), 2**32, 2**30 // (32 + 64 * 2**19)),
+        (nn.Linear(1, 1), 2**40, 500),
+        (
+            nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1)),
+            2**36,
+            2**34 // (136 + 1000 * 2**19),
+        ),
+        (nn.Conv2d(1, 1, 1), 2**32, 10),
+        (nn.Sequential(nn.Embedding(2, 2), nn.Linear(2, 2)), 2**40, 63),  # as on a CPU
+    ],
+)
+def test_auto_takes_as_many_clients_as_fit_into_a_quarter_of_a_gpu(net, memory, expected):
+    found = clients_at_once(net, {}, "auto", 500, 2**19, memory, on_a_gpu=True)
+    assert found == expected
