@@ -1,15 +1,16 @@
-"""Federations on the pretend accelerator, compared with those on the CPU.
+"""Federations on an accelerator, compared with those on the CPU: on a GPU, or on a pretended one.
 
-``test_accelerator.py`` runs them in a process of their own, as the device stays in it. By hand:
-``pytest tests/accelerator_cases.py``.
+``test_accelerator.py`` runs them in a process of their own, as the pretended device stays in it. By
+hand: ``pytest tests/accelerator_cases.py``.
 """
 
 import inspect
 import warnings
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -144,12 +145,14 @@ from lightning_fl.types import FederationError
 from processes import Foreign, Uneven
 
 FEATURES, CLASSES, CLIENTS = 6, 3, 5
+ON_A_GPU = torch.cuda.is_available()
+NAME = "cuda" if ON_A_GPU else pretend.NAME
 
 
 @pytest.fixture(scope="session", autouse=True)
 def device():
     separable.STEPS = 3  # trials of optimizers are tested elsewhere, with all of their steps
-    return pretend.install()
+    return torch.device(NAME, 0) if ON_A_GPU else pretend.install()
 
 
 # --- how cases are run ----------------------------------------------------------------------------
@@ -194,7 +197,7 @@ def fit(
     wrap=None,
     **options,
 ):
-    """Train on the CPU or on the pretend device; return the Trainer, the user's module, the loop.
+    """Train on the CPU or on the accelerator; return the Trainer, the user's module, the loop.
 
     What a case gives are functions, so that each device has objects of its own.
     """
@@ -206,7 +209,9 @@ def fit(
     )
     user = make().to(dtype)
     where = {"accelerator": "cpu"}
-    if place == pretend.NAME:
+    if place == "cuda":
+        where = {"accelerator": "gpu", "devices": 1}
+    elif place == pretend.NAME:
         strategy = SingleDeviceStrategy(device=torch.device(place, 0))
         where = {"accelerator": pretend.PretendAccelerator(), "strategy": strategy}
     made = L.Trainer(
@@ -217,11 +222,15 @@ def fit(
         num_sanity_val_steps=0,
         **QUIET | where | (trainer or {}),
     )
-    trained = user if group_size is None else VectorizedClients(user, compile=False, **group_size)
+    trained = (
+        user if group_size is None else VectorizedClients(user, **{"compile": False} | group_size)
+    )
     trained = trained if wrap is None else wrap(user)
-    watched = nullcontext() if place == pretend.NAME else pretend.unwatched()
+    watched = nullcontext() if ON_A_GPU or place == pretend.NAME else pretend.unwatched()
     with warnings.catch_warnings(), watched:  # what a case warns of is tested elsewhere
         warnings.simplefilter("ignore")
+        if ON_A_GPU:  # that warns of waits
+            warnings.filterwarnings("always", "called a synchronizing CUDA operation")
         made.fit(trained, datamodule=data(), ckpt_path=ckpt_path)
     return made, user, loop
 
@@ -275,7 +284,7 @@ def same(device, tmp_path):
 
     def check(**options):
         _, user, loop = fit("cpu", tmp_path, **options)
-        _, other, found = fit(pretend.NAME, tmp_path, **options)
+        _, other, found = fit(NAME, tmp_path, **options)
         compare(outcome(other, found), outcome(user, loop))
         return other, found
 
@@ -486,7 +495,8 @@ MODULES = {name: lambda make=make: module(make()) for name, make in TERMS.items(
     "PerFedAvg": lambda: PerFedAvg(nn.Linear(FEATURES, CLASSES), 0.1, True, SGD),
     "PFedMe": lambda: module(optimizer=partial(PFedMe, inner_steps=2)),
     "Adam": lambda: module(optimizer=partial(torch.optim.Adam, lr=0.01)),
-    "one after another": lambda: Foreign(metric=True),
+    # A GPU draws other random numbers.
+    "one after another": lambda: Foreign(dropout=0.0 if ON_A_GPU else 0.2, metric=True),
     "a scheduler": lambda: Foreign(metric=False, dropout=0.0),
     # Adam would amplify the rounding of a bias before BatchNorm, which has no gradient.
     "BatchNorm": lambda: Foreign(True, 0.0, torch.optim.SGD, metric=False),
@@ -828,6 +838,31 @@ def test_a_run_resumes(device, tmp_path, row, group_size):
 FEW, MANY = 2, 4
 
 
+def waits():
+    """Count the waits for the device by cause and place, in the ``with`` block."""
+    return waits_for_a_gpu() if ON_A_GPU else pretend.waits()
+
+
+@contextmanager
+def waits_for_a_gpu():
+    """Count the waits of which torch warns: it does not see those of its own kernels."""
+    found, show = Counter(), warnings.showwarning
+
+    def note(message, category, filename, lineno, *args):
+        if "synchronizing CUDA" in str(message):
+            found["wait", f"{'/'.join(Path(filename).parts[-2:])}:{lineno}"] += 1
+        show(message, category, filename, lineno, *args)
+
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    warnings.showwarning = note
+    try:
+        yield found
+    finally:
+        warnings.showwarning = show
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 class Watched(VectorizedClients):
     """VectorizedClients that note the waits within local steps, batch by batch."""
 
@@ -836,7 +871,7 @@ class Watched(VectorizedClients):
         self.within = []
 
     def optimizer_step(self, *args, **kwargs):
-        with pretend.waits() as found:
+        with waits() as found:
             super().optimizer_step(*args, **kwargs)
         self.within.append(found)
 
@@ -848,7 +883,7 @@ class Rounds(L.Callback):
         self.found = []
 
     def on_train_epoch_start(self, trainer, pl_module):
-        self._now = pretend.waits()
+        self._now = waits()
         self.found.append(self._now.__enter__())
 
     def on_validation_start(self, trainer, pl_module):
@@ -923,7 +958,7 @@ def count(tmp_path, wrap, policy=Growing, **options):
     """Return the waits of a round with few steps and of one with many, and those within steps."""
     rounds = Rounds()
     watch = {"policy": policy, "watchers": lambda: [rounds], "wrap": wrap}
-    made, *_ = fit(pretend.NAME, tmp_path, rounds=3, **watch, **options)
+    made, *_ = fit(NAME, tmp_path, rounds=3, **watch, **options)
     within = getattr(made.lightning_module, "within", [])
     return *rounds.found[1:], sum(within[len(within) // 3 :], start=Counter())
 
