@@ -283,9 +283,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[Cell, dict[str, Any]]:
         shown = overhead_table(overhead(args.tasks, args.methods, args.overhead, extra))
         publish(shown, args.markdown)
         return {}
-    cells = [
-        Cell(*what)
-        for what in product(args.tasks, args.splits, args.participation, args.methods, args.seeds)
+    cells = [  # seed by seed: if time runs out, the first seeds are complete
+        Cell(*what, seed)
+        for seed, *what in product(
+            args.seeds, args.tasks, args.splits, args.participation, args.methods
+        )
     ]
     own: dict[str, list[str]] = {}
     for each in args.own:
