@@ -161,7 +161,11 @@ def markdown(found: dict[Cell, dict[str, Any]], out: Path) -> str:
         seeds = len({c.seed for c in found if c.task == task})
         rounds = sorted({r["rounds"] for c, r in found.items() if c.task == task})
         took = median(r["seconds"] for c, r in found.items() if c.task == task)
-        one_each = {c.method: c for c in found if c.task == task}
+        # Results that kept.py has restored lack the configs.
+        known = [
+            c for c in found if c.task == task and [*c.folder(out).glob("version_*/config.yaml")]
+        ]
+        one_each = {c.method: c for c in known}
         given = [
             f"- {METHODS[m]}: " + "; ".join(f"{k} {v}" for k, v in settings(c, out).items())
             for m, c in one_each.items()
