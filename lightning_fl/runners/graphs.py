@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import FunctionType, MethodType
 from typing import Any
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.optim.sgd import sgd
 from torch.utils._pytree import tree_map
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_fl.runners.attributes import left_alone
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
@@ -44,7 +43,7 @@ class Graphs:
         self._on_a_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
         self._gradients = compiled(LocalStep.gradients, self._on_a_gpu, rewrites)
         self._sgd_step = compiled(sgd_step, self._on_a_gpu, rewrites)
-        self._momentum = WeakTensorKeyDictionary()
+        self._momentum: dict[tuple[str, int], Tensor] = {}
 
     def gradients(self, params: Tensors, *tensors: Any, **how: Any) -> tuple[Tensors, Outcome]:
         """Return the gradients and the outcome of a step; see :meth:`LocalStep.gradients`."""
@@ -61,23 +60,23 @@ class Graphs:
             how: Keyword arguments of :meth:`LocalStep.many`.
         """
         if self._on_a_gpu:
-            self._fix_addresses(params.values())
+            self._fix_addresses(params)
         groups = sgd_groups(self.optimizer, params)
         with self.local.placeholders():
             outcome: Outcome = self._sgd_step(self.local, params, groups, *tensors, **how)
         return outcome
 
-    def _fix_addresses(self, params: Iterable[Tensor]) -> None:
+    def _fix_addresses(self, params: Tensors) -> None:
         """Keep parameters and momentum where they are: a CUDA graph writes to fixed addresses only.
 
-        A round begins with new momentum, which moves to the memory of the first.
+        A group of clients begins with new momentum, which moves to the memory of the first group.
         """
-        for param in params:
+        for name, param in params.items():
             torch._dynamo.mark_static_address(param, guard=False)
             state = self.optimizer.state.get(param, {})
             if (buffer := state.get("momentum_buffer")) is None:
                 continue
-            kept = self._momentum.setdefault(param, buffer)
+            kept = self._momentum.setdefault((name, len(param)), buffer)
             if kept is not buffer:
                 state["momentum_buffer"] = kept.copy_(buffer)
             torch._dynamo.mark_static_address(kept, guard=False)

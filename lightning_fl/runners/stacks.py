@@ -32,6 +32,7 @@ class Stacks:
     ) -> None:
         self.tensors, self.module = tensors, tensors.module
         self.params, self.wants_channels_last = params, wants_channels_last
+        self._memory: Tensors = {}
         self.buffers: Tensors = {}
         #: Parameters that the clients started from, ``[k, ...]``, or ``[...]`` if they are equal
         #: for all clients; empty if the module does not ask for them.
@@ -90,19 +91,21 @@ class Stacks:
         return stack.new_empty_strided(stack.shape, strides).copy_(stack)
 
     def _resize(self, count: int, optimizer: torch.optim.Optimizer) -> None:
-        """Allocate stacks for a number of clients."""
+        """Make stacks for a number of clients, in the memory of earlier ones if they fit.
+
+        A CUDA graph is launched for tensors at the same addresses only.
+        """
         self.count = count
-        resized = {
-            id(param): (
-                name,
-                nn.Parameter(
-                    self.laid_out(param.new_empty(count, *param.shape[1:])),
-                    requires_grad=param.requires_grad,
-                ),
-            )
-            for name, param in self.params.items()
-            if len(param) != count or self.laid_out(param).stride() != param.stride()
-        }
+        resized: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, param in self.params.items():
+            if len(param) == count and self.laid_out(param).stride() == param.stride():
+                continue
+            memory = self._memory.get(name)
+            if memory is None or len(memory) < count or self.laid_out(memory) is not memory:
+                memory = self.laid_out(param.new_empty(count, *param.shape[1:]))
+                self._memory[name] = memory
+            stack = nn.Parameter(memory[:count], requires_grad=param.requires_grad)
+            resized[id(param)] = name, stack
         if not resized:
             return
         self.params.update(resized.values())

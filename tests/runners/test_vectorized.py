@@ -377,3 +377,28 @@ def test_a_graph_for_smaller_batches_leaves_out_what_they_do_not_use(
         compile=True,
         federation={"policy": Schedule(num_steps=4)},
     )
+
+
+class Addresses(Odd):
+    """Notes where the first parameter of each client lies."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.found = nn.Linear(6, 3), []
+
+    def on_client_start(self):
+        self.found.append(self.net.weight.data_ptr())
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return sgd(self.parameters())
+
+
+def test_groups_of_other_sizes_train_in_the_same_memory(train, tiny, data):
+    """A CUDA graph can be launched again where nothing has moved."""
+    module = tiny(Addresses)
+    train(module, 3, datamodule=data(num_clients=5), federation={"policy": Schedule()})
+    assert len(set(module.found)) == 3
+    assert module.found[3] == module.found[0]
