@@ -89,7 +89,6 @@ STEPS = {
     "a rate that decays": {"policy": lambda: Schedule(lr=0.1, num_steps=6, decay=0.5)},
     "uneven steps and rates": {"policy": Uneven},
     "uneven batches": {"data": partial(samples, batch_size=7)},
-    "a smaller group": {"clients_per_round": 4},
     "kept momentum": {
         "optimizer_state": "keep",
         "clients_per_round": 4,
@@ -100,7 +99,7 @@ STEPS = {
 
 @pytest.mark.parametrize("row", STEPS.values(), ids=STEPS)
 def test_cuda_graphs_change_nothing(tmp_path, replays, row):
-    """A graph is launched from its third step on."""
+    """A graph is launched from its third step on. Groups have three and two clients."""
     counters.clear()
     row = {"policy": lambda: Schedule(num_steps=6), "rounds": 3} | row
     _, user, loop = fit("cuda", tmp_path, group_size=GROUPS, **row)
