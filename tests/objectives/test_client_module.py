@@ -442,3 +442,12 @@ def test_the_validation_loss_is_summed_in_single_precision(fit, data, precision)
     fit(module, FederatedLoop(buffers="average", seed=1), samples, rounds=1, precision=precision)
     expected = torch.cat(batches[-60:]).mean().item()
     assert module.trainer.callback_metrics["val_loss"].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_mean_has_the_precision_of_the_module():
+    """Also after the module has moved, as a Trainer moves it at the start."""
+    made = ClientModule(nn.Linear(2, 2)).double().to("cpu")
+    made.val_loss.update(torch.tensor(0.1, dtype=torch.float64))
+    assert made.val_loss.compute().item() == 0.1
+    made.half()
+    assert made.val_loss.compute().item() == 0.1
