@@ -72,12 +72,7 @@ def gradients_of(loss: Tensor, params: Mapping[str, Tensor]) -> Tensors:
 
 
 #: Attributes of the module that a step sets.
-_SET = (
-    "log",
-    "federated_sample_weight",
-    "federated_record",
-    "federated_global_parameters",
-)
+_SET = ("log", "federated_sample_weight", "federated_record", "federated_global_parameters")
 _LOG_OPTIONS = list(signature(LightningModule.log).parameters)[3:]
 
 

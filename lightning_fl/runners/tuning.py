@@ -301,7 +301,7 @@ def trial(step: VectorizedStep, samples: Samples, at_once: bool) -> None:
 
 def unused_parameters(step: VectorizedStep, samples: Samples) -> list[str]:
     """Return the names of the parameters that get no gradient in a step."""
-    with seeded_rng(0, step.module.device), step.stacks.untouched(), torch.enable_grad():
+    with step.undone():
         everyone = torch.ones(step.stacks.count, dtype=torch.bool)
         total, _ = step.mapped(copied(samples), everyone, updates=False)
     grads, params = gradients_of(total, step.stacks.params), step.stacks.params.items()

@@ -220,11 +220,11 @@ class VectorizedStep:
             row: The client.
             batch: Its batch.
         """
-        with self._trial(), self.stacks.client(row):
+        with self.undone(), self.stacks.client(row):
             return self.local.by_itself({}, copied(batch))[1]
 
     @contextmanager
-    def _trial(self) -> Iterator[None]:
+    def undone(self) -> Iterator[None]:
         """Undo what a step does to the module, its clients and the random numbers."""
         with (
             left_alone(self.module),
@@ -349,7 +349,7 @@ class VectorizedStep:
 
     def _used_at_once(self, batch: Any, weight: Tensor | None) -> list[str]:
         """Return the parameters that a step of all clients uses; it changes nothing."""
-        with self._trial():
+        with self.undone():
             own = self.stacks.arguments(lambda t: t)
             outcome = self.local.many(**own, batch=copied(batch), weight=weight, at_once=True)
             return used(outcome.loss, own["params"])
