@@ -100,6 +100,7 @@ class ClientParallelStrategy(DDPStrategy):
     def teardown(self) -> None:
         """Restore the module and the Trainer."""
         self._undo.close()
+        self.is_idle = self.repeats_validation = False  # a failed fit may have ended in between
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:

@@ -394,6 +394,19 @@ def test_sync_dist_by_position_has_no_effect_either(alone, tmp_path):
     assert passed == {("loss", False), ("accuracy", True)}
 
 
+def test_a_failed_fit_leaves_no_idle_process(alone, tmp_path):
+    class Fails(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            trainer.strategy.is_idle = True  # as in a process without a client
+            raise ValueError("on purpose")
+
+    fit = trainer(tmp_path)
+    fit.callbacks.append(Fails())
+    with pytest.raises(ValueError, match="on purpose"):
+        fit.fit(client_module(), datamodule=federation())
+    assert not fit.strategy.is_idle
+
+
 def test_without_a_federation_it_is_refused(alone, tmp_path):
     with pytest.raises(FederationError, match="requires a FederatedLoop: add one"):
         trainer(tmp_path, callbacks=[]).fit(client_module(), datamodule=federation())
