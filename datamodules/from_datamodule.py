@@ -45,7 +45,7 @@ class FromDataModule(FederatedDataModule):
         batch_size: Samples per local step; None means all samples of a client, ``loader`` the batch
             size of the training loader.
         eval_batch_size: Samples per batch in validation and test; ``loader`` as above, for the
-            loaders of validation and test.
+            loaders of validation and test, or the training loader before one of them is read.
         drop_last: Drop the incomplete batch at the end of a pass, unless it is the only one;
             ``loader`` as above.
         collate_fn: Function that makes a batch from samples; None means those of the loaders.
@@ -210,6 +210,8 @@ class FromDataModule(FederatedDataModule):
         option = "batch_size" if name == "train" else "eval_batch_size"
         if option in self._open:
             setattr(self, option, loader.batch_size)
+        if name == "train" and "eval_batch_size" in self._open and self.val is self.test is None:
+            self.eval_batch_size = loader.batch_size  # of the samples that are held out
         if name == "train" and "drop_last" in self._open:
             self.drop_last = loader.drop_last
         if not self._has_collate:

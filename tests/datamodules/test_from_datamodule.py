@@ -160,6 +160,10 @@ def test_samples_are_held_out_without_a_validation_loader():
     data = FromDataModule(NoVal(), num_clients=4, val_size=10)
     data.setup("fit")
     assert (len(data.val), int(data.num_samples.sum())) == (10, 40)
+    assert [len(y) for _, y in data.val_dataloader()] == [5, 5]  # as in the training loader
+    assert [len(y) for _, y in data.samples_of(0)] == [5, 5]
+    data.setup("test")
+    assert [len(y) for _, y in data.test_dataloader()] == [3, 3, 3, 3]
 
 
 def test_hooks_of_transfers_are_those_of_the_data_module(tmp_path):
