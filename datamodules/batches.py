@@ -130,6 +130,14 @@ class OwnBatches(DistributedSampler[Batch]):
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: the batches depend only on the plan."""
 
+    def worker_key(self) -> tuple[int, ...]:
+        """Return the key of the seeds of loader processes.
+
+        Batches have keys of their own. The seeds are for random generators that a data set creates
+        in a loader process, as from ``get_worker_info().seed``.
+        """
+        raise NotImplementedError
+
 
 class RoundBatches(OwnBatches):
     """Yield the batches of a round, one client after another, or one group after another.
@@ -189,6 +197,11 @@ class RoundBatches(OwnBatches):
             taken, place = share if len(share) else samples[:1], (plan.round, position)
             yield Batch(taken, keys, stepwise=stepwise, place=place)
 
+    def worker_key(self) -> tuple[int, ...]:
+        """Return a key of the round, and of the process among those that train."""
+        plan = self.plan
+        return plan.seed, RandomStream.SAMPLES, plan.round, plan.rank + self.rank
+
     def _client(self, client: int) -> Iterator[Tensor]:
         order = generator(self.plan.seed, RandomStream.BATCHES, self.plan.round, client)
         return client_batches(self.parts[client], self.batching, order)
@@ -237,3 +250,7 @@ class EvaluationBatches(OwnBatches):
 
     def __iter__(self) -> Iterator[Batch]:
         return (Batch.evaluation(index, self.seed) for index in self.batches)
+
+    def worker_key(self) -> tuple[int, ...]:
+        """Return a key that is the same in every evaluation."""
+        return self.seed, RandomStream.EVALUATION_SAMPLES

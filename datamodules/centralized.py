@@ -47,9 +47,16 @@ class EpochBatches(OwnBatches):
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, done = _position(self.trainer)
+        return islice(self._batches(epoch), done, None)
+
+    def _batches(self, epoch: int) -> RoundBatches:
         plan = RoundPlan(self.seed, epoch, torch.zeros_like(self.steps), self.steps)
-        batches = RoundBatches(plan, [self.part], self.batching, self.rank, self.world_size)
-        return islice(batches, done, None)
+        return RoundBatches(plan, [self.part], self.batching, self.rank, self.world_size)
+
+    def worker_key(self) -> tuple[int, ...]:
+        """Return a key of the epoch, and of the process."""
+        epoch, _ = _position(self.trainer)
+        return self._batches(epoch).worker_key()
 
 
 def _position(trainer: Trainer | None) -> tuple[int, int]:

@@ -127,9 +127,12 @@ class RoundLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """Return an iterator; in this process it is a plain one, since torch's takes longer."""
-        if self.num_workers or self.pin_memory or not isinstance(self.sampler, OwnBatches):
+        sampler: Any = self.sampler
+        if self.num_workers and isinstance(sampler, OwnBatches):
+            self.generator.manual_seed(derive_seed(*sampler.worker_key()))
+        if self.num_workers or self.pin_memory or not isinstance(sampler, OwnBatches):
             return super().__iter__()
-        return map(self.dataset.__getitem__, self.sampler)
+        return map(self.dataset.__getitem__, sampler)
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty dictionary: there is no state besides the plan."""

@@ -2,11 +2,19 @@
 
 import random
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_fl.datamodules import FederatedDataModule, InMemory
@@ -386,3 +394,49 @@ def test_each_step_of_fine_tuning_draws_its_own_random_numbers():
     steps = data.steps_of(0, torch.Generator().manual_seed(0))
     drawn = torch.cat([next(steps)[0] for _ in range(5)])
     assert len(drawn.unique()) == 20
+
+
+class DrawsInWorkers(Dataset):
+    """Samples from a generator that each loader process makes itself, as NumPy recommends."""
+
+    random = None
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        if self.random is None:
+            self.random = np.random.default_rng(get_worker_info().seed)
+        return torch.tensor(self.random.random()), index % 2
+
+
+def test_loader_processes_have_other_seeds_in_each_round_and_run_and_process():
+    def first(seed=0, round=0, rank=0):
+        data = FederatedDataModule(
+            DrawsInWorkers(), num_clients=3, val_size=6, num_workers=1, seed=seed, batch_size=6
+        )
+        data.setup("fit")
+        steps = data.batches_per_epoch
+        made = RoundPlan(seed, round, torch.arange(3), steps, rank=rank, world_size=3)
+        data.plan = lambda: made
+        train, val = next(iter(data.train_dataloader())), next(iter(data.val_dataloader()))
+        return float(train[0][0]), float(val[0][0])
+
+    drawn = [first(), first(seed=1), first(round=1), first(rank=1), first(rank=2)]
+    assert len({train for train, _ in drawn}) == 5
+    assert len({val for _, val in drawn}) == 2  # the same in each round
+    assert first() == drawn[0]
+
+
+def test_loader_processes_have_other_seeds_in_each_epoch_of_centralized_training():
+    def drawn(epoch):
+        data = FederatedDataModule(DrawsInWorkers(), num_clients=3, val_size=0, num_workers=1)
+        data.setup("fit")
+        loader = data.train_dataloader()
+        loader.sampler.trainer = SimpleNamespace(
+            current_epoch=epoch, fit_loop=SimpleNamespace(is_resuming=False)
+        )
+        return [float(next(iter(loader))[0][0]) for _ in range(2)]
+
+    first, second = drawn(0), drawn(1)
+    assert first[0] == first[1] != second[0] == second[1]
