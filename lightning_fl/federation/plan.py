@@ -227,6 +227,7 @@ class Planner:
         """
         if not self._phases or self._trainer.fast_dev_run:
             return
+        self._advance(self._progress.round)
         values = self._policy.drawn(self._progress.round, torch.arange(self.num_clients))
         steps = local_steps(values, self.batches_per_epoch)
         left = steps_left(self._phases, steps, self.batches_per_epoch)
@@ -272,8 +273,8 @@ class Planner:
     def most_local_steps(self) -> int:
         """Return the maximum number of local steps of any client in the current round."""
         round = self._progress.round
+        self._advance(round)  # a module may ask before the first round
         if self._trainer.fast_dev_run:
-            self._advance(round)
             return int(self.draw().num_steps.max())
         return self._policy.max_local_steps(round, self.batches_per_epoch)
 

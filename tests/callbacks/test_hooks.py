@@ -33,7 +33,7 @@ from lightning_fl.policies import (
     StagedPolicy,
     Stragglers,
 )
-from lightning_fl.runners import VectorizedClients
+from lightning_fl.runners import Phase, VectorizedClients
 from lightning_fl.samplers import PoissonSampler
 from lightning_fl.transforms import Quantize, TopK
 from lightning_fl.types import FederationError
@@ -1089,6 +1089,21 @@ HOOKS = ["setup", "configure_optimizers", "on_fit_start", "on_train_start", "on_
 def test_before_a_step_the_training_batches_are_those_of_the_longest_client(fit, hook, look, wrap):
     module = ask_for_batches(fit, Plans(hook, look), wrap)
     assert set(module.found) == {4}
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
+@pytest.mark.parametrize("hook", HOOKS)
+def test_before_a_step_the_training_batches_of_a_stream_are_those_of_the_round(fit, hook):
+    data = FederatedDataModule(
+        regression(48), num_clients=2, batch_size=4, val_size=0, stream_steps=3
+    )
+    module = Plans(hook, lambda trainer: trainer.num_training_batches)
+    fit(module, FederatedLoop(), data, rounds=2)
+    assert set(module.found) == {2}  # of 8 samples, not of all 24
+    # An epoch of 2 steps leaves steps for the second phase.
+    phases = [Phase(["net.weight"], local_epochs=1), Phase("all")]
+    loop = FederatedLoop(phases=phases, policy=Schedule(num_steps=4))
+    fit(Plans(hook, lambda trainer: None), loop, data, rounds=1)
 
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
