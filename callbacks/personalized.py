@@ -207,7 +207,9 @@ class PersonalizedEvaluation(Callback):
     def _client_rows(self, trainer: Trainer, round: int) -> list[dict[str, float]]:
         """Return one row per client. The clients are split over the processes."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        count = 2 if trainer.fast_dev_run else len(data.local_tests)  # type: ignore[attr-defined]
+        count = len(data.local_tests)
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            count = min(count, 2)
         with ClientScores(trainer, self._loop, self.metric, self.lr) as scores:
             own = [
                 scores.row(client, round, self.steps, self.local_steps, self._first)

@@ -426,6 +426,14 @@ def test_a_callback_of_an_earlier_run_starts_anew(train):
     assert used.rows == new.rows
 
 
+def test_a_trial_run_has_at_most_two_clients(train, blobs):
+    for count in (1, 3):
+        callback = PersonalizedEvaluation(steps=1)
+        data = FederatedDataModule(blobs(60), num_clients=count, local_test_size=0.3)
+        train(callback, datamodule=data, fast_dev_run=True)
+        assert len(callback.rows) == min(count, 2)
+
+
 def test_a_run_that_ends_early_is_measured(train, tmp_path):
     """Whoever stops it is asked after this callback."""
     logger = CSVLogger(tmp_path, name="", version="")
