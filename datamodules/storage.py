@@ -138,7 +138,8 @@ def check_kind(train: Any) -> None:
             a data module.
     """
     packages = {kind.__module__.partition(".")[0] for kind in type(train).__mro__}
-    if "datasets" in packages:
+    # A user may have a package of this name, too.
+    if "datasets" in packages and hasattr(train, "column_names"):
         method, what = "from_hf", f"a {type(train).__name__} of the package datasets"
     elif isinstance(train, LightningDataModule):
         method, what = "from_datamodule", "a LightningDataModule"

@@ -147,3 +147,13 @@ def test_a_list_of_samples_is_a_data_set():
     data = FederatedDataModule([(torch.zeros(1), 0)] * 6, num_clients=2, val_size=0)
     data.setup("fit")
     assert data.num_samples.tolist() == [3, 3]
+
+
+def test_a_package_of_the_user_may_be_called_datasets(monkeypatch):
+    class Own(Listed):
+        pass
+
+    monkeypatch.setattr(Own, "__module__", "datasets.own")
+    data = FederatedDataModule(Own(range(6)), num_clients=2, val_size=0)
+    data.setup("fit")
+    assert data.num_samples.tolist() == [3, 3]
