@@ -26,7 +26,12 @@ from lightning_fl.datamodules.batches import (
 )
 from lightning_fl.datamodules.centralized import EpochBatches
 from lightning_fl.datamodules.loader import Batches, Collate, round_loader
-from lightning_fl.datamodules.splits import Split, split_samples, warn_of_other_labels
+from lightning_fl.datamodules.splits import (
+    Split,
+    split_samples,
+    warn_of_other_labels,
+    warn_of_own_random_numbers,
+)
 from lightning_fl.datamodules.storage import AnyDataset, InMemory, check_kind, in_memory, subset
 from lightning_fl.functional.randomness import run_seed, seeded_rng
 from lightning_fl.options import check_flag, check_integer, check_number
@@ -285,6 +290,7 @@ class FederatedDataModule(LightningDataModule):
             )
         if self.labels is None and split.labels is not None:
             warn_of_other_labels(train, split.labels)
+        warn_of_own_random_numbers(train)
         # Assigned only after all checks: a second setup() would mistake the held-out samples for
         # samples passed as val.
         if self.val is None and len(split.held_out):

@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset, TensorDataset
 
-from lightning_fl.datamodules.storage import keys_of
+from lightning_fl.datamodules.storage import InMemory, keys_of
 from lightning_fl.functional.randomness import RandomStream, generator, seeded_rng
 from lightning_fl.partition import Manifest, Partition, checksum
+from lightning_fl.runners.samples import copied
 from lightning_fl.types import FederationError
 
 #: Maximum number of classes that are counted.
@@ -162,11 +164,50 @@ def warn_of_other_labels(data: Any, labels: Tensor) -> None:
             return
 
 
+def _read(data: Any, index: int) -> Any:
+    with seeded_rng(0):  # transforms may draw random numbers
+        return data[index]
+
+
+def warn_of_own_random_numbers(data: Any) -> None:
+    """Warn if a sample changes when it is read again with the same seeds. A few samples are read.
+
+    Args:
+        data: Training samples.
+    """
+    if isinstance(data, InMemory):
+        return
+    for index in torch.linspace(0, len(data) - 1, 3).long().unique().tolist():
+        try:
+            first = copied(tree_leaves(_read(data, index)))  # a transform may write to it
+            second = tree_leaves(_read(data, index))
+            is_same = len(first) == len(second) and all(map(_is_same, first, second))
+        except Exception:  # as above
+            return
+        if not is_same:
+            rank_zero_warn(
+                f"sample {index} of {type(data).__name__} is another one when it is read again with"
+                " the same seeds: the data set has a random generator, or another state, of its own."
+                " Results depend on the order of clients and on num_workers, and a resumed run"
+                " differs. Draw from the global generators of torch, NumPy or Python, which are"
+                " seeded for each batch, or seed its generator from them for each sample"
+            )
+            return
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Return whether two leaves of a sample are equal. Those of unknown types count as equal."""
+    if isinstance(a, np.generic | np.ndarray) and a.dtype.kind in "biufc":
+        a, b = torch.as_tensor(np.array(a)), torch.as_tensor(np.array(b))
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    return not isinstance(a, str | bytes | int | float) or a == b or (a != a and b != b)
+
+
 def _label_of_sample(data: Any, index: int) -> int | None:
     """Return the label of a sample; None if it is not the integer of a pair."""
     try:
-        with seeded_rng(0):  # transforms may draw random numbers
-            sample = data[index]
+        sample = _read(data, index)
     except Exception:  # of a user's data set: the fit reads it, too, and reports the error
         return None
     if not isinstance(sample, tuple | list) or len(sample) != 2:

@@ -1,11 +1,15 @@
 """Which samples are held out, and which belong to each client."""
 
+import itertools
+import math
+import random
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.datamodules.splits import hold_out, labels_of
@@ -358,13 +362,63 @@ def test_labels_of_samples_that_differ_are_warned_of():
 def test_other_samples_are_not_compared(change):
     data = Mapped(change)
     federated(data, partition=ByLabel(), num_clients=3)
-    assert data.read <= 5
+    assert data.read <= 5 + 6  # for its label, and for its random numbers
 
 
 def test_labels_that_are_given_are_not_compared():
     data = Mapped(lambda label: 2 - label)
     federated(data, partition=ByLabel(), num_clients=3, labels=[2 - i % 3 for i in range(60)])
-    assert not data.read
+
+
+class Drawing(Dataset):
+    """Samples in which a function draws or counts, beside others that stay the same."""
+
+    def __init__(self, draw, wrap=lambda value: (value, "text", None, float("nan"))):
+        self.draw, self.wrap, self.random = draw, wrap, np.random.default_rng(0)
+        self.own, self.count = torch.Generator(), itertools.count()
+        self.stored = torch.zeros(12, 2)
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return self.wrap(self.draw(self, index))
+
+
+GLOBAL = {
+    "torch": lambda data, i: torch.rand(2),
+    "NumPy": lambda data, i: np.random.rand(2),
+    "Python": lambda data, i: random.random(),
+    "a generator that is seeded for each sample": lambda data, i: torch.rand(
+        2, generator=data.own.manual_seed(i)
+    ),
+    "NaN": lambda data, i: torch.tensor([i, math.nan]),
+    "an object": lambda data, i: object(),
+    "an error": lambda data, i: 1 / 0,
+}
+OWN = {
+    "a generator of NumPy": lambda data, i: data.random.random(2),
+    "a number of NumPy": lambda data, i: np.float32(data.random.random()),
+    "a generator of torch": lambda data, i: torch.rand(2, generator=data.own),
+    "a counter": lambda data, i: next(data.count),
+    "a text": lambda data, i: str(next(data.count)),
+    "another length": lambda data, i: torch.zeros(next(data.count)),
+    "a write to what is stored": lambda data, i: data.stored[i].add_(1),
+}
+
+
+@pytest.mark.parametrize("kind", GLOBAL)
+def test_samples_may_draw_from_the_global_generators(kind):
+    before = torch.get_rng_state()
+    federated(Drawing(GLOBAL[kind]), num_clients=3)  # warnings are errors
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("wrap", [lambda value: value, lambda value: {"x": [0, value], "y": 1}])
+@pytest.mark.parametrize("kind", OWN)
+def test_samples_with_a_state_of_their_own_are_warned_of(kind, wrap):
+    with pytest.warns(UserWarning, match="sample 0 of Drawing is another one when .* same seeds"):
+        federated(Drawing(OWN[kind], wrap), num_clients=3)
 
 
 def test_keys_may_be_names():
