@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset, TensorDataset
 
 from lightning_fl.datamodules.storage import InMemory, keys_of
 from lightning_fl.functional.randomness import RandomStream, generator, seeded_rng
-from lightning_fl.partition import Manifest, Partition, checksum
+from lightning_fl.partition import Manifest, Natural, Partition, checksum
 from lightning_fl.runners.samples import copied
 from lightning_fl.types import FederationError
 
@@ -126,6 +126,11 @@ def split_samples(
     is_kept[held] = False
     by = by[is_kept]
     clients = rule.count_clients(by) if num_clients is None else num_clients
+    if key_names and isinstance(rule, Natural) and clients < (count := len(by.unique())):
+        rank_zero_info(
+            f"The {count} keys of the training samples are assigned to {clients} clients. For one"
+            " client per key, set num_clients=None"
+        )
     kept = is_kept.nonzero()[:, 0]
     rows = rule(by, clients, generator(seed, RandomStream.PARTITION))
     names = [_name(by[part].unique(), key_names) for part in rows] if key_names else []

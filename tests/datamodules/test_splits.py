@@ -426,6 +426,17 @@ def test_keys_may_be_names():
     assert [part.tolist() for part in data.parts] == [[*range(1, 60, 2)], [*range(0, 60, 2)]]
 
 
+@pytest.mark.parametrize(("options", "clients"), [({}, 10), ({"num_clients": None}, 20)])
+def test_clients_with_several_keys_are_named(caplog, options, clients):
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        data = FederatedDataModule(
+            numbered(), partition=Natural(), keys=[i % 20 for i in range(60)], val_size=0, **options
+        )
+        data.setup("fit")
+    assert len(data.parts) == clients
+    assert ("The 20 keys of the training samples are assigned to 10" in caplog.text) == (not options)
+
+
 def test_a_method_called_keys_is_no_key():
     with pytest.raises(FederationError, match="Natural needs a key"):
         federated(having(keys=lambda: []), partition=Natural(), num_clients=1)
