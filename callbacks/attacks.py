@@ -138,7 +138,9 @@ class ReplaceableData(Protocol):
     def restore_samples(self) -> None:
         """Restore the original training samples."""
 
-    def evaluation_loader(self, data: Dataset[Any]) -> Iterable[Any]:
+    def evaluation_loader(
+        self, data: Dataset[Any], shared: bool = True, use: Literal["train", "val", "test"] = "train"
+    ) -> Iterable[Any]:
         """Return a loader of the samples of a data set, in order."""
 
 
@@ -382,7 +384,7 @@ class Backdoor(DataAttack):
             return torch.stack([accuracy(module, batch).sum(), (batch[-1] >= 0).sum()])
 
         none = torch.zeros(2, dtype=torch.float64, device=module.device)
-        loader = data.evaluation_loader(asked)
+        loader = data.evaluation_loader(asked, use="val")
         counts = sum(evaluate(trainer, module, loader, hits_and_samples, seed=0), start=none)
         hits = self._loop.fit.processes.sum(counts)
         pl_module.log(self.name, float(hits[0] / hits[1].clamp(min=1)))

@@ -236,8 +236,8 @@ class FromDataModule(FederatedDataModule):
         batches.worker_init = self._worker_inits.get("train")
         # Loaders may share a data set and make other batches of it.
         sets = {"train": self.train, "val": self.val, "test": self.test}
-        names = [name for name in (use, *sets) if sets[name] is data]
-        if names and (name := names[0]) in self._worker_inits:
+        names = (name for name in (use, *sets) if sets[name] is data)
+        if (name := next(names, use)) in self._worker_inits:  # an attack changes a data set
             batches.collate = self._collates.get(name, batches.collate)
             batches.worker_init = self._worker_inits[name]
         return batches

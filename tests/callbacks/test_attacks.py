@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from lightning.pytorch import Callback
-from torch.utils.data import Dataset, TensorDataset
+from lightning.pytorch import Callback, LightningDataModule
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from lightning_fl import VectorizedClients
+from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import CoordinateMedian, FedAvg, NormClipping
 from lightning_fl.callbacks import Backdoor, ClientAttack, FederatedLoop, LabelFlip, RoundCheckpoint
 from lightning_fl.callbacks.attacks import changed
@@ -305,3 +305,23 @@ def test_what_does_not_go_together(simulate, trainer, data, blobs, linear, forei
         trainer(callbacks=[LabelFlip()]).fit(linear(features=6), numbers)
     with pytest.raises(FederationError, match="LabelFlip requires a FederatedLoop"):
         trainer(loop=False, callbacks=[LabelFlip()]).fit(linear(), data())
+
+
+def test_a_backdoor_is_measured_on_batches_of_the_validation_loader(fit, blobs):
+    """Those of the training loader may be mixed or augmented."""
+
+    def mixed(samples):
+        assert all(label >= 0 for _, label in samples)  # -1 if the trigger is asked for
+        return default_collate(samples)
+
+    class Mine(LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(blobs(), batch_size=8, collate_fn=mixed)
+
+        def val_dataloader(self):
+            return DataLoader(blobs(30, seed=1), batch_size=8)
+
+    data = FederatedDataModule.from_datamodule(Mine(), num_clients=4)
+    module = ClientModule(torch.nn.Linear(6, 3)).double()
+    loop = fit(module, datamodule=data, rounds=1, callbacks=[Backdoor([0], size=1)])
+    assert 0 <= loop.rows[0]["backdoor_acc"] <= 1
