@@ -282,6 +282,12 @@ def _check_sampler(loader: DataLoader[Any], method: str, replacement: bool) -> N
             f"{method} draws samples with replacement: pass replacement=True, or return a"
             " DataLoader without this sampler"
         )
+    if draws_again and sampler.num_samples != count:
+        raise FederationError(
+            f"{method} draws {sampler.num_samples} samples in an epoch, but its data set has {count},"
+            " and an epoch of a client has as many as the client: leave out num_samples, and set the"
+            " number of local steps with Schedule(num_steps=...)"
+        )
     drawn = len(sampler.dataset if kind is DistributedSampler else sampler.data_source)
     if drawn == count and kind is RandomSampler and not draws_again:
         drawn = len(sampler)  # its num_samples

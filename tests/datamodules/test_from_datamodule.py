@@ -398,6 +398,12 @@ def test_replacement_can_be_said():
     data = FromDataModule(Special(), replacement=True)
     data.setup("fit")
     assert data.replacement
+    mine = Special()
+    mine.train_dataloader = lambda: DataLoader(
+        mine.train, 5, sampler=RandomSampler(mine.train, replacement=True, num_samples=400)
+    )
+    with pytest.raises(FederationError, match="draws 400 samples in an epoch, but .* has 50, .*num_st"):
+        FromDataModule(mine, replacement=True).setup("fit")
 
 
 def test_what_is_no_data_module_is_refused():
