@@ -139,7 +139,10 @@ class ReplaceableData(Protocol):
         """Restore the original training samples."""
 
     def evaluation_loader(
-        self, data: Dataset[Any], shared: bool = True, use: Literal["train", "val", "test"] = "train"
+        self,
+        data: Dataset[Any],
+        shared: bool = True,
+        use: Literal["train", "val", "test"] = "train",
     ) -> Iterable[Any]:
         """Return a loader of the samples of a data set, in order."""
 

@@ -345,6 +345,11 @@ class FederatedDataModule(LightningDataModule):
         """Checksum of the split."""
         return self.split.checksum
 
+    @property
+    def samples_checksum(self) -> str:
+        """Checksum of the labels of the training samples, as far as they are known."""
+        return self.split.samples
+
     def manifest(self) -> Manifest:
         """Return the manifest of the split: rule, parameters, seed, indices and class counts."""
         return self.split.manifest(self.partition, len(self.train))

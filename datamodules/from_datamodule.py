@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import (
@@ -17,7 +16,7 @@ from torch.utils.data import (
 
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.loader import Batches, Collate
-from lightning_fl.datamodules.splits import labels_of
+from lightning_fl.datamodules.splits import labels_of, samples_checksum
 from lightning_fl.datamodules.storage import check_absent, check_map_style, in_memory, subset
 from lightning_fl.hooks import overrides
 from lightning_fl.partition import Partition
@@ -163,15 +162,15 @@ class FromDataModule(FederatedDataModule):
 
     def _load_again(self) -> None:
         """Load the samples that the data module has released, and keep the split."""
-        name, labels, self.val = type(self.datamodule).__name__, labels_of(self.train), None
+        name, self.val = type(self.datamodule).__name__, None
+        before = samples_checksum(self.train, labels_of(self.train))
         train = in_memory(self.load(train=True), "train")
         if len(train) != (count := len(self.train)):
             raise FederationError(
                 f"{name} has {len(train)} training samples after another setup, and had {count}:"
                 " make its split reproducible, or use a new FromDataModule"
             )
-        again = labels_of(train)
-        if labels is not None and (again is None or not torch.equal(again, labels)):
+        if samples_checksum(train, labels_of(train)) != before:
             rank_zero_warn(
                 f"{name} has other training samples after another setup, but clients keep their"
                 " indices: make its split reproducible, for example with a generator"
@@ -284,9 +283,9 @@ def _check_sampler(loader: DataLoader[Any], method: str, replacement: bool) -> N
         )
     if draws_again and sampler.num_samples != count:
         raise FederationError(
-            f"{method} draws {sampler.num_samples} samples in an epoch, but its data set has {count},"
-            " and an epoch of a client has as many as the client: leave out num_samples, and set the"
-            " number of local steps with Schedule(num_steps=...)"
+            f"{method} draws {sampler.num_samples} samples in an epoch, but its data set has"
+            f" {count}, and an epoch of a client has as many as the client: leave out num_samples,"
+            " and set the number of local steps with Schedule(num_steps=...)"
         )
     drawn = len(sampler.dataset if kind is DistributedSampler else sampler.data_source)
     if drawn == count and kind is RandomSampler and not draws_again:

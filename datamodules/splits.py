@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,7 @@ class Split:
             none.
         stream_steps: Training samples of each client in each step of the stream.
         seed: Seed of the split.
+        samples: Checksum of the training samples; see :func:`samples_checksum`.
     """
 
     labels: Tensor | None = None
@@ -45,6 +47,7 @@ class Split:
     local_tests: list[Tensor] = field(default_factory=list)
     stream_steps: list[list[Tensor]] = field(default_factory=list)
     seed: int = 0
+    samples: str = ""
 
     @property
     def clients(self) -> list[Tensor]:
@@ -135,7 +138,8 @@ def split_samples(
     rows = rule(by, clients, generator(seed, RandomStream.PARTITION))
     names = [_name(by[part].unique(), key_names) for part in rows] if key_names else []
     parts, tests = _local_tests([kept[part] for part in rows], strata, local_test_size, seed)
-    return Split(classes, names, held, parts, tests, _in_steps(parts, stream_steps, seed), seed)
+    steps, samples = _in_steps(parts, stream_steps, seed), samples_checksum(data, classes)
+    return Split(classes, names, held, parts, tests, steps, seed, samples)
 
 
 def labels_of(data: Any) -> Tensor | None:
@@ -149,6 +153,30 @@ def labels_of(data: Any) -> Tensor | None:
         if (labels := _numbers(getattr(data, name, None))) is not None:
             return labels
     return None
+
+
+def samples_checksum(data: Any, labels: Tensor | None) -> str:
+    """Return a checksum of the labels of samples, and of the indices of a ``Subset``, in order.
+
+    It tells whether samples have the same indices as before, as far as that is known without
+    reading them.
+
+    Args:
+        data: Training samples.
+        labels: Their labels; None if labels are unknown.
+    """
+    digest = hashlib.sha256(str(len(data)).encode())
+    known, part = [labels], data
+    while isinstance(part, Subset):
+        known.append(torch.as_tensor(part.indices))
+        part = part.dataset
+    if isinstance(part, InMemory) and part.indices is not None:
+        known.append(torch.as_tensor(part.indices))
+    for values in known:
+        if values is not None and values.layout == torch.strided:
+            exact = values.double() if values.is_floating_point() else values
+            digest.update(exact.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def warn_of_other_labels(data: Any, labels: Tensor) -> None:
@@ -192,8 +220,8 @@ def warn_of_own_random_numbers(data: Any) -> None:
         if not is_same:
             rank_zero_warn(
                 f"sample {index} of {type(data).__name__} is another one when it is read again with"
-                " the same seeds: the data set has a random generator, or another state, of its own."
-                " Results depend on the order of clients and on num_workers, and a resumed run"
+                " the same seeds: the data set has a random generator, or another state, of its"
+                " own. Results depend on the order of clients and on num_workers, and a resumed run"
                 " differs. Draw from the global generators of torch, NumPy or Python, which are"
                 " seeded for each batch, or seed its generator from them for each sample"
             )

@@ -36,6 +36,8 @@ class InMemory(TensorDataset):
         super().__init__(*tensors)
         self._buffers: dict[int, tuple[Tensor, ...]] = {}
         self._copy: InMemory | None = None
+        #: Indices of the samples in the data set from which they were copied, if they were.
+        self.indices: Sequence[int] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -185,6 +187,7 @@ def in_memory(data: Any, name: str) -> Any:
         samples = InMemory(*(t[torch.as_tensor(data.indices)] for t in data.dataset.tensors))
         keys, key_names = keys_of(data)
         vars(samples).update({} if keys is None else {"keys": keys, "key_names": key_names})
+        samples.indices = data.indices
         return samples
     if type(data) is not TensorDataset:  # subclasses may change their samples
         return data

@@ -178,6 +178,11 @@ class Fit:
         self.options, self.progress = prepared.options, prepared.progress
         self.planner, self.processes = prepared.planner, prepared.processes
         self.watchers, self.boundary = prepared.watchers, prepared.boundary
+        self.processes.check_same(
+            "training samples, or another split of them: make what the data module loads"
+            " reproducible, for example with a generator in random_split",
+            prepared.checksum + getattr(self.data, "samples_checksum", ""),
+        )
         self.aggregator, self.policy = self.options.aggregator, self.options.policy
         keeps = self.options.optimizer_state == "keep"
         self.aggregator.load_client_network()

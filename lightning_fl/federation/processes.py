@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_fl.strategies import ClientParallelStrategy, gathered
-from lightning_fl.types import RoundPlan
+from lightning_fl.types import FederationError, RoundPlan
 
 
 class Processes(ABC):
@@ -29,6 +29,20 @@ class Processes(ABC):
 
     def __init__(self, trainer: Trainer) -> None:
         self.rank, self.count = trainer.global_rank, trainer.world_size
+
+    def check_same(self, what: str, value: str) -> None:
+        """Check that a value is the same on all processes. Must be called on all processes.
+
+        Args:
+            what: Name of the value, with the remedy, for the error message.
+            value: The value on this process.
+
+        Raises:
+            FederationError: If it differs.
+        """
+        every = gathered(value) if self.count > 1 else [value]
+        if wrong := [rank for rank, other in enumerate(every) if other != every[0]]:
+            raise FederationError(f"processes 0 and {wrong[0]} have different {what}")
 
     def wait(self, is_idle: bool) -> None:  # noqa: B027  # only some processes wait
         """Set whether this process is idle in a batch and waits for the others."""

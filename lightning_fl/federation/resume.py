@@ -132,6 +132,7 @@ class Resume:
             "phases": [repr(phase) for phase in options.phases],
             "update_transforms": [describe(transform) for transform in options.update_transforms],
             "batches in a local epoch": int(planner.batches_per_epoch.sum()),
+            "checksum of the training labels": getattr(prepared.data, "samples_checksum", ""),
             "faults and attacks": [describe(watcher) for watcher in prepared.watchers],
         }
 

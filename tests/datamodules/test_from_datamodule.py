@@ -402,7 +402,7 @@ def test_replacement_can_be_said():
     mine.train_dataloader = lambda: DataLoader(
         mine.train, 5, sampler=RandomSampler(mine.train, replacement=True, num_samples=400)
     )
-    with pytest.raises(FederationError, match="draws 400 samples in an epoch, but .* has 50, .*num_st"):
+    with pytest.raises(FederationError, match=r"draws 400 samples .* has 50, .*num_st"):
         FromDataModule(mine, replacement=True).setup("fit")
 
 
@@ -425,3 +425,53 @@ def test_a_test_without_a_test_loader_is_refused():
     data.setup("test")
     with pytest.raises(FederationError, match="has no test samples: return a DataLoader from"):
         data.test_dataloader()
+
+
+class Unseeded(LightningDataModule):
+    """Draws another split in each setup, as random_split does without a generator."""
+
+    def __init__(self, samples):
+        super().__init__()
+        self.samples = samples
+
+    def setup(self, stage):
+        self.train, self.val = random_split(self.samples, [50, 10])
+
+    def train_dataloader(self):
+        return DataLoader(self.train, batch_size=5)
+
+    def val_dataloader(self):
+        return DataLoader(self.val, batch_size=5)
+
+    def teardown(self, stage):
+        del self.train, self.val
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [[torch.zeros(4)] * 60, TensorDataset(torch.zeros(60, 4))],
+    ids=["a list", "tensors"],
+)
+def test_another_split_of_samples_without_labels_is_noticed(samples):
+    torch.manual_seed(0)
+    data = FromDataModule(Unseeded(samples), num_clients=4)
+    data.setup("fit")
+    data.teardown("fit")
+    with pytest.warns(UserWarning, match="Unseeded has other training samples after another setup"):
+        data.setup("fit")
+
+
+def test_a_run_that_resumes_with_another_split_of_the_samples_is_warned(tmp_path):
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    samples = TensorDataset(x, (x[:, 0] > 0).long())
+
+    def run(seed, rounds, **options):
+        torch.manual_seed(seed)
+        made = trainer(tmp_path, FederatedLoop(seed=0), rounds=rounds)
+        made.fit(Net(), datamodule=FromDataModule(Unseeded(samples), num_clients=4), **options)
+        return made
+
+    run(0, 1).save_checkpoint(tmp_path / "one.ckpt")
+    run(0, 2, ckpt_path=tmp_path / "one.ckpt")  # the same split; warnings are errors
+    with pytest.warns(UserWarning, match="with other options: checksum of the training labels is"):
+        run(1, 2, ckpt_path=tmp_path / "one.ckpt")

@@ -434,7 +434,8 @@ def test_clients_with_several_keys_are_named(caplog, options, clients):
         )
         data.setup("fit")
     assert len(data.parts) == clients
-    assert ("The 20 keys of the training samples are assigned to 10" in caplog.text) == (not options)
+    is_named = "The 20 keys of the training samples are assigned to 10" in caplog.text
+    assert is_named == (not options)
 
 
 def test_a_method_called_keys_is_no_key():

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from lightning_fl import ClientParallelStrategy
+from lightning_fl.federation import processes
 from lightning_fl.federation.processes import Alone, ClientsShared, SamplesShared, processes_of
-from lightning_fl.types import RoundPlan
+from lightning_fl.types import FederationError, RoundPlan
 
 
 def trainer(rank=0, count=1, strategy=None):
@@ -63,3 +64,14 @@ def test_a_process_that_waits_tells_its_strategy():
     assert (strategy.is_idle, strategy.repeats_validation) == (True, True)
     processes.wait(is_idle=False)
     assert not strategy.is_idle
+
+
+@pytest.mark.parametrize("kind", [SamplesShared, lambda made: shared(1, made.world_size)])
+def test_values_that_differ_between_processes_are_refused(monkeypatch, kind):
+    Alone(trainer()).check_same("data: seed it", "a")
+    every = ["a", "a", "b"]
+    monkeypatch.setattr(processes, "gathered", lambda value: every)
+    with pytest.raises(FederationError, match="processes 0 and 2 have different data: seed it"):
+        kind(trainer(1, 3)).check_same("data: seed it", "a")
+    every[2] = "a"
+    kind(trainer(1, 3)).check_same("data: seed it", "a")
