@@ -174,6 +174,8 @@ class RoundBatches(OwnBatches):
     def __iter__(self) -> Iterator[Batch]:
         plan, steps, clients = self.plan, self.plan.num_steps.tolist(), self.plan.clients.tolist()
         streams: dict[int, Iterator[Tensor]] = {}
+        # Otherwise the first samples of all shares would draw the same numbers, and so on.
+        share = (self.rank,) if self.world_size > 1 else ()
         for position, step in enumerate(plan.schedule):
             if not step.rows:  # no client on this process: the loop ignores this sample
                 yield Batch(self.parts[clients[0]][:1], [(plan.seed, RandomStream.SAMPLES)])
@@ -186,15 +188,15 @@ class RoundBatches(OwnBatches):
                     client = clients[row]
                     padding = self.parts[client][: 0 if self.apart else 1]
                     index.append(next(streams[row]) if i < steps[row] else padding)
-                    keys.append((plan.seed, RandomStream.SAMPLES, plan.round, client, i))
+                    keys.append((plan.seed, RandomStream.SAMPLES, plan.round, client, i, *share))
             if self.apart:
                 yield Batch(torch.cat(index), keys, [len(part) for part in index])
                 continue
             samples = torch.cat(_padded(index)) if len(index) > 1 else index[0]
             # A process with an empty share takes one sample, which the loop weights with 0.
-            share = samples[self.rank :: self.world_size] if self.world_size > 1 else samples
+            own = samples[self.rank :: self.world_size] if self.world_size > 1 else samples
             stepwise = step.steps if plan.stepwise else 0
-            taken, place = share if len(share) else samples[:1], (plan.round, position)
+            taken, place = own if len(own) else samples[:1], (plan.round, position)
             yield Batch(taken, keys, stepwise=stepwise, place=place)
 
     def worker_key(self) -> tuple[int, ...]:

@@ -219,3 +219,12 @@ def test_processes_share_the_samples_of_a_batch(world_size):
             assert sorted(i for share in given for i in share) == sorted(batch.tolist())
         else:  # they take one that has no weight
             assert given == [[9]] * world_size
+
+
+def test_processes_that_share_a_batch_have_keys_of_their_own():
+    plan, parts = RoundPlan(0, 0, torch.tensor([1]), torch.tensor([3])), [None, torch.arange(7)]
+    shares = [RoundBatches(plan, parts, Batching(4), rank, 2) for rank in range(2)]
+    keys = [key for share in shares for batch in share for key in batch.keys]
+    assert len(set(keys)) == 6
+    alone = [key for batch in RoundBatches(plan, parts, Batching(4)) for key in batch.keys]
+    assert [key[:5] for key in keys] == alone * 2
