@@ -122,6 +122,8 @@ def split_samples(
     """
     classes = _class_labels(data, labels)
     strata = torch.zeros(len(data)) if classes is None else classes
+    if rule.splits_by == "labels" and labels is None and classes is not None:
+        _warn_of_no_classes(data, classes, rule)
     by, key_names = _split_by(rule, data, classes, keys)
     required = by if rule.splits_by == "keys" else None
     held = _held_out(rule, strata, val_size, seed, required, num_clients)
@@ -195,6 +197,18 @@ def warn_of_other_labels(data: Any, labels: Tensor) -> None:
                 f" The split and class counts use them; if they are wrong, {remedy(data, 'labels')}"
             )
             return
+
+
+def _warn_of_no_classes(data: Any, labels: Tensor, rule: Partition) -> None:
+    """Warn if the labels of a data set number its samples, as the last tensor may do."""
+    n = len(labels)
+    if n > 2 and len(labels.unique()) == n:
+        source = "last tensor" if isinstance(data, TensorDataset) else "targets or labels"
+        rank_zero_warn(
+            f"{type(rule).__name__} splits the samples by class, but each of the {n} training"
+            f" samples has a label of its own in the {source} of {type(data).__name__}: if these"
+            f" are not the classes, {remedy(data, 'labels')}"
+        )
 
 
 def _read(data: Any, index: int) -> Any:

@@ -21,9 +21,10 @@ from lightning_fl.partition import (
     Manifest,
     Natural,
     QuantitySkew,
+    Shards,
 )
 from lightning_fl.types import FederationError
-from numbered import federated, having, held, lists, numbered, rng
+from numbered import Dicts, federated, having, held, lists, numbered, rng
 
 
 def test_held_out_samples_have_the_labels_proportions():
@@ -363,6 +364,22 @@ def test_other_samples_are_not_compared(change):
     data = Mapped(change)
     federated(data, partition=ByLabel(), num_clients=3)
     assert data.read <= 5 + 6  # for its label, and for its random numbers
+
+
+def test_labels_that_number_the_samples_are_warned_of():
+    x, y = numbered().tensors
+    number = torch.arange(60)
+    with pytest.warns(
+        UserWarning, match="Shards splits .* each of the 60 .* in the last tensor of"
+    ):
+        federated(TensorDataset(x, y, number), partition=Shards(), num_clients=3)
+    data = Dicts(6)
+    data.targets = list(range(6))
+    with pytest.warns(UserWarning, match="label of its own in the targets or labels of Dicts"):
+        federated(data, partition=Dirichlet(), num_clients=3)
+    federated(TensorDataset(x, y, number), num_clients=3)  # the rule ignores classes
+    data = federated(TensorDataset(x, y, number), partition=ByLabel(), num_clients=3, labels=y)
+    assert [len(y[part].unique()) for part in data.parts] == [1, 1, 1]
 
 
 def test_labels_that_are_given_are_not_compared():
