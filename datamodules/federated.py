@@ -50,7 +50,7 @@ class FederatedDataModule(LightningDataModule):
     the sampled clients, one client after another. Without it, the loader yields shuffled batches of
     all training data (the centralized baseline) and a warning is shown. Subclasses override
     :meth:`load`. If the clients are given by the data (speakers, writers, hospitals), use
-    :class:`~lightning_fl.partition.Natural` and ``keys``.
+    :class:`~lightning_fl.partition.Natural`, ``keys`` and ``num_clients=None``.
 
     Args:
         train: Training samples. A ``TensorDataset`` is read one whole batch at a time.
