@@ -205,11 +205,13 @@ class Stacks:
                 tensor.data = values[name]
             yield
         finally:
-            self.tensors.adopt()
-            for name, tensor in tensors.items():
-                if tensor.data_ptr() != values[name].data_ptr():
-                    values[name].data.copy_(tensor.data)
-                tensor.data = before[name]
+            try:
+                self.tensors.adopt()
+            finally:  # also if it refuses a buffer
+                for name, tensor in tensors.items():
+                    if tensor.data_ptr() != values[name].data_ptr():
+                        values[name].data.copy_(tensor.data)
+                    tensor.data = before[name]
 
     @contextmanager
     def untouched(self) -> Iterator[None]:

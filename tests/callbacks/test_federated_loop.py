@@ -691,6 +691,21 @@ def test_an_exception_in_mid_round_leaves_the_server_model(fit, foreign):
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_an_exception_beside_a_buffer_of_another_shape_leaves_the_server_model(fit, foreign):
+    module = foreign()
+    before = copy.deepcopy(module.state_dict())
+
+    def fails(*_):
+        module.net[1].running_mean = torch.zeros(3)
+        raise ZeroDivisionError
+
+    module.on_train_batch_end = fails
+    with pytest.raises(ZeroDivisionError) as caught:
+        fit(module)
+    assert same(module.state_dict(), before)
+    assert "Clean-up" not in "".join(caught.value.__notes__)
+
+
 def test_skipping_the_rest_of_an_epoch_is_an_error(fit, foreign):
     module = foreign()
     module.on_train_batch_start = lambda *_: -1 if module.trainer.global_step == 5 else None

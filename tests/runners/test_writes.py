@@ -226,11 +226,14 @@ class Late(Averaging):
 @pytest.mark.parametrize("group_size", [None, 3])
 @pytest.mark.filterwarnings("ignore")
 def test_a_buffer_that_changes_its_shape_is_refused_by_name(train, tiny, ragged, kind, group_size):
+    module = tiny(kind)
+    memory = [p.data_ptr() for p in module.parameters()]
     with pytest.raises(
         FederationError, match=r"the shape of its buffer seen from \(0, 3\) to"
     ) as info:
-        train(tiny(kind), group_size, datamodule=ragged(drop_last=True))
+        train(module, group_size, datamodule=ragged(drop_last=True))
     assert not any("failed" in note for note in info.value.__notes__)
+    assert [p.data_ptr() for p in module.parameters()] == memory  # not that of the stacks
 
 
 @pytest.mark.parametrize("group_size", [None, 3])
