@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor
 MOST_ERROR = 2e-6
 
 
+@contextmanager
 def allow_fast_matmul(
     option: bool | Literal["auto"], shapes: Iterable[tuple[int, int]], device: torch.device
-) -> Callable[[], None]:
-    """Compute products of float32 matrices on a CPU by oneDNN, if its results are as exact.
+) -> Iterator[None]:
+    """Compute products of float32 matrices on a CPU by oneDNN within a ``with`` block.
 
     ``torch.backends.mkldnn.matmul.fp32_precision = "bf16"`` selects oneDNN and permits it lower
     precision. A processor without bfloat16 instructions computes in float32 nevertheless; a
@@ -27,24 +29,22 @@ def allow_fast_matmul(
             False for torch's default.
         shapes: Rows and columns of the weight matrices.
         device: Device of the module.
-
-    Returns:
-        A function that restores the setting.
     """
     backend = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # made at run time
     if option is False or device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return lambda: None
+        yield
+        return
     before = backend.fp32_precision
     if option == "auto" and before != "none":  # the user's own choice
-        return lambda: None
-
-    def put_back() -> None:
+        yield
+        return
+    try:
+        backend.fp32_precision = "bf16"
+        if option == "auto" and matmul_error(shapes) > MOST_ERROR:
+            backend.fp32_precision = before
+        yield
+    finally:
         backend.fp32_precision = before
-
-    backend.fp32_precision = "bf16"
-    if option == "auto" and matmul_error(shapes) > MOST_ERROR:
-        put_back()
-    return put_back
 
 
 def matmul_error(shapes: Iterable[tuple[int, int]], rows: int = 64) -> float:

@@ -70,15 +70,13 @@ class VmapRunner(ClientRunner):
         self.stacks = Stacks(self.tensors, params, channels_last)
         self.vectorized = VectorizedStep(self.stacks, optimizer, rewrites)
         self.logs = StepLogs(self.vectorized.local)
-        #: Callbacks that :meth:`close` runs.
+        #: Clean-up functions that :meth:`close` calls.
         self.undo = ExitStack()
         matrices = (p.flatten(1) for p in self.named_parameters.values() if p.ndim > 1)
-        self.undo.callback(
-            allow_fast_matmul(
-                fast_matmul, ((len(m), m.shape[1]) for m in matrices), self.stacks.first.device
-            )
-        )
-        if self.stacks.first.device.type == "cpu":
+        shapes = ((len(m), m.shape[1]) for m in matrices)
+        device = self.stacks.first.device
+        self.undo.enter_context(allow_fast_matmul(fast_matmul, shapes, device))
+        if device.type == "cpu":
             keep_freed_memory()
         #: Number of samples, and whether the client still trains, per local step of the Lightning
         #: batch and client, ``[steps, k]``.
@@ -93,7 +91,8 @@ class VmapRunner(ClientRunner):
         self.is_checked = False
         #: Attributes after ``on_client_start`` of the first client, for :func:`check_start`.
         self.first_start: Attributes | None = None
-        #: Whether the clients start from different tensors, and for which of both it was called.
+        #: Whether the clients start from different tensors, and the values of this for which
+        #: :meth:`note_first_start` has noted attributes.
         self._starts_differ, self._checked_starts = False, set[bool]()
         #: Whether :func:`check_rates` has looked for reads of the learning rate.
         self.has_checked_rates = False
@@ -312,9 +311,9 @@ class VmapRunner(ClientRunner):
 
     def close(self) -> None:
         """Release the optimizer and undo global settings."""
-        super().close()
-        self.vectorized.close()
-        self.undo.close()
+        with self.undo:
+            self.vectorized.close()
+            super().close()
 
     # --- a local step -----------------------------------------------------------------------------
 

@@ -24,28 +24,36 @@ def test_the_error_of_single_precision_is_small():
 
 def test_the_setting_holds_until_it_is_put_back(setting):
     before = setting()
-    put_back = allow_fast_matmul(True, SHAPES, CPU)
-    assert setting() == "bf16"
-    put_back()
+    with allow_fast_matmul(True, SHAPES, CPU):
+        assert setting() == "bf16"
     assert setting() == before
 
 
 @pytest.mark.parametrize(("error", "expected"), [(1e-7, "bf16"), (1e-3, "none")])
 def test_auto_looks_at_the_error(setting, monkeypatch, error, expected):
     monkeypatch.setattr(matmul, "matmul_error", lambda shapes: error)
-    put_back = allow_fast_matmul("auto", SHAPES, CPU)
-    assert setting() == expected
-    put_back()
+    with allow_fast_matmul("auto", SHAPES, CPU):
+        assert setting() == expected
+    assert setting() == "none"
+
+
+def test_a_comparison_that_fails_leaves_the_setting(setting, monkeypatch):
+    def fails(shapes):
+        raise MemoryError
+
+    monkeypatch.setattr(matmul, "matmul_error", fails)
+    with pytest.raises(MemoryError), allow_fast_matmul("auto", SHAPES, CPU):
+        pass
     assert setting() == "none"
 
 
 def test_nothing_is_set_where_nobody_wants_it(setting):
     for option, device in ((False, CPU), ("auto", torch.device("meta"))):
-        allow_fast_matmul(option, SHAPES, device)()
-        assert setting() == "none"
+        with allow_fast_matmul(option, SHAPES, device):
+            assert setting() == "none"
 
 
 def test_auto_leaves_the_users_own_choice(setting):
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"
-    allow_fast_matmul("auto", SHAPES, CPU)
-    assert setting() == "ieee"
+    with allow_fast_matmul("auto", SHAPES, CPU):
+        assert setting() == "ieee"

@@ -212,6 +212,16 @@ def test_training_leaves_the_servers_tensors_alone():
     assert torch.equal(state.vector[0], before.vector)
 
 
+def test_a_failure_in_the_clean_up_leaves_no_global_setting(monkeypatch):
+    stacked, _ = runners()
+    ends = []
+    stacked.undo.callback(ends.append, "undone")
+    monkeypatch.setattr(stacked, "_show_held", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        stacked.close()
+    assert ends == ["undone"]
+
+
 @pytest.mark.parametrize("buffers", ["average", "server", "local"])
 def test_each_client_returns_buffers_of_its_own(buffers):
     stacked, _ = runners(buffers=buffers)
