@@ -304,8 +304,7 @@ def unused_parameters(step: VectorizedStep, samples: Samples) -> list[str]:
     with step.undone():
         everyone = torch.ones(step.stacks.count, dtype=torch.bool)
         total, _ = step.mapped(copied(samples), everyone, updates=False)
-    grads, params = gradients_of(total, step.stacks.params), step.stacks.params.items()
-    return [name for name, param in params if param.requires_grad and name not in grads]
+    return step.unused(gradients_of(total, step.stacks.params))
 
 
 def uses_batch_idx(step: VectorizedStep, samples: Samples) -> bool:

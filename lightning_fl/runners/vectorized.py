@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.runners.attributes import left_alone
 from lightning_fl.runners.graphs import Graphs, can_update, graphs_made, sgd_update
-from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
+from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors, gradients_of
 from lightning_fl.runners.optimizer_values import rates_scaled
 from lightning_fl.runners.samples import Padded, Samples, copied
 from lightning_fl.runners.side_by_side import SideBySide
@@ -205,12 +205,11 @@ class VectorizedStep:
         shape = shape_of(batch)
         if shape not in self.shapes and len(self.shapes) < MOST_GRAPHS:
             side.wait()  # the trial restores the tensors of all clients
-            grads = self.tried(row, batch)
-            count = sum(param.requires_grad for param in self.stacks.params.values())
+            unused = self.unused(self.tried(row, batch))
             is_dense = all(
                 type(leaf) is Tensor and leaf.layout == torch.strided for leaf in tree_leaves(batch)
             )
-            self.shapes[shape] = is_dense and len(grads) == count
+            self.shapes[shape] = is_dense and not unused
         return self.shapes.get(shape, False)
 
     def tried(self, row: int, batch: Any) -> Tensors:
@@ -337,22 +336,26 @@ class VectorizedStep:
                     f"the vectorized step is not compiled: {type(error).__name__}: {error}"
                 )
             else:
-                if graphs_made() == before or self._uses_all(self._used_at_once(batch, weight)):
+                if graphs_made() == before or self._uses_all(self._tried_at_once(batch, weight)):
                     return made
                 self.shapes[shape_of(batch)] = False
         outcome = self.local.many(*tensors, **how)
         if self.graphs is not None and len(self.shapes) < MOST_GRAPHS:
             # A graph returns zeros for a parameter without a gradient.
-            count = sum(param.requires_grad for param in params.values())
-            self.shapes[shape_of(batch)] = len(used(outcome.loss, params)) == count
+            self.shapes[shape_of(batch)] = not self.unused(used(outcome.loss, params))
         return outcome.loss.sum(), outcome
 
-    def _used_at_once(self, batch: Any, weight: Tensor | None) -> list[str]:
-        """Return the parameters that a step of all clients uses; it changes nothing."""
+    def _tried_at_once(self, batch: Any, weight: Tensor | None) -> Tensors:
+        """Return the gradients of a step of all clients, which changes nothing."""
         with self.undone():
             own = self.stacks.arguments(lambda t: t)
             outcome = self.local.many(**own, batch=copied(batch), weight=weight, at_once=True)
-            return used(outcome.loss, own["params"])
+            return gradients_of(outcome.loss.sum(), own["params"])
+
+    def unused(self, names: Collection[str]) -> list[str]:
+        """Return the trained parameters that are not among those that a step uses."""
+        params = self.stacks.params.items()
+        return [name for name, p in params if p.requires_grad and name not in names]
 
     def _uses_all(self, names: Collection[str]) -> bool:
         """Return whether a new graph uses all parameters that it may change.
@@ -366,10 +369,9 @@ class VectorizedStep:
         Raises:
             FederationError: If the graph has already changed others.
         """
-        params, groups = self.stacks.params.items(), self.optimizer.param_groups
-        unused = [name for name, p in params if p.requires_grad and name not in names]
+        unused = self.unused(names)
         is_plain = type(self.optimizer) is torch.optim.SGD and not any(
-            group["momentum"] or group["weight_decay"] for group in groups
+            group["momentum"] or group["weight_decay"] for group in self.optimizer.param_groups
         )
         if not unused or is_plain:
             return True
@@ -411,7 +413,7 @@ def shape_of(batch: Any) -> str:
 
 
 def used(loss: Tensor, params: Tensors) -> list[str]:
-    """Return the names of the trained parameters in the graph of a loss."""
+    """Return the names of the trained parameters in the graph of a loss, which is kept."""
     nodes, waiting = set[Any](), [loss.grad_fn]
     while waiting:
         if (node := waiting.pop()) is not None and node not in nodes:
