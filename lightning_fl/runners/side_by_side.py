@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from enum import Enum, auto
 from functools import cached_property
 from threading import Barrier
@@ -98,7 +98,7 @@ class SideBySide:
                 output.copy_(found)
 
         def start(*tensors: Any) -> list[Tensor]:
-            """Return the outputs, which are filled later, but for the first time."""
+            """Return the outputs, which are complete after :meth:`wait`."""
             if draws is Draws.SEEDS:
                 self._seeds.random_()
             if not outputs or draws is Draws.UNKNOWN:
@@ -339,6 +339,7 @@ class Threads:
     def wait(self) -> None:
         """Wait for all functions, and raise the exception of the first that failed."""
         running, self._running = self._running, []
+        wait(running)
         for future in running:
             future.result()
 

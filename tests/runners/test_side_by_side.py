@@ -384,11 +384,17 @@ def test_threads_share_the_cores(monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_the_first_failure_is_raised():
-    threads = Threads(2)
-    threads.start(lambda: None)
-    threads.start(lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        threads.wait()
+def test_the_first_failure_is_raised_once_all_have_ended():
+    before, ended = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        threads = Threads(2)
+        threads.start(lambda: 1 / 0)
+        threads.start(lambda: ended.append(sleep(0.2)))
+        with pytest.raises(ZeroDivisionError):
+            threads.wait()
+        assert ended == [None]
+    finally:
+        torch.set_num_threads(before)
     threads.wait()  # nothing is left
     threads.close()
