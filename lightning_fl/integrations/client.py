@@ -169,11 +169,6 @@ class ToServer(Aggregator):
                 f" client {own or describe(rule)}: pass the same aggregator to both"
             )
 
-    def start(self, server: Tensor, trained: Tensor | None = None) -> None:
-        """Begin a round."""
-        super().start(server, trained)
-        self._trained = trained
-
     def client_parts(self) -> Sequence[ClientPart]:
         """Return the client-side work of the rule."""
         return self._rule[0].client_parts()
@@ -187,7 +182,7 @@ class ToServer(Aggregator):
         """
         rule, known = self._rule[0], self._task.num_trained
         assert self.num_parameters is not None
-        if (own := counted(self._trained, self.num_parameters, rule)) != known:
+        if (own := counted(self.trained, self.num_parameters, rule)) != known:
             raise FederationError(
                 f"this client trains {own} parameters and the server knows of {known}, on which"
                 f" {type(rule).__name__} depends: freeze parameters in the constructor of the"
