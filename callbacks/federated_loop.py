@@ -214,7 +214,7 @@ class FederatedLoop(Callback):
                 " values. To evaluate each client's own model, add PersonalizedEvaluation to the"
                 " callbacks and set local_test_size of the data module"
             )
-        self._fit.boundary.call_before_checkpoints(self._close_round)
+        self._fit.boundary.call_before_checkpoints(self._close_round, self.undo)
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the validation loss before the first round if the policy needs it."""

@@ -82,15 +82,20 @@ class RoundBoundary:
     def __contains__(self, name: str) -> bool:
         return self._last is not None and name in self._last.checkpoint
 
-    def call_before_checkpoints(self, close: Callable[[], None]) -> None:
-        """Call a function after all epoch-end hooks except those of ``Checkpoint`` callbacks."""
+    def call_before_checkpoints(self, close: Callable[[], None], undo: ExitStack) -> None:
+        """Call a function after all epoch-end hooks except those of ``Checkpoint`` callbacks.
+
+        Args:
+            close: The function.
+            undo: Clean-up functions of the fit, to which those of the hooks are added.
+        """
         after = partial(_after, close)
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Checkpoint):
-                self._undo.enter_context(replaced(callback, "on_train_epoch_end", after))
+                undo.enter_context(replaced(callback, "on_train_epoch_end", after))
         # Lightning calls this next if there are no Checkpoint callbacks.
         logs = self._trainer._logger_connector
-        self._undo.enter_context(replaced(logs, "on_epoch_end", after))
+        undo.enter_context(replaced(logs, "on_epoch_end", after))
 
     # --- the boundary -----------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ from lightning_fl.federation.schedulers import Schedulers, counts_of_one_client
 from lightning_fl.federation.traffic import Traffic
 from lightning_fl.federation.validation import Validation
 from lightning_fl.functional.randomness import seeded_rng
+from lightning_fl.hooks import attributes_set
 from lightning_fl.runners import Declared, VectorizedClients, client_runner, user_module
 from lightning_fl.samplers import how_drawn
 from lightning_fl.store import ClientStore
@@ -103,10 +104,8 @@ class PreparedFit:
         loader = [getattr(data, name, None) for name in ("batch_size", "replacement", "drop_last")]
         rules = [options.aggregator, options.policy, options.sampler]
         rules += [options.update_transforms, self.watchers]
-        choices = (
-            *(size, options.buffer_policy, options.optimizer_state),
-            *(list(options.local_parameters), list(options.phases)),
-        )
+        lists = list(options.local_parameters), list(options.phases)
+        choices = (size, options.buffer_policy, options.optimizer_state, *lists)
         return Federation(
             n,
             Cohort(size, n, how_drawn(options.sampler)),
@@ -145,14 +144,17 @@ class PreparedFit:
         """
         trainer: Any = self.trainer  # its connectors set attributes that it does not declare
         data, planner = self.data, self.planner
-        trainer.reload_dataloaders_every_n_epochs = 1
+        # The planner changes the interval of logging.
+        own: dict[str, Any] = {
+            "reload_dataloaders_every_n_epochs": 1,
+            "log_every_n_steps": trainer.log_every_n_steps,
+        }
+        if "val_loss" in self.options.policy.learns_from:
+            own["num_sanity_val_steps"] = math.inf
+        undo.enter_context(attributes_set(trainer, own))
         # Placed first: other callbacks then see each client loaded at its first batch, and the
         # round ended at its last hook.
         trainer.callbacks = [loop, *(c for c in trainer.callbacks if c is not loop)]
-        # The planner changes it.
-        undo.callback(setattr, trainer, "log_every_n_steps", trainer.log_every_n_steps)
-        if "val_loss" in self.options.policy.learns_from:
-            trainer.num_sanity_val_steps = math.inf
         if isinstance(self.module, VectorizedClients):
             self.module.exchange_frozen = self.exchange_frozen
             self.module.local_patterns = self.options.local_parameters

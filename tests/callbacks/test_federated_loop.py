@@ -691,6 +691,18 @@ def test_an_exception_in_mid_round_leaves_the_server_model(fit, foreign):
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_fit_leaves_no_option_and_no_hook_of_its_own(trainer, foreign, data, tmp_path, fails):
+    keep = ModelCheckpoint(tmp_path)
+    callbacks = [keep, StopAt(5, ZeroDivisionError())] if fails else [keep]
+    made = trainer(rounds=1, callbacks=callbacks, enable_checkpointing=True)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        made.fit(foreign(), datamodule=data())
+    assert made.reload_dataloaders_every_n_epochs == 0
+    assert "on_train_epoch_end" not in vars(keep)
+    assert "on_epoch_end" not in vars(made._logger_connector)
+
+
 def test_an_exception_beside_a_buffer_of_another_shape_leaves_the_server_model(fit, foreign):
     module = foreign()
     before = copy.deepcopy(module.state_dict())
