@@ -70,10 +70,11 @@ class ClientParallelStrategy(DDPStrategy):
         #: Whether each process validates on all samples during a fit; set by the loop.
         self.repeats_validation = False
         self._undo = ExitStack()
+        self._trainer: Trainer | None = None
 
     def setup(self, trainer: Trainer) -> None:
         """Prepare the module, its logging, and the synchronization of the stop flag."""
-        module = self.lightning_module
+        module, self._trainer = self.lightning_module, trainer
         assert module is not None
         if trainer.state.fn == TrainerFn.FITTING:
             data = trainer.datamodule  # type: ignore[attr-defined]  # set by the data connector
@@ -109,6 +110,16 @@ class ClientParallelStrategy(DDPStrategy):
         if isinstance(self.launcher, _SubprocessScriptLauncher):
             self.launcher.kill(signal.SIGKILL)
 
+    @property
+    def _has_failed(self) -> bool:
+        """Whether this process has failed, so that the others do not come."""
+        return self._trainer is not None and self._trainer.interrupted
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all processes, except after a failure, when a checkpoint may be saved."""
+        if not self._has_failed:
+            super().barrier(*args, **kwargs)
+
     def configure_ddp(self) -> None:
         """Broadcast the parameters of process 0, without a DDP wrapper."""
         assert self.model is not None
@@ -125,7 +136,12 @@ class ClientParallelStrategy(DDPStrategy):
         return 0 * next(p for p in params if p.requires_grad).sum()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over processes, in float64 for integers, since torch would truncate their mean."""
+        """Reduce over processes, in float64 for integers, since torch would truncate their mean.
+
+        After a failure, the value of this process is returned.
+        """
+        if self._has_failed:
+            return tensor
         if isinstance(tensor, Tensor) and not tensor.is_floating_point():
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)

@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -405,6 +406,23 @@ def test_a_failed_fit_leaves_no_idle_process(alone, tmp_path):
     with pytest.raises(ValueError, match="on purpose"):
         fit.fit(client_module(), datamodule=federation())
     assert not fit.strategy.is_idle
+
+
+def test_a_process_that_has_failed_saves_and_does_not_wait(alone, tmp_path, monkeypatch):
+    waits = []
+
+    class Fails(L.Callback):
+        def on_train_batch_end(self, *_):
+            for name in ("barrier", "all_reduce"):
+                monkeypatch.setattr(torch.distributed, name, lambda *_, **__: waits.append(1))
+            raise ValueError("on purpose")
+
+    fit = trainer(tmp_path)
+    fit.callbacks += [Fails(), ModelCheckpoint(tmp_path, save_last=True, save_on_exception=True)]
+    with pytest.raises(ValueError, match="on purpose"):
+        fit.fit(client_module(), datamodule=federation())
+    assert (tmp_path / "last.ckpt").exists()
+    assert not waits
 
 
 def test_without_a_federation_it_is_refused(alone, tmp_path):
