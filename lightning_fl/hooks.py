@@ -12,9 +12,9 @@ Method = Callable[..., Any]
 
 
 def overrides(owner: Any, name: str, base: type) -> bool:
-    """Return whether an object has another method of a name than a base class.
+    """Return whether an object overrides a method of a base class.
 
-    ``is_overridden`` of Lightning would miss a replacement that names what it wraps.
+    Unlike Lightning's ``is_overridden``, it finds a replacement made with ``functools.wraps``, too.
     """
     return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
 

@@ -107,8 +107,8 @@ class Kept:
     """Hold the states that a client keeps: after its last used update, and after its last round.
 
     The server may not have used the last update, because it arrived too late or the server was
-    killed. The client then continues from the state before, as if that round had not been, also
-    if this happens in several rounds in a row.
+    killed. The client then continues from the state before that round, also if this happens
+    in several rounds in a row.
 
     Args:
         run: Id of the run that the states are from.

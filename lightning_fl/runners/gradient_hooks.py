@@ -24,8 +24,8 @@ from lightning_fl.types import FederationError
 
 #: Hooks of a local step in which callbacks change gradients or parameters.
 _HOOKS = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
-#: Factors of made-up gradients: of all clients, since small ones may not be clipped, and of others.
-#: The latter are factors of parameters, too.
+#: Factors of the made-up gradients of all clients, since small ones may not be clipped; further
+#: factors of the gradients and the parameters of all clients but the first.
 _SIZES, _OF_OTHERS = (1.0, 2.0**8), (1.0, 2.0**8)
 
 

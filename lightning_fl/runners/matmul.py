@@ -47,10 +47,10 @@ def allow_fast_matmul(
         backend.fp32_precision = before
 
 
-def matmul_error(shapes: Iterable[tuple[int, int]], rows: int = 64) -> float:
+def matmul_error(shapes: Iterable[tuple[int, int]]) -> float:
     """Return the largest relative error of float32 products with matrices of these shapes."""
     random = torch.Generator().manual_seed(0)
-    worst = 0.0
+    rows, worst = 64, 0.0
     for shape in {shape for shape in shapes if all(shape)}:
         weight = torch.randn(shape, generator=random)
         x = torch.randn(rows, shape[1], generator=random)
