@@ -51,15 +51,18 @@ class ModuleTensors:
         """Copy buffers that the module replaced (``self.seen = self.seen + 1``) into the originals.
 
         Raises:
-            FederationError: If the shape of a buffer has changed.
+            FederationError: If the shape of a buffer has changed, or if its new values do not fit
+                into its dtype.
         """
-        reshaped = list[str]()
+        reshaped, retyped = list[str](), list[str]()
         for owner, name, full_name, buffer, shape in self._owned:
             if (now := owner._buffers[name]) is None:
                 continue
             if now.shape != shape:
                 reshaped.append(f"{full_name} from {tuple(shape)} to {tuple(now.shape)}")
                 buffer.data = buffer.new_zeros(shape)  # so that the global model can be restored
+            elif not torch.can_cast(now.dtype, buffer.dtype):  # fractions would be cut off
+                retyped.append(f"{full_name} from {buffer.dtype} to {now.dtype}")
             elif now is not buffer:
                 buffer.copy_(now)
             owner._buffers[name] = buffer
@@ -68,6 +71,11 @@ class ModuleTensors:
                 f"{type(self.module).__name__} changed the shape of its buffer {reshaped[0]}, so"
                 " that clients cannot be averaged. Give the buffer its final shape before the fit,"
                 " for example by a forward pass"
+            )
+        if retyped:
+            raise FederationError(
+                f"{type(self.module).__name__} changed the dtype of its buffer {retyped[0]}, so"
+                " that clients would lose its values. Register the buffer with its final dtype"
             )
 
     def check_parameters(self) -> None:

@@ -236,6 +236,41 @@ def test_a_buffer_that_changes_its_shape_is_refused_by_name(train, tiny, ragged,
     assert [p.data_ptr() for p in module.parameters()] == memory  # not that of the stacks
 
 
+class Fractions(Averaging):
+    """A counter that is an integer at first, and a moving average later."""
+
+    def __init__(self):
+        super().__init__(in_place)
+        self.register_buffer("average", torch.tensor(0))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.average = 0.9 * self.average + 0.1 * loss.detach()
+        return loss + self.average
+
+
+class Counted(Averaging):
+    """A flag that becomes a number."""
+
+    def __init__(self):
+        super().__init__(in_place)
+        self.register_buffer("average", torch.tensor(False))
+
+    def training_step(self, batch, batch_idx):
+        self.average = self.average + 1
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("group_size", [None, 1, 3])
+@pytest.mark.parametrize("kind", [Fractions, Counted])
+def test_a_buffer_whose_values_would_be_lost_is_refused_by_name(
+    train, tiny, ragged, kind, group_size
+):
+    with pytest.raises(FederationError, match=r"the dtype of its buffer average from") as info:
+        train(tiny(kind), group_size, datamodule=ragged(drop_last=True))
+    assert not any("failed" in note for note in info.value.__notes__)
+
+
 @pytest.mark.parametrize("group_size", [None, 3])
 @pytest.mark.filterwarnings("ignore")
 def test_a_buffer_that_is_registered_during_the_fit_is_named(train, tiny, ragged, group_size):
