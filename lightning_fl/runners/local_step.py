@@ -71,6 +71,31 @@ def gradients_of(loss: Tensor, params: Mapping[str, Tensor]) -> Tensors:
     }
 
 
+def backward(loss: Tensor, params: Mapping[str, Tensor]) -> Tensors:
+    """Make the backward pass of sequential training; return the gradients as :func:`gradients_of`.
+
+    Checkpoints with ``use_reentrant=True`` make a backward pass of their own, whose gradients
+    ``torch.autograd.grad`` does not return.
+
+    Args:
+        loss: The loss.
+        params: Parameters by name. Their own gradients are left alone.
+    """
+    before = [param.grad for param in params.values()]
+    for param in params.values():
+        param.grad = None
+    try:
+        loss.backward()
+        return {
+            name: param.grad.to_dense() if param.grad.is_sparse else param.grad
+            for name, param in params.items()
+            if param.grad is not None
+        }
+    finally:
+        for param, grad in zip(params.values(), before, strict=True):
+            param.grad = grad
+
+
 #: Attributes of the module that a step sets.
 _SET = ("log", "federated_sample_weight", "federated_record", "federated_global_parameters")
 _LOG_OPTIONS = list(signature(LightningModule.log).parameters)[3:]
@@ -107,6 +132,8 @@ class LocalStep(nn.Module):
         step: Callable[..., Any] = module.training_step
         self._takes_batch_idx = is_param_in_hook_signature(step, "batch_idx", min_args=2)
         # functional_call needs every name of a shared tensor; elsewhere it has one name.
+        #: Parameters by their names at the start; a step may move layers to other names.
+        self._parameters_at_start = dict(module.named_parameters())
         names = {id(t): n for n, t in [*module.named_parameters(), *module.named_buffers()]}
         self._places = [
             (f"module.{prefix}{'.' * bool(prefix)}{leaf}", names[id(tensor)])
@@ -267,7 +294,7 @@ class LocalStep(nn.Module):
         (loss, task_loss), logs, recorded = self._noted(
             lambda: self(batch), fixed, None, hyperparameters or {}
         )
-        grads = gradients_of(loss, dict(self.module.named_parameters()))
+        grads = backward(loss, self._parameters_at_start)
         return Outcome(loss.detach(), task_loss.detach(), logs, recorded, {}), grads
 
     def gradients(self, params: Tensors, *tensors: Any, **how: Any) -> tuple[Tensors, Outcome]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -51,6 +52,46 @@ def test_a_step_that_asks_for_a_number_is_trained_one_after_another(agree, tiny)
 
     with pytest.warns(UserWarning, match=r"one client after another, .*: RuntimeError: .*item"):
         agree(lambda: tiny(Asks))
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.filterwarnings("ignore:.*one client after another")
+def test_a_checkpoint_with_a_backward_pass_of_its_own(agree, tiny, at):
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            for i, layer in enumerate(self):
+                again = i == at and self.training
+                # As the documentation of torch advises for the first layer.
+                x = x.clone().requires_grad_() if again and not x.requires_grad else x
+                x = checkpoint(layer, x, use_reentrant=True) if again else layer(x)
+            return x
+
+    def make():
+        return Checkpointed(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    agree(lambda: tiny(net=make), (1, 3))
+
+
+class Alternating(nn.Module):
+    """Two layers that swap their places, and so their names, from step to step."""
+
+    def __init__(self):
+        super().__init__()
+        self.pair = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.layers, self.head = nn.ModuleList(self.pair), nn.Linear(6, 3)
+
+    def forward(self, x):
+        one, other = self.layers
+        return self.head(other(one(x).tanh()))
+
+
+def test_layers_that_a_step_moves_to_other_names(agree, tiny):
+    class Swaps(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            self.net.layers = nn.ModuleList(self.net.pair[:: -1 if batch_idx % 2 else 1])
+            return super().training_step(batch, batch_idx)
+
+    agree(lambda: tiny(Swaps, net=Alternating), (1,), federation={"policy": Schedule(num_steps=3)})
 
 
 class Embedded(nn.Module):
