@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
@@ -17,6 +18,7 @@ from lightning_fl.functional.randomness import rng_state, seeded_rng
 from lightning_fl.runners.attributes import left_alone, metrics_of
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors, gradients_of
 from lightning_fl.runners.samples import copied
+from lightning_fl.runners.step_hooks import has_backward_hooks
 from lightning_fl.runners.tensors import is_floating
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.runners.watch import Watch
@@ -46,8 +48,9 @@ def why_not_mapped(step: VectorizedStep, batch: Any) -> str | None:
         The reason why the step cannot be vectorized, or None. Reasons are an exception; different
         losses, gradients, buffers or frozen parameters; writes to trained parameters; random
         numbers of Python or NumPy, which all clients would share; random numbers with a seed of
-        the step's own, which ``vmap`` draws anew for each client; and an update of a torchmetrics
-        metric, which would be silently wrong under ``vmap``.
+        the step's own, which ``vmap`` draws anew for each client; hooks of the backward pass, which
+        are not called under ``vmap``; and an update of a torchmetrics metric, which would be
+        silently wrong under ``vmap``.
 
     Raises:
         FederationError: If the step reads the stacked parameters of the optimizer.
@@ -86,6 +89,8 @@ def why_not_mapped(step: VectorizedStep, batch: Any) -> str | None:
                 "training_step draws random numbers with a seed or generator of its own, which"
                 " would be others for each client"
             )
+        if own.has_hooks:
+            return "hooks of its backward pass would not be called"
         try:
             again = trial.by_itself()
             with left_alone(module):  # same initial attributes as in the module's own step
@@ -122,6 +127,7 @@ class _Own(NamedTuple):
         stacks: Names of the stacked parameters that it has used, instead of the client's.
         draws: Whether it has drawn random numbers of Python or NumPy.
         has_own_seed: Whether it has drawn random numbers with a seed or generator of its own.
+        has_hooks: Whether hooks of layers or of tensors see its gradients.
     """
 
     result: Result
@@ -129,6 +135,7 @@ class _Own(NamedTuple):
     stacks: list[str]
     draws: bool
     has_own_seed: bool
+    has_hooks: bool
 
 
 class _Trial:
@@ -192,6 +199,7 @@ class _Trial:
             stacks.values(values),
             Watch(stacks.params) as of_optimizer,
             Watch(stacks.tensors.by_name) as watch,
+            HooksNoted(self.module) as hooks,
         ):
             before = rng_state()
             outcome, grads = self.local.by_itself(fixed, first, numbers)
@@ -201,7 +209,7 @@ class _Trial:
         outcome = outcome._replace(buffers=buffers)
         result = outcome, self._of_trained(grads, values), self._frozen(values)
         stacks_used = sorted(of_optimizer.read | of_optimizer.written)
-        return _Own(result, written, stacks_used, draws, watch.has_own_seed)
+        return _Own(result, written, stacks_used, draws, watch.has_own_seed, hooks.any)
 
     def stacked(self, at_once: bool) -> Result:
         """Make the step of both clients on stacked tensors, with the same random numbers.
@@ -269,6 +277,29 @@ class _Trial:
 
     def _frozen(self, values: Tensors) -> list[Tensor]:
         return [values[n].detach() for n in self.stacks.params if n not in self.trained]
+
+
+class HooksNoted(TorchFunctionMode):
+    """Note hooks of the backward pass within a ``with`` block.
+
+    Under ``vmap`` no tensor requires a gradient, so that hooks of layers are not called, and a step
+    that asks a tensor first does not register a hook.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        #: Whether a layer has such a hook, or a step has registered one on a tensor.
+        self.any = has_backward_hooks(module)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Note hooks that are registered on tensors."""
+        self.any |= func is Tensor.register_hook
+        return func(*args, **(kwargs or {}))
 
 
 def mixes_samples(step: VectorizedStep, batch: Any) -> bool:

@@ -80,6 +80,11 @@ def why_alone(module: LightningModule, hooks: Sequence[str]) -> str | None:
     return None
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether a layer of a module has a hook that sees its gradients."""
+    return any(m._backward_hooks or m._backward_pre_hooks for m in module.modules())
+
+
 def changes_transfers(trainer: Trainer) -> bool:
     """Return whether the precision plugin or the data module overrides the transfer of batches."""
     plugin: Any = trainer.precision_plugin

@@ -21,6 +21,7 @@ from lightning_fl.runners.optimizer_values import params_of, step_hooks_of
 from lightning_fl.runners.samples import BatchSamples, Samples
 from lightning_fl.runners.separable import check_separable, fresh
 from lightning_fl.runners.stacks import Stacks
+from lightning_fl.runners.step_hooks import has_backward_hooks
 from lightning_fl.runners.tensors import beside, flatten, placed, to_cpu, unflatten
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.types import FederationError, ServerState
@@ -118,8 +119,9 @@ class VmapRunner(ClientRunner):
         """Check hooks, too; see :meth:`ClientRunner.check_optimizer`.
 
         Raises:
-            FederationError: If a hook of the optimizer would see the stacked parameters, or a
-                parameter got a hook, which vectorized steps do not call.
+            FederationError: If a hook of the optimizer would see the stacked parameters, or if a
+                parameter, or a layer after the first step, got a hook, which vectorized steps do
+                not call.
         """
         super().check_optimizer(optimizer)
         name, remedy = type(self.module).__name__, "train the module without VectorizedClients"
@@ -137,6 +139,11 @@ class VmapRunner(ClientRunner):
                     " VectorizedClients(module), and vectorized steps do not call it: register it"
                     f" in the constructor of {name}, or {remedy}"
                 )
+        if self.is_ready and self.stacks.at_once and has_backward_hooks(self.module):
+            raise FederationError(
+                f"a layer of {name} got a hook of its backward pass during the fit, and vectorized"
+                f" steps do not call it: register it in the constructor of {name}, or {remedy}"
+            )
 
     # --- clients ----------------------------------------------------------------------------------
 

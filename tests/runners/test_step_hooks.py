@@ -105,3 +105,55 @@ def test_step_hooks_of_an_optimizer_are_refused(train, tiny):
     train(tiny(tiny.kind, optimizer), rounds=1)
     with pytest.raises(FederationError, match=r"has a step hook \(.*project\)"):
         train(tiny(tiny.kind, optimizer), 3, rounds=1)
+
+
+def limited(gradient):
+    """A gradient that is limited from some size on, which that of the first step does not reach."""
+    return gradient * (0.2 / gradient.norm()).clamp(max=1)
+
+
+def after(layer):
+    layer.register_full_backward_hook(lambda _, grads, __: (limited(grads[0]),))
+
+
+def before(layer):
+    layer.register_full_backward_pre_hook(lambda _, grads: (limited(grads[0]),))
+
+
+def asks(layer):
+    def hook(_, __, output):
+        if output.requires_grad:  # none does under vmap
+            output.register_hook(limited)
+
+    layer.register_forward_hook(hook)
+
+
+HOOKED = pytest.mark.parametrize("register", [after, before, asks])
+
+
+@pytest.fixture
+def hooked(tiny):
+    def make(register=after):
+        module = tiny(optimizer=lambda params: torch.optim.SGD(params, lr=3.0))
+        register(module.net[1 if register is asks else 2])
+        return module
+
+    return make
+
+
+@HOOKED
+def test_layers_and_tensors_with_hooks_are_trained_one_client_after_another(
+    agree, hooked, register
+):
+    with pytest.warns(UserWarning, match="hooks of its backward pass would not be called"):
+        agree(lambda: hooked(register))
+
+
+def test_layers_that_get_hooks_later_are_refused(train, tiny):
+    class Late(tiny.kind):
+        def on_train_epoch_start(self):
+            if self.current_epoch:
+                after(self.net[2])
+
+    with pytest.raises(FederationError, match="a layer of Late got a hook of its backward pass"):
+        train(tiny(Late), 3)
