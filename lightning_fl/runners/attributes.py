@@ -19,8 +19,13 @@ from torchmetrics import Metric
 
 from lightning_fl.runners.tensors import is_equal
 
-#: Attributes in which ``nn.Module`` stores parameters, buffers and children.
-_OF_TORCH = vars(nn.Module()).keys()
+#: Attributes in which ``nn.Module`` stores parameters and buffers, and others that do not change.
+#: The mode, children and hooks are looked at.
+_OF_TORCH = {
+    name
+    for name in vars(nn.Module())
+    if name not in ("training", "_modules") and not name.endswith("_hooks")
+}
 #: Packages whose classes, and classes derived from them, are not looked into, as a Trainer's.
 FRAMEWORKS = {"torch", "lightning", "pytorch_lightning", "lightning_fl"}
 #: Random generators, which have a state to save.

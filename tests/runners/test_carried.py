@@ -41,11 +41,18 @@ CARRIED = {
         setattr(m.net[1], "calls", vars(m.net[1]).get("calls", 0) + 1) or m.net[1].calls
     ),
 }
+CARRIED |= {
+    "net.1.training": lambda m: 1 + (m.net[1].training, m.net[1].eval())[0],
+    "net.1._forward_hooks": lambda m: (
+        m.net[1].register_forward_hook(lambda *_: None) and len(m.net[1]._forward_hooks)
+    ),
+}
 #: Steps that change attributes on which no other client depends.
 ALLOWED = {
     "losses": lambda m: m.history.append(m.loss) or 1,
     "last loss": lambda m: setattr(m, "late", m.loss) or 1,
     "cache": lambda m: vars(m).setdefault("late", 0.5),
+    "mode of each step": lambda m: 1 + m.net[1].eval().training,
     "resets": lambda m: setattr(m, "steps", 0 if m.batch_idx == 0 else m.steps + 1) or 1 + m.steps,
 }
 
