@@ -131,9 +131,9 @@ class LocalStep(nn.Module):
         self.wants_batch_size = False
         step: Callable[..., Any] = module.training_step
         self._takes_batch_idx = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-        # functional_call needs every name of a shared tensor; elsewhere it has one name.
         #: Parameters by their names at the start; a step may move layers to other names.
         self._parameters_at_start = dict(module.named_parameters())
+        # functional_call needs every name of a shared tensor; elsewhere it has one name.
         names = {id(t): n for n, t in [*module.named_parameters(), *module.named_buffers()]}
         self._places = [
             (f"module.{prefix}{'.' * bool(prefix)}{leaf}", names[id(tensor)])
