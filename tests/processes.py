@@ -790,5 +790,33 @@ def miss_a_metric(devices, out):
     fit("one client", devices, out)
 
 
+class CountsInValidation(Foreign):
+    """The number of validation samples so far is a buffer, on which the loss depends."""
+
+    def __init__(self):
+        super().__init__(metric=False)
+        self.register_buffer("seen", torch.zeros(()))
+        self.found = []
+
+    def on_validation_start(self):
+        self.found.append(float(self.seen))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (1 + self.seen / 100)
+
+    def validation_step(self, batch, batch_idx):
+        self.seen += len(batch[0]) * (1 + self.global_rank)
+        return super().validation_step(batch, batch_idx)
+
+
+def count_in_validation(devices, out):
+    """Write other values to a buffer on each process between rounds."""
+    torch.set_num_threads(1)
+    module = CountsInValidation()
+    CASES["one client"] = lambda: (module, {}, {})
+    fit("one client", devices, out)
+    save(module.found, out, devices)
+
+
 if __name__ == "__main__":
     train(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

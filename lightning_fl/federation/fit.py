@@ -284,3 +284,9 @@ class Fit:
         self.processes.same_start(tensors)
         if not self.progress.round:
             runner.note_private()
+
+    def follow(self) -> None:
+        """Take over what hooks have written to buffers of the module since the last round."""
+        self.runner.adopt()
+        buffers = self.runner.named_buffers.items()
+        self.processes.same_buffers({n: b for n, b in buffers if n not in self.runner.private})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, final
+from zlib import crc32
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_fl.strategies import ClientParallelStrategy, gathered
@@ -100,6 +102,27 @@ class Processes(ABC):
         """
         for tensor in tensors:
             tensor.detach().copy_(_of_first(tensor))
+
+    def same_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Copy the buffers of process 0 that differ to all processes, as DDP does, and warn.
+
+        Must be called on all processes, at the start of each round but the first.
+
+        Args:
+            buffers: Buffers by name.
+        """
+        if self.count == 1:
+            return
+        every = gathered({name: _checksum(buffer) for name, buffer in buffers.items()})
+        names = [n for n in buffers if any(other[n] != every[0][n] for other in every)]
+        if names:
+            rank_zero_warn(
+                f"processes have written other values to the buffer {names[0]} since the last"
+                " round, as validation_step does with its share of the samples. Each round starts"
+                " from those of process 0, so that results depend on the number of processes:"
+                " write to buffers in training_step only"
+            )
+        self.same_start(buffers[name] for name in names)
 
     @abstractmethod
     def same_model(self, module: nn.Module) -> None:
@@ -233,6 +256,11 @@ def _of_first(tensor: Tensor) -> Tensor:
     whole = tensor.detach().contiguous()
     torch.distributed.broadcast(whole, 0)
     return whole
+
+
+def _checksum(tensor: Tensor) -> int:
+    as_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return crc32(as_bytes.numpy().tobytes())
 
 
 def _all_reduced(tensor: Tensor) -> Tensor:

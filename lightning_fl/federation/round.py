@@ -110,7 +110,9 @@ class Round:
         fit = self.fit
         check_options(fit.trainer)
         fit.runner.tensors.check_parameters()
-        if not fit.has_begun:
+        if fit.has_begun:
+            fit.follow()
+        else:
             fit.begin()
         fit.runner.check_optimizer(fit.trainer.optimizers[0])
         self.server = self.start = fit.runner.read()
