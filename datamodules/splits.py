@@ -18,6 +18,7 @@ from lightning_fl.datamodules.storage import InMemory, keys_of
 from lightning_fl.functional.randomness import RandomStream, generator, seeded_rng
 from lightning_fl.partition import Manifest, Natural, Partition, checksum
 from lightning_fl.runners.samples import copied
+from lightning_fl.runners.tensors import is_equal
 from lightning_fl.types import FederationError
 
 #: Maximum number of classes that are counted.
@@ -229,7 +230,7 @@ def warn_of_own_random_numbers(data: Any) -> None:
             first = copied(tree_leaves(_read(data, index)))  # a transform may write to it
             second = tree_leaves(_read(data, index))
             is_same = len(first) == len(second) and all(map(_is_same, first, second))
-        except Exception:  # as above
+        except Exception:  # of a user's data set: the fit reads it, too, and reports the error
             return
         if not is_same:
             rank_zero_warn(
@@ -247,7 +248,7 @@ def _is_same(a: Any, b: Any) -> bool:
     if isinstance(a, np.generic | np.ndarray) and a.dtype.kind in "biufc":
         a, b = torch.as_tensor(np.array(a)), torch.as_tensor(np.array(b))
     if isinstance(a, Tensor):
-        return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+        return a.shape == b.shape and a.dtype == b.dtype and is_equal([a], [b])
     return not isinstance(a, str | bytes | int | float) or a == b or (a != a and b != b)
 
 

@@ -6,13 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, final
-from zlib import crc32
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_fl.federation.frozen import digest
 from lightning_fl.strategies import ClientParallelStrategy, gathered
 from lightning_fl.types import FederationError, RoundPlan
 
@@ -113,7 +113,7 @@ class Processes(ABC):
         """
         if self.count == 1:
             return
-        every = gathered({name: _checksum(buffer) for name, buffer in buffers.items()})
+        every = gathered({name: digest({name: buffer}) for name, buffer in buffers.items()})
         names = [n for n in buffers if any(other[n] != every[0][n] for other in every)]
         if names:
             rank_zero_warn(
@@ -256,11 +256,6 @@ def _of_first(tensor: Tensor) -> Tensor:
     whole = tensor.detach().contiguous()
     torch.distributed.broadcast(whole, 0)
     return whole
-
-
-def _checksum(tensor: Tensor) -> int:
-    as_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return crc32(as_bytes.numpy().tobytes())
 
 
 def _all_reduced(tensor: Tensor) -> Tensor:
