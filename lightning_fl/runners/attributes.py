@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
+from functools import lru_cache
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -41,8 +43,8 @@ class Attributes:
 
     It includes what the attributes hold: lists, dictionaries, sets, tensors, arrays, random
     generators, and the attributes of schedulers, of metrics, of small networks that are no
-    submodules, and of objects of the user's own classes. It also includes what the user's classes
-    of modules hold themselves.
+    submodules, and of objects of the user's own classes, with slots, too. It also includes the
+    attributes of the user's classes of modules.
 
     Args:
         module: The module.
@@ -60,8 +62,12 @@ class Attributes:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._owners = [(name, vars(m)) for name, m in module.named_modules()]
-        self._owners += [(name, _held_by(type(m))) for name, m in module.named_modules()]
+        self._owners = list[tuple[str, MutableMapping[str, Any]]]()
+        kinds = dict[type, str]()
+        for name, part in module.named_modules():
+            self._owners.append((name, vars(part)))
+            kinds.update((kind, name) for kind in classes_of_user(type(part)) if kind not in kinds)
+        self._owners += [(name, _OfClass(kind)) for kind, name in kinds.items()]
         self._before = [dict(own) for _, own in self._owners]
         #: Parameters, buffers, and the attributes of children, which have names of their own.
         self._known = {id(t) for t in [*module.parameters(), *module.buffers()]}
@@ -91,7 +97,8 @@ class Attributes:
                 if key not in before:
                     del own[key]
                     continue
-                own[key] = before[key]
+                if own.get(key, self) is not before[key]:
+                    own[key] = before[key]
                 values.append(before[key])
         for value in _mutable(values, set(self._known)):  # looks into containers as restored here
             _, saved, version = self._contents[id(value)]
@@ -152,13 +159,13 @@ def metrics_of(module: nn.Module) -> list[Metric]:
 def _mutable(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
     """Yield what can change in place among values, and inside them.
 
-    An object is represented by the dictionary of its attributes.
+    An object is represented by the dictionary of its attributes, and by itself if it has slots.
 
     Args:
         values: The values.
         seen: The ``id`` of objects to leave out; the objects found are added.
     """
-    return (value for value in _reached(values, seen) if isinstance(value, _MUTABLE))
+    return (value for value in _reached(values, seen) if _is_mutable(value))
 
 
 def _reached(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
@@ -166,9 +173,10 @@ def _reached(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
     waiting = list(values)
     while waiting:
         value = waiting.pop()
+        kind: Any = type(value)
         if id(value) in seen:
             continue
-        if isinstance(value, _MUTABLE):
+        if _is_mutable(value):
             seen.add(id(value))
         yield value
         if isinstance(value, list | set | deque | tuple):
@@ -178,17 +186,40 @@ def _reached(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
         if isinstance(value, nn.Module):
             is_open = id(vars(value)) not in seen and _num_bytes(value) <= MAX_BYTES
         else:
-            is_open = isinstance(value, LRScheduler) or _is_of_the_user(value)
+            is_open = isinstance(value, LRScheduler) or _is_of_the_user(kind)
         if is_open:
-            waiting.append(vars(value))
+            waiting.extend(_in_slots(value).values())
+            waiting.append(getattr(value, "__dict__", None))
 
 
-def _is_of_the_user(value: Any) -> bool:
-    """Return whether a value is an object with attributes, of a class of the user."""
-    is_code = isinstance(value, type | ModuleType | FunctionType | MethodType)
-    is_code |= isinstance(value, _GENERATORS)
-    is_of_the_user = len(classes_of_user(type(value))) == len(type(value).__mro__)
-    return hasattr(value, "__dict__") and not is_code and is_of_the_user
+def _is_mutable(value: Any) -> bool:
+    """Return whether a value can change in place, without the objects that it holds."""
+    kind: Any = type(value)
+    return issubclass(kind, _MUTABLE) or (_is_of_the_user(kind) and bool(_slots(kind)))
+
+
+@lru_cache
+def _is_of_the_user(kind: type) -> bool:
+    """Return whether the objects of a class have attributes, and the class is one of the user."""
+    is_code = issubclass(kind, type | ModuleType | FunctionType | MethodType)
+    is_code |= issubclass(kind, _GENERATORS)
+    has_attributes = kind.__dictoffset__ != 0
+    is_of_the_user = len(classes_of_user(kind)) == len(kind.__mro__)
+    return (has_attributes or bool(_slots(kind))) and not is_code and is_of_the_user
+
+
+@lru_cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """Return the names of the slots of a class and its bases."""
+    with_slots = [vars(each) for each in kind.__mro__ if "__slots__" in vars(each)]
+    items = [item for own in with_slots for item in own.items()]
+    return tuple(name for name, value in items if inspect.ismemberdescriptor(value))
+
+
+def _in_slots(value: Any) -> dict[str, Any]:
+    """Return what the slots of an object hold, without empty ones."""
+    kind: Any = type(value)
+    return {name: getattr(value, name) for name in _slots(kind) if hasattr(value, name)}
 
 
 def classes_of_user(kind: type) -> list[type]:
@@ -196,10 +227,31 @@ def classes_of_user(kind: type) -> list[type]:
     return [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in FRAMEWORKS]
 
 
-def _held_by(kind: type) -> dict[str, Any]:
-    """Return what can change in place among the attributes of a class."""
-    values = [item for each in classes_of_user(kind) for item in vars(each).items()]
-    return {name: value for name, value in values if isinstance(value, _MUTABLE)}
+class _OfClass(MutableMapping[str, Any]):
+    """View the attributes of a class, without its methods and properties.
+
+    Args:
+        kind: The class.
+    """
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self.kind)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.kind, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self.kind, name)
+
+    def __iter__(self) -> Iterator[str]:
+        own = list(vars(self.kind).items())
+        return (n for n, v in own if not (n.startswith("__") or hasattr(type(v), "__get__")))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _num_bytes(module: nn.Module) -> int:
@@ -214,7 +266,14 @@ def _saved(value: Any) -> Any:
         return None if is_large else value.detach().clone()
     if isinstance(value, _GENERATORS):
         return _state(value)
-    return None if isinstance(value, np.ndarray) and value.nbytes > MAX_BYTES else copy.copy(value)
+    if isinstance(value, np.ndarray) and value.nbytes > MAX_BYTES:
+        return None
+    return copy.copy(_content(value))
+
+
+def _content(value: Any) -> Any:
+    """Return a container or an array itself, and what another object holds in its slots."""
+    return value if isinstance(value, _MUTABLE) else _in_slots(value)
 
 
 def _state(generator: Any) -> Any:
@@ -244,7 +303,7 @@ def _is_changed(value: Any, saved: Any, version: int) -> bool:
         now = _state(value)
         is_tensor = isinstance(now, Tensor)
         return not torch.equal(now, saved) if is_tensor else repr(now) != repr(saved)
-    return _items(value) != _items(saved)
+    return _items(_content(value)) != _items(saved)
 
 
 def _put_back(value: Any, saved: Any) -> None:
@@ -259,9 +318,17 @@ def _put_back(value: Any, saved: Any) -> None:
         value.setstate(saved)
     elif isinstance(value, np.random.Generator):
         value.bit_generator.state = saved
-    else:
+    elif isinstance(value, list | deque):
         value.clear()
-        (value.extend if isinstance(value, list | deque) else value.update)(saved)
+        value.extend(saved)
+    elif isinstance(value, dict | set):
+        value.clear()
+        value.update(saved)
+    else:
+        for name in _in_slots(value):
+            object.__delattr__(value, name)
+        for name, content in saved.items():
+            object.__setattr__(value, name, content)
 
 
 def _items(container: Any) -> list[int]:

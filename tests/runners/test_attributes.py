@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from dataclasses import dataclass, field
 
 import lightning as L
 import numpy as np
@@ -136,6 +137,18 @@ class Annealed:
         return self.calls / 4
 
 
+@dataclass(slots=True)
+class Slotted:
+    """A helper that holds its counter in a slot."""
+
+    calls: int = 0
+    empty: int = field(init=False)
+
+    def __call__(self):
+        self.calls += 1
+        return self.calls / 4
+
+
 def helper(self, loss, outputs):
     return loss * self.helper()
 
@@ -171,6 +184,7 @@ def drawn(self, loss, outputs):
     ("step", "name", "value"),
     [
         (helper, "helper", Annealed),
+        (helper, "helper", Slotted),
         (in_place, "center", lambda: torch.zeros((), dtype=torch.float64)),
         (array, "array", lambda: np.zeros(1)),
         (recent, "recent", lambda: deque(maxlen=9)),
@@ -193,6 +207,18 @@ def test_what_a_class_holds_is_looked_at(train, tiny):
 
     Counts.seen = []
     with pytest.raises(FederationError, match=r"an earlier step has set \(seen\)"):
+        train(tiny(Counts), 3)
+
+
+def test_a_number_of_a_class_is_looked_at(train, tiny):
+    class Counts(tiny.kind):
+        steps = 0
+
+        def training_step(self, batch, batch_idx):
+            Counts.steps += 1
+            return super().training_step(batch, batch_idx) / Counts.steps
+
+    with pytest.raises(FederationError, match=r"an earlier step has set \(steps\)"):
         train(tiny(Counts), 3)
 
 
@@ -227,6 +253,29 @@ def test_a_snapshot_is_restored_and_leaves_the_trainer_alone(tiny):
         assert module.center.tolist() == module.array.tolist() == [0, 0]
         assert attributes.changed() == []
     assert trainer.note == 1
+
+
+def test_a_snapshot_has_slots_and_the_attributes_of_classes(tiny):
+    class Counts(tiny.kind):
+        steps = 0
+
+    module = tiny(Counts)
+    module.helper, module.nested = Annealed(), Slotted(calls=[0])
+    module.helper.inside = Slotted()
+    attributes = Attributes(module)
+    for _ in range(2):
+        module.helper.inside()
+        module.nested.calls.append(1)
+        module.nested.empty = 3
+        Counts.steps, Counts.new = 1, 2
+        assert attributes.changed() == ["helper", "nested", "steps", "new"]
+        attributes.restore()
+        assert module.helper.inside.calls == 0
+        assert module.nested.calls == [0]
+        assert not hasattr(module.nested, "empty")
+        assert Counts.steps == 0
+        assert not hasattr(Counts, "new")
+        assert attributes.changed() == []
 
 
 def test_a_snapshot_takes_any_tensor_and_any_depth(tiny):
