@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fl.callbacks.faults import OnUpdates
 from lightning_fl.federation.measures import accuracy, evaluate
-from lightning_fl.functional.randomness import RandomStream, generator, run_seed
+from lightning_fl.functional.randomness import RandomStream, generator, run_seed, seeded_rng
 from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.types import FederationError, RoundPlan
 
@@ -191,6 +192,9 @@ class DataAttack(Attack):
     Samples are tuples; the first entry is the input, the last one the class label.
     """
 
+    #: Allowed types of inputs.
+    inputs: tuple[type, ...] = (Tensor, np.ndarray)
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Change the samples of the attackers before they are read."""
         super().setup(trainer, pl_module, stage)
@@ -206,6 +210,7 @@ class DataAttack(Attack):
             raise FederationError(
                 f"{type(self).__name__} requires one integer class label per sample"
             )
+        self._check_sample(data.train)
         self._data, self._classes = data, int(labels.max()) + 1
         self.prepare(data)
         self._seed = seed = run_seed(self._loop.seed)
@@ -214,6 +219,22 @@ class DataAttack(Attack):
         every = torch.cat([data.parts[0][:0], *index])
         self._loop.undo.callback(data.restore_samples)
         data.replace_samples(changed(data.train, every, self.change))
+
+    def _check_sample(self, data: Any) -> None:
+        """Check that samples are tuples of an input and a label."""
+        with seeded_rng(0):  # transforms may draw random numbers
+            sample = data[0]
+        if not isinstance(sample, tuple | list) or len(sample) < 2:
+            raise FederationError(
+                f"{type(self).__name__} changes samples of the form (input, ..., label), but the"
+                f" data set returns a {type(sample).__name__}: return a tuple from its __getitem__"
+            )
+        if not isinstance(sample[0], self.inputs):
+            raise FederationError(
+                f"{type(self).__name__} changes inputs of type"
+                f" {' or '.join(kind.__name__ for kind in self.inputs)}, but those of the data set"
+                f" are of type {type(sample[0]).__name__}: convert them in its transform"
+            )
 
     def prepare(self, data: ReplaceableData) -> None:  # most attacks fit all data
         """Check that the attack supports the data, before samples are changed."""
@@ -308,6 +329,8 @@ class Backdoor(DataAttack):
         (tensor([[[0., 0.],
                  [0., 9.]]]), tensor([0]))
     """
+
+    inputs = (Tensor,)
 
     def __init__(
         self,

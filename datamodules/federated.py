@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, SupportsIndex
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -551,7 +552,8 @@ class FederatedDataModule(LightningDataModule):
         """Size of a training sample as float32, in bytes."""
         with seeded_rng(0):  # transforms may draw random numbers
             sample = self.train[0]
-        return 4 * sum(t.numel() if isinstance(t, Tensor) else 1 for t in tree_leaves(sample))
+        parts = tree_leaves(sample)
+        return 4 * sum(p.numel() if isinstance(p, Tensor) else np.size(p) for p in parts)
 
     @property
     def module_dtype(self) -> torch.dtype:

@@ -1,5 +1,6 @@
 """Attackers: what they send and train on, by hand, and what it does to rules."""
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
@@ -305,6 +306,27 @@ def test_what_does_not_go_together(simulate, trainer, data, blobs, linear, forei
         trainer(callbacks=[LabelFlip()]).fit(linear(features=6), numbers)
     with pytest.raises(FederationError, match="LabelFlip requires a FederatedLoop"):
         trainer(loop=False, callbacks=[LabelFlip()]).fit(linear(), data())
+
+
+@pytest.mark.parametrize(
+    ("attack", "sample", "message"),
+    [
+        (LabelFlip(), {"x": torch.zeros(6), "y": 0}, "LabelFlip changes samples .* returns a dict"),
+        (LabelFlip(), ("word", 0), "inputs of type Tensor or ndarray, .* are of type str"),
+        (Backdoor(trigger_value=1.0), (np.zeros(6), 0), "of type Tensor, .* of type ndarray"),
+    ],
+)
+def test_samples_of_another_form_are_refused_before_the_first_round(
+    trainer, linear, attack, sample, message
+):
+    class Other(Samples):
+        def __getitem__(self, i):
+            return sample
+
+    train = Other(torch.zeros(8, 6), torch.zeros(8, dtype=torch.int64))
+    data = FederatedDataModule(train, num_clients=2, val_size=2)
+    with pytest.raises(FederationError, match=message):
+        trainer(callbacks=[attack]).fit(linear(features=6), data)
 
 
 def test_a_backdoor_is_measured_on_batches_of_the_validation_loader(fit, blobs):

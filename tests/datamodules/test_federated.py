@@ -1,5 +1,6 @@
 """A data module around the training."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -56,6 +57,8 @@ def test_a_sample_takes_the_memory_of_its_numbers(train, size):
 
 def test_samples_of_any_shape_take_memory(blobs):
     assert federated(Dicts(), num_clients=2).sample_bytes == 4 * 2
+    arrays = [(np.zeros((2, 3)), 0), (np.ones((2, 3)), 1)]
+    assert federated(arrays, num_clients=2).sample_bytes == 4 * 7
 
 
 @pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
