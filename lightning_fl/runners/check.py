@@ -316,7 +316,8 @@ def mixes_samples(step: VectorizedStep, batch: Any) -> bool:
     half = (size + 1) // 2
 
     def result(count: int) -> list[Tensor]:
-        weight = (torch.arange(count) < half)[None].to(stacks.first) / half
+        weight = (torch.arange(count) < half)[None].double() / half
+        weight = weight.to(stacks.first.device, stacks.first.dtype.to_real())
         with seeded_rng(0, module.device), torch.no_grad():
             first = stacks.arguments(lambda t: t.detach()[:1].clone())
             samples = copied(tree_map(lambda t: t[:1, :count], batch))

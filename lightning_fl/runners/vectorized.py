@@ -287,7 +287,7 @@ class VectorizedStep:
         """
         most, sizes = tree_leaves(samples.tensors)[0].shape[1], samples.sizes[:, None]
         weight = (torch.arange(most) < sizes).double() / sizes
-        return placed(weight.to(self.stacks.first.dtype), self.stacks.first)
+        return placed(weight.to(self.stacks.first.dtype.to_real()), self.stacks.first)
 
     def _groups(self, groups: list[tuple[Tensor, Any]], updates: bool) -> tuple[Tensor, Outcome]:
         """Make the step of each group of clients with batches of the same shape."""

@@ -150,6 +150,14 @@ def test_batchnorm_in_a_client_module_is_not_filled_up(agree, ragged):
     agree(make, datamodule=lambda: ragged(drop_last=True, batch_size=25))
 
 
+def test_complex_parameters_in_a_client_module(agree, ragged):
+    def make():
+        torch.manual_seed(0)
+        return ClientModule(Complex(), (), sgd).double()
+
+    agree(make, (3,), datamodule=ragged)
+
+
 class Tied(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
