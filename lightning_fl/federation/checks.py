@@ -131,6 +131,25 @@ def warn_of_loader_length(module: nn.Module, batches: int, steps: int) -> None:
         )
 
 
+def check_clock(options: RunOptions, is_drawn: bool) -> None:
+    """Check that no asynchronous round was planned before its clock began.
+
+    Args:
+        options: Options of the run.
+        is_drawn: Whether a round was planned, as for a training loader.
+
+    Raises:
+        FederationError: If a round was planned, with clients that are not those that finish first.
+    """
+    if is_drawn and options.sampler.is_asynchronous:
+        raise FederationError(
+            "the training loader was made before the fit has begun, when"
+            f" {type(options.sampler).__name__} does not know which clients finish first: in setup"
+            " and configure_optimizers, use trainer.estimated_stepping_batches, or"
+            " trainer.num_training_batches for one round, instead of the length of the loader"
+        )
+
+
 def check_policy(options: RunOptions) -> None:
     """Check that the policy does not learn from a global model that is not the clients' model.
 

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 
 from lightning_fl.federation.boundary import RoundBoundary
 from lightning_fl.federation.checks import (
+    check_clock,
     check_fit,
     check_network,
     check_one_optimizer,
@@ -213,6 +214,7 @@ class Fit:
             local_parameters=list(self.runner.private),
             traffic=traffic.of_a_client(),
         )
+        check_clock(self.options, self.planner.is_drawn)
         self.options.sampler.begin(self.federation)
         server = self.runner.read().vector
         self.policy.to(server.device)

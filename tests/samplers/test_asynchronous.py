@@ -135,6 +135,23 @@ def test_outside_of_a_fit_there_is_no_clock():
         sampler.setup(Federation(5, Cohort(2, 5)))
 
 
+def test_a_loader_that_was_made_before_the_clock_is_refused(rounds):
+    """Its first round would have the clients that start first, not those that finish first."""
+
+    def early(module):
+        configure = module.configure_optimizers
+
+        def configured():
+            module.trainer.fit_loop.setup_data()
+            return configure()
+
+        module.configure_optimizers = configured
+        return module
+
+    with pytest.raises(FederationError, match="AsynchronousSampler does not know which clients"):
+        rounds(text=TRACE, wrap=early)
+
+
 def test_a_trial_run_has_rounds_too(rounds):
     loop = rounds(text=TRACE, size=2, fast_dev_run=4)
     assert [row["clients"] for row in loop.rows] == [2]
