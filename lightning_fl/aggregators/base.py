@@ -17,6 +17,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.exchange import ClientPart
+from lightning_fl.functional.randomness import run_seed
 from lightning_fl.functional.summation import all_reduced, empty_sum, merged_sums
 from lightning_fl.types import ClientUpdate, FederationError, RoundPlan
 
@@ -83,6 +84,17 @@ class Aggregator(Metric, ABC):
                 " or call its setup"
             )
         return self.federation
+
+    def seed_of(self, seed: int | None) -> int:
+        """Return a given seed, else that of the run, which a resumed run takes from its checkpoint.
+
+        Outside of a fit, it is that of ``seed_everything``, or 0.
+
+        Args:
+            seed: Seed, or None.
+        """
+        known = self.federation if seed is None else None
+        return run_seed(seed if known is None else known.seed)
 
     def start(self, server: Tensor, trained: Tensor | None = None) -> None:
         """Begin a round.

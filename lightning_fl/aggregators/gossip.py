@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.federation.context import Federation
 from lightning_fl.functional.mixing import Graph, adjacency, check_mixing, metropolis
-from lightning_fl.functional.randomness import RandomStream, generator, run_seed
+from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_choice, check_integer, check_number
 from lightning_fl.types import ClientUpdate, FederationError
 
@@ -35,7 +35,7 @@ class Gossip(Aggregator):
             symmetric, with row sums 1, and connected.
         probability: Edge probability of ``erdos_renyi``.
         num_clients: Number of clients. None takes it from the ``FederatedLoop``.
-        seed: Seed of the random graph. None uses the seed of ``seed_everything``, or 0.
+        seed: Seed of the random graph. None uses the seed of the run.
 
     Raises:
         FederationError: If an option is out of range, or the matrix does not connect all clients.
@@ -105,7 +105,7 @@ class Gossip(Aggregator):
             return self._given
         if n is None:
             raise FederationError("Gossip requires num_clients: set it, or use a FederatedLoop")
-        random = generator(run_seed(self.seed), RandomStream.GRAPH)
+        random = generator(self.seed_of(self.seed), RandomStream.GRAPH)
         return metropolis(adjacency(self.graph, n, self.probability, random))
 
     def start(self, server: Tensor, trained: Tensor | None = None) -> None:

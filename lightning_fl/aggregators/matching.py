@@ -21,7 +21,7 @@ from lightning_fl.aggregators.matching_clients import ClientNetworks
 from lightning_fl.aggregators.matching_search import candidates, narrowest
 from lightning_fl.federation.context import Federation
 from lightning_fl.functional.networks import MatchedNetwork, MatchingOptions
-from lightning_fl.functional.randomness import RandomStream, generator, run_seed
+from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.functional.tables import PLACES, make_place, with_place
 from lightning_fl.layer_stack import Layers, LayerStack
 from lightning_fl.options import check_choice, check_integer, check_number
@@ -67,8 +67,7 @@ class NeuronMatching(Aggregator):
         max_width: Width of a merged layer from which each client may add only one neuron (or as
             many as it has more than the layer). None means no limit.
         tolerance: Maximum loss of training accuracy in the search for the narrowest network.
-        seed: Seed of initial networks and client orders. None uses the seed of
-            ``seed_everything``, or 0.
+        seed: Seed of initial networks and client orders. None uses the seed of the run.
         accept: ``always`` accepts every new assignment of a sweep. ``improvement`` accepts it only
             if it increases the objective; see :func:`~lightning_fl.functional.matching.match`.
 
@@ -413,7 +412,7 @@ class NeuronMatching(Aggregator):
 
     def _orders(self) -> torch.Generator:
         """Return the generator of the client orders of this round."""
-        return generator(run_seed(self.seed), RandomStream.NEURONS, 0, int(self.round))
+        return generator(self.seed_of(self.seed), RandomStream.NEURONS, 0, int(self.round))
 
     def _counts(self, ids: Sequence[int]) -> Tensor | None:
         """Return samples per client and class, with ones for classes without samples."""

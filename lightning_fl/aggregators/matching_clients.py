@@ -11,7 +11,6 @@ from lightning_fl.functional.randomness import (
     RandomStream,
     derive_seed,
     generator,
-    run_seed,
     seeded_rng,
 )
 from lightning_fl.layer_stack import Layers, LayerStack
@@ -67,7 +66,7 @@ class ClientNetworks:
         """
         if self.rule.starts_from == "server":
             return self.network(server.clone(), client)
-        key = (run_seed(self.rule.seed), RandomStream.NEURONS, client)
+        key = (self.rule.seed_of(self.rule.seed), RandomStream.NEURONS, client)
         if (std := self.rule.std) is None:
             with seeded_rng(derive_seed(*key)):
                 return self._narrowed(self.chain.drawn(), client)

@@ -18,7 +18,7 @@ from lightning_fl.functional.networks import (
     match_networks,
     part_of,
 )
-from lightning_fl.functional.randomness import RandomStream, generator, run_seed
+from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.functional.tables import make_place, with_place
 from lightning_fl.layer_stack import Layers
 from lightning_fl.options import check_integer, check_number
@@ -161,7 +161,7 @@ class StreamingPFNM(NeuronMatching):
     def _first(self, client: int) -> Layers:
         if self.round == 0:
             return self._clients.first(client, self.base)
-        key = (run_seed(self.seed), RandomStream.POSTERIOR, client, int(self.round))
+        key = (self.seed_of(self.seed), RandomStream.POSTERIOR, client, int(self.round))
         random = generator(*key)
         chosen = [
             layer.drawn(client, width - self.fresh, random)

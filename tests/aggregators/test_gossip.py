@@ -84,6 +84,29 @@ def test_a_resumed_federation_is_bit_equal(fit, foreign, tmp_path):
     assert torch.equal(run(4, "half", ckpt_path=tmp_path / "half" / "last.ckpt"), whole)
 
 
+def test_a_resumed_run_has_the_graph_of_its_checkpoint(fit, foreign, data, tmp_path, monkeypatch):
+    """Also where nobody calls seed_everything again."""
+
+    def run(rounds, **options):
+        rule = Gossip("erdos_renyi", probability=0.4)
+        callbacks = [RoundCheckpoint(tmp_path)]
+        loop = FederatedLoop(rule, buffers="average")
+        options |= {"callbacks": callbacks, "enable_checkpointing": True}
+        fit(
+            foreign(optimizer="sgd", batchnorm=False),
+            loop,
+            data(num_clients=7, seed=0),
+            rounds=rounds,
+            **options,
+        )
+        return rule.weights
+
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    before = run(1)
+    monkeypatch.delenv("PL_GLOBAL_SEED")
+    assert torch.equal(run(2, ckpt_path=tmp_path / "last.ckpt"), before)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
