@@ -196,7 +196,8 @@ class ClientFaults(OnUpdates, HasDurations):
             client: Id of the client.
             steps: Number of local steps.
         """
-        num_bytes = sum(self._loop.fit.traffic.of_a_client())
+        unused = int(self._loop.aggregator.unused_entries(torch.tensor([client])))
+        num_bytes = sum(self._loop.fit.traffic.of_a_client(unused))
         return self.durations.seconds_of(seed, round, client, steps, num_bytes)
 
     def on_client_updates(

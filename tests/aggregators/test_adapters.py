@@ -7,7 +7,7 @@ from torch import nn
 from adapted import PAIRS, Adapted
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg, FlexLoRA, Staged, ZeroPadding
-from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
+from lightning_fl.callbacks import ClientFaults, FederatedLoop, RoundCheckpoint
 from lightning_fl.functional.low_rank import draw_ranks
 from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.partition import Dirichlet
@@ -128,6 +128,14 @@ def test_a_client_of_a_lower_rank_sends_and_receives_less(run):
     for row in loop.rows:
         assert row["bytes_up"] == row["bytes_down"]
     assert len({row["bytes_up"] for row in loop.rows}) > 1
+
+
+def test_a_client_of_a_lower_rank_takes_less_time_on_the_virtual_clock(run):
+    faults = ClientFaults(step_seconds=0.0, bandwidth=1.0)
+    _, loop, *_ = run(FlexLoRA([1] * 5), callbacks=[faults])
+    row = loop.rows[0]
+    each = (row["bytes_up"] + row["bytes_down"]) / 5
+    assert row["virtual_time"] == pytest.approx(each)
 
 
 def test_a_transform_compresses_what_a_client_sends(run):
