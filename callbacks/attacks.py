@@ -66,19 +66,21 @@ class Attack(OnUpdates):
         self, plan: RoundPlan, clients: Tensor, delta: Tensor, dropped: dict[int, str]
     ) -> Tensor:
         """Replace the updates of the attackers."""
+        at = self._loop.sent_entries()
         for row, client in enumerate(clients.tolist()):
             if client in self._who:
-                delta[row] = self.sent(plan, client, delta[row])
+                delta[row, at] = self.sent(plan, client, delta[row, at])
         return delta
 
     @abstractmethod
     def sent(self, plan: RoundPlan, client: int, update: Tensor) -> Tensor:
-        """Return the update that an attacker sends, ``[P]``.
+        """Return the update that an attacker sends, ``[n]``.
 
         Args:
             plan: Plan of the round.
             client: Id of the attacker.
-            update: Update after local training, ``[P]``.
+            update: Entries of the update after local training that clients send, ``[n]``: without
+                frozen parameters, and without buffers that the server keeps.
         """
 
 
@@ -112,7 +114,7 @@ class ClientAttack(Attack):
         self.boost = check_number("boost", boost, min=0)
 
     def sent(self, plan: RoundPlan, client: int, update: Tensor) -> Tensor:
-        """Return the harmful update, ``[P]``."""
+        """Return the harmful update, ``[n]``."""
         if self.kind == "noise":
             random = generator(plan.seed, RandomStream.ATTACKERS, plan.round + 1, client)
             noise = torch.randn(len(update), generator=random).to(update)

@@ -67,7 +67,7 @@ class ClientFaults(OnUpdates, HasDurations):
     - ``crash``: the client fails during training;
     - ``late``: the update arrives after the ``deadline``;
     - ``nan``: the update is NaN;
-    - ``blowup``: the entries of the update are :math:`\pm 10^{30}`.
+    - ``blowup``: the entries that are sent are :math:`\pm 10^{30}`.
 
     The loop drops the updates of all faults but ``blowup`` and counts them in the columns
     ``dropped_out``, ``crashed``, ``late`` and ``non_finite`` of the table of rounds. With
@@ -204,10 +204,12 @@ class ClientFaults(OnUpdates, HasDurations):
         self, plan: RoundPlan, clients: Tensor, delta: Tensor, dropped: dict[int, str]
     ) -> Tensor:
         """Apply the faults of the round to the updates."""
+        at = self._loop.sent_entries()
         for row, client in enumerate(clients.tolist()):
             fault = self._fault(plan, client)
             if fault == "blowup":
-                delta[row] = EXPLODED * torch.ones_like(delta[row]).copysign(delta[row])
+                sent = delta[row, at]
+                delta[row, at] = EXPLODED * torch.ones_like(sent).copysign(sent)
             elif fault == "nan":
                 delta[row] = torch.nan
             elif fault is not None:

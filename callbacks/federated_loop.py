@@ -402,6 +402,13 @@ class FederatedLoop(Callback):
         assert self._round is not None, "a training hook ran outside of a round"
         return self._round
 
+    def sent_entries(self) -> Tensor | slice:
+        """Return the index of the entries of updates that clients send in the current round.
+
+        Frozen parameters, and buffers that the server keeps, are not sent.
+        """
+        return self._current.sent_entries()
+
     def _local_steps(self) -> int | None:
         """Return the number of local steps of a client, where its module asks for it, or None."""
         if self._round is not None:

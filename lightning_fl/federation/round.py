@@ -137,6 +137,17 @@ class Round:
         self.step = self.plan.schedule[0]
         self._seed_next_clients(self.step)
 
+    def sent_entries(self) -> Tensor | slice:
+        """Return the index of the entries of an update that clients send, in the vector.
+
+        They are those of trained parameters, and of buffers unless the server keeps its own.
+        """
+        n, keeps = self.fit.runner.num_parameters, self.fit.runner.buffers == "server"
+        if self.trained is None:
+            return slice(n if keeps else None)
+        buffers = self.trained.new_full((len(self.server.vector) - n,), not keeps)
+        return torch.cat([self.trained, buffers])
+
     def _seed_next_clients(self, step: Step) -> None:
         """Seed the next clients before their first batch, as device transforms draw from it."""
         if step.rows:

@@ -8,7 +8,14 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import CoordinateMedian, FedAvg, NormClipping
-from lightning_fl.callbacks import Backdoor, ClientAttack, FederatedLoop, LabelFlip, RoundCheckpoint
+from lightning_fl.callbacks import (
+    Backdoor,
+    ClientAttack,
+    ClientFaults,
+    FederatedLoop,
+    LabelFlip,
+    RoundCheckpoint,
+)
 from lightning_fl.callbacks.attacks import changed
 from lightning_fl.datamodules import FederatedDataModule, InMemory
 from lightning_fl.policies import Schedule
@@ -50,6 +57,29 @@ def test_attacks_by_hand(simulate, kind):
         else:
             factor = 2.5 if kind == "scale" else -2.5
             torch.testing.assert_close(seen[client], factor * honest[client])
+
+
+@pytest.mark.parametrize("faulty", [ClientAttack([1], "noise"), ClientFaults(blowup=1.0)])
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: VectorizedClients(m, 3, compile=False)])
+def test_what_clients_do_not_send_stays(fit, data, wrap, faulty):
+    """Frozen layers, and buffers of the server."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
+    net[0].requires_grad_(False)
+    module = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    sent = []
+
+    class Look(FedAvg):
+        def update(self, clients):
+            sent.append(clients.delta[clients.clients == 1].clone())
+            super().update(clients)
+
+    loop = FederatedLoop(Look(), Schedule(num_steps=2), seed=3, buffers="server")
+    fit(wrap(module), loop, data(drop_last=True), rounds=1, callbacks=[faulty])
+    for name in ("0.weight", "0.bias", "1.running_mean", "1.running_var"):
+        assert torch.equal(net.state_dict()[name], before[name]), name
+    assert torch.cat(sent).ne(0).sum() == 5 + 5 + 15 + 3
 
 
 def test_a_fraction_attacks_for_good(simulate):
