@@ -20,5 +20,6 @@ def proximal_penalty(params: Iterable[Tensor], anchor: Iterable[Tensor], mu: flo
         >>> proximal_penalty([torch.tensor([1.0, 2.0])], [torch.zeros(2)], mu=0.1)
         tensor(0.2500)
     """
-    pairs = zip(params, anchor, strict=True)
-    return mu / 2 * torch.stack([(w - w_t).square().sum() for w, w_t in pairs]).sum()
+    away = [w - w_t for w, w_t in zip(params, anchor, strict=True)]
+    real = (torch.view_as_real(d) if d.is_complex() else d for d in away)
+    return mu / 2 * torch.stack([d.square().sum() for d in real]).sum()
