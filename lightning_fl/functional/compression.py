@@ -46,7 +46,7 @@ def quantized(update: Tensor, bits: int, uniform: Tensor) -> Tensor:
     """
     most = 2 ** (check_integer("bits", bits, min=2) - 1) - 1
     wide = update.double()
-    scale = wide.abs().max() / most
+    scale = wide.abs().max() / most if len(wide) else 0.0  # nothing may be trained in a round
     if not scale:
         return torch.zeros_like(update)
     rounded: Tensor = scale * (wide / scale + uniform).floor().clamp(-most, most)

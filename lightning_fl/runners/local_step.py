@@ -63,6 +63,8 @@ def gradients_of(loss: Tensor, params: Mapping[str, Tensor]) -> Tensors:
         params: Parameters by name.
     """
     trained = {name: param for name, param in params.items() if param.requires_grad}
+    if not trained:
+        return {}
     grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     return {
         name: grad.to_dense() if grad.is_sparse else grad

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedAvg, Scaffold, Staged
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.federation.context import Federation
 from lightning_fl.policies import Schedule
-from lightning_fl.transforms import TopK
+from lightning_fl.transforms import Quantize, TopK
 from lightning_fl.types import ClientUpdate, Cohort, FederationError
 from two_classes import samples
 from written_plainly import (
@@ -186,6 +187,30 @@ def test_frozen_parameters_have_no_control_variate(fit):
     assert not any(rows["part.0.control"][8:].any() for rows in loop.store.rows.values())
     sent = 2 * 3 * made.net.weight.nbytes  # with the control variates, of three clients
     assert (loop.rows[0]["bytes_up"], loop.rows[0]["bytes_down"]) == (sent, sent)
+
+
+class FreezesTheRest(Callback):
+    """Only the last layer, which stays with the clients, is trained from the second round on."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.net[0].requires_grad_(not trainer.current_epoch)
+
+
+def test_a_round_may_train_nothing_that_is_sent(fit, blobs, data):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 3))
+    made = ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=LR)).double()
+    rule, options = Scaffold("I"), {"local_parameters": ["net.1.*"]}
+    options |= {"update_transforms": [Quantize(4)], "policy": Schedule(num_steps=2)}
+    kept = []
+
+    class Note(FreezesTheRest):
+        def on_train_epoch_end(self, trainer, pl_module):
+            kept.append((net[0].weight.detach().clone(), rule.control.clone()))
+
+    with pytest.warns(UserWarning, match="keep their initial values"):
+        fit(made, FederatedLoop(rule, **options), data(), rounds=2, callbacks=[Note()])
+    assert all(torch.equal(first, second) for first, second in zip(*kept, strict=True))
 
 
 def test_it_may_be_one_stage_of_several(fit):
