@@ -133,7 +133,7 @@ class ClientParallelStrategy(DDPStrategy):
         if not self.is_idle:
             return super().training_step(*args, **kwargs)
         params = (p for group in self.optimizers[0].param_groups for p in group["params"])
-        return 0 * next(p for p in params if p.requires_grad).sum()
+        return 0 * next(p for p in params if p.requires_grad).sum().real
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over processes, in float64 for integers, since torch would truncate their mean.

@@ -405,6 +405,13 @@ def test_sync_dist_by_position_has_no_effect_either(alone, tmp_path):
     assert passed == {("loss", False), ("accuracy", True)}
 
 
+def test_the_loss_of_an_idle_step_is_real():
+    strategy, weight = ClientParallelStrategy(), nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    strategy.is_idle, strategy.optimizers = True, [torch.optim.SGD([weight])]
+    strategy.training_step().backward()
+    assert weight.grad.tolist() == [0, 0]
+
+
 def test_a_failed_fit_leaves_no_idle_process(alone, tmp_path):
     class Fails(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
