@@ -65,9 +65,11 @@ class Aggregator(Metric, ABC):
             federation: Description of the run.
         """
         self.federation = federation
-        # If processes share the samples of a client, every process already has all updates.
+        # A Trainer of one process may run beside others, in processes that know each other. If
+        # processes share the samples of a client, every process already has all updates.
+        is_alone = getattr(federation.trainer, "world_size", None) == 1
         self.distributed_available_fn = (
-            _never if federation.shares_samples else jit_distributed_available
+            _never if is_alone or federation.shares_samples else jit_distributed_available
         )
 
     @property

@@ -122,3 +122,19 @@ def test_without_a_start_it_is_a_metric_of_updates(size):
 def test_an_unknown_weighting_is_refused():
     with pytest.raises(FederationError, match="must be samples or uniform, got 'size'"):
         FedAvg(weighting="size")
+
+
+def test_a_trainer_of_one_process_has_clients_of_its_own(fit, linear, monkeypatch):
+    """Other processes may train other federations, and know each other."""
+
+    def refuse(*args, **options):
+        raise AssertionError("it asks the other processes")
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for name in ("all_reduce", "all_gather", "barrier"):
+            monkeypatch.setattr(torch.distributed, name, refuse)
+        fit(linear(features=6), rounds=1, limit_val_batches=0)
+    finally:
+        torch.distributed.destroy_process_group()
