@@ -104,8 +104,9 @@ class Resume:
         self.progress, self._store = progress, store
         self._local_patterns = options.local_parameters
         self._rules: dict[str, Any] = {"aggregator": options.aggregator, "policy": options.policy}
-        #: Values by name that must be the same in a resumed run.
+        #: Values by name that must be the same in a resumed run, and those of the last fit.
         self._identity: Mapping[str, Any] = {}
+        self._former: Mapping[str, Any] = {}
         #: Options by name that may differ in a resumed run, with a warning.
         self._options: Mapping[str, Any] = {}
         #: The checkpoint to resume, and the state of the loop in it.
@@ -177,12 +178,22 @@ class Resume:
     def begin(self, fit: Fit) -> None:
         """Restore the checkpoint if there is one; otherwise record the boundary before the fit."""
         if fit.trainer.ckpt_path is None or self.pending == NOT_BEGUN:
-            if not self.progress.round:
-                self._check_new()
+            self._check_same() if self.progress.round else self._check_new()
             self.note(fit, is_begun=False)
-            return
-        self.restore(fit)
-        fit.planner.forget()
+        else:
+            self.restore(fit)
+            fit.planner.forget()
+        self._former = self._identity
+
+    def _check_same(self) -> None:
+        """Check that the clients are those of the last fit, which this one continues."""
+        for what in ("num_clients", "checksum"):
+            if (was := self._former.get(what)) != (now := self._identity[what]):
+                raise FederationError(
+                    f"the FederatedLoop continues after round {self.progress.round} with other"
+                    f" clients: its {IN_WORDS.get(what, what)} was {was}, here it is {now}. To"
+                    " continue, restore the data; to start a new run, create a new FederatedLoop"
+                )
 
     def _check_new(self) -> None:
         """Check that the rules hold no state of another run."""

@@ -1301,6 +1301,17 @@ def test_a_second_fit_of_the_same_trainer_goes_on(foreign, data, trainer):
     assert same(whole.state_dict(), parts.state_dict())
 
 
+@pytest.mark.parametrize("options", [{"num_clients": 3}, {"seed": 5}])
+def test_a_second_fit_with_other_clients_is_refused(linear, data, trainer, options):
+    """States of clients would be those of others."""
+    made, first = linear(features=6), trainer(rounds=1)
+    first.fit(made, datamodule=data())
+    first.fit_loop.max_epochs = 2
+    with pytest.raises(FederationError, match="continues after round 1 with other clients"):
+        first.fit(made, datamodule=data(**options))
+    first.fit(made, datamodule=data())
+
+
 def test_a_loader_of_another_length_is_refused(fit, foreign, data):
     federated = data()
     federated.train_dataloader = lambda: DataLoader(federated.train.tensors[0], batch_size=8)
