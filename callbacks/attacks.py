@@ -350,6 +350,8 @@ class Backdoor(DataAttack):
         self.boost = check_number("boost", boost, min=0)
         self.size = check_integer("size", size, min=1)
         self.trigger_value = check_number("trigger_value", trigger_value, optional=True)
+        #: Value of the trigger in the run.
+        self._value = self.trigger_value
         self.name = name
 
     def prepare(self, data: ReplaceableData) -> None:
@@ -360,10 +362,11 @@ class Backdoor(DataAttack):
                 "Backdoor cannot determine the maximum of samples that are not in memory: set"
                 " trigger_value"
             )
+        self._value = self.trigger_value
         if tensors is not None:
             self._check(tensors[0])
-            if self.trigger_value is None:
-                self.trigger_value = float(tensors[0].max())
+            if self._value is None:
+                self._value = float(tensors[0].max())
         if data.val is None:
             raise FederationError(
                 "Backdoor requires validation samples: set val_size of the data module"
@@ -393,8 +396,8 @@ class Backdoor(DataAttack):
 
     def _with_trigger(self, x: Tensor) -> Tensor:
         x, at = x.clone(), slice(-self.size, None)
-        assert self.trigger_value is not None
-        x[(..., at, at) if x.ndim > 2 else (..., at)] = self.trigger_value
+        assert self._value is not None
+        x[(..., at, at) if x.ndim > 2 else (..., at)] = self._value
         return x
 
     def sent(self, plan: RoundPlan, client: int, update: Tensor) -> Tensor:

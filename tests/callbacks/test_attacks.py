@@ -194,6 +194,21 @@ def test_a_backdoor_by_hand(simulate, data):
     assert 0 < sum(hits) < 40  # else samples of the target's class could be among them
 
 
+def test_a_trigger_is_as_bright_as_the_samples_of_the_run(simulate, data, blobs):
+    """Also if the callback was part of a run on others."""
+    x, y = blobs().tensors
+    seen = []
+
+    class Look(Backdoor):
+        def on_train_start(self, trainer, pl_module):
+            seen.append(float(trainer.datamodule.train.tensors[0].max()))
+
+    attack = Look([0], size=1)
+    for scale in (5.0, 1.0):
+        simulate(attack, rounds=1, datamodule=data(train=TensorDataset(scale * x, y)))
+    assert seen == [5.0 * float(x.max()), float(x.max())]
+
+
 def test_a_picture_is_marked_in_its_corner():
     x, y = Backdoor(size=2, trigger_value=7.0, target=4).change(
         torch.zeros(3, 1, 5, 5), torch.arange(3)
