@@ -232,7 +232,13 @@ class ClientFaults(OnUpdates, HasDurations):
         plan = self._loop.plan_of_the_round
         if plan is None:  # the round was interrupted
             return
-        faults = {client: self._fault(plan, client) for client in plan.cohort.tolist()}
+        # Traffic that is known after the round only would make others late than were dropped.
+        dropped = self._loop.dropped_in_the_round
+        faults = {
+            client: self.fault_of(plan.seed, plan.round, client)
+            or ("late" if dropped.get(client) == "late" else None)
+            for client in plan.cohort.tolist()
+        }
         self.happened += [(plan.round + 1, c, fault) for c, fault in faults.items() if fault]
         sampler = self._loop.options.sampler
         if sampler.is_asynchronous:

@@ -205,6 +205,27 @@ def test_the_server_waits_for_a_deadline_only_if_somebody_is_missing(simulate, t
     assert loop.rows[-1]["virtual_time"] == pytest.approx(4.5)
 
 
+def test_who_is_late_is_told_as_it_was_dropped(simulate):
+    """A frozen tensor that the module changes is exchanged, which is known after the round only."""
+
+    def moving(module):
+        module.mean = torch.nn.Parameter(torch.zeros(50).double(), requires_grad=False)
+        step = module.training_step
+
+        def training_step(batch, *args):
+            module.mean.add_(1.0)
+            return step(batch, *args)
+
+        module.training_step = training_step
+        return module
+
+    faults = ClientFaults(step_seconds=0.0, bandwidth=1.0, deadline=2 * 21 * 8 + 1.0)
+    _, loop = simulate(faults, wrap=moving)
+    assert [row["bytes_up"] for row in loop.rows] == [4 * 71 * 8] * 3
+    assert [row["late"] for row in loop.rows] == [0, 0, 0]
+    assert faults.happened == []
+
+
 def test_stragglers_are_slow_as_often_as_said(simulate):
     faults = ClientFaults(straggler=0.25, straggler_factor=4.0, step_seconds=1.0, bandwidth=1e15)
     simulate(faults, rounds=1)
