@@ -170,6 +170,15 @@ def test_last_without_a_checkpoint_is_a_first_fit(cli, tmp_path):
     assert len(rounds(tmp_path / "runs" / "digits" / "version_0")) == 2
 
 
+def test_last_without_a_checkpoint_of_a_run_with_results_is_a_new_run(cli, fitted):
+    (fitted / "last.ckpt").rename(fitted / "other.ckpt")
+    before = (fitted / "rounds.csv").read_text()
+    with pytest.warns(UserWarning, match=r"no checkpoint \S+/last.ckpt: starting a new run"):
+        out = cli(*FIT, "--ckpt_path=last", "--seed_everything=5")
+    assert "Written to runs/digits/version_1" in out
+    assert (fitted / "rounds.csv").read_text() == before
+
+
 def test_a_finished_run_resumed_changes_nothing(cli, fitted):
     run = fitted
     before = (run / "rounds.csv").read_text()

@@ -191,7 +191,8 @@ class FederatedCLI(LightningCLI):
         config = self.config[subcommand]
         root = Path(config.trainer.default_root_dir).absolute()
         runs = version_folders(root)
-        self.run_folder = runs[-1] if runs else root / "version_0"
+        new = root / f"version_{int(runs[-1].name[8:]) + 1 if runs else 0}"
+        self.run_folder = runs[-1] if runs else new
         self.is_requeued = False
         if subcommand == "fit" and (requeued := self._requeued(runs)) is not None:
             self.run_folder, self.is_requeued = requeued, True
@@ -205,6 +206,9 @@ class FederatedCLI(LightningCLI):
                 config.ckpt_path = str(newest)
             elif subcommand == "fit":
                 config.ckpt_path = None  # no checkpoint was written yet
+                if (self.run_folder / "rounds.csv").exists() and not self.is_requeued:
+                    self.run_folder = new  # keep the results of the other run
+                    rank_zero_warn(f"there is no checkpoint {short_path(last)}: starting a new run")
             else:
                 raise FederationError(
                     f"{subcommand} found no checkpoint {last}: run fit first, or set --ckpt_path"
