@@ -21,6 +21,8 @@ import quick_cli
 from forks import Started
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.cli.federated import FederatedCLI
+from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.files import FolderLock
 from lightning_fl.partition import Manifest
 from lightning_fl.types import FederationError
 
@@ -177,6 +179,19 @@ def test_last_without_a_checkpoint_of_a_run_with_results_is_a_new_run(cli, fitte
         out = cli(*FIT, "--ckpt_path=last", "--seed_everything=5")
     assert "Written to runs/digits/version_1" in out
     assert (fitted / "rounds.csv").read_text() == before
+
+
+def test_a_fit_that_fails_leaves_alone_what_another_run_has_begun(cli, tmp_path, monkeypatch):
+    folder, locks = tmp_path / "runs" / "digits" / "version_0", []
+
+    def begin(*args):  # in another process, at the same time
+        locks.append(FolderLock(folder))
+        (folder / "rounds.csv").write_text("round\n1\n")
+
+    monkeypatch.setattr(FederatedDataModule, "prepare_data", begin)
+    assert "is in use by another run" in cli(*FIT, expect=2)
+    assert (folder / "rounds.csv").read_text() == "round\n1\n"
+    locks[0].release()
 
 
 def test_a_finished_run_resumed_changes_nothing(cli, fitted):

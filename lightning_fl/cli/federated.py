@@ -48,7 +48,7 @@ from lightning_fl.cli.arguments import short_path
 from lightning_fl.cli.config_files import check_configs
 from lightning_fl.cli.messages import explain
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.files import one_line, read_text, write_atomically
+from lightning_fl.files import FolderLock, one_line, read_text, write_atomically
 from lightning_fl.report import LogFiles
 from lightning_fl.report.run import (
     IGNORED_BY_TEST,
@@ -222,7 +222,7 @@ class FederatedCLI(LightningCLI):
         elif config.ckpt_path is not None and Path(config.ckpt_path).absolute().parent in runs:
             self.run_folder = Path(config.ckpt_path).absolute().parent
         elif subcommand == "fit" and not config.trainer.fast_dev_run:
-            self.run_folder = root / f"version_{int(runs[-1].name[8:]) + 1 if runs else 0}"
+            self.run_folder = new
         if (path := config.ckpt_path) is not None and config.weights_only is not False:
             read_checkpoint(  # memory-mapped: tensors are not read
                 path,
@@ -336,8 +336,10 @@ class FederatedCLI(LightningCLI):
             self.trainer.fit(**kwargs)
         except Exception:
             if new and self.trainer.global_step == 0 and self.trainer.is_global_zero:
-                shutil.rmtree(self.run_folder, ignore_errors=True)
-                with suppress(OSError):  # another run may have begun there
+                with suppress(FederationError, OSError):  # another run may have begun there
+                    lock = FolderLock(self.run_folder)
+                    shutil.rmtree(self.run_folder, ignore_errors=True)
+                    lock.release()
                     for parent in new[1:]:
                         parent.rmdir()
             raise
