@@ -228,7 +228,7 @@ def test_a_test_leaves_the_config_of_the_fit_alone(cli, tmp_path):
     assert (run / "config.yaml").read_bytes() == before
     found = json.loads((run / "test.json").read_text())
     assert str(found["metrics"]["test_acc"])[:8] in out
-    assert found["checkpoint"] == "last.ckpt"
+    assert (found["checkpoint"], found["round"]) == ("last.ckpt", 1)
     assert found["differing options"] == {
         "data.batch_size": [32, 16],
         "federation.aggregator": ["CoordinateMedian", None],

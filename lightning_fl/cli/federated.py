@@ -223,12 +223,15 @@ class FederatedCLI(LightningCLI):
             self.run_folder = Path(config.ckpt_path).absolute().parent
         elif subcommand == "fit" and not config.trainer.fast_dev_run:
             self.run_folder = new
+        self.checkpoint_round: int | None = None
         if (path := config.ckpt_path) is not None and config.weights_only is not False:
-            read_checkpoint(  # memory-mapped: tensors are not read
+            checkpoint = read_checkpoint(  # memory-mapped: tensors are not read
                 path,
                 lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=True),
                 in_full=False,
             )
+            state = checkpoint.get("callbacks", {}).get(FederatedLoop.__qualname__, {})
+            self.checkpoint_round = state.get("round")
         # Unlike Lightning, do not let hyperparameters of a checkpoint choose classes.
 
     def _run_of_config(self, config: Any) -> Path | None:
@@ -361,7 +364,8 @@ class FederatedCLI(LightningCLI):
     def test(self, **kwargs: Any) -> None:
         """Test and write the metrics to ``test.json`` beside the checkpoint.
 
-        The file also contains the name of the checkpoint and the options that differ from the fit.
+        The file also contains the name and the round of the checkpoint, and the options that differ
+        from the fit.
         """
         metrics = self.trainer.test(**kwargs)
         if self.trainer.fast_dev_run or not self.trainer.is_global_zero:  # type: ignore[attr-defined]
@@ -375,6 +379,7 @@ class FederatedCLI(LightningCLI):
         found = {
             "format": TEST_FORMAT,
             "checkpoint": Path(used).name if used else None,
+            "round": self.checkpoint_round,
             # JSON has no NaN.
             "metrics": {
                 name: value if math.isfinite(value) else None

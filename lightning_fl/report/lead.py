@@ -24,7 +24,7 @@ from lightning_fl.report.words import counted, listed, number, seconds, size, sp
 
 
 def warnings(runs: Sequence[Run]) -> list[str]:
-    """Return warnings: unfinished or resumed runs, other test options, unreadable files."""
+    """Return warnings: unfinished or resumed runs, other tests, unreadable files."""
     texts = []
     for run in runs:
         if not run.is_finished:
@@ -44,6 +44,13 @@ def warnings(runs: Sequence[Run]) -> list[str]:
                 f"{run.name} was tested with other options than those of the fit:"
                 f" {listed(differing, 5, '; ')}. To use the same options, run test with"
                 " --config config.yaml of the run."
+            )
+        last = f"{run.config.get('checkpoint.filename')}.ckpt"
+        at = run.test.get("round")
+        if at not in (None, run.rounds) and run.test["checkpoint"] == last:
+            texts.append(
+                f"{run.name} was tested after round {at} of {run.rounds}. To test the last round,"
+                " run test with --config config.yaml of the run."
             )
         texts += [f"{run.name} was {resumed}." for resumed in run.resumed]
         texts += [f"{run.name}: {note}" for note in run.notes]

@@ -62,6 +62,7 @@ def tested(run: Run) -> Section | None:
         return None
     rows = [[name, number(value)] for name, value in run.test["metrics"].items()]
     used = f" with {run.test['checkpoint']}" if run.test["checkpoint"] else ""
+    used += f", round {run.test['round']}" if run.test["round"] else ""
     return Section("Test", [f"Measured by lightning-fl test{used}."], (), [Table(["", ""], rows)])
 
 

@@ -101,8 +101,8 @@ class Run:
         participation: Participation table, one row per client.
         outcomes: Outcome of every client in every round; None if it is unknown.
         names: Names of the clients, if the data gives them.
-        test: Contents of ``test.json``: metrics, checkpoint, and options that differ from those of
-            the fit.
+        test: Contents of ``test.json``: metrics, checkpoint and its round, and options that differ
+            from those of the fit.
         resumed: Descriptions of resumed fits with options that differ from those of the first fit.
         pictures: Contents of the figures in the folder.
         notes: Warnings about files that could not be read.
@@ -378,7 +378,7 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 def _test(path: Path) -> dict[str, Any]:
-    """Return the metrics of a test, its checkpoint, and the options that differ from the fit."""
+    """Return the metrics of a test, its checkpoint and round, and options that differ."""
     found = _mapping(path)
     metrics, differing = found.get("metrics"), found.get("differing options", {})
     if not isinstance(metrics, dict) or not isinstance(differing, dict):
@@ -390,6 +390,7 @@ def _test(path: Path) -> dict[str, Any]:
             if value is None or type(value) in (int, float)
         },
         "checkpoint": str(found.get("checkpoint") or "")[:80],
+        "round": at if type(at := found.get("round")) is int else None,
         "differing": [
             f"{str(name)[:80]} is {str(both[1])[:80]}, was {str(both[0])[:80]}"
             for name, both in list(differing.items())[:MOST_VALUES]

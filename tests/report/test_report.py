@@ -825,3 +825,15 @@ def test_tables_for_a_paper_have_the_cells_of_the_page(two_groups):
     assert float(table[0]["final val_acc std"]) == pytest.approx(0.02**0.5)
     assert float(table[0]["final val_acc ci95_high"]) == pytest.approx(0.3 + 1.27062, abs=1e-5)
     assert table[0]["final val_acc n"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "is_warned"), [("last", 1, True), ("best", 1, False), ("last", 4, False)]
+)
+def test_a_test_before_the_run_was_resumed_says_so(folder, config, name, at, is_warned):
+    test = {"metrics": {"test_acc": 0.5}, "checkpoint": f"{name}.ckpt", "round": at}
+    text = config(checkpoint={"filename": "last"})
+    page = about_run(read_run(folder(test__json=json.dumps(test), config__yaml=text)))
+    (section,) = (section for section in page.sections if section.title == "Test")
+    assert section.text == [f"Measured by lightning-fl test with {name}.ckpt, round {at}."]
+    assert any("was tested after round 1 of 4" in each for each in page.warnings) is is_warned
