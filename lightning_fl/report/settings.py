@@ -73,6 +73,8 @@ def command(run: Run) -> str:
         if type(config.get(name)) is int
     ]
     options = [o.replace("--data.seed", "--data.init_args.seed") for o in options]
+    if run.planned not in (None, config.get("trainer.max_epochs")):  # resumed with more rounds
+        options.append(f"--trainer.max_epochs={run.planned}")
     if config.get("threads") is None and type(machine.get("threads")) is int:
         options.append(f"--threads={machine['threads']}")  # sums depend on it
     if config.get("trainer.devices") == "auto" and type(machine.get("processes")) is int:

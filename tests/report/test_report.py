@@ -763,12 +763,13 @@ def test_every_section_of_a_run_is_on_its_page(folder, picture):
             "--seed_everything=1 --trainer.devices=2 --trainer.accelerator=cpu",
         ),
         ({}, {"data__init_args__seed": 7}, "--seed_everything=1 --data.init_args.seed=7"),
+        ({}, {"trainer__max_epochs": 2}, "--seed_everything=1 --trainer.max_epochs=4"),
     ],
 )
 def test_the_command_that_repeats_a_run_has_what_the_machine_chose(
     folder, config, machine, changes, words
 ):
-    told = json.dumps({"machine": machine})
+    told = json.dumps({"machine": machine, "rounds": 4})
     page = about_run(read_run(folder(environment__json=told, config__yaml=config(**changes))))
     assert page.sections[-1].verbatim[0].content == f"lightning-fl fit --config config.yaml {words}"
 
