@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.aggregators.matching import NeuronMatching
+from lightning_fl.callbacks.faults import ClientFaults
 from lightning_fl.callbacks.federated_loop import FederatedLoop, loop_of
 from lightning_fl.callbacks.hyperparameters import network_name
 from lightning_fl.callbacks.personalized import PersonalizedEvaluation
@@ -34,6 +35,7 @@ from lightning_fl.types import ServerState, describe
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_Callback = TypeVar("_Callback", bound=Callback)
 #: Format of environment.json and its version.
 FORMAT = "lightning_fl environment 1"
 #: Packages with versions listed in environment.json.
@@ -121,7 +123,7 @@ class RunReport(Callback):
         accuracies: list[float] | str = "PersonalizedEvaluation uses test samples"
         if not self.client_samples:
             accuracies = "client_samples=0"
-        elif _personalized(trainer) is None:
+        elif _first(trainer, PersonalizedEvaluation) is None:
             accuracies = client_accuracies(trainer, self.client_samples)
         self._write_clients(trainer, accuracies)
 
@@ -184,7 +186,7 @@ class RunReport(Callback):
         loop, device = _loop(trainer), trainer.strategy.root_device
         options = loop.options
         module, data = user_module(trainer.lightning_module), trainer.datamodule  # type: ignore[attr-defined]
-        evaluation = _personalized(trainer)
+        evaluation = _first(trainer, PersonalizedEvaluation)
         described = {
             "format": FORMAT,
             "state": state,
@@ -206,6 +208,7 @@ class RunReport(Callback):
             "sampler": describe(options.sampler),
             "update_transforms": [describe(transform) for transform in options.update_transforms],
             "client_metric": None if evaluation is None else evaluation.metric_name,
+            "faults": _first(trainer, ClientFaults) is not None,
             "no train_acc": self._reason,
             "machine": {
                 "platform": f"{platform.system()} {platform.machine()}",
@@ -360,9 +363,9 @@ def round_figure(rows: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-def _personalized(trainer: Trainer) -> PersonalizedEvaluation | None:
+def _first(trainer: Trainer, kind: type[_Callback]) -> _Callback | None:
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return next((c for c in callbacks if isinstance(c, PersonalizedEvaluation)), None)
+    return next((c for c in callbacks if isinstance(c, kind)), None)
 
 
 def _optimizer(optimizer: Any) -> str:

@@ -26,6 +26,8 @@ LIMITS = {".csv": 64, ".json": 64, ".yaml": 0.25, ".png": 0.5, ".gz": 64}
 MOST_EXPANDED = 256
 #: Figures in the folder of a run that a report shows.
 PICTURES = ("aggregator.png", "policy.png")
+#: Files that a fit writes at its end, also after an interruption.
+WRITTEN_AT_END = ("participation.csv", "participation_by_round.csv.gz")
 #: Columns of tables that are not numbers.
 TEXTS = ("name", "dropped_clients")
 #: Numbers with a larger magnitude are drawn as gaps, like non-finite values.
@@ -216,14 +218,22 @@ def read_run(folder: str | Path) -> Run:
         why = f" ({notes[0]})" if notes else ""
         raise FederationError(f"{folder / 'rounds.csv'} has no readable rounds{why}")
 
+    # Files that an earlier fit has left in the folder.
+    foreign: set[str] = set()
+
     def read(name: str, reader: Callable[[Path], Any], default: Any) -> Any:
         try:
-            return reader(folder / name) if (folder / name).is_file() else default
+            is_own = name not in foreign and (folder / name).is_file()
+            return reader(folder / name) if is_own else default
         except UNREADABLE as error:
             reason = " ".join(str(error).split())
             notes.append(f"{name} is skipped: {reason[:300]}")
             return default
 
+    environment = read("environment.json", _mapping, {})
+    foreign |= {"faults.csv"} if environment.get("faults") is False else set()
+    foreign |= {"clients.csv"} if environment.get("client_metric", "") is None else set()
+    foreign |= set(WRITTEN_AT_END) if environment.get("state") == "started" else set()
     text, config = read("config.yaml", _text, ""), read("config.yaml", config_values, {})
     resumed = []
     for path in sorted(folder.glob("config_resumed_*.yaml"))[:MOST_RESUMED]:
@@ -237,7 +247,7 @@ def read_run(folder: str | Path) -> Run:
         rows=[rows[number] for number in sorted(rows)],
         config=config,
         config_text=text,
-        environment=read("environment.json", _mapping, {}),
+        environment=environment,
         partition=read("partition.json", _partition, {}),
         faults=faults,
         clients=read("clients.csv", lambda path: _table(path, "client", notes), []),

@@ -238,3 +238,24 @@ def test_outcomes_that_expand_too_much_are_left_out(folder, monkeypatch):
     path = folder()
     (path / "participation_by_round.csv.gz").write_bytes(gzip.compress(bytes(3 * 2**20)))
     assert "it has more than 1 MiB" in read_run(path).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("environment", "left_out"),
+    [
+        ({"faults": False, "client_metric": "f1"}, ["faults"]),
+        ({"faults": True, "client_metric": None}, ["clients"]),
+        ({"state": "started"}, ["participation", "outcomes"]),
+        ({"state": "finished"}, []),
+    ],
+)
+def test_files_of_an_earlier_fit_are_left_out(folder, environment, left_out):
+    files = {
+        "faults__csv": "round,client,fault\n1,0,nan\n",
+        "clients__csv": "client,server\n0,0.5\n",
+        "participation_by_round__csv__gz": gzip.compress(b"round,0=no 1=yes\n1,01\n"),
+    }
+    run = read_run(folder(environment__json=json.dumps(environment), **files))
+    names = ("faults", "clients", "participation", "outcomes")
+    assert [name for name in names if not getattr(run, name)] == left_out
+    assert not run.notes
