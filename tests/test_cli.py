@@ -703,6 +703,8 @@ def test_predictions_lie_beside_the_checkpoint_that_made_them(cli, fitted):
         (b"- a\n- b\n", "config X.yaml is a list"),
         (b"trainer:\n\tmax_epochs: 3\n", "config X.yaml cannot be read: line 2, column 1: found"),
         (b"\xff\xfe", "config X.yaml cannot be read: 'utf-8' codec"),
+        (b"trainer:\n  # max_epochs: 3\ndata: MNIST\n", "config X.yaml: trainer is empty: add opt"),
+        (b"a: {b: 1}\nc: 2\na: {b: 2}\n", "config X.yaml cannot be read: line 3, column 1: dupl"),
     ],
 )
 @pytest.mark.parametrize("command", ["fit", "partition", "export flower"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -11,6 +12,22 @@ from lightning_fl.cli.arguments import CONFIGS, config_files
 from lightning_fl.cli.messages import did_you_mean
 from lightning_fl.files import one_line, read_text
 from lightning_fl.types import FederationError
+
+#: Parts of a configuration that are made of their options.
+PARTS = ("trainer", "federation", "checkpoint")
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+    """Refuse duplicate keys, of which YAML would keep the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys: dict[str, yaml.Node] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and keys.setdefault(key.value, key) is not key:
+                problem = f"duplicate key {key.value}"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        return node
 
 
 def check_configs(args: Sequence[str]) -> None:
@@ -30,12 +47,14 @@ def check_configs(args: Sequence[str]) -> None:
             remedy = similar or ": lightning-fl configs lists those that come with the package"
             raise FederationError(f"config {value} does not exist{remedy}")
         try:
-            found = yaml.safe_load(read_text(path))
+            found = yaml.load(read_text(path), _Loader)
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise FederationError(f"config {value} cannot be read: {_reason(error)}") from error
         if not isinstance(found, dict) or not found:
             what = "is empty" if not found else f"is a {type(found).__name__}"
             raise FederationError(f"config {value} {what}: it needs options, such as trainer: ...")
+        if empty := [name for name in PARTS if found.get(name, {}) is None]:
+            raise FederationError(f"config {value}: {empty[0]} is empty: add options, or remove it")
 
 
 def _reason(error: Exception) -> str:
