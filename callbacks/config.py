@@ -34,13 +34,13 @@ class RunConfig(Callback):
         path = self.folder / "config.yaml"
         if self.resumed and path.exists():
             earlier = [path, *self.folder.glob("config_resumed_*.yaml")]
-            if any(_options(path.read_text()) == _options(self.text) for path in earlier):
+            if any(_options(each.read_bytes()) == _options(self.text) for each in earlier):
                 return
             path = self.folder / f"config_resumed_{len(earlier)}.yaml"
         write_atomically(path, self.text)
 
 
-def _options(text: str) -> Any:
+def _options(text: str | bytes) -> Any:
     """Return the options of a configuration except ``ckpt_path``; None if it is invalid."""
     try:
         options = yaml.safe_load(text)

@@ -293,6 +293,13 @@ def test_a_resumed_fit_leaves_the_config_of_the_first_alone(cli, tmp_path):
     assert "was resumed with federation.min_clients=3 (config_resumed_1.yaml)" in page
 
 
+def test_a_damaged_config_does_not_keep_a_run_from_being_resumed(cli, fitted):
+    (fitted / "config.yaml").write_bytes(b"\xff\xfe\x00")
+    cli(*FIT, "--trainer.max_epochs=3", "--ckpt_path=last")
+    assert len(rounds(fitted)) == 3
+    assert (fitted / "config_resumed_1.yaml").is_file()
+
+
 def test_loggers_get_the_hyperparameters_and_one_row_per_round(cli, tmp_path):
     cli(*FIT, "--federation.client_fraction=0.5")
     cli(*FIT, "--federation.client_fraction=0.5", "--trainer.max_epochs=3", "--ckpt_path=last")
