@@ -352,6 +352,21 @@ def test_a_term_is_appended_by_flag(cli, tmp_path):
     assert "Proximal" in text
 
 
+@pytest.mark.parametrize("callback", ["ClientFaults", "{class_path: ClientFaults}"])
+def test_a_single_callback_needs_no_list(cli, callback):
+    cli(*FIT, f"--trainer.callbacks={callback}", "--trainer.default_root_dir=null")
+    config = yaml.safe_load(Path("version_0", "config.yaml").read_text())
+    (found,) = config["trainer"]["callbacks"]
+    assert found["class_path"].endswith(".ClientFaults")
+
+
+def test_a_folder_of_checkpoints_that_is_a_file_is_an_error(cli, tmp_path):
+    (tmp_path / "x.ckpt").touch()
+    out = cli(*FIT, "--checkpoint.dirpath=x.ckpt", expect=2)
+    assert out.endswith("/x.ckpt: File exists: choose another folder, or free space\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.ckpt"]
+
+
 def test_the_number_of_lines_and_files_does_not_depend_on_the_number_of_clients(cli, tmp_path):
     seen = []
     for clients in (10, 100):
@@ -517,6 +532,8 @@ def test_every_config_opens_with_its_command_and_its_result(config):
         ),
         (["--ckpt_path=."], "checkpoint . is a folder: set --ckpt_path to a file or last"),
         (["--data=MNIST", "--data.init_args.root=nowhere"], "download=true"),
+        (["--trainer.strategy=client_paralel"], "invalid strategy name: `strategy='client_para"),
+        (["--trainer.accelerator=gpuu"], "invalid accelerator name: `accelerator='gpuu'`"),
         (["--seed_everything=-1"], "seed_everything must be from 0 to 4294967295, got -1"),
         (["--seed_everything=4294967296"], "seed_everything must be from 0 to 4294967295"),
         (["--federation.seed=-1"], "federation.seed must be from 0 to 4294967295, got -1"),

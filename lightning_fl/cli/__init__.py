@@ -33,7 +33,10 @@ COMMANDS = {
     "completion": "Print a script that completes commands and options in a shell.",
 }
 #: Errors of a folder that is full, read-only, not yours, or a file.
-STORAGE = {getattr(errno, n) for n in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "ENOTDIR")}
+STORAGE = {
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "ENOTDIR", "EEXIST")
+}
 #: Exit code after an interruption (128 + SIGINT), as in a shell.
 INTERRUPTED = 130
 #: Exit code after SIGTERM (128 + SIGTERM), as in a shell.

@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import yaml
+from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
@@ -163,8 +164,11 @@ class FederatedCLI(LightningCLI):
         """Parse the arguments and check the seeds, which numpy would reject later."""
         self.words = sys.argv[1:] if args is None else args
         super().parse_arguments(parser, args)
+        config = self.config[self.config.subcommand]
+        if isinstance(callback := config.trainer.callbacks, Namespace):  # Lightning takes one, too
+            config.trainer.callbacks = [callback]
         for key in ("seed_everything", "federation.seed", "data.init_args.seed"):
-            seed = self.config[self.config.subcommand].get(key)
+            seed = config.get(key)
             if isinstance(seed, int) and not 0 <= seed < 2**32:
                 raise FederationError(f"{key} must be from 0 to {2**32 - 1}, got {seed}")
 
@@ -189,7 +193,7 @@ class FederatedCLI(LightningCLI):
         """Choose the folder of the run, and resolve ``last`` to a checkpoint."""
         subcommand = self.config.subcommand
         config = self.config[subcommand]
-        root = Path(config.trainer.default_root_dir).absolute()
+        root = Path(config.trainer.default_root_dir or ".").absolute()
         runs = version_folders(root)
         new = root / f"version_{int(runs[-1].name[8:]) + 1 if runs else 0}"
         self.run_folder = runs[-1] if runs else new

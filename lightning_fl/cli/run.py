@@ -49,7 +49,8 @@ def run(args: ArgsType = None) -> None:
         message = with_notes(error)
     except ValueError as error:
         message = with_notes(error)
-        if "Union subtypes" not in message:  # jsonargparse wraps errors of a constructor
+        # jsonargparse wraps errors of a constructor; the others are of the Trainer's.
+        if "Union subtypes" not in message and not message.startswith("You selected an invalid"):
             raise
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, FederationError):
