@@ -657,6 +657,30 @@ def test_a_class_without_a_required_option_names_it(cli):
             ["--data={class_path: FromDataModule, init_args: {datamodule: {class_path: nope.X}}}"],
             "data.datamodule: unknown class nope.X: No module named 'nope'",
         ),
+        (
+            [f"--data={BORING}.BoringDataModule"],
+            f"must be a FederatedDataModule, got {BORING}.BoringDataModule: FromDataModule takes",
+        ),
+        (["--model=torch.nn.ReLU"], "model must be a LightningModule, got torch.nn.ReLU"),
+        *(
+            (
+                [f"--{option}={value}"],
+                f"{option.replace('.init_args', '').rstrip('+')} must be the name of a class or"
+                f" {{class_path: NAME, init_args: {{OPTION: VALUE}}}}, got {value[0]}",
+            )
+            for option, value in (
+                ("federation.policy", "{class_path: Schedule, lr: 0.1}"),
+                ("federation.aggregator", "{class_path: FedAvgM, momentum: 0.5}"),
+                ("federation.aggregator", "[FedAvg]"),
+                ("federation.aggregator", "{class_pth: FedAvg}"),
+                ("data.init_args.partition", "{class_path: Dirichlet, alpha: 1}"),
+                ("model.init_args.terms+", "{class_path: Proximal, mu: 1}"),
+            )
+        ),
+        (
+            ["--model.init_args.optimizer={class_path: torch.optim.Adam, init_args: {betes: 1}}"],
+            "model.optimizer: Adam has no option betes: did you mean betas?",
+        ),
     ],
 )
 def test_a_mistyped_option_gets_two_lines_of_usage_and_what_was_meant(cli, tmp_path, args, message):

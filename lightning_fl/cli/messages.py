@@ -42,8 +42,18 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
         if set(missing) <= {"model", "data"}:
             return f"no {' and no '.join(missing)}: set --config, such as --config digits.yaml"
     key = ".".join(re.findall(r'[Kk]ey "([^"]+)"', message))
-    if found := re.search(r"Option '([^']+)' is not accepted", message):
-        owner = re.findall(r"class_path '([^']+)'", message[: found.start()])[-1]
+    value = re.search(r"Given value: (?:NestedArg\(.* val=(\{.*\})\)|([^N].*))", message)
+    got = (value[1] or value[2])[:200] if value else ""
+    if found := re.search(r"Import path.* does not correspond to a subclass of (\w+)", message):
+        remedy = ": FromDataModule takes its data" * (found[1] == "FederatedDataModule")
+        return f"{key} must be a {found[1]}, got {got}{remedy}"
+    malformed = "Option 'class_path' is not|Expected an instantiatable class|Not a valid subclass"
+    if got and re.search(malformed, message) and "dot import path" not in message:
+        form = "{class_path: NAME, init_args: {OPTION: VALUE}}"
+        return f"{key} must be the name of a class or {form}, got {got}"
+    owned = r"Option '([^']+)' is not accepted(?:\. Got value: Namespace\(class_path='([^']+)')?"
+    if found := re.search(owned, message):
+        owner = found[2] or re.findall(r"class_path '([^']+)'", message[: found.start()])[-1]
         names = list(inspect.signature(locate(owner)).parameters)  # type: ignore[arg-type]
         similar = did_you_mean(found[1], names) or f": it has {', '.join(names) or 'none'}"
         if owner.endswith(".Callback"):  # as the list has no entry yet
