@@ -72,7 +72,8 @@ def report(
 
     Raises:
         FederationError: If there is no run, a run is in two groups, its table of rounds cannot be
-            read, no run has the metric, or the report cannot be written.
+            read, no run has the metric, there is a mode without it, or the report cannot be
+            written.
     """
     named, left_out = _find_named(runs if isinstance(runs, Mapping) else {"": runs})
     folders = [folder for each in named.values() for folder in each]
@@ -80,6 +81,8 @@ def report(
         raise FederationError("no run to report: pass the folder of a run, such as runs/digits")
     alone = len(folders) == 1
     path = Path(output or (folders[0] / "report.html" if alone else "report.html"))
+    if mode is not None and metric is None:
+        raise FederationError(f"mode={mode} is for a metric: set metric, too")
     if path.suffix != ".html" or path.is_dir():
         raise FederationError(f"output must be a file name that ends in .html, got {path}")
     found = {name: [read_run(folder) for folder in each] for name, each in named.items()}

@@ -312,6 +312,8 @@ def test_runs_are_judged_by_the_metric_that_is_asked_for(folder, tmp_path):
     assert [panel.ylabel for panel in panels.panels] == ["own_score", "accuracy"]
     with pytest.raises(FederationError, match="no run has a metric 'f1': they have round, clients"):
         text(runs, metric="f1")
+    with pytest.raises(FederationError, match="mode=min is for a metric: set metric, too"):
+        text(runs, mode="min")
 
 
 def test_runs_of_a_named_group_that_differ_are_a_warning(two_groups, tmp_path):
