@@ -671,6 +671,7 @@ def test_a_class_without_a_required_option_names_it(cli):
             for option, value in (
                 ("federation.policy", "{class_path: Schedule, lr: 0.1}"),
                 ("federation.aggregator", "{class_path: FedAvgM, momentum: 0.5}"),
+                ("federation.policy", "{class_path: Schedule, init_args: null}"),
                 ("federation.aggregator", "[FedAvg]"),
                 ("federation.aggregator", "{class_pth: FedAvg}"),
                 ("data.init_args.partition", "{class_path: Dirichlet, alpha: 1}"),
@@ -752,6 +753,7 @@ def test_predictions_lie_beside_the_checkpoint_that_made_them(cli, fitted):
         (b"trainer:\n\tmax_epochs: 3\n", "config X.yaml cannot be read: line 2, column 1: found"),
         (b"\xff\xfe", "config X.yaml cannot be read: 'utf-8' codec"),
         (b"trainer:\n  # max_epochs: 3\ndata: MNIST\n", "config X.yaml: trainer is empty: add opt"),
+        (b"federation: [a]\n", "config X.yaml: federation is ['a']: add options, or remove it"),
         (b"a: {b: 1}\nc: 2\na: {b: 2}\n", "config X.yaml cannot be read: line 3, column 1: dupl"),
     ],
 )

@@ -10,7 +10,7 @@ import yaml
 
 from lightning_fl.cli.arguments import CONFIGS, config_files
 from lightning_fl.cli.messages import did_you_mean
-from lightning_fl.files import one_line, read_text
+from lightning_fl.files import one_line, read_text, short_repr
 from lightning_fl.types import FederationError
 
 #: Parts of a configuration that are made of their options.
@@ -53,8 +53,10 @@ def check_configs(args: Sequence[str]) -> None:
         if not isinstance(found, dict) or not found:
             what = "is empty" if not found else f"is a {type(found).__name__}"
             raise FederationError(f"config {value} {what}: it needs options, such as trainer: ...")
-        if empty := [name for name in PARTS if found.get(name, {}) is None]:
-            raise FederationError(f"config {value}: {empty[0]} is empty: add options, or remove it")
+        for name in PARTS:
+            if not isinstance(part := found.get(name, {}), dict | str):  # a text names a file
+                what = "is empty" if part is None else f"is {short_repr(part)}"
+                raise FederationError(f"config {value}: {name} {what}: add options, or remove it")
 
 
 def _reason(error: Exception) -> str:

@@ -48,6 +48,7 @@ def explain(message: str, options: Sequence[str] = ()) -> str:
         remedy = ": FromDataModule takes its data" * (found[1] == "FederatedDataModule")
         return f"{key} must be a {found[1]}, got {got}{remedy}"
     malformed = "Option 'class_path' is not|Expected an instantiatable class|Not a valid subclass"
+    malformed += "|'init_args': None"
     if got and re.search(malformed, message) and "dot import path" not in message:
         form = "{class_path: NAME, init_args: {OPTION: VALUE}}"
         return f"{key} must be the name of a class or {form}, got {got}"
