@@ -195,7 +195,7 @@ class DataAttack(Attack):
     """
 
     #: Allowed types of inputs.
-    inputs: tuple[type, ...] = (Tensor, np.ndarray)
+    _inputs: tuple[type, ...] = (Tensor, np.ndarray)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Change the samples of the attackers before they are read."""
@@ -231,10 +231,10 @@ class DataAttack(Attack):
                 f"{type(self).__name__} changes samples of the form (input, ..., label), but the"
                 f" data set returns a {type(sample).__name__}: return a tuple from its __getitem__"
             )
-        if not isinstance(sample[0], self.inputs):
+        if not isinstance(sample[0], self._inputs):
             raise FederationError(
                 f"{type(self).__name__} changes inputs of type"
-                f" {' or '.join(kind.__name__ for kind in self.inputs)}, but those of the data set"
+                f" {' or '.join(kind.__name__ for kind in self._inputs)}, but those of the data set"
                 f" are of type {type(sample[0]).__name__}: convert them in its transform"
             )
 
@@ -332,7 +332,7 @@ class Backdoor(DataAttack):
                  [0., 9.]]]), tensor([0]))
     """
 
-    inputs = (Tensor,)
+    _inputs = (Tensor,)
 
     def __init__(
         self,
