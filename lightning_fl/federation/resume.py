@@ -186,9 +186,10 @@ class Resume:
         self._former = self._identity
 
     def _check_same(self) -> None:
-        """Check that the clients are those of the last fit, which this one continues."""
+        """Check that the clients are those of the last fit of this loop, if there was one."""
         for what in ("num_clients", "checksum"):
-            if (was := self._former.get(what)) != (now := self._identity[what]):
+            now = self._identity[what]
+            if (was := self._former.get(what, now)) != now:
                 raise FederationError(
                     f"the FederatedLoop continues after round {self.progress.round} with other"
                     f" clients: its {IN_WORDS.get(what, what)} was {was}, here it is {now}. To"
