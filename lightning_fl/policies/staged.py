@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from lightning_fl.federation.context import Federation
+from lightning_fl.functional.randomness import RandomStream, derive_seed
 from lightning_fl.functional.stages import check_stages, stage_of
 from lightning_fl.policies.base import HyperparameterPolicy
 from lightning_fl.types import Feedback
@@ -47,9 +48,14 @@ class StagedPolicy(HyperparameterPolicy):
         self._figures: dict[str, float] = {}
 
     def setup(self, federation: Federation) -> None:
-        """Set up all policies; each may reject the run."""
-        for policy in self.policies:
-            cast("HyperparameterPolicy", policy).setup(federation)
+        """Set up all policies; each may reject the run.
+
+        Each stage has a seed of its own, since random draws depend on the round of the stage.
+        """
+        for stage, policy in enumerate(self.policies):
+            key = (RandomStream.POLICY, stage)
+            seed = derive_seed(federation.seed, *key) if stage else federation.seed
+            cast("HyperparameterPolicy", policy).setup(replace(federation, seed=seed))
 
     def _at(self, round: int) -> tuple[HyperparameterPolicy, int]:
         """Return the policy of a round, and the round index within its stage."""

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from lightning_fl.callbacks import FederatedLoop
-from lightning_fl.policies import DiscreteGaussianReinforce, Schedule, Stragglers
-from lightning_fl.types import FederationError
+from lightning_fl.federation.context import Federation
+from lightning_fl.policies import DiscreteGaussianReinforce, Schedule, StagedPolicy, Stragglers
+from lightning_fl.types import Cohort, FederationError
 
 CLIENTS = torch.arange(10)
 
@@ -78,3 +79,10 @@ def test_a_policy_that_learns_does_so(fit, foreign):
 def test_wrong_fraction():
     with pytest.raises(FederationError, match=r"fraction must be a number in \[0, 1\], got 1.5"):
         Stragglers(1.5)
+
+
+def test_stages_draw_different_stragglers():
+    policy = StagedPolicy([2], [Stragglers(0.5, Schedule(num_steps=100)) for _ in range(2)])
+    policy.setup(Federation(100, Cohort(100, 100)))
+    drawn = [policy.sample(round, torch.arange(100))["num_steps"] for round in range(4)]
+    assert len({tuple(steps.tolist()) for steps in drawn}) == 4
