@@ -29,6 +29,7 @@ from lightning_fl.datamodules.centralized import EpochBatches
 from lightning_fl.datamodules.loader import Batches, Collate, round_loader
 from lightning_fl.datamodules.splits import (
     Split,
+    read_sample,
     split_samples,
     warn_of_other_labels,
     warn_of_own_random_numbers,
@@ -550,9 +551,7 @@ class FederatedDataModule(LightningDataModule):
     @cached_property
     def sample_bytes(self) -> int:
         """Size of a training sample as float32, in bytes."""
-        with seeded_rng(0):  # transforms may draw random numbers
-            sample = self.train[0]
-        parts = tree_leaves(sample)
+        parts = tree_leaves(read_sample(self.train, 0))
         return 4 * sum(p.numel() if isinstance(p, Tensor) else np.size(p) for p in parts)
 
     @property

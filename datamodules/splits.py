@@ -212,7 +212,13 @@ def _warn_of_no_classes(data: Any, labels: Tensor, rule: Partition) -> None:
         )
 
 
-def _read(data: Any, index: int) -> Any:
+def read_sample(data: Any, index: int) -> Any:
+    """Return a sample, without a change of the global random generators.
+
+    Args:
+        data: Map-style data set.
+        index: Index of the sample.
+    """
     with seeded_rng(0):  # transforms may draw random numbers
         return data[index]
 
@@ -227,8 +233,8 @@ def warn_of_own_random_numbers(data: Any) -> None:
         return
     for index in torch.linspace(0, len(data) - 1, 3).long().unique().tolist():
         try:
-            first = copied(tree_leaves(_read(data, index)))  # a transform may write to it
-            second = tree_leaves(_read(data, index))
+            first = copied(tree_leaves(read_sample(data, index)))  # a transform may write to it
+            second = tree_leaves(read_sample(data, index))
             is_same = len(first) == len(second) and all(map(_is_same, first, second))
         except Exception:  # of a user's data set: the fit reads it, too, and reports the error
             return
@@ -255,7 +261,7 @@ def _is_same(a: Any, b: Any) -> bool:
 def _label_of_sample(data: Any, index: int) -> int | None:
     """Return the label of a sample; None if it is not the integer of a pair."""
     try:
-        sample = _read(data, index)
+        sample = read_sample(data, index)
     except Exception:  # of a user's data set: the fit reads it, too, and reports the error
         return None
     if not isinstance(sample, tuple | list) or len(sample) != 2:
