@@ -357,7 +357,7 @@ EXPERIMENTS = {
         "personalized_policy_mnist",
         for_all(
             "",
-            ("--data=FashionMNIST", "--model.init_args.net=FashionCNN"),
+            ("--data=FashionMNIST", "--model.init_args.net=FashionCNN", "--vectorize=auto"),
             policies([(rate, 5) for rate in RATES]),
         ),
     ),
