@@ -288,7 +288,7 @@ EXPERIMENTS = {
         "Aggregation weights from sample counts, the decrease of the loss and the sum of past"
         " losses, on Fashion-MNIST, IID.",
         "fedcontrol_fashion",
-        for_all("", rounds(100), CONTROL),
+        for_all("", (*rounds(100), "--vectorize=auto"), CONTROL),
         ("test_acc", "R60", "R80"),
     ),
     "control-noniid": Experiment(
