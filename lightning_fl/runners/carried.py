@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fl.functional.randomness import seeded_rng
-from lightning_fl.hooks import attributes_set, properties_set
+from lightning_fl.hooks import attributes_set
 from lightning_fl.runners.attributes import Attributes, left_alone
+from lightning_fl.runners.counts import LATER, Count, Rounds
 from lightning_fl.runners.hooked_step import HookedStep
 from lightning_fl.runners.local_step import LocalStep
 from lightning_fl.runners.samples import Samples, copied
@@ -30,8 +31,6 @@ GLOBAL_STEP = "trainer.global_step"
 OPTIONS = "the optimizer's options"
 #: Options of each parameter group, by name.
 Options = list[dict[str, Any]]
-#: Numbers of steps by which it is moved: to the next step, and beyond thresholds.
-LATER = (1, 10**6)
 
 
 def carried(step: VectorizedStep, samples: Samples) -> list[str]:
@@ -39,9 +38,11 @@ def carried(step: VectorizedStep, samples: Samples) -> list[str]:
 
     A client's first and second step are made twice from the current attributes, and once with a
     step of another client before the last one, each time on the same tensors, batch and random
-    numbers. Only the returned losses and gradients are compared, so that a list of losses for the
-    end of an epoch is allowed. Steps have the right ``batch_idx``, since a module may reset its
-    state if it is 0. A step that reads the Trainer's ``global_step`` is repeated with other values.
+    numbers. In a group of one client, the other one has the same batch, but other parameters. Only
+    the returned losses and gradients are compared, so that a list of losses for the end of an epoch
+    is allowed. Steps have the right ``batch_idx``, since a module may reset its state if it is 0.
+    A step that reads the Trainer's ``global_step`` is repeated with other values, and one that
+    reads ``current_epoch`` in later rounds, too.
 
     Args:
         step: The step; its clients and its module are not changed.
@@ -52,14 +53,24 @@ def carried(step: VectorizedStep, samples: Samples) -> list[str]:
         ``trainer.global_step``, or the optimizer's options if each step moves them. The list is
         empty if a step depends on none, or if it draws from random generators other than torch's.
     """
+    return Rounds(step.module).first(lambda: _carried_in_round(step, samples))
+
+
+def _carried_in_round(step: VectorizedStep, samples: Samples) -> list[str]:
+    """Return the names of values as :func:`carried`, in a round."""
     module, at = step.module, step.local.batch_idx
     one, other, *_ = [i for i in range(step.stacks.count) if samples.client(i) is not None] * 2
-    global_step = GlobalStep(module)
+    first, second, between = (other, 0, False), (other, 1, False), (one, 0, True)
+    global_step = Count(module, "global_step")
 
-    def results(*steps: tuple[int, int]) -> list[Tensor]:
-        """Return loss and gradients of the last of some steps, each a client and its step."""
+    def results(*steps: tuple[int, int, bool]) -> list[Tensor]:
+        """Return loss and gradients of the last of some steps.
+
+        Args:
+            steps: The client, its step, and whether its parameters are perturbed.
+        """
         attributes.restore()
-        for client, number in steps:
+        for client, number, is_perturbed in steps:
             batch = copied(samples.client(client))
             step.local.batch_idx = at + number
             with (
@@ -68,6 +79,8 @@ def carried(step: VectorizedStep, samples: Samples) -> list[str]:
                 step.stacks.client(client),
                 torch.enable_grad(),
             ):
+                if is_perturbed:
+                    perturb(module)
                 outcome, grads = step.local.by_itself({}, batch)
         return [outcome.loss.detach(), *grads.values()]
 
@@ -77,16 +90,16 @@ def carried(step: VectorizedStep, samples: Samples) -> list[str]:
                 after = list[Options]()
                 with options_set(module.trainer, options_of(module.trainer)):
                     for _ in range(2):
-                        results((other, 0))
+                        results(first)
                         after.append(options_of(module.trainer))
                 if after[0] != after[1]:
                     return [OPTIONS]
-            for alone in ([(other, 0), (other, 1)], [(other, 0)]):
+            for alone in ([first, second], [first]):
                 with global_step.noted():
                     expected, names = results(*alone), attributes.changed()
                 if not (names or global_step.is_read) or not is_equal(expected, results(*alone)):
                     return []
-                if names and not is_equal(expected, results(*alone[:-1], (one, 0), alone[-1])):
+                if names and not is_equal(expected, results(*alone[:-1], between, alone[-1])):
                     return names
                 for steps in LATER if global_step.is_read else ():
                     with global_step.moved_by(steps):
@@ -120,7 +133,8 @@ class CarriedState:
     with the attributes at the first step of the first client, and with other values of
     ``global_step``, from the same tensors, batch and random numbers. If losses, gradients or what
     hooks set differ, a warning names the attributes. This is done once in a fit, and without hooks
-    only if the first client has changed attributes or read ``global_step``.
+    only if the first client has changed attributes or read a count of the Trainer. A step that
+    reads ``current_epoch`` is made in later rounds, too, after another one.
 
     Args:
         tensors: The tensors of the user's module.
@@ -138,7 +152,7 @@ class CarriedState:
         #: The state at the first step of this client, and after its training.
         self._before: State | None = None
         self._after: State | None = None
-        self._global_step = GlobalStep(self.module)
+        self._global_step, self._rounds = Count(self.module, "global_step"), Rounds(self.module)
         #: Whether ``training_step`` sets options.
         self._sets_options = False
 
@@ -152,7 +166,7 @@ class CarriedState:
         """
         if self._first is None:
             self._first, self._before, self._after = client, self._snapshot(), None
-            with self._global_step.noted():
+            with self._global_step.noted(), self._rounds.noted():
                 yield
             if not self.hooks and options_of(self.module.trainer) != self._before.options:
                 self._sets_options = True
@@ -161,7 +175,7 @@ class CarriedState:
             yield
         else:
             self.is_done = True
-            if names := self._found(batch):
+            if names := self._found(batch) or self._found_later(batch):
                 where = " or ".join(["training_step", *self.hooks])
                 rank_zero_warn(
                     f"{type(self.module).__name__}.{where} depends on"
@@ -226,6 +240,43 @@ class CarriedState:
                     found += names * differs()
         return found
 
+    def _found_later(self, batch: Any) -> list[str]:
+        """Return the names of values on which a step after another depends in later rounds only."""
+        if not (self._rounds.is_read or self.hooks):
+            return []
+
+        def start() -> None:
+            getattr(self.module, "on_client_start", lambda: None)()
+
+        def other_client() -> None:
+            perturb(self.module)
+            start()
+
+        with left_alone(self.module) as now:
+            if not now.is_complete:
+                return []
+
+            def result(*kept: str, by: int = 0) -> list[Tensor]:
+                """Make a client's step, after that of another one which has left some values."""
+                now.restore()
+                with self._global_step.moved_by(by):
+                    if kept:
+                        outcome_of(self._step, self.tensors, batch, other_client)
+                        now.restore([name for name in now.changed() if name not in kept])
+                    return outcome_of(self._step, self.tensors, batch, start)
+
+            def found() -> list[str]:
+                if (differs := comparison(result)) is None:
+                    return []
+                names = [name for name in now.changed() if name not in OF_LIGHTNING]
+                found = list[str]()
+                if names and differs(*names):
+                    found += [name for name in names if differs(name)] or names
+                return found + [GLOBAL_STEP] * any(differs(by=by) for by in LATER)
+
+            known = set(found())
+            return self._rounds.first(lambda: [name for name in found() if name not in known])
+
 
 def comparison(result: Callable[..., list[Tensor]]) -> Callable[..., bool] | None:
     """Return a function that tells whether a step with some arguments has another result.
@@ -246,7 +297,9 @@ def comparison(result: Callable[..., list[Tensor]]) -> Callable[..., bool] | Non
     return None if not expected or differs() else differs
 
 
-def outcome_of(step: LocalStep, own: ModuleTensors, batch: Any) -> list[Tensor]:
+def outcome_of(
+    step: LocalStep, own: ModuleTensors, batch: Any, start: Callable[[], None] | None = None
+) -> list[Tensor]:
     """Return what follows from a step that is made for a comparison; empty if it fails.
 
     Tensors of the module and whether they are trained are restored, and loggers are silent.
@@ -255,6 +308,7 @@ def outcome_of(step: LocalStep, own: ModuleTensors, batch: Any) -> list[Tensor]:
         step: The step.
         own: The tensors of the user's module.
         batch: The batch, of which the step gets a copy.
+        start: Called before the step.
     """
     module = step.module
     before = {name: tensor.detach().clone() for name, tensor in own.by_name.items()}
@@ -262,6 +316,8 @@ def outcome_of(step: LocalStep, own: ModuleTensors, batch: Any) -> list[Tensor]:
         muted = attributes_set(module.trainer, {"_loggers": [DummyLogger()]})
         restored = only_trained(module, trained_by(module))
         with seeded_rng(0, module.device), torch.enable_grad(), muted, restored:
+            if start is not None:
+                start()
             outcome, seen = step.by_itself({}, copied(batch))
     except Exception:  # if it fails with the current attributes, the step itself will, too
         return []
@@ -270,6 +326,13 @@ def outcome_of(step: LocalStep, own: ModuleTensors, batch: Any) -> list[Tensor]:
         for name, tensor in own.by_name.items():
             tensor.data.copy_(before[name])
     return [outcome.loss, *seen.values()]
+
+
+def perturb(module: LightningModule) -> None:
+    """Change the trained parameters a little, as if they were those of another client."""
+    for param in module.parameters():
+        if param.requires_grad:
+            param.data.mul_(1 + 2**-6)
 
 
 def trained_by(module: LightningModule) -> set[str]:
@@ -310,46 +373,3 @@ def options_set(trainer: Trainer, options: Options) -> Iterator[None]:
     finally:
         for group, values in zip(groups, before, strict=True):
             group.update(values)
-
-
-class GlobalStep:
-    """Note whether a module reads its Trainer's ``global_step``, and give it later values.
-
-    Args:
-        module: The module.
-    """
-
-    def __init__(self, module: LightningModule) -> None:
-        self._trainer: Any = module._trainer
-        kind: Any = type(self._trainer)
-        self._value: Any = None if self._trainer is None else kind.global_step.fget
-        #: Whether it was read while it was noted.
-        self.is_read = False
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Note within a ``with`` block whether it is read."""
-        self.is_read = False
-
-        def noted(trainer: Trainer) -> Any:
-            self.is_read = True
-            return self._value(trainer)
-
-        with self._replaced(noted):
-            yield
-
-    @contextmanager
-    def moved_by(self, steps: int) -> Iterator[None]:
-        """Increase its value within a ``with`` block, in which the fit cannot be told to stop."""
-        with self._replaced(lambda trainer: self._value(trainer) + steps):
-            before = None if self._trainer is None else self._trainer.should_stop
-            try:
-                yield
-            finally:
-                if self._trainer is not None:
-                    self._trainer.should_stop = before
-
-    def _replaced(self, getter: Callable[[Trainer], Any]) -> AbstractContextManager[None]:
-        if self._trainer is None:
-            return nullcontext()
-        return properties_set(self._trainer, {"global_step": getter})

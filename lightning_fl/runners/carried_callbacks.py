@@ -18,16 +18,15 @@ from lightning_fl.hooks import Method, attributes_set, overrides, replaced
 from lightning_fl.runners.attributes import MAX_BYTES, Attributes, left_alone
 from lightning_fl.runners.carried import (
     GLOBAL_STEP,
-    LATER,
     OF_LIGHTNING,
     OPTIONS,
-    GlobalStep,
     Options,
     comparison,
     options_of,
     options_set,
     outcome_of,
 )
+from lightning_fl.runners.counts import LATER, Count
 from lightning_fl.runners.hooked_step import HookedStep
 from lightning_fl.runners.step_hooks import hooks_of_user, is_known
 from lightning_fl.runners.tensors import ModuleTensors, is_equal
@@ -191,7 +190,7 @@ class CarriedByCallbacks:
     def _found(self, batch: Any, before: Start, now: Start) -> list[str]:
         """Return the names of values on which the first step of a client depends."""
         (_, index_before, options, olds), (_, index_now, options_now, news) = before, now
-        global_step, plans = GlobalStep(self._module), list[int]()
+        global_step, plans = Count(self._module, "global_step"), list[int]()
 
         def noted(plan: Method) -> Method:
             def made() -> Any:

@@ -17,6 +17,7 @@ from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.runners.attributes import Attributes, left_alone
 from lightning_fl.runners.carried import OF_LIGHTNING, carried, comparison
 from lightning_fl.runners.check import mixes_samples, why_not_mapped
+from lightning_fl.runners.counts import Rounds
 from lightning_fl.runners.graphs import (
     can_update,
     depends_on_batch_idx,
@@ -149,13 +150,15 @@ def tune(
     """
     name, stacks = type(step.module).__name__, step.stacks
     check_state(step, samples)
-    why = samples.why_not_stacked() or why_not_mapped(step, samples.pair())
-    if why is not None:
+    if why := samples.why_not_stacked() or why_never_mapped(step, samples):
         stacks.train_one_by_one()
         rank_zero_warn(f"{name} is trained one client after another, not at once: {why}")
         return
     if isinstance(samples, Padded) and step.weighted:
-        step.weighted = not mixes_samples(step, samples.tensors)
+        mixes = Rounds(step.module).first(
+            lambda: ["samples"] * mixes_samples(step, samples.tensors)
+        )
+        step.weighted = not mixes
     if is_timed:
         with _put_back(step):
             mapped, one_by_one = (
@@ -177,6 +180,16 @@ def tune(
     how = "at once" if stacks.at_once else "one after another, which is faster"
     compiled = ", compiled" * (step.graphs is not None or step.side_by_side is not None)
     rank_zero_info(f"{name}: {stacks.count} clients {how}{compiled}")
+
+
+def why_never_mapped(step: VectorizedStep, samples: Samples) -> str | None:
+    """Return the reason why a step cannot be vectorized in this or in a later round, or None."""
+
+    def reasons() -> list[str]:
+        why = why_not_mapped(step, samples.pair())
+        return [] if why is None else [why]
+
+    return next(iter(Rounds(step.module).first(reasons)), None)
 
 
 def try_one(step: VectorizedStep, samples: Samples) -> None:

@@ -103,6 +103,51 @@ def test_what_no_other_client_depends_on_is_not(train, stateful, name):
     train(stateful(ALLOWED[name]))
 
 
+def late(factor):
+    """Return a factor that begins in the second round."""
+    return lambda m: factor(m) if m.current_epoch else 1
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_what_begins_in_a_later_round_is_named_at_the_start(train, stateful, name):
+    with warns(f"{name} in round 2"):
+        train(stateful(late(CARRIED[name])), rounds=2)
+    with pytest.raises(FederationError, match=rf"an earlier step has set \(.*{name} in round 2"):
+        train(stateful(late(CARRIED[name])), 1, rounds=2)
+
+
+@pytest.mark.parametrize("rounds", [3, 4, 9])
+def test_the_round_in_which_a_carried_value_is_found(train, stateful, rounds):
+    last = stateful(lambda m: CARRIED["steps"](m) if m.current_epoch == rounds - 1 else 1)
+    with warns(f"steps in round {rounds}"):
+        train(last, rounds=rounds)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+@pytest.mark.parametrize("group_size", [None, 1])
+def test_what_begins_in_a_later_round_may_be_harmless(train, stateful, name, group_size):
+    train(stateful(late(ALLOWED[name])), group_size, rounds=2)
+
+
+def test_what_is_set_for_each_client_may_begin_in_a_later_round(train, stateful):
+    class Starts:
+        def on_client_start(self):
+            self.steps = 0
+
+    train(stateful(late(CARRIED["steps"]), Starts), rounds=2)
+
+
+@pytest.mark.parametrize("group_size", [None, 1])
+def test_what_shows_only_between_clients_with_other_parameters(train, stateful, group_size):
+    def factor(m):
+        before, m.late = getattr(m, "late", m.loss), m.loss
+        return before / m.loss
+
+    carries = warns("late") if group_size is None else pytest.raises(FederationError, match="late")
+    with carries:
+        train(stateful(factor), group_size)
+
+
 def test_several_are_named_together(train, stateful):
     with warns("steps", "history"):
         train(stateful(lambda m: CARRIED["steps"](m) * CARRIED["history"](m)))

@@ -204,6 +204,45 @@ def test_a_metric_that_all_clients_update_alike_is_right(agree, tiny):
         agree(lambda: tiny(Keeps), (3,), federation={"policy": Schedule(num_steps=2)})
 
 
+class HookedLater:
+    """Halves gradients by hooks."""
+
+    @staticmethod
+    def begin(module, out):
+        if out.requires_grad:
+            out.register_hook(lambda grad: grad / 2)
+        return out.square().mean()
+
+
+class DrawsLater:
+    """Draws random numbers with a generator of its own."""
+
+    @staticmethod
+    def begin(module, out):
+        generator = torch.Generator().manual_seed(3)
+        return (out * torch.randn(out.shape, generator=generator, dtype=out.dtype)).mean()
+
+
+class AsksLater:
+    """Depends on the value of a tensor."""
+
+    @staticmethod
+    def begin(module, out):
+        return out.mean() if out.mean() > 0 else out.square().mean()
+
+
+@pytest.mark.parametrize("kind", [HookedLater, DrawsLater, AsksLater])
+def test_a_step_that_cannot_be_mapped_after_a_warm_up(agree, tiny, kind):
+    class WarmUp(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            out = self.net(batch[0])
+            later = kind.begin(self, out) if self.current_epoch == 2 else 0
+            return F.cross_entropy(out, batch[1]) + later
+
+    with pytest.warns(UserWarning, match=r"is trained one client after another, .* in round 3"):
+        agree(lambda: tiny(WarmUp), (3,), rounds=3)
+
+
 @pytest.mark.filterwarnings("ignore:.*returned `None`")
 def test_a_step_without_a_loss_is_refused(agree, tiny):
     class Now(tiny.kind):

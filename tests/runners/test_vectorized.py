@@ -271,6 +271,29 @@ def test_a_net_that_mixes_samples_is_not_filled_up(agree):
     agree(make, group_size=(3, 7))
 
 
+class MixesLater(Odd):
+    """Knows weights, and takes the mean over the samples of a batch from the second round on."""
+
+    federated_knows_weights, federated_sample_weight = True, None
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+
+    def training_step(self, batch, batch_idx):
+        x, weight = batch[0], self.federated_sample_weight
+        x = x - x.mean(0) if self.current_epoch else x
+        losses = F.cross_entropy(self.net(x), batch[1], reduction="none")
+        return losses.mean() if weight is None else losses @ weight
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_step_that_mixes_samples_after_a_warm_up_is_not_filled_up(agree, tiny):
+    agree(lambda: tiny(MixesLater), group_size=(3, 7), rounds=2)
+
+
 class Listed(Odd):
     """Reaches its parameters by a list."""
 

@@ -1,0 +1,91 @@
+"""The Trainer's counts of steps and rounds, on which a local step may depend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_fl.hooks import properties_set
+
+#: Numbers by which a count is moved: to the next value, and beyond thresholds.
+LATER = (1, 10**6)
+
+
+class Count:
+    """Note whether a module reads a count of its Trainer, and give it later values.
+
+    Args:
+        module: The module.
+        name: Name of the count: ``global_step``, or ``current_epoch``, the index of the round.
+    """
+
+    def __init__(self, module: LightningModule, name: str) -> None:
+        self._trainer: Any = module._trainer
+        self._name = name
+        kind: Any = type(self._trainer)
+        self._value: Any = None if self._trainer is None else getattr(kind, name).fget
+        #: Whether it was read while it was noted.
+        self.is_read = False
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note within a ``with`` block whether it is read."""
+        self.is_read = False
+
+        def noted(trainer: Trainer) -> Any:
+            self.is_read = True
+            return self._value(trainer)
+
+        with self._replaced(noted):
+            yield
+
+    @contextmanager
+    def moved_by(self, steps: int) -> Iterator[None]:
+        """Increase its value within a ``with`` block, in which the fit cannot be told to stop."""
+        with self._replaced(lambda trainer: self._value(trainer) + steps):
+            before = None if self._trainer is None else self._trainer.should_stop
+            try:
+                yield
+            finally:
+                if self._trainer is not None:
+                    self._trainer.should_stop = before
+
+    def _replaced(self, getter: Callable[[Trainer], Any]) -> AbstractContextManager[None]:
+        if self._trainer is None:
+            return nullcontext()
+        return properties_set(self._trainer, {self._name: getter})
+
+
+class Rounds(Count):
+    """Check a step in later rounds, too, if it reads ``current_epoch``.
+
+    A module may begin with something after some rounds, such as a consistency loss after a warm-up.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__(module, "current_epoch")
+
+    def first(self, check: Callable[[], list[str]]) -> list[str]:
+        """Return what a check finds in the current round, else in the next, middle or last one.
+
+        Args:
+            check: Makes the step, and returns descriptions of what it finds.
+        """
+        with self.noted():
+            found = check()
+        if found or not self.is_read:
+            return found
+        now, rounds = self._value(self._trainer), self._trainer.max_epochs or -1
+        last = rounds - 1 - now if rounds > 0 else LATER[-1]
+        for by in sorted({1, last // 2, last}):
+            if 0 < by <= last:
+                with self.moved_by(by):
+                    if found := check():
+                        return [f"{each} in round {now + by + 1}" for each in found]
+        return []
