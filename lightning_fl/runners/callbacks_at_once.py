@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lightning_fl.hooks import overrides
 from lightning_fl.runners.attributes import classes_of_user
-from lightning_fl.runners.carried import OF_LIGHTNING, Options, options_of
+from lightning_fl.runners.carried import Options, options_of
+from lightning_fl.runners.later_rounds import OF_LIGHTNING
 from lightning_fl.runners.optimizer_values import params_of
 from lightning_fl.runners.step_hooks import is_known
 from lightning_fl.runners.tensors import is_equal

@@ -15,16 +15,14 @@ from torch import Tensor
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import attributes_set
 from lightning_fl.runners.attributes import Attributes, left_alone
-from lightning_fl.runners.counts import LATER, Count, Rounds
 from lightning_fl.runners.hooked_step import HookedStep
+from lightning_fl.runners.later_rounds import LATER, OF_LIGHTNING, Count, Rounds, Switches
 from lightning_fl.runners.local_step import LocalStep
 from lightning_fl.runners.samples import Samples, copied
 from lightning_fl.runners.step_hooks import HOOKS_AFTER_TRANSFER, hooks_of
 from lightning_fl.runners.tensors import ModuleTensors, is_equal
 from lightning_fl.runners.vectorized import VectorizedStep
 
-#: Attributes of every LightningModule.
-OF_LIGHTNING = frozenset(vars(LightningModule()))
 #: Name of the Trainer's count of steps in messages.
 GLOBAL_STEP = "trainer.global_step"
 #: Name of the options of the optimizer in messages.
@@ -132,9 +130,10 @@ class CarriedState:
     step of the second client of the fit, the step and the hooks of the module in it are repeated
     with the attributes at the first step of the first client, and with other values of
     ``global_step``, from the same tensors, batch and random numbers. If losses, gradients or what
-    hooks set differ, a warning names the attributes. This is done once in a fit, and without hooks
-    only if the first client has changed attributes or read a count of the Trainer. A step that
-    reads ``current_epoch`` is made in later rounds, too, after another one.
+    hooks set differ, a warning names the attributes. Without hooks in it, a step is repeated only
+    if the first client has changed attributes or read a count of the Trainer. A step that reads
+    ``current_epoch`` is made in later rounds, too, after another one. Clients are compared again
+    after attributes were set between rounds.
 
     Args:
         tensors: The tensors of the user's module.
@@ -153,8 +152,14 @@ class CarriedState:
         self._before: State | None = None
         self._after: State | None = None
         self._global_step, self._rounds = Count(self.module, "global_step"), Rounds(self.module)
+        self._switches, self._has_warned = Switches(self.module), False
         #: Whether ``training_step`` sets options.
         self._sets_options = False
+
+    def begin_round(self) -> None:
+        """Compare clients once more if an attribute has been set since the last round."""
+        if self._switches.have_changed() and self.is_done and not self._has_warned:
+            self.is_done, self._first = False, None
 
     @contextmanager
     def first_step(self, client: int, batch: Any) -> Iterator[None]:
@@ -176,7 +181,7 @@ class CarriedState:
         else:
             self.is_done = True
             if names := self._found(batch) or self._found_later(batch):
-                where = " or ".join(["training_step", *self.hooks])
+                self._has_warned, where = True, " or ".join(["training_step", *self.hooks])
                 rank_zero_warn(
                     f"{type(self.module).__name__}.{where} depends on"
                     f" {' and '.join(names[:3])}, which carries over from client to client, so that"

@@ -18,7 +18,6 @@ from lightning_fl.hooks import Method, attributes_set, overrides, replaced
 from lightning_fl.runners.attributes import MAX_BYTES, Attributes, left_alone
 from lightning_fl.runners.carried import (
     GLOBAL_STEP,
-    OF_LIGHTNING,
     OPTIONS,
     Options,
     comparison,
@@ -26,8 +25,8 @@ from lightning_fl.runners.carried import (
     options_set,
     outcome_of,
 )
-from lightning_fl.runners.counts import LATER, Count
 from lightning_fl.runners.hooked_step import HookedStep
+from lightning_fl.runners.later_rounds import LATER, OF_LIGHTNING, Count
 from lightning_fl.runners.step_hooks import hooks_of_user, is_known
 from lightning_fl.runners.tensors import ModuleTensors, is_equal
 from lightning_fl.runners.watch import Watch

@@ -22,7 +22,7 @@ from lightning_fl.runners.optimizer_values import optimizers_in, remove, restack
 from lightning_fl.runners.samples import BatchSamples, Samples, each_of
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.step_hooks import changes_transfers, hooks_of, sees_gradients, why_alone
-from lightning_fl.runners.tuning import check_rates, check_start, check_state, tune
+from lightning_fl.runners.tuning import check, check_rates, check_start, check_state, tune
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.runners.vmap import VmapRunner
 from lightning_fl.types import ClientBatches, FederationError, check_package
@@ -343,6 +343,8 @@ class VectorizedClients(LightningModule):
             elif not runner.is_checked:
                 runner.is_checked = True
                 check_state(runner.vectorized, samples)
+            elif runner.steps_before + step == 0 and runner.switches.have_changed():
+                check(runner.vectorized, samples)
             if runner.vectorized.rate_ratios and not runner.has_checked_rates:
                 runner.has_checked_rates = True
                 check_rates(runner.vectorized, samples)

@@ -15,15 +15,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.runners.attributes import Attributes, left_alone
-from lightning_fl.runners.carried import OF_LIGHTNING, carried, comparison
+from lightning_fl.runners.carried import carried, comparison
 from lightning_fl.runners.check import mixes_samples, why_not_mapped
-from lightning_fl.runners.counts import Rounds
 from lightning_fl.runners.graphs import (
     can_update,
     depends_on_batch_idx,
     reads_batch_idx,
     sgd_update,
 )
+from lightning_fl.runners.later_rounds import OF_LIGHTNING, Rounds
 from lightning_fl.runners.local_step import gradients_of
 from lightning_fl.runners.optimizer_values import rates_scaled
 from lightning_fl.runners.samples import Padded, Samples, copied
@@ -129,6 +129,31 @@ class _Group(dict[str, Any]):
         return super().get(key, default)
 
 
+def check(step: VectorizedStep, samples: Samples) -> None:
+    """Check that steps agree with the module's own, else train clients one after another.
+
+    Args:
+        step: The step.
+        samples: The samples of a local step.
+
+    Raises:
+        FederationError: See :func:`check_state`.
+    """
+    check_state(step, samples)
+    if not step.stacks.maps:
+        return
+    if why := samples.why_not_stacked() or why_never_mapped(step, samples):
+        step.stacks.train_one_by_one()
+        rank_zero_warn(
+            f"{type(step.module).__name__} is trained one client after another, not at once: {why}"
+        )
+    elif isinstance(samples, Padded) and step.weighted:
+        mixes = Rounds(step.module).first(
+            lambda: ["samples"] * mixes_samples(step, samples.tensors)
+        )
+        step.weighted = not mixes
+
+
 def tune(
     step: VectorizedStep,
     samples: Samples,
@@ -149,16 +174,9 @@ def tune(
         FederationError: See :func:`check_state`.
     """
     name, stacks = type(step.module).__name__, step.stacks
-    check_state(step, samples)
-    if why := samples.why_not_stacked() or why_never_mapped(step, samples):
-        stacks.train_one_by_one()
-        rank_zero_warn(f"{name} is trained one client after another, not at once: {why}")
+    check(step, samples)
+    if not stacks.maps:
         return
-    if isinstance(samples, Padded) and step.weighted:
-        mixes = Rounds(step.module).first(
-            lambda: ["samples"] * mixes_samples(step, samples.tensors)
-        )
-        step.weighted = not mixes
     if is_timed:
         with _put_back(step):
             mapped, one_by_one = (

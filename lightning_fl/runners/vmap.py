@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fl.runners.attributes import Attributes
 from lightning_fl.runners.base import BufferPolicy, ClientRunner
+from lightning_fl.runners.later_rounds import Switches
 from lightning_fl.runners.local_step import Tensors
 from lightning_fl.runners.logs import StepLogs
 from lightning_fl.runners.matmul import allow_fast_matmul
@@ -90,6 +91,8 @@ class VmapRunner(ClientRunner):
         self.is_ready = False
         #: Whether :func:`check_state` has looked for state that clients share.
         self.is_checked = False
+        #: Attributes of the module on which its step may depend, so that it is checked again.
+        self.switches = Switches(module)
         #: Attributes after ``on_client_start`` of the first client, for :func:`check_start`.
         self.first_start: Attributes | None = None
         #: Whether the clients start from different tensors, and the values of this for which

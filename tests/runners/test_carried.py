@@ -129,6 +129,27 @@ def test_what_begins_in_a_later_round_may_be_harmless(train, stateful, name, gro
     train(stateful(late(ALLOWED[name])), group_size, rounds=2)
 
 
+class Switched:
+    """Begins with something by an attribute that a hook sets."""
+
+    is_warm = False
+
+    def on_train_epoch_start(self):
+        self.is_warm = self.current_epoch == 2
+
+
+@pytest.mark.parametrize("name", ["steps", "history", "center"])
+def test_what_begins_by_an_attribute_is_named_in_that_round(train, stateful, name):
+    def factor(m):
+        return CARRIED[name](m) if m.is_warm else 1
+
+    with warns(name):
+        train(stateful(factor, Switched), rounds=3)
+    train(stateful(factor, Switched), rounds=2)
+    with pytest.raises(FederationError, match=rf"In round 3|an earlier step has set \(.*{name}"):
+        train(stateful(factor, Switched), 1, rounds=3)
+
+
 def test_what_is_set_for_each_client_may_begin_in_a_later_round(train, stateful):
     class Starts:
         def on_client_start(self):

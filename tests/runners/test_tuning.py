@@ -232,14 +232,21 @@ class AsksLater:
 
 
 @pytest.mark.parametrize("kind", [HookedLater, DrawsLater, AsksLater])
-def test_a_step_that_cannot_be_mapped_after_a_warm_up(agree, tiny, kind):
+@pytest.mark.parametrize("by_attribute", [False, True])
+def test_a_step_that_cannot_be_mapped_after_a_warm_up(agree, tiny, kind, by_attribute):
     class WarmUp(tiny.kind):
+        is_warm = False
+
+        def on_train_epoch_start(self):
+            self.is_warm = by_attribute and self.current_epoch == 2
+
         def training_step(self, batch, batch_idx):
             out = self.net(batch[0])
-            later = kind.begin(self, out) if self.current_epoch == 2 else 0
-            return F.cross_entropy(out, batch[1]) + later
+            is_warm = self.is_warm if by_attribute else self.current_epoch == 2
+            return F.cross_entropy(out, batch[1]) + (kind.begin(self, out) if is_warm else 0)
 
-    with pytest.warns(UserWarning, match=r"is trained one client after another, .* in round 3"):
+    round = "" if by_attribute else " in round 3"
+    with pytest.warns(UserWarning, match=rf"is trained one client after another, not .*{round}$"):
         agree(lambda: tiny(WarmUp), (3,), rounds=3)
 
 

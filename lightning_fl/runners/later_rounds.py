@@ -1,7 +1,8 @@
-"""The Trainer's counts of steps and rounds, on which a local step may depend."""
+"""Rounds in which a local step may differ from that of the first round."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,6 +13,10 @@ from lightning_fl.hooks import properties_set
 
 #: Numbers by which a count is moved: to the next value, and beyond thresholds.
 LATER = (1, 10**6)
+#: Attributes of every LightningModule.
+OF_LIGHTNING = frozenset(vars(LightningModule()))
+#: Number of changes of an attribute that are looked at. One that changes more often is a counter.
+MOST_CHANGES = 3
 
 
 class Count:
@@ -89,3 +94,40 @@ class Rounds(Count):
                     if found := check():
                         return [f"{each} in round {now + by + 1}" for each in found]
         return []
+
+
+class Switches:
+    """Tell whether hooks or callbacks have set attributes of a module to other plain values.
+
+    A step may then do something that it did not do when it was checked.
+
+    Args:
+        module: The module.
+
+    Example:
+        >>> module = LightningModule()
+        >>> module.is_warm = False
+        >>> switches = Switches(module)
+        >>> module.is_warm = True
+        >>> switches.have_changed(), switches.have_changed()
+        (True, False)
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module, self._changes = module, Counter[str]()
+        self._before = self._values()
+
+    def have_changed(self) -> bool:
+        """Return whether an attribute has changed since the last call; each counts three times."""
+        before, self._before = self._before, self._values()
+        changed = [n for n, value in self._before.items() if before.get(n, self) != value]
+        self._changes.update(changed)
+        return any(self._changes[name] <= MOST_CHANGES for name in changed)
+
+    def _values(self) -> dict[str, Any]:
+        return {
+            f"{part}.{name}": value
+            for part, module in self._module.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, bool | int | float | str | None) and name not in OF_LIGHTNING
+        }
