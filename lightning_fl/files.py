@@ -200,6 +200,9 @@ def write_atomically(
         content: Text, bytes, or a function that writes to an open file.
         durable: Whether to wait for the disk. Otherwise the file survives a killed process, but not
             a power failure.
+
+    Raises:
+        OSError: If the file cannot be written, for example because the disk is full.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -216,8 +219,11 @@ def write_atomically(
                 os.fsync(file.fileno())
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         Path(name).unlink(missing_ok=True)
+        hidden = error.__context__  # torch.save ends with an error of its own if a write fails
+        if isinstance(error, RuntimeError) and isinstance(hidden, OSError):
+            raise OSError(hidden.errno, hidden.strerror, str(path)) from error
         raise
 
 

@@ -1,10 +1,13 @@
 """Files that a kill or another run cannot spoil."""
 
 import os
+import resource
 import signal
 import time
+from functools import partial
 
 import pytest
+import torch
 
 from lightning_fl import files
 from lightning_fl.files import FolderLock, write_atomically
@@ -121,3 +124,15 @@ def test_a_lock_leaves_no_folder_behind_that_is_empty(tmp_path):
     (tmp_path / "a" / "file").touch()
     lock.release()
     assert names(tmp_path / "a") == ["file"]
+
+
+def test_an_error_of_the_disk_is_not_hidden_by_torch_save(tmp_path):
+    """torch.save reports a position in its archive."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*server\.pt'"):
+            write_atomically(tmp_path / "server.pt", partial(torch.save, torch.zeros(10_000)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == []
