@@ -181,7 +181,7 @@ class AFL(Aggregator):
 
     def update(self, clients: ClientUpdate) -> None:
         """Add weighted updates to their sum, and note the losses."""
-        self.require_extras(clients, "loss_before")
+        self.require_extras(clients, loss_before=())
         ids = clients.clients.to(self.weights.device)
         weights = (self.weights if self._draws is None else self._draws[0].double())[ids]
         add_rows(self.total, clients.delta, weights)

@@ -228,18 +228,30 @@ class Aggregator(Metric, ABC):
         for name, values in rows.items():
             getattr(self, name).append(values.to(self.server.device, copy=True))
 
-    def require_extras(self, clients: ClientUpdate, *names: str) -> None:
+    def require_extras(self, clients: ClientUpdate, **shapes: tuple[int, ...]) -> None:
         """Raise an error if clients did not send what the rule needs in addition to updates.
+
+        Call it before anything of the update is added: a server of remote clients then drops the
+        client.
 
         Args:
             clients: Client updates.
-            names: Names in ``clients.extras``.
+            shapes: Shape for each client, by the name in ``clients.extras``.
+
+        Raises:
+            FederationError: If a tensor is missing or has another shape.
         """
-        if missing := [name for name in names if name not in clients.extras]:
-            raise FederationError(
-                f"{type(self).__name__} requires {missing[0]} of the clients: use it in a"
-                f" FederatedLoop, or add {missing[0]} to the extras of the update"
-            )
+        for name, shape in shapes.items():
+            if name not in clients.extras:
+                raise FederationError(
+                    f"{type(self).__name__} requires {name} of the clients: use it in a"
+                    f" FederatedLoop, or add {name} to the extras of the update"
+                )
+            if (found := tuple(clients.extras[name].shape)) != (len(clients.clients), *shape):
+                raise FederationError(
+                    f"{type(self).__name__} requires {name} of shape {shape} of each client, got"
+                    f" {found[1:]}"
+                )
 
     def _sync_dist(
         self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None

@@ -107,7 +107,7 @@ class FedControl(Aggregator):
 
     def update(self, clients: ClientUpdate) -> None:
         """Add updates to the three sums."""
-        self.require_extras(clients, "loss_before", "loss_after")
+        self.require_extras(clients, loss_before=(), loss_after=())
         before, after = (
             clients.extras[name].to(self.total) for name in ("loss_before", "loss_after")
         )

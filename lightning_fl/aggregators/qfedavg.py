@@ -116,6 +116,7 @@ class QFedAvg(Aggregator):
                 f"{type(self).__name__} requires the learning rates and initial losses of clients:"
                 " use it in a FederatedLoop, or set lr and loss_before in extras of the update"
             )
+        self.require_extras(clients, loss_before=())
         losses = clients.extras["loss_before"].to(self.scale)
         n = self.total.shape[1]
         delta, ratio = clients.delta[:, :n].double(), self._lr / clients.lr.to(self.scale)

@@ -122,7 +122,7 @@ class Scaffold(Aggregator):
 
     def update(self, clients: ClientUpdate) -> None:
         """Add the moves and the changes of control variates to their sums."""
-        self.require_extras(clients, "control_change")
+        self.require_extras(clients, control_change=tuple(self.control.shape))
         weights = clients.num_samples.to(self.weight)
         if self.weighting == "uniform":
             weights = torch.ones_like(weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from lightning_fl.federation.checks import (
     warn_of_running_statistics,
 )
 from lightning_fl.federation.context import Federation
+from lightning_fl.federation.dropped import CAUSES, describe_dropped
 from lightning_fl.federation.frozen import digest
 from lightning_fl.federation.plan import draw_clients, draw_values
 from lightning_fl.federation.results import is_finite, weights_and_losses
@@ -45,6 +47,7 @@ from lightning_fl.types import (
     Feedback,
     RoundPlan,
     ServerState,
+    describe,
 )
 
 #: Name of the logger of what a Trainer reports at the start and the end of each fit.
@@ -298,8 +301,7 @@ class RemoteServer:
             Metrics of the round.
 
         Raises:
-            FederationError: If an update does not have the size of the model, or a client is lost
-                and ``on_client_error`` is ``raise``.
+            FederationError: If a client has no usable update and ``on_client_error`` is ``raise``.
         """
         plan = self._plan
         assert plan is not None, "tasks() begins a round"
@@ -307,17 +309,21 @@ class RemoteServer:
         sampled, dropped = plan.cohort.tolist(), dict[int, str]()
         for row, client in enumerate(sampled):
             reply = replies.get(client)
-            update = "dropped_out" if reply is None else self._update_of(plan, row, reply)
-            if reply is None or isinstance(update, str):
-                dropped[client] = str(update)
+            cause = "dropped_out" if reply is None else self._use(plan, row, reply)
+            if reply is None or cause is not None:
+                dropped[client] = str(cause)
                 continue
-            self.rule.update(update)
             counters = torch.maximum(counters, reply.counters.to(counters.device))
             losses[client], self.last[client] = reply.loss, plan.round
         if dropped and self.options.on_client_error == "raise":
             raise FederationError(
-                f"round {self.round + 1} has no usable update of the clients {list(dropped)}: see"
+                f"round {self.round + 1} has no usable update of {describe_dropped(dropped)}: see"
                 " their logs, or set on_client_error: skip"
+            )
+        if dropped:
+            rank_zero_warn(
+                f"round {self.round + 1}: dropped {len(dropped)} of {len(sampled)} client updates:"
+                f" {describe_dropped(dropped)}"
             )
         returned = len(losses)
         vector = self.rule.conclude(returned, self.options.min_clients)
@@ -326,6 +332,12 @@ class RemoteServer:
             if self.runner.fit_to_average(returned) and self.options.buffers is None:
                 buffers = self.runner.shared_buffers
                 warn_of_averaged_buffers(self.module, buffers, self._start.vector)
+        else:
+            rank_zero_warn(
+                f"round {self.round + 1}: {returned} of {len(sampled)} clients returned, too few"
+                f" for min_clients={self.options.min_clients} and {describe(self.rule)}: the global"
+                " model is kept"
+            )
         self.rule.load_global_network()
         weights, reported = weights_and_losses(plan.clients, losses, self.num_samples)
         metrics = {
@@ -340,39 +352,48 @@ class RemoteServer:
         self.round += 1
         return metrics
 
-    def _update_of(self, plan: RoundPlan, row: int, reply: Reply) -> ClientUpdate | str:
-        """Return the update in the reply of a client, or the cause for which it is dropped."""
-        client, start = int(plan.clients[row]), self._start
+    def _use(self, plan: RoundPlan, row: int, reply: Reply) -> str | None:
+        """Pass the update of a client to the rule; return the cause if it is dropped instead."""
+        client, device = int(plan.clients[row]), self._start.vector.device
         if reply.dropped is not None:
-            return reply.dropped
-        if reply.num_samples != (known := int(self.num_samples[client])):
-            rank_zero_warn(
-                f"client {client} has trained {reply.num_samples} samples, and had {known} when"
-                " the run began: it is dropped. To use them, stop the run and resume it"
-            )
-            return "dropped_out"
-        size, device = len(start.vector), start.vector.device
-        if reply.delta.shape != (size,) or reply.counters.shape != start.counters.shape:
-            raise FederationError(
-                f"client {client} sent an update of {reply.delta.numel()} values, and the model"
-                f" exchanges {size}: use the same module, buffers and local_parameters on the"
-                " server and on all clients"
-            )
-        delta = reply.delta[None].to(device)
-        extras = {name: value.to(device) for name, value in reply.extras.items()}
+            return reply.dropped if reply.dropped in CAUSES else "dropped_out"
         one = torch.tensor([client])
         if causes := self.rule.rejected(one):
             return causes[client]
-        if not is_finite(delta, extras).all():
-            return "non_finite"
-        return ClientUpdate(
-            one,
-            delta,
-            torch.tensor([reply.num_samples]),
-            plan.num_steps[[row]],
-            torch.tensor([reply.lr], dtype=torch.float64),
-            extras,
-        )
+        try:
+            self._check(client, reply)
+            delta = reply.delta[None].to(device)
+            extras = {name: value.to(device) for name, value in reply.extras.items()}
+            if not math.isfinite(reply.lr) or not is_finite(delta, extras).all():
+                return "non_finite"
+            samples, steps = self.num_samples[one], plan.num_steps[[row]]
+            lr = torch.tensor([reply.lr], dtype=torch.float64)
+            self.rule.update(ClientUpdate(one, delta, samples, steps, lr, extras))
+        except FederationError as error:  # rules check an update before they add it
+            rank_zero_warn(f"client {client} is dropped: {error}")
+            return "dropped_out"
+        return None
+
+    def _check(self, client: int, reply: Reply) -> None:
+        """Check that an update is one of this federation.
+
+        Raises:
+            FederationError: If it has another size or dtype, or the client has other samples.
+        """
+        if reply.num_samples != (known := int(self.num_samples[client])):
+            raise FederationError(
+                f"it has trained {reply.num_samples} samples, and had {known} when the run began."
+                " To use them, stop the run and resume it"
+            )
+        start = self._start
+        if not (is_like(reply.delta, start.vector) and is_like(reply.counters, start.counters)):
+            raise FederationError(
+                f"it sent an update of {reply.delta.numel()} values in {reply.delta.dtype}, and the"
+                f" model exchanges {start.vector.numel()} in {start.vector.dtype}: use the same"
+                " module, buffers and local_parameters on the server and on all clients"
+            )
+        if other := [name for name, value in reply.extras.items() if value.shape[:1] != (1,)]:
+            raise FederationError(f"it sent {other[0]}, which is not that of one client")
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -436,8 +457,14 @@ class RemoteServer:
         return True
 
     def write(self, file: Path) -> None:
-        """Write the state between two rounds into a file."""
-        write_atomically(file, partial(torch.save, self.state_dict()))
+        """Write the state between two rounds into a file.
+
+        Raises:
+            FederationError: If the file cannot be written. The file of the round before is kept.
+        """
+        what = f"the state after round {self.round} is not saved. Free space and start again"
+        with error_context(what, OSError):
+            write_atomically(file, partial(torch.save, self.state_dict()))
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -518,6 +545,11 @@ def counted(trained: Tensor | None, size: int, rule: Aggregator) -> int:
     if not rule.needs_trained_mask:
         return -1
     return size if trained is None else int(trained.sum())
+
+
+def is_like(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether tensors have the same shape and dtype."""
+    return tensor.shape == other.shape and tensor.dtype == other.dtype
 
 
 def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """A server and clients that only exchange tasks and replies train as the loop does, bit for bit."""
 
 import copy
+import re
 from dataclasses import replace
 
 import pytest
@@ -293,14 +294,21 @@ def test_clients_that_fail_are_dropped_as_in_the_loop():
     before = copy.deepcopy(module.state_dict())
     tasks = server.tasks()
     one, _ = clients[0].train(tasks[0], {})
-    metrics = server.finish({0: one})  # four did not reply, and two are needed
+    with pytest.warns(UserWarning, match="round 1: ") as caught:
+        metrics = server.finish({0: one})  # four did not reply, and two are needed
+    assert "round 1: dropped 4 of 5 client updates: clients 1, 2, 3, 4 (dropped out)" in said(
+        caught
+    )
+    assert "round 1: 1 of 5 clients returned, too few for min_clients=2 and FedAvg" in said(caught)
     assert (metrics["clients"], metrics["dropped"]) == (5, 4)
     assert all(torch.equal(before[key], value) for key, value in module.state_dict().items())
     replies = {task.client: clients[0].train(task, {})[0] for task in server.tasks()}
     replies[1] = replace(replies[1], delta=replies[1].delta * torch.nan)
     del replies[4]
     expected = before_and_after(server, replies, but=(1, 4))
-    assert server.finish(replies)["dropped"] == 2
+    dropped = r"round 2: .* client 4 \(dropped out\), client 1 \(non-finite values\)"
+    with pytest.warns(UserWarning, match=dropped):
+        assert server.finish(replies)["dropped"] == 2
     assert torch.equal(server.runner.read().vector, expected)
 
 
@@ -312,13 +320,54 @@ def before_and_after(server, replies, but):
     return (server.runner.read().vector + move).to(torch.float64)
 
 
-def test_a_client_with_another_module_is_named():
-    server = RemoteServer(client_module(), seed=3)
-    client = RemoteClient(client_module(), samples(), trainer={"accelerator": "cpu"})
+def said(caught):
+    """Return the texts of warnings."""
+    return "\n".join(str(each.message) for each in caught)
+
+
+SPOILED = {
+    "shape": (
+        lambda reply: replace(reply, delta=reply.delta[1:]),
+        "43 values in torch.float64, and",
+    ),
+    "dtype": (
+        lambda reply: replace(reply, delta=reply.delta.float()),
+        "44 values in torch.float32",
+    ),
+    "counters": (lambda reply: replace(reply, counters=torch.zeros(3)), "the model exchanges 44"),
+    "nothing more": (lambda reply: replace(reply, extras={}), "requires control_change of the cli"),
+    "more": (lambda reply: with_extra(reply, torch.ones(1, 1)), r"of shape \(44,\) .* got \(1,\)"),
+    "of two": (lambda reply: with_extra(reply, torch.ones(2, 44)), "not that of one client"),
+    "number": (lambda reply: with_extra(reply, torch.tensor(torch.nan)), "not that of one client"),
+    "rate": (lambda reply: replace(reply, lr=float("nan")), r"\(non-finite values\)"),
+    "cause": (lambda reply: replace(reply, dropped="x" * 999), r"\(dropped out\)"),
+}
+
+
+def with_extra(reply, value):
+    return replace(reply, extras={"control_change": value})
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_an_update_that_does_not_fit_drops_its_client_alone(name):
+    spoil, message = SPOILED[name]
+    torch.manual_seed(0)
+    server = RemoteServer(client_module(), Scaffold(), seed=3)
+    client = RemoteClient(client_module(), samples(), Scaffold(), {"accelerator": "cpu"})
     server.begin(*zip(*(client.work(i) for i in range(5)), strict=True))
-    reply, _ = client.train(server.tasks()[2], {})
-    with pytest.raises(FederationError, match=r"client 2 sent an update of 43 values, .* 44: use"):
-        server.finish({2: replace(reply, delta=reply.delta[1:])})
+    expected = copy.deepcopy(server)
+    replies = {task.client: client.train(task, {})[0] for task in server.tasks()}
+    with pytest.warns(UserWarning, match="client 2 ") as caught:
+        assert server.finish(replies | {2: spoil(replies[2])})["dropped"] == 1
+    assert re.search(f"client 2 .*{message}", said(caught))
+    expected.tasks()
+    del replies[2]
+    with pytest.warns(UserWarning, match=r"round 1: dropped 1 of 5 client updates: client 2 \("):
+        expected.finish(replies)
+    for key, value in expected.module.state_dict().items():
+        assert torch.equal(server.module.state_dict()[key], value)
+    assert torch.equal(server.rule.control, expected.rule.control)
+    assert server.last == expected.last
 
 
 def test_a_diverging_client_says_why_it_sends_nothing():
@@ -334,7 +383,9 @@ def test_a_diverging_client_says_why_it_sends_nothing():
     with pytest.warns(UserWarning, match="non-finite values|0 of 1 clients returned"):
         reply, state = client.train(server.tasks()[0], {})
     assert (reply.dropped, state) == ("non_finite", {})
-    assert server.finish({0: reply})["dropped"] == 5
+    with pytest.warns(UserWarning, match="round 1: ") as caught:
+        assert server.finish({0: reply})["dropped"] == 5
+    assert "clients 1, 2, 3, 4 (dropped out), client 0 (non-finite values)" in said(caught)
 
 
 def test_sites_with_their_own_data_have_random_numbers_of_their_own():
