@@ -22,7 +22,7 @@ from lightning_fl.federation.frozen import digest
 from lightning_fl.federation.results import Results
 from lightning_fl.federation.resume import load_unsaved, unsaved_values
 from lightning_fl.hooks import quiet
-from lightning_fl.integrations.exchange import Reply, Task, client_side, exchange_id
+from lightning_fl.integrations.exchange import Reply, Task, check_version, client_side, exchange_id
 from lightning_fl.integrations.server import LOG, counted, refuse_schedulers, trainer_of
 from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import VectorizedClients
@@ -94,6 +94,20 @@ class RemoteClient:
         self._place(client, client + 1)
         return int(self.data.num_samples[client]), int(self.data.batches_per_epoch[client])
 
+    def about(self, client: int) -> dict[str, Any]:
+        """Return what a server asks before the first round.
+
+        Args:
+            client: Id of the client.
+        """
+        num_samples, batches = self.work(client)
+        return {
+            "client": client,
+            "num_samples": num_samples,
+            "batches_per_epoch": batches,
+            "version": __version__,
+        }
+
     def train(self, task: Task, kept: Mapping[str, Tensor]) -> tuple[Reply, dict[str, Tensor]]:
         """Train the client in a round.
 
@@ -107,11 +121,7 @@ class RemoteClient:
         Raises:
             FederationError: If the server has another version of this package.
         """
-        if task.version != __version__:  # which may train and aggregate in another way
-            raise FederationError(
-                f"the server has version {task.version or 'unknown'} of lightning_fl, and this"
-                f" client {__version__}: install the same version on both"
-            )
+        check_version(task.version, "the server", "this client")
         at = task.client
         self._place(at, task.num_clients)
         rule = ToServer(self.rule, task)

@@ -13,10 +13,11 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_fl import __version__
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.files import error_context, write_atomically
 from lightning_fl.runners import ClientRunner
-from lightning_fl.types import describe
+from lightning_fl.types import FederationError, describe
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,24 @@ class Task:
 TENSORS = ("model", "unsaved", "broadcast")
 #: Numbers and texts of a task.
 FIELDS = tuple(each.name for each in fields(Task) if each.name not in (*TENSORS, "values"))
+
+
+def check_version(version: str, other: str, own: str) -> None:
+    """Check that the program at the other end trains and aggregates as this one does.
+
+    Args:
+        version: Version of this package there; empty if it is unknown.
+        other: Name of the other program for the message.
+        own: Name of this program.
+
+    Raises:
+        FederationError: If the versions differ.
+    """
+    if version != __version__:
+        raise FederationError(
+            f"{other} has version {version or 'unknown'} of lightning_fl, and {own} {__version__}:"
+            " install the same version on both"
+        )
 
 
 def client_side(rule: Aggregator) -> str:

@@ -20,9 +20,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.extras import imported
-from lightning_fl.files import check_writable
+from lightning_fl.files import check_writable, error_context
 from lightning_fl.integrations.client import RemoteClient
-from lightning_fl.integrations.exchange import FIELDS, TENSORS, Kept, Reply, Task, file_of
+from lightning_fl.integrations.exchange import (
+    FIELDS,
+    TENSORS,
+    Kept,
+    Reply,
+    Task,
+    check_version,
+    file_of,
+)
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.options import check_integer
 from lightning_fl.policies import HyperparameterPolicy
@@ -46,6 +54,8 @@ from flwr.serverapp.strategy import Result, Strategy  # noqa: E402
 
 #: Seconds between two looks for clients, and between two messages that clients are missing.
 PAUSE, NOTICE = 1.0, 30.0
+#: Seconds after which a SuperLink knows that a SuperNode was killed, with some to spare.
+GONE = 90.0
 #: Flower's log, of which ``flwr run --stream`` shows each line.
 #:
 #: :meta hide-value:
@@ -103,7 +113,12 @@ class FederationStrategy(Strategy):
         self._nodes: set[int] = set()
         self._asked: dict[str, int] = {}
         self._failed: dict[int, str] = {}
-        self._is_begun = self._is_waiting = False
+        #: Nodes whose client another node has: since when, and the client.
+        self._replaced: dict[int, tuple[float, int]] = {}
+        #: Client of each node that trains in this round, and seconds that it has for it.
+        self._training: dict[int, int] = {}
+        self._timeout = 3600.0
+        self._is_begun = False
 
     def summary(self) -> None:
         """Log the rules."""
@@ -140,24 +155,25 @@ class FederationStrategy(Strategy):
                 "train_config and evaluate_config do not reach clients: let the policy set"
                 " hyperparameters, and pass evaluate_fn"
             )
+        self._timeout = timeout
         self._meet(grid, timeout)
         found = (self._work[i] for i in range(self.num_clients))
         samples, batches = zip(*found, strict=True)
         initial = initial_arrays and initial_arrays.to_torch_state_dict()
         self.server.begin(samples, batches, num_rounds, initial)
         self._is_begun = True
-        refuse_bfloat16(self.server)  # again: now in the precision of the Trainer
-        if self.checkpoint is not None and self.server.read(self.checkpoint):
-            LOG.info("resuming after round %d from %s", self.server.round, self.checkpoint)
-        done = self.server.round
-        if done >= num_rounds:
-            rank_zero_warn(
-                f"{self.checkpoint} has all {num_rounds} rounds, and nothing is trained: raise"
-                " num_rounds, or delete the file to begin anew"
-            )
-        evaluate = evaluate_fn and (lambda round, arrays: evaluate_fn(round + done, arrays))
-        left = max(num_rounds - done, 0)
         try:
+            refuse_bfloat16(self.server)  # again: now in the precision of the Trainer
+            if self.checkpoint is not None and self.server.read(self.checkpoint):
+                LOG.info("resuming after round %d from %s", self.server.round, self.checkpoint)
+            done = self.server.round
+            if done >= num_rounds:
+                rank_zero_warn(
+                    f"{self.checkpoint} has all {num_rounds} rounds, and nothing is trained: raise"
+                    " num_rounds, or delete the file to begin anew"
+                )
+            evaluate = evaluate_fn and (lambda round, arrays: evaluate_fn(round + done, arrays))
+            left = max(num_rounds - done, 0)
             result = super().start(
                 grid, self.arrays(), left, timeout, train_config, evaluate_config, evaluate
             )
@@ -175,11 +191,19 @@ class FederationStrategy(Strategy):
     def _meet(self, grid: Grid, timeout: float) -> None:
         """Wait for all clients, and ask how many samples they have."""
         begun = said = time.monotonic()
-        while missing := [i for i in range(self.num_clients) if i not in self._work]:
+        while (
+            missing := [i for i in range(self.num_clients) if i not in self._work]
+        ) or self._replaced:
             self._ask(grid)
             now, failed = time.monotonic(), self._failures()
+            for node, (since, client) in self._replaced.items():
+                if now - since > GONE:  # both are connected
+                    raise FederationError(
+                        f"two nodes are client {client}, one of them {node}: set partition-id of"
+                        " each SuperNode to another number"
+                    )
             state = f"clients {missing} of {self.num_clients} have not connected{failed}"
-            if now - begun > timeout:
+            if missing and now - begun > timeout:
                 raise FederationError(
                     f"{state} within {timeout:g} seconds: start the others, or lower num_clients"
                 )
@@ -188,6 +212,7 @@ class FederationStrategy(Strategy):
             if now - said > NOTICE:
                 said = now
                 LOG.info("lightning_fl: %s. Waiting for them", state)
+                self._failed.clear()  # they are asked again
             time.sleep(PAUSE)
 
     def _failures(self) -> str:
@@ -198,7 +223,8 @@ class FederationStrategy(Strategy):
         self._nodes = set(grid.get_node_ids())
         self.clients = {node: i for node, i in self.clients.items() if node in self._nodes}
         self._failed = {node: why for node, why in self._failed.items() if node in self._nodes}
-        known = {*self.clients, *self._failed, *self._asked.values()}
+        self._replaced = {node: at for node, at in self._replaced.items() if node in self._nodes}
+        known = {*self.clients, *self._failed, *self._replaced, *self._asked.values()}
         messages = [
             Message(RecordDict(), node, MessageType.QUERY) for node in sorted(self._nodes - known)
         ]
@@ -207,45 +233,49 @@ class FederationStrategy(Strategy):
         self._asked |= {id: node for id, node in sent.items() if id in pushed}
         for answer in grid.pull_messages(list(self._asked)) if self._asked else ():
             node = self._asked.pop(answer.metadata.reply_to_message_id)
-            if answer.has_error():
-                self._failed[node] = str(answer.error.reason)
-                rank_zero_warn(f"node {node} has failed and is not used: {self._failed[node]}")
-            else:
-                self._admit(node, answer.content["client"])
+            try:
+                about = about_in(answer)
+            except FederationError as error:
+                self._failed[node] = str(error)
+                rank_zero_warn(f"node {node} has failed and is not used: {error}")
+                continue
+            self._admit(node, **about)
 
-    def _admit(self, node: int, about: ConfigRecord) -> None:
+    def _admit(
+        self, node: int, client: int, num_samples: int, batches_per_epoch: int, version: str
+    ) -> None:
         """Take a node up as a client, also one that has been away."""
-        client = int(about["client"])
-        work = int(about["num_samples"]), int(about["batches_per_epoch"])
-        if why := self._problem(client, work):
+        work = num_samples, batches_per_epoch
+        try:
+            self._check(client, work, version)
+        except FederationError as error:
             if not self._is_begun:
-                raise FederationError(why)
-            rank_zero_warn(why)
-            self._failed[node] = why
+                raise
+            rank_zero_warn(str(error))
+            self._failed[node] = str(error)
             return
         for former in [n for n, i in self.clients.items() if i == client]:
-            del self.clients[former]  # it has been killed, and the SuperLink has yet to see it
-            self._failed[former] = f"node {node} is client {client} now"
+            del self.clients[former]  # it was killed, and the SuperLink has yet to see it
+            self._replaced[former] = time.monotonic(), client
         self.clients[node], self._work[client] = client, work
 
-    def _problem(self, client: int, work: tuple[int, int]) -> str | None:
-        """Return why a node cannot be a client; None if it can."""
+    def _check(self, client: int, work: tuple[int, int], version: str) -> None:
+        """Check that a node can be a client.
+
+        Raises:
+            FederationError: If it cannot.
+        """
         if not 0 <= client < self.num_clients:
-            return (
+            raise FederationError(
                 f"a node is client {client}, but there are {self.num_clients} clients: set"
                 " partition-id of each SuperNode to a number from 0, or raise num_clients"
             )
-        if client in self.clients.values() and not self._is_begun:
-            return (
-                f"two nodes are client {client}: set partition-id of each SuperNode to another"
-                " number"
-            )
+        check_version(version, f"client {client}", "the server")
         if self._is_begun and self._work[client] != work:
-            return (
+            raise FederationError(
                 f"client {client} has come back with other samples: to use them, stop the run and"
                 " resume it"
             )
-        return None
 
     # --- rounds -----------------------------------------------------------------------------------
 
@@ -257,6 +287,7 @@ class FederationStrategy(Strategy):
         Raises:
             FederationError: If none of them has a node any more.
         """
+        self._failed.clear()  # they are asked again
         self._ask(grid)
         node_of = {client: node for node, client in self.clients.items()}
         tasks = self.server.tasks()
@@ -265,11 +296,10 @@ class FederationStrategy(Strategy):
             if len(gone) == len(tasks):
                 raise FederationError(f"{why}, and no other takes part: start their SuperNodes")
             rank_zero_warn(f"{why} and are dropped")
-        self._is_waiting = bool(tasks)
+        present = [task for task in tasks if task.client in node_of]
+        self._training = {node_of[task.client]: task.client for task in present}
         return [
-            Message(pack_task(task), node_of[task.client], MessageType.TRAIN)
-            for task in tasks
-            if task.client in node_of
+            Message(pack_task(task), node_of[task.client], MessageType.TRAIN) for task in present
         ]
 
     def aggregate_train(
@@ -280,20 +310,24 @@ class FederationStrategy(Strategy):
         Raises:
             FederationError: If all clients have failed.
         """
-        found, failure = {}, None
+        late, found, failure = dict(self._training), dict[int, Reply](), ""
+        this = f"round {self.server.round + 1}"
         for message in replies:
-            if message.has_error():
-                node = message.metadata.src_node_id
-                failure = (
-                    f"round {self.server.round + 1}: client {self.clients.get(node, node)} has"
-                    f" failed and is dropped: {message.error.reason}"
-                )
+            node = message.metadata.src_node_id
+            client = late.pop(node, None)
+            try:
+                found.update(reply_in(message, client))
+            except FederationError as error:
+                name = f"node {node}" if client is None else f"client {client}"
+                failure = f"{this}: {name} has failed and is dropped: {error}"
                 rank_zero_warn(failure)
-                continue
-            client, reply = unpack_reply(message.content)
-            found[client] = reply
-        if self._is_waiting and not found:
-            failure = failure or f"round {self.server.round + 1}: none has replied in time"
+        if late:
+            failure = (
+                f"{this}: clients {sorted(late.values())} have not replied within"
+                f" {self._timeout:g} seconds and are dropped. If they train longer, raise timeout"
+            )
+            rank_zero_warn(failure)
+        if self._training and not found:
             raise FederationError(f"all clients have failed. {failure}")
         metrics = self.server.finish(found)
         if self.checkpoint is not None:
@@ -382,6 +416,49 @@ def unpack_reply(content: RecordDict) -> tuple[int, Reply]:
     return int(about["client"]), reply
 
 
+def content_of(message: Message) -> RecordDict:
+    """Return the content of a message.
+
+    Raises:
+        FederationError: If the node has failed.
+    """
+    if message.has_error():
+        raise FederationError(str(message.error.reason))
+    return message.content
+
+
+def about_in(message: Message) -> dict[str, Any]:
+    """Return what a node says of its client before the first round.
+
+    Raises:
+        FederationError: If it has failed, or the message is another one.
+    """
+    content = content_of(message)
+    with error_context("its answer is not that of a client", Exception):
+        about = content["client"]
+        numbers = ("client", "num_samples", "batches_per_epoch")
+        known: dict[str, Any] = {name: int(about[name]) for name in numbers}
+        return {**known, "version": str(about.get("version", ""))}
+
+
+def reply_in(message: Message, client: int | None) -> dict[int, Reply]:
+    """Return the reply in a message, by its client.
+
+    Args:
+        message: The message.
+        client: Client of the node; None if it does not train.
+
+    Raises:
+        FederationError: If the client has failed, or the message is another one.
+    """
+    content = content_of(message)
+    with error_context("its message is not a reply", Exception):
+        sender, reply = unpack_reply(content)
+    if sender != client:
+        raise FederationError(f"it has sent the reply of client {sender}")
+    return {sender: reply}
+
+
 #: Beginning of the names of a client's states, which end in the run and the round.
 STATE = "lightning_fl"
 
@@ -456,9 +533,8 @@ def app_of(
         client = int(context.node_config["partition-id"])
         if folder is not None:
             check_writable(file_of(client, folder))
-        num_samples, batches = remote(context).work(client)
-        about = {"client": client, "num_samples": num_samples, "batches_per_epoch": batches}
-        return Message(RecordDict({"client": ConfigRecord(about)}), reply_to=message)
+        about = ConfigRecord(remote(context).about(client))
+        return Message(RecordDict({"client": about}), reply_to=message)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:

@@ -22,7 +22,7 @@ from lightning_fl.aggregators import Aggregator
 from lightning_fl.extras import imported
 from lightning_fl.files import check_writable
 from lightning_fl.integrations.client import RemoteClient
-from lightning_fl.integrations.exchange import FIELDS, Kept, Reply, Task, file_of
+from lightning_fl.integrations.exchange import FIELDS, Kept, Reply, Task, check_version, file_of
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.options import check_integer
 from lightning_fl.types import FederationError
@@ -110,7 +110,10 @@ class FederationAggregator(ModelAggregator):
                 " lightning_fl.integrations.nvflare.run_client"
             )
         elif not self._is_begun:
-            self._meet(site, **found)
+            try:
+                self._meet(site, found)
+            except FederationError as error:
+                self._problem = str(error)
         elif self._site_of.get(client := int(found["client"])) == site:
             if found["round"] == self._server.round:  # not a reply that comes late
                 self._replies[client] = unpack_reply(found, model.params)
@@ -147,17 +150,16 @@ class FederationAggregator(ModelAggregator):
 
     # --- the federation ---------------------------------------------------------------------------
 
-    def _meet(
-        self, site: str, client: int, num_samples: int, batches_per_epoch: int, num_rounds: int
-    ) -> None:
-        if client in self._site_of:
-            self._problem = (
+    def _meet(self, site: str, about: Mapping[str, Any]) -> None:
+        check_version(about.get("version", ""), site, "the server")
+        if (client := about["client"]) in self._site_of:
+            raise FederationError(
                 f"{self._site_of[client]} and {site} are both client {client}: give run_client"
                 " another number on each site, from 0"
             )
         self._site_of[client] = site
-        self._work[client] = num_samples, batches_per_epoch
-        self._num_rounds = num_rounds - 1  # without this one
+        self._work[client] = about["num_samples"], about["batches_per_epoch"]
+        self._num_rounds = about["num_rounds"] - 1  # without this one
 
     def _begin(self) -> None:
         count = len(self._work)
@@ -251,13 +253,7 @@ def run_client(
     while flare.is_running() and (received := flare.receive()) is not None:
         asked = received.meta.get(KEY)
         if asked is None:  # the first round
-            num_samples, batches = remote.work(own)
-            about = {
-                "client": own,
-                "num_samples": num_samples,
-                "batches_per_epoch": batches,
-                "num_rounds": received.total_rounds,
-            }
+            about = {**remote.about(own), "num_rounds": received.total_rounds}
             # NVFlare ignores messages without parameters.
             flare.send(FLModel(params={"delta": torch.zeros(0)}, meta={KEY: about}))
             continue

@@ -1,6 +1,7 @@
 """Flower trains as the loop does: with its simulation engine, and as separate processes."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,8 +15,10 @@ import pytest
 import torch
 
 from apart import replies_of
+from lightning_fl import __version__
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.integrations.client import RemoteClient
+from lightning_fl.integrations.exchange import Reply
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.types import FederationError
 from tutorial import trainer
@@ -28,9 +31,10 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import flower_apps  # noqa: E402  # imports flwr
+from flwr.app import RecordDict  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from lightning_fl.integrations.flower import strategy  # noqa: E402
+from lightning_fl.integrations.flower import pack_reply, strategy  # noqa: E402
 
 
 def by_the_loop(name, folder, rounds=5, clients=5, sampled=3):
@@ -300,8 +304,9 @@ class Nodes:
             )
 
 
-def node(client, num_samples=12):
-    return {"client": client, "num_samples": num_samples, "batches_per_epoch": 3}
+def node(client, num_samples=12, version=__version__):
+    about = {"client": client, "num_samples": num_samples, "batches_per_epoch": 3}
+    return {**about, "version": version}
 
 
 @pytest.fixture(autouse=True)
@@ -315,6 +320,7 @@ def identity(monkeypatch):
 def quick(monkeypatch):
     monkeypatch.setattr("lightning_fl.integrations.flower.PAUSE", 0.01)
     monkeypatch.setattr("lightning_fl.integrations.flower.NOTICE", 0.05)
+    monkeypatch.setattr("lightning_fl.integrations.flower.GONE", 0.2)
 
 
 def new(num_clients=2):
@@ -334,7 +340,8 @@ def test_missing_clients_are_named_with_what_nodes_have_said(quick, caplog):
         pytest.raises(FederationError, match=r"clients \[1\] of 2 have not connected; node 71 has"),
     ):
         new().start(grid, timeout=0.3)
-    assert grid.asked == [70, 71, 72]  # each once
+    assert grid.asked[:3] == [70, 71, 72]
+    assert grid.asked.count(70) == grid.asked.count(72) == 1
     assert "clients [1] of 2 have not connected; node 71" in caplog.text
 
 
@@ -349,13 +356,55 @@ def test_if_all_nodes_have_failed_nothing_is_waited_for(quick):
 @pytest.mark.parametrize(
     ("answers", "match"),
     [
-        ({70: node(0), 71: node(0)}, "two nodes are client 0: set partition-id"),
+        ({70: node(0), 71: node(0)}, "two nodes are client 0, one of them 70: set partition-id"),
         ({70: node(2)}, "a node is client 2, but there are 2 clients"),
+        (
+            {70: node(0, version="0.0.1")},
+            r"client 0 has version 0\.0\.1 of lightning_fl, and the se",
+        ),
     ],
 )
-def test_numbers_of_clients_that_are_wrong_are_refused(quick, answers, match):
+def test_numbers_of_clients_and_versions_that_are_wrong_are_refused(quick, answers, match):
     with pytest.raises(FederationError, match=match):
         new().start(Nodes(answers))
+
+
+class Changing(Nodes):
+    """Nodes that change when they have been looked for several times."""
+
+    def __init__(self, answers, later):
+        super().__init__(answers)
+        self.later, self.looks = later, 0
+
+    def get_node_ids(self):
+        self.looks += 1
+        if self.looks == 5:
+            self.answers = self.later
+        return super().get_node_ids()
+
+
+def test_a_node_that_was_killed_while_others_are_waited_for_may_start_again(quick):
+    """The SuperLink still knows the killed one."""
+    grid = Changing({70: node(0), 80: node(0)}, {80: node(0), 81: node(1)})
+    made = new()
+    made._meet(grid, 10)
+    assert made.clients == {80: 0, 81: 1}
+
+
+@pytest.mark.filterwarnings("ignore:node 71 has failed and is not used. no file")
+def test_a_node_that_has_failed_is_asked_again(quick):
+    """Its data may be there now."""
+    made = new()
+    made._meet(Changing({70: node(0), 71: "no file"}, {70: node(0), 71: node(1)}), 10)
+    assert made.clients == {70: 0, 71: 1}
+
+
+def test_an_answer_of_another_program_is_not_used(quick):
+    with (
+        pytest.warns(UserWarning, match="node 71 has failed and is not used: its answer is not th"),
+        pytest.raises(FederationError, match=r"clients \[1\] of 2 have not connected"),
+    ):
+        new().start(Nodes({70: node(0), 71: {"client": "x"}}), timeout=0.03)
 
 
 def in_the_run(made):
@@ -399,8 +448,53 @@ def test_a_run_without_nodes_ends():
 def test_a_round_without_a_reply_ends_the_run():
     made = in_the_run(begun())
     made.configure_train(1, None, None, Nodes({70: node(0), 71: node(1)}))
-    with pytest.raises(FederationError, match="round 1: none has replied in time"):
+    with (
+        pytest.warns(UserWarning, match=r"clients \[0, 1\] have not replied within 3600 seconds"),
+        pytest.raises(FederationError, match=r"failed. round 1: clients \[0, 1\] have not replied"),
+    ):
         made.aggregate_train(1, [])
+
+
+def message(node, content):
+    return SimpleNamespace(
+        has_error=lambda: False, metadata=SimpleNamespace(src_node_id=node), content=content
+    )
+
+
+def reply(client):
+    found = Reply(torch.ones(44).double(), torch.zeros(0).long(), {}, 12, 0.2, 0.5)
+    return pack_reply(client, found)
+
+
+@pytest.mark.parametrize(
+    ("messages", "match"),
+    [
+        ([(71, reply(0))], "client 1 has failed and is dropped: it has sent the reply of client 0"),
+        ([(71, RecordDict())], "client 1 has failed and is dropped: its message is not a reply"),
+        ([(72, reply(1))], "node 72 has failed and is dropped: it has sent the reply of client 1"),
+        ([], r"round 1: clients \[1\] have not replied within 3600 seconds and are dropped"),
+        ([(70, reply(0))], "node 70 has failed and is dropped: it has sent the reply of client 0"),
+    ],
+)
+def test_a_message_counts_for_the_client_of_its_node_alone(messages, match):
+    made, expected = in_the_run(begun()), in_the_run(begun())
+    for each in (made, expected):
+        each.configure_train(1, None, None, Nodes({70: node(0), 71: node(1)}))
+    with pytest.warns(UserWarning, match="round 1: ") as caught:
+        made.aggregate_train(1, [message(70, reply(0)), *(message(*each) for each in messages)])
+    assert any(re.search(match, str(each.message)) for each in caught)
+    with pytest.warns(UserWarning, match="round 1: "):
+        expected.aggregate_train(1, [message(70, reply(0))])
+    assert largest_difference(made.server.module.state_dict(), expected.server.model()) == 0
+
+
+def test_a_checkpoint_that_cannot_be_read_leaves_the_module_free(tmp_path, monkeypatch):
+    (tmp_path / "server.pt").write_bytes(b"PK")
+    made, closed = begun(checkpoint=tmp_path / "server.pt"), []
+    monkeypatch.setattr(made.server, "close", lambda: closed.append(True))
+    with pytest.raises(FederationError, match=r"server\.pt is damaged"):
+        made.start(Nodes({}))
+    assert closed
 
 
 def test_options_that_do_not_reach_clients_are_refused():

@@ -162,6 +162,15 @@ def test_two_sites_with_the_same_number_are_refused(tmp_path, monkeypatch):
         job.aggregator.aggregate_model()
 
 
+def test_a_site_with_another_version_is_refused(tmp_path, monkeypatch):
+    job = Controller(tmp_path, monkeypatch)
+    reply = job.ask(0)
+    reply.meta[nvflare.KEY]["version"] = "0.0.1"
+    job.aggregator.accept_model(reply)
+    with pytest.raises(FederationError, match=r"site-1 has version 0\.0\.1 of .* the server"):
+        job.aggregator.aggregate_model()
+
+
 def test_numbers_with_a_gap_are_refused(tmp_path, monkeypatch):
     job = Controller(tmp_path, monkeypatch)
     job.aggregator.accept_model(job.ask(2))
