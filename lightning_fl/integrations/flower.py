@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fl.aggregators import Aggregator
 from lightning_fl.extras import imported
+from lightning_fl.federation.resume import unsaved_values
 from lightning_fl.files import check_writable, error_context
 from lightning_fl.integrations.client import RemoteClient
 from lightning_fl.integrations.exchange import (
@@ -354,7 +355,7 @@ def refuse_bfloat16(server: RemoteServer) -> None:
     Raises:
         FederationError: If a parameter or buffer is in bfloat16.
     """
-    for name, tensor in server.module.state_dict().items():
+    for name, tensor in {**server.module.state_dict(), **unsaved_values(server.module)}.items():
         if tensor.dtype == torch.bfloat16:
             raise FederationError(
                 f"{name} is in bfloat16, which Flower cannot send: keep the parameters in float32,"

@@ -506,6 +506,10 @@ def test_parameters_in_bfloat16_are_refused():
     module = flower_apps.module("FedAvg").bfloat16()
     with pytest.raises(FederationError, match=r"net.0.weight is in bfloat16, which Flower cannot"):
         strategy(module=module, num_clients=2)
+    module = flower_apps.module("FedAvg")
+    module.register_buffer("angles", torch.ones(2, dtype=torch.bfloat16), persistent=False)
+    with pytest.raises(FederationError, match="angles is in bfloat16, which Flower cannot"):
+        strategy(module=module, num_clients=2)
     made = new()
     made.server.trainer = {"precision": "bf16-true", "accelerator": "cpu"}
     made._work, made.clients = {0: (12, 3), 1: (12, 3)}, {70: 0, 71: 1}
