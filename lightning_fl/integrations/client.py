@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_fl import __version__
-from lightning_fl.aggregators import Aggregator, FedAvg
+from lightning_fl.aggregators import Aggregator
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, FromClients
 from lightning_fl.federation.context import Federation
@@ -21,6 +21,7 @@ from lightning_fl.federation.exchange import ClientPart
 from lightning_fl.federation.frozen import digest
 from lightning_fl.federation.results import Results
 from lightning_fl.federation.resume import load_unsaved, unsaved_values
+from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.hooks import quiet
 from lightning_fl.integrations.exchange import Reply, Task, check_version, client_side, exchange_id
 from lightning_fl.integrations.server import LOG, counted, refuse_schedulers, trainer_of
@@ -28,6 +29,16 @@ from lightning_fl.policies import HyperparameterPolicy
 from lightning_fl.runners import VectorizedClients
 from lightning_fl.samplers import ClientSampler
 from lightning_fl.types import ClientUpdate, Cohort, FederationError, RoundPlan, describe
+
+#: Options of a ``FederatedLoop`` that a client needs.
+OF_CLIENT = (
+    "optimizer_state",
+    "buffers",
+    "exchange_frozen",
+    "update_transforms",
+    "local_parameters",
+    "phases",
+)
 
 
 class RemoteClient:
@@ -47,6 +58,10 @@ class RemoteClient:
         batch_size: Samples per local step if ``data`` is a data set; None means all.
         options: Options of ``FederatedLoop`` for clients: ``optimizer_state``, ``buffers``,
             ``exchange_frozen``, ``update_transforms``, ``local_parameters``, ``phases``.
+
+    Raises:
+        FederationError: If an option is not one of a client or out of range, or the samples are a
+            stream.
     """
 
     def __init__(
@@ -63,7 +78,14 @@ class RemoteClient:
                 "a remote client is one client, and VectorizedClients trains several at once: pass"
                 " the module itself"
             )
-        self.module, self.rule = module, FedAvg() if aggregator is None else aggregator
+        if others := sorted(options.keys() - {*OF_CLIENT}):
+            raise FederationError(
+                f"{others[0]} is not an option of a client, which has {', '.join(OF_CLIENT)}: the"
+                " server plans and aggregates"
+            )
+        self.rule = RunOptions.of(aggregator, None, None, **options).aggregator
+        self.module, self.trainer = module, dict(trainer or {})
+        check_trainer(self.trainer)
         if not isinstance(data, FederatedDataModule):
             data = FromClients([data], batch_size=batch_size, val_size=0)
         if data.stream_steps > 1:
@@ -75,7 +97,7 @@ class RemoteClient:
         data.setup("fit")
         # Another RemoteClient may have repeated the only client of this data module.
         self._is_own = len({id(part) for part in data.parts}) == 1
-        self.data, self.trainer = data, dict(trainer or {})
+        self.data = data
         self.options = {"buffers": "average"} | options  # the server warns of BatchNorm
 
     def _place(self, client: int, num_clients: int) -> None:
@@ -330,6 +352,26 @@ class OneClient(FederatedLoop):
         own = module.state_dict() if self._task.frozen else {}
         module.load_state_dict({**own, **self._task.model})
         load_unsaved(module, self._task.unsaved)
+
+
+def check_trainer(options: Mapping[str, Any]) -> None:
+    """Check the options of a client's Trainer.
+
+    Args:
+        options: The options.
+
+    Raises:
+        FederationError: If the server has to set one, or there are several processes.
+    """
+    if taken := sorted(options.keys() & {"callbacks", "fast_dev_run", "max_epochs"}):
+        raise FederationError(
+            f"the Trainer of a remote client cannot have {taken[0]}: the server says what it trains"
+        )
+    processes = trainer_of(options, Callback(), 1).world_size
+    if processes != 1:
+        raise FederationError(
+            f"a remote client trains in one process, and its Trainer has {processes}: set devices=1"
+        )
 
 
 def _is_same(first: Tensor, second: Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule, FromClients
-from lightning_fl.integrations.client import RemoteClient
+from lightning_fl.integrations.client import OF_CLIENT, RemoteClient
 from lightning_fl.integrations.server import RemoteServer
 
 #: Options of the Trainer that the local training of a client depends on.
@@ -56,15 +56,6 @@ OF_SERVER = (
     "buffers",
     "exchange_frozen",
     "local_parameters",
-)
-#: Options of a ``FederatedLoop`` that a client needs.
-OF_CLIENT = (
-    "optimizer_state",
-    "buffers",
-    "exchange_frozen",
-    "update_transforms",
-    "local_parameters",
-    "phases",
 )
 
 

@@ -405,6 +405,23 @@ def test_sites_with_their_own_data_have_random_numbers_of_their_own():
     assert not torch.equal(same[0], same[2])  # the same samples in another order
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"seed": 3}, "seed is not an option of a client, which has optimizer_state, buffers"),
+        ({"optimizer_state": "keeps"}, "optimizer_state must be"),
+        ({"aggregator": Scaffold}, r"aggregator must be a Aggregator, got .*: write Scaffold\(\)"),
+        ({"trainer": {"max_epochs": 3}}, "cannot have max_epochs: the server says"),
+        ({"trainer": {"callbacks": []}}, "cannot have callbacks: the server says"),
+        ({"trainer": {"fast_dev_run": True}}, "cannot have fast_dev_run: the server says"),
+        ({"trainer": {"accelerator": "cpu", "devices": 2}}, "and its Trainer has 2: set devices=1"),
+    ],
+)
+def test_options_of_a_client_are_checked_before_it_trains(options, match):
+    with pytest.raises(FederationError, match=match):
+        RemoteClient(client_module(), samples(), **options)
+
+
 def test_a_client_without_samples_is_named():
     client = RemoteClient(client_module(), samples(), trainer={"accelerator": "cpu"})
     with pytest.raises(FederationError, match="client 7 has no samples: the data has 5 clients"):
