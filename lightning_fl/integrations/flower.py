@@ -25,6 +25,7 @@ from lightning_fl.files import check_writable, error_context
 from lightning_fl.integrations.client import RemoteClient
 from lightning_fl.integrations.exchange import (
     FIELDS,
+    NUMBERS,
     TENSORS,
     Kept,
     Reply,
@@ -392,9 +393,7 @@ def pack_reply(client: int, reply: Reply) -> RecordDict:
     return RecordDict(
         {
             "reply": ConfigRecord({"client": client, "dropped": reply.dropped or ""}),
-            "numbers": MetricRecord(
-                {"num_samples": reply.num_samples, "lr": reply.lr, "loss": reply.loss}
-            ),
+            "numbers": MetricRecord({name: getattr(reply, name) for name in NUMBERS}),
             "tensors": ArrayRecord(tensors),
             "extras": ArrayRecord(dict(reply.extras)),
         }
@@ -413,6 +412,8 @@ def unpack_reply(content: RecordDict) -> tuple[int, Reply]:
         float(numbers["lr"]),
         float(numbers["loss"]),
         about["dropped"] or None,
+        float(numbers["loss_scale"]),
+        int(numbers["scale_steps"]),
     )
     return int(about["client"]), reply
 

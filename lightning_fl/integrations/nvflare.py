@@ -22,7 +22,15 @@ from lightning_fl.aggregators import Aggregator
 from lightning_fl.extras import imported
 from lightning_fl.files import check_writable
 from lightning_fl.integrations.client import RemoteClient
-from lightning_fl.integrations.exchange import FIELDS, Kept, Reply, Task, check_version, file_of
+from lightning_fl.integrations.exchange import (
+    FIELDS,
+    NUMBERS,
+    Kept,
+    Reply,
+    Task,
+    check_version,
+    file_of,
+)
 from lightning_fl.integrations.server import RemoteServer
 from lightning_fl.options import check_integer
 from lightning_fl.types import FederationError
@@ -196,14 +204,8 @@ def arrays(found: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def pack_reply(client: int, round: int, reply: Reply) -> FLModel:
     """Return the message with a reply."""
-    about = {
-        "client": client,
-        "round": round,
-        "num_samples": reply.num_samples,
-        "lr": reply.lr,
-        "loss": reply.loss,
-        "dropped": reply.dropped,
-    }
+    numbers = {name: getattr(reply, name) for name in NUMBERS}
+    about = {"client": client, "round": round, "dropped": reply.dropped, **numbers}
     extras = {f"{EXTRA}{name}": value for name, value in reply.extras.items()}
     params = {"delta": reply.delta, "counters": reply.counters, **extras}
     metrics = {"train_loss": reply.loss} if math.isfinite(reply.loss) else {}
@@ -221,6 +223,8 @@ def unpack_reply(about: Mapping[str, Any], params: Mapping[str, Any]) -> Reply:
         float(about["lr"]),
         float(about["loss"]),
         about["dropped"],
+        float(about["loss_scale"]),
+        int(about["scale_steps"]),
     )
 
 

@@ -28,6 +28,7 @@ from lightning_fl.federation.checks import (
 from lightning_fl.federation.context import Federation
 from lightning_fl.federation.dropped import CAUSES, describe_dropped
 from lightning_fl.federation.frozen import digest
+from lightning_fl.federation.loss_scale import ScaleState, median_state
 from lightning_fl.federation.plan import draw_clients, draw_values
 from lightning_fl.federation.results import is_finite, weights_and_losses
 from lightning_fl.federation.resume import changes, load_unsaved, unsaved_values
@@ -127,6 +128,8 @@ class RemoteServer:
         self.round = 0
         #: Round of the last used update of each client.
         self.last: dict[int, int] = {}
+        #: Loss scale of 16-bit mixed precision; None before the first round, and without one.
+        self.loss_scale: ScaleState | None = None
         self.num_samples = self.batches_per_epoch = torch.zeros(0, dtype=torch.int64)
         self._plan: RoundPlan | None = None
 
@@ -267,6 +270,8 @@ class RemoteServer:
             "broadcast": broadcast,
             "version": __version__,
         }
+        if self.loss_scale is not None:
+            same |= {"loss_scale": self.loss_scale.scale, "scale_steps": self.loss_scale.steps}
         for row, client in enumerate(plan.cohort.tolist()):
             if models.stride(0):  # each client starts from a model of its own
                 self.runner.write(ServerState(models[row], start.counters))
@@ -325,6 +330,10 @@ class RemoteServer:
                 f"round {self.round + 1}: dropped {len(dropped)} of {len(sampled)} client updates:"
                 f" {describe_dropped(dropped)}"
             )
+        used = [replies[client] for client in losses]
+        scales = [ScaleState(reply.loss_scale, reply.scale_steps) for reply in used]
+        known = [scale for scale in scales if 0 < scale.scale < math.inf]
+        self.loss_scale = median_state(known) or self.loss_scale
         returned = len(losses)
         vector = self.rule.conclude(returned, self.options.min_clients)
         if vector is not None:
@@ -403,6 +412,7 @@ class RemoteServer:
             "run": self.run,
             "round": self.round,
             "last": self.last,
+            "loss_scale": self.loss_scale and tuple(self.loss_scale),
             "model": self.module.state_dict(),
             "unsaved": unsaved_values(self.module),
             "aggregator": self.rule.state_dict(),
@@ -430,6 +440,7 @@ class RemoteServer:
         self.rule.load_state_dict(state["aggregator"])
         self.policy.load_state_dict(state["policy"])
         self.run, self.round, self.last = state["run"], state["round"], dict(state["last"])
+        self.loss_scale = state["loss_scale"] and ScaleState(*state["loss_scale"])
 
     def read(self, file: Path) -> bool:
         """Restore the state that :meth:`write` has written, after :meth:`begin`.
