@@ -41,6 +41,8 @@ clientapp = "client_app:app"
 [tool.flwr.app.config]
 num-rounds = {num_rounds}
 num-clients = {num_clients}
+# Seconds that the server waits for all clients at the start, and for their replies in a round.
+timeout = 3600
 # The server writes its state here after each round. A run that finds the file resumes from it.
 checkpoint = ""
 # The server writes the last global model here, as a state_dict.
@@ -102,7 +104,7 @@ def main(grid, context):
     server = read_config(Path(__file__).with_name("config.yaml")).server()
     strategy = FederationStrategy(server, config["num-clients"], config["checkpoint"] or None)
     check_writable(config["model"])
-    strategy.start(grid, num_rounds=config["num-rounds"])
+    strategy.start(grid, num_rounds=config["num-rounds"], timeout=config["timeout"])
     write_atomically(config["model"], partial(torch.save, server.module.state_dict()))
 '''
 

@@ -123,6 +123,7 @@ def test_the_app_has_the_configuration_and_the_modules_that_it_names(config, mon
     project = tomllib.loads(Path("app/pyproject.toml").read_text())
     assert project["tool"]["flwr"]["app"]["config"]["num-clients"] == 4
     assert project["tool"]["flwr"]["app"]["config"]["num-rounds"] == 3
+    assert project["tool"]["flwr"]["app"]["config"]["timeout"] == 3600
     assert project["project"]["name"] == "changed"
     again = read_config("app/config.yaml")
     assert type(again.loop.options.aggregator).__name__ == "Mine"
