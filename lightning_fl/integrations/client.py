@@ -371,7 +371,8 @@ def check_trainer(options: Mapping[str, Any]) -> None:
         raise FederationError(
             f"the Trainer of a remote client cannot have {taken[0]}: the server says what it trains"
         )
-    processes = trainer_of(options, Callback(), 1).world_size
+    places = options.keys() & {"accelerator", "devices", "num_nodes", "strategy"}
+    processes = trainer_of({name: options[name] for name in places}, Callback(), 1).world_size
     if processes != 1:
         raise FederationError(
             f"a remote client trains in one process, and its Trainer has {processes}: set devices=1"
