@@ -420,7 +420,10 @@ class FederatedDataModule(LightningDataModule):
         return self._reader.local_steps(round, position)
 
     def samples_of(self, client: int, test: bool = False) -> Iterator[Any]:
-        """Yield all training samples of a client in order, in batches of ``eval_batch_size``.
+        """Yield all training samples of a client in order, in batches of nearly equal sizes.
+
+        Batches have at most ``eval_batch_size`` samples. None is much smaller than the others, since
+        BatchNorm cannot train on a single sample.
 
         Args:
             client: Id of the client.
@@ -428,7 +431,7 @@ class FederatedDataModule(LightningDataModule):
         """
         batches = self._batches(self.train)
         part = (self.local_tests if test else self.present)[client]
-        for index in part.split(self.eval_batch_size):
+        for index in part.tensor_split(-(-len(part) // self.eval_batch_size) or 1):
             yield batches[Batch.evaluation(index, batches.seed)]
 
     def steps_of(self, client: int, generator: torch.Generator) -> Iterator[Any]:

@@ -19,6 +19,7 @@ from by_hand import (
 )
 from lightning_fl.callbacks import PersonalizedEvaluation
 from lightning_fl.objectives import PerFedAvg
+from lightning_fl.partition import IID
 from lightning_fl.types import FederationError
 
 
@@ -97,6 +98,16 @@ def test_frozen_layers_do_not_adapt(run):
     assert torch.equal(user.net[0].weight, before)
     for one, two in zip(user.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
+
+
+def test_no_batch_of_one_sample_is_left_for_the_adaptation(fit, data):
+    """BatchNorm cannot train on it: client 0 has nine training samples in batches of at most 8."""
+    scores = PersonalizedEvaluation(steps=0)
+    datamodule = data(local_test_size=0.7, eval_batch_size=8, partition=IID(), drop_last=True)
+    fit(module(), datamodule=datamodule, rounds=1, callbacks=[scores])
+    assert [row["train_samples"] for row in scores.rows] == [9] * 4
+    assert [len(y) for _, y in datamodule.samples_of(0)] == [5, 4]
+    assert all(0 <= row["kept"] <= 1 for row in scores.rows)
 
 
 def test_refusals(fit, data):
