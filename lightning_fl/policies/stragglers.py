@@ -33,7 +33,8 @@ class Stragglers(RandomPolicy):
     Args:
         fraction: Fraction :math:`f` of stragglers, in [0, 1].
         policy: Hyperparameters of clients that complete their work. None means :class:`Schedule`.
-        drop: Exclude stragglers from the round. If all clients are stragglers, one is kept.
+        drop: Exclude stragglers from the round, in addition to clients that the policy excludes. If
+            all clients are stragglers, one is kept.
         seed: Seed of the draws. None uses the seed of the run.
 
     Raises:
@@ -73,20 +74,20 @@ class Stragglers(RandomPolicy):
 
     def sample(self, round: int, clients: Tensor) -> dict[str, Tensor]:
         """Return the hyperparameters of the policy, with less work for stragglers."""
-        values = dict(self.policy.sample(round, clients))
+        values = self.policy.drawn(round, clients)
         random, k = self.random(RandomStream.STRAGGLERS, round), len(clients)
         slow = torch.zeros(k, dtype=torch.bool)
         slow[torch.randperm(k, generator=random)[: self.count(k)]] = True
         part = torch.rand(k, generator=random, dtype=torch.float64)
         if self.drop:
-            values["participates"] = ~slow
+            values["participates"] = ~slow & values.get("participates", torch.tensor(True))
             return values
         if "num_steps" in values:
-            steps = values["num_steps"].expand(k)
+            steps = values["num_steps"]
             less = 1 + (part * (steps - 1)).long()  # from 1 to steps - 1
             values["num_steps"] = torch.where(slow, torch.minimum(less, steps), steps)
         else:
-            epochs = values.get("local_epochs", torch.ones(())).double().expand(k)
+            epochs = values.get("local_epochs", torch.ones(k)).double()
             less = torch.where(epochs < 2, part * epochs, 1 + (part * (epochs - 1)).floor())
             values["local_epochs"] = torch.where(slow, less, epochs)
         return values

@@ -5,7 +5,13 @@ import torch
 
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.federation.context import Federation
-from lightning_fl.policies import DiscreteGaussianReinforce, Schedule, StagedPolicy, Stragglers
+from lightning_fl.policies import (
+    DiscreteGaussianReinforce,
+    HyperparameterPolicy,
+    Schedule,
+    StagedPolicy,
+    Stragglers,
+)
 from lightning_fl.types import Cohort, FederationError
 
 CLIENTS = torch.arange(10)
@@ -55,6 +61,21 @@ def test_who_is_dropped_does_not_train(fit, foreign):
     everyone = FederatedLoop(policy=Stragglers(1.0, drop=True), buffers="average", seed=0)
     fit(foreign(), everyone, rounds=2)
     assert [row["clients"] for row in everyone.rows] == [1, 1]
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_whom_the_policy_excludes_does_not_train_either(drop):
+    """Its values may be numbers, as in a policy by itself."""
+
+    class Even(HyperparameterPolicy):
+        def sample(self, round, clients):
+            return {"num_steps": 9, "participates": clients % 2 == 0}
+
+    values = Stragglers(0.5, Even(), drop=drop, seed=0).drawn(0, CLIENTS)
+    slow = Stragglers(0.5, Schedule(num_steps=9), seed=0).sample(0, CLIENTS)["num_steps"] < 9
+    even = CLIENTS % 2 == 0
+    assert torch.equal(values["participates"], even & ~slow if drop else even)
+    assert torch.equal(values["num_steps"] < 9, slow & (not drop))
 
 
 def test_kept_ones_are_taken_in_with_what_they_did(fit, foreign):
