@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -132,7 +133,10 @@ class ClientParallelStrategy(DDPStrategy):
         """
         if not self.is_idle:
             return super().training_step(*args, **kwargs)
-        params = (p for group in self.optimizers[0].param_groups for p in group["params"])
+        assert self.lightning_module is not None
+        groups = (group["params"] for group in self.optimizers[0].param_groups)
+        # In a phase whose parameters are frozen, the optimizer has none that is trained.
+        params = chain(*groups, self.lightning_module.parameters())
         return 0 * next(p for p in params if p.requires_grad).sum().real
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
