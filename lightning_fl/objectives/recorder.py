@@ -84,7 +84,7 @@ class Trace(NamedTuple):
 
 
 class _Tracer(fx.Tracer):
-    """Tracer that treats the named modules as leaves."""
+    """Tracer of a network with one input that treats the named modules as leaves."""
 
     def __init__(self, leaves: Sequence[str]) -> None:
         super().__init__()
@@ -92,6 +92,16 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, name: str) -> bool:
         return name in self.leaves or super().is_leaf_module(m, name)
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> Any:
+        """Trace the input only: other arguments of ``forward`` have their default values."""
+
+        def forward(net: nn.Module, x: Any) -> Any:
+            return root_fn(net, x)
+
+        return super().create_args_for_root(forward, is_module, concrete_args)
 
 
 class _Recorded(nn.Module):
@@ -140,7 +150,7 @@ class Recorder:
             raise FederationError(
                 f"{type(net).__name__} cannot be traced to record activations"
                 f" ({type(error).__name__}: {error}): its forward must not depend on values. Set"
-                " points=[...] to the names of modules to leave untraced"
+                " points=[...] to the names of modules to leave untraced (MOON: point='...')"
             ) from error
         self.points = _mark(graph, modules, None if points is None else set(points))
         self._run = _Recorded(net, type(fx.GraphModule(net, graph)).forward)

@@ -698,6 +698,42 @@ def test_an_activation_is_noted_before_dropout_writes_over_it():
     torch.testing.assert_close(activation, F.gelu(module.net[0](x)), atol=0, rtol=0)
 
 
+class Optional(nn.Module):
+    """A forward with arguments that the module never passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x, mask=None, features=False, scale=0.5):
+        h = self.body(x).relu() * scale
+        if mask is not None:
+            h = h * mask
+        return h if features else self.head(h)
+
+
+class Wrapped(nn.Module):
+    """A forward that passes on whatever it is given, as that of LoRA."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Optional()
+
+    def forward(self, *args, **kwargs):
+        return self.net(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Optional, Wrapped])
+def test_arguments_with_defaults_have_their_defaults(kind):
+    net, x = kind(), torch.randn(5, 4)
+    inner = net.net if kind is Wrapped else net
+    outputs, trace = Recorder(net)(x)
+    assert torch.equal(outputs, net(x))
+    expected = [x, inner.body(x).relu(), net(x)]
+    assert all(map(torch.equal, trace.activations, expected))
+    assert len(trace.activations) == 3
+
+
 def test_the_network_is_run_as_it_is_written():
     """Statements whose values nobody reads count, and a frozen normalization stays frozen."""
 
