@@ -422,8 +422,8 @@ class FederatedDataModule(LightningDataModule):
     def samples_of(self, client: int, test: bool = False) -> Iterator[Any]:
         """Yield all training samples of a client in order, in batches of nearly equal sizes.
 
-        Batches have at most ``eval_batch_size`` samples. None is much smaller than the others, since
-        BatchNorm cannot train on a single sample.
+        Batches have at most ``eval_batch_size`` samples. None is much smaller than the others,
+        since BatchNorm cannot train on a single sample.
 
         Args:
             client: Id of the client.

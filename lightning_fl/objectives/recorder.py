@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
@@ -84,11 +85,18 @@ class Trace(NamedTuple):
 
 
 class _Tracer(fx.Tracer):
-    """Tracer of a network with one input that treats the named modules as leaves."""
+    """Tracer of a network with one input that treats the named modules as leaves.
+
+    Unlike that of torch, it also records operations of buffers alone, which it would otherwise make
+    once, and the places where gradients are switched off and on.
+    """
+
+    proxy_buffer_attributes = True
 
     def __init__(self, leaves: Sequence[str]) -> None:
         super().__init__()
         self.leaves = set(leaves)
+        self._has_gradients = True
 
     def is_leaf_module(self, m: nn.Module, name: str) -> bool:
         return name in self.leaves or super().is_leaf_module(m, name)
@@ -103,6 +111,36 @@ class _Tracer(fx.Tracer):
 
         return super().create_args_for_root(forward, is_module, concrete_args)
 
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Record a node, and before it a change of the gradient mode."""
+        if (enabled := torch.is_grad_enabled()) != self._has_gradients:
+            self._has_gradients = enabled
+            super().create_node("call_function", torch._C._set_grad_enabled, (enabled,), {})
+        return super().create_node(*args, **kwargs)
+
+
+@contextmanager
+def _attributes_as_before(net: nn.Module) -> Iterator[None]:
+    """Restore the attributes to which the traced forward assigns; refuse buffers among them."""
+    owners = [(part, each) for part in net.modules() for each in (vars(part), part._buffers)]
+    before = [dict(owner) for _, owner in owners]
+    assigned = []
+    try:
+        yield
+    finally:
+        for (part, owner), values in zip(owners, before, strict=True):
+            for name in [name for name, value in owner.items() if isinstance(value, fx.Proxy)]:
+                owner[name] = values.get(name)
+                if name not in values:
+                    del owner[name]
+                if owner is part._buffers:
+                    assigned.append((type(part).__name__, name))
+    for kind, name in assigned:
+        raise FederationError(
+            f"the forward of {kind} assigns to the buffer {name}, which cannot be recorded: write"
+            f" to it in place, as in self.{name}.add_(1) or self.{name}.copy_(...)"
+        )
+
 
 class _Recorded(nn.Module):
     """Network with a replaced forward, and the original parameters and buffers."""
@@ -112,7 +150,8 @@ class _Recorded(nn.Module):
         self.net, self._forward = net, forward
 
     def forward(self, x: Tensor) -> Any:
-        return self._forward(self.net, x)
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # restored after an error, too
+            return self._forward(self.net, x)
 
 
 class Recorder:
@@ -144,14 +183,17 @@ class Recorder:
                     f"points contains {name!r}, which is not a module of the network: choose from"
                     f" {list(modules)[1:]}"
                 )
-        try:
-            graph = _Tracer(points or ()).trace(net)
-        except Exception as error:  # whatever the user's forward raises on a proxy
-            raise FederationError(
-                f"{type(net).__name__} cannot be traced to record activations"
-                f" ({type(error).__name__}: {error}): its forward must not depend on values. Set"
-                " points=[...] to the names of modules to leave untraced (MOON: point='...')"
-            ) from error
+        with _attributes_as_before(net):
+            try:
+                with torch.enable_grad():
+                    graph = _Tracer(points or ()).trace(net)
+            except Exception as error:  # whatever the user's forward raises on a proxy
+                raise FederationError(
+                    f"{type(net).__name__} cannot be traced to record activations"
+                    f" ({type(error).__name__}: {error}): its forward must not depend on values."
+                    " Set points=[...] to the names of modules to leave untraced (MOON:"
+                    " point='...')"
+                ) from error
         self.points = _mark(graph, modules, None if points is None else set(points))
         self._run = _Recorded(net, type(fx.GraphModule(net, graph)).forward)
 

@@ -1,5 +1,7 @@
 """Representation matching: against other derivations, vectorized, resumed, and what is refused."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -752,6 +754,56 @@ def test_the_network_is_run_as_it_is_written():
     assert torch.equal(recorder(x)[0], expected)
     assert net.training
     assert not net.norm.training
+
+
+class Statistics(nn.Module):
+    """A layer with statistics of its own, and a part without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.top = nn.Linear(4, 3), nn.Linear(3, 2)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("scale", torch.ones(3))
+        self.last = None
+
+    def forward(self, x):
+        with torch.no_grad():
+            fixed = self.first(x)
+            self.mean.mul_(0.9)
+            self.mean.add_(0.1 * fixed.mean(0))
+            self.scale.copy_(self.scale + fixed.abs().mean(0))
+        self.last = fixed
+        return self.top(((self.first(x) - self.mean) * (1 / self.scale)).relu() + fixed)
+
+
+def test_operations_of_buffers_and_parts_without_gradients_are_recorded():
+    """They are not made once, when the network is traced, and gradients do not pass the parts."""
+    net, x = Statistics(), torch.randn(3, 5, 4)
+    other = copy.deepcopy(net)
+    recorder = Recorder(net)
+    assert net.last is None
+    for batch in x:
+        outputs, expected = recorder(batch)[0], other(batch)
+        assert torch.equal(outputs, expected)
+        for tensor in (outputs, expected):
+            tensor.square().sum().backward()
+        assert torch.is_grad_enabled()
+    for one, two in zip(net.buffers(), other.buffers(), strict=True):
+        assert torch.equal(one, two)
+    for one, two in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad)
+
+
+def test_an_assignment_to_a_buffer_is_refused():
+    def forward(net, x):
+        net.steps += 1
+        return net.top(x)
+
+    net = Written(forward, top=nn.Linear(6, 3))
+    net.register_buffer("steps", steps := torch.zeros(()))
+    with pytest.raises(FederationError, match=r"assigns to the buffer steps.*self.steps.add_\(1\)"):
+        Recorder(net)
+    assert net.steps is steps
 
 
 @pytest.mark.parametrize(
