@@ -115,7 +115,7 @@ class _Tracer(fx.Tracer):
         """Record a node, and before it a change of the gradient mode."""
         if (enabled := torch.is_grad_enabled()) != self._has_gradients:
             self._has_gradients = enabled
-            super().create_node("call_function", torch._C._set_grad_enabled, (enabled,), {})
+            super().create_node("call_function", torch.set_grad_enabled, (enabled,), {})
         return super().create_node(*args, **kwargs)
 
 
