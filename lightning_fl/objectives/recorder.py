@@ -96,7 +96,7 @@ class _Tracer(fx.Tracer):
     def __init__(self, leaves: Sequence[str]) -> None:
         super().__init__()
         self.leaves = set(leaves)
-        self._has_gradients = True
+        self._has_gradients, self._autocast = True, _autocast()
 
     def is_leaf_module(self, m: nn.Module, name: str) -> bool:
         return name in self.leaves or super().is_leaf_module(m, name)
@@ -112,11 +112,19 @@ class _Tracer(fx.Tracer):
         return super().create_args_for_root(forward, is_module, concrete_args)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Record a node, and before it a change of the gradient mode."""
+        """Record a node, and before it a change of the gradient mode; refuse autocast."""
+        if _autocast() != self._autocast:
+            raise NotImplementedError("torch.autocast cannot be recorded")
         if (enabled := torch.is_grad_enabled()) != self._has_gradients:
             self._has_gradients = enabled
             super().create_node("call_function", torch.set_grad_enabled, (enabled,), {})
         return super().create_node(*args, **kwargs)
+
+
+def _autocast() -> list[tuple[bool, torch.dtype]]:
+    """Return whether operations are in lower precision, and the dtype, by type of device."""
+    kinds = ("cpu", "cuda")
+    return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
 
 
 @contextmanager

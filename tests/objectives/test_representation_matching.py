@@ -847,3 +847,19 @@ def test_another_fit_with_other_images_has_other_layers(fit):
         samples = TensorDataset(images(24, size), torch.arange(24) % 3)
         datamodule = FederatedDataModule(samples, num_clients=2, seed=1)
         fit(module, FederatedLoop(buffers="average", seed=0), datamodule, rounds=1)
+
+
+class LowerPrecision(nn.Sequential):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self[0](x)
+        return self[1](x.float().relu())
+
+
+def test_a_part_in_lower_precision_cannot_be_recorded():
+    net = LowerPrecision(nn.Linear(4, 5), nn.Linear(5, 3))
+    with pytest.raises(FederationError, match=r"autocast cannot be recorded.*points=\["):
+        Recorder(net)
+    inner = nn.Sequential(net, nn.Linear(3, 3))
+    x = torch.randn(2, 4)
+    assert torch.equal(Recorder(inner, ["0"])(x)[0], inner(x))
