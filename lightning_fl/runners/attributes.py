@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import lru_cache
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -336,3 +336,15 @@ def _items(container: Any) -> list[int]:
     values = container.values() if isinstance(container, dict) else container
     keys = container.keys() if isinstance(container, dict) else ()
     return [*map(hash, keys), *map(id, values)]
+
+
+def names_in(kind: type) -> set[str]:
+    """Return the names of attributes in the code of a class and its bases, without frameworks."""
+    members = [m for each in classes_of_user(kind) for m in vars(each).values() if callable(m)]
+    members = [inspect.unwrap(member) for member in members]
+    waiting, found = [m.__code__ for m in members if isinstance(m, FunctionType)], set[str]()
+    while waiting:
+        code = waiting.pop()
+        found.update(code.co_names)
+        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return found

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import cached_property
-from types import CodeType, FunctionType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -12,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fl.hooks import overrides
-from lightning_fl.runners.attributes import classes_of_user
+from lightning_fl.runners.attributes import names_in
 from lightning_fl.runners.carried import Options, options_of
 from lightning_fl.runners.later_rounds import OF_LIGHTNING
 from lightning_fl.runners.optimizer_values import params_of
@@ -104,15 +102,3 @@ class CallbacksAtOnce:
             " depends on the local step, use a scheduler with interval='step'. Otherwise, train the"
             " module without VectorizedClients"
         )
-
-
-def names_in(kind: type) -> set[str]:
-    """Return the names of attributes in the code of a class and its bases, without frameworks."""
-    members = [m for each in classes_of_user(kind) for m in vars(each).values() if callable(m)]
-    members = [inspect.unwrap(member) for member in members]
-    waiting, found = [m.__code__ for m in members if isinstance(m, FunctionType)], set[str]()
-    while waiting:
-        code = waiting.pop()
-        found.update(code.co_names)
-        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
-    return found

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import attributes_set
-from lightning_fl.runners.attributes import Attributes, left_alone
+from lightning_fl.runners.attributes import Attributes, left_alone, names_in
 from lightning_fl.runners.hooked_step import HookedStep
-from lightning_fl.runners.later_rounds import LATER, OF_LIGHTNING, Count, Rounds, Switches
+from lightning_fl.runners.later_rounds import LATER, OF_LIGHTNING, Count, Switches
 from lightning_fl.runners.local_step import LocalStep
 from lightning_fl.runners.samples import Samples, copied
 from lightning_fl.runners.step_hooks import HOOKS_AFTER_TRANSFER, hooks_of
@@ -39,8 +39,7 @@ def carried(step: VectorizedStep, samples: Samples) -> list[str]:
     numbers. In a group of one client, the other one has the same batch, but other parameters. Only
     the returned losses and gradients are compared, so that a list of losses for the end of an epoch
     is allowed. Steps have the right ``batch_idx``, since a module may reset its state if it is 0.
-    A step that reads the Trainer's ``global_step`` is repeated with other values, and one that
-    reads ``current_epoch`` in later rounds, too.
+    A step that reads the Trainer's ``global_step`` is repeated with other values.
 
     Args:
         step: The step; its clients and its module are not changed.
@@ -51,11 +50,6 @@ def carried(step: VectorizedStep, samples: Samples) -> list[str]:
         ``trainer.global_step``, or the optimizer's options if each step moves them. The list is
         empty if a step depends on none, or if it draws from random generators other than torch's.
     """
-    return Rounds(step.module).first(lambda: _carried_in_round(step, samples))
-
-
-def _carried_in_round(step: VectorizedStep, samples: Samples) -> list[str]:
-    """Return the names of values as :func:`carried`, in a round."""
     module, at = step.module, step.local.batch_idx
     one, other, *_ = [i for i in range(step.stacks.count) if samples.client(i) is not None] * 2
     first, second, between = (other, 0, False), (other, 1, False), (one, 0, True)
@@ -77,8 +71,9 @@ def _carried_in_round(step: VectorizedStep, samples: Samples) -> list[str]:
                 step.stacks.client(client),
                 torch.enable_grad(),
             ):
-                if is_perturbed:
-                    perturb(module)
+                for param in module.parameters():
+                    if is_perturbed and param.requires_grad:
+                        param.data.mul_(1 + 2**-6)
                 outcome, grads = step.local.by_itself({}, batch)
         return [outcome.loss.detach(), *grads.values()]
 
@@ -131,9 +126,8 @@ class CarriedState:
     with the attributes at the first step of the first client, and with other values of
     ``global_step``, from the same tensors, batch and random numbers. If losses, gradients or what
     hooks set differ, a warning names the attributes. Without hooks in it, a step is repeated only
-    if the first client has changed attributes or read a count of the Trainer. A step that reads
-    ``current_epoch`` is made in later rounds, too, after another one. Clients are compared again
-    after attributes were set between rounds.
+    if the first client has changed attributes or read ``global_step``. Clients are compared again
+    in each round if a step reads ``current_epoch``, and after attributes were set between rounds.
 
     Args:
         tensors: The tensors of the user's module.
@@ -151,14 +145,18 @@ class CarriedState:
         #: The state at the first step of this client, and after its training.
         self._before: State | None = None
         self._after: State | None = None
-        self._global_step, self._rounds = Count(self.module, "global_step"), Rounds(self.module)
+        self._global_step = Count(self.module, "global_step")
+        self._round = Count(self.module, "current_epoch")
         self._switches, self._has_warned = Switches(self.module), False
+        #: Whether hooks of a step may read ``current_epoch``.
+        self._is_by_round = bool(self.hooks) and "current_epoch" in names_in(type(self.module))
         #: Whether ``training_step`` sets options.
         self._sets_options = False
 
     def begin_round(self) -> None:
-        """Compare clients once more if an attribute has been set since the last round."""
-        if self._switches.have_changed() and self.is_done and not self._has_warned:
+        """Compare clients once more if a step may do something that it has not done before."""
+        has_changed = self._switches.have_changed() or self._round.is_read or self._is_by_round
+        if has_changed and self.is_done and not self._has_warned:
             self.is_done, self._first = False, None
 
     @contextmanager
@@ -171,7 +169,7 @@ class CarriedState:
         """
         if self._first is None:
             self._first, self._before, self._after = client, self._snapshot(), None
-            with self._global_step.noted(), self._rounds.noted():
+            with self._global_step.noted(), self._round.noted():
                 yield
             if not self.hooks and options_of(self.module.trainer) != self._before.options:
                 self._sets_options = True
@@ -180,7 +178,7 @@ class CarriedState:
             yield
         else:
             self.is_done = True
-            if names := self._found(batch) or self._found_later(batch):
+            if names := self._found(batch):
                 self._has_warned, where = True, " or ".join(["training_step", *self.hooks])
                 rank_zero_warn(
                     f"{type(self.module).__name__}.{where} depends on"
@@ -245,43 +243,6 @@ class CarriedState:
                     found += names * differs()
         return found
 
-    def _found_later(self, batch: Any) -> list[str]:
-        """Return the names of values on which a step after another depends in later rounds only."""
-        if not (self._rounds.is_read or self.hooks):
-            return []
-
-        def start() -> None:
-            getattr(self.module, "on_client_start", lambda: None)()
-
-        def other_client() -> None:
-            perturb(self.module)
-            start()
-
-        with left_alone(self.module) as now:
-            if not now.is_complete:
-                return []
-
-            def result(*kept: str, by: int = 0) -> list[Tensor]:
-                """Make a client's step, after that of another one which has left some values."""
-                now.restore()
-                with self._global_step.moved_by(by):
-                    if kept:
-                        outcome_of(self._step, self.tensors, batch, other_client)
-                        now.restore([name for name in now.changed() if name not in kept])
-                    return outcome_of(self._step, self.tensors, batch, start)
-
-            def found() -> list[str]:
-                if (differs := comparison(result)) is None:
-                    return []
-                names = [name for name in now.changed() if name not in OF_LIGHTNING]
-                found = list[str]()
-                if names and differs(*names):
-                    found += [name for name in names if differs(name)] or names
-                return found + [GLOBAL_STEP] * any(differs(by=by) for by in LATER)
-
-            known = set(found())
-            return self._rounds.first(lambda: [name for name in found() if name not in known])
-
 
 def comparison(result: Callable[..., list[Tensor]]) -> Callable[..., bool] | None:
     """Return a function that tells whether a step with some arguments has another result.
@@ -302,9 +263,7 @@ def comparison(result: Callable[..., list[Tensor]]) -> Callable[..., bool] | Non
     return None if not expected or differs() else differs
 
 
-def outcome_of(
-    step: LocalStep, own: ModuleTensors, batch: Any, start: Callable[[], None] | None = None
-) -> list[Tensor]:
+def outcome_of(step: LocalStep, own: ModuleTensors, batch: Any) -> list[Tensor]:
     """Return what follows from a step that is made for a comparison; empty if it fails.
 
     Tensors of the module and whether they are trained are restored, and loggers are silent.
@@ -313,7 +272,6 @@ def outcome_of(
         step: The step.
         own: The tensors of the user's module.
         batch: The batch, of which the step gets a copy.
-        start: Called before the step.
     """
     module = step.module
     before = {name: tensor.detach().clone() for name, tensor in own.by_name.items()}
@@ -321,8 +279,6 @@ def outcome_of(
         muted = attributes_set(module.trainer, {"_loggers": [DummyLogger()]})
         restored = only_trained(module, trained_by(module))
         with seeded_rng(0, module.device), torch.enable_grad(), muted, restored:
-            if start is not None:
-                start()
             outcome, seen = step.by_itself({}, copied(batch))
     except Exception:  # if it fails with the current attributes, the step itself will, too
         return []
@@ -331,13 +287,6 @@ def outcome_of(
         for name, tensor in own.by_name.items():
             tensor.data.copy_(before[name])
     return [outcome.loss, *seen.values()]
-
-
-def perturb(module: LightningModule) -> None:
-    """Change the trained parameters a little, as if they were those of another client."""
-    for param in module.parameters():
-        if param.requires_grad:
-            param.data.mul_(1 + 2**-6)
 
 
 def trained_by(module: LightningModule) -> set[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch  # noqa: F401  # of an example
 from lightning.pytorch import LightningModule, Trainer
+from torch.overrides import TorchFunctionMode
 
 from lightning_fl.hooks import properties_set
 
@@ -64,36 +66,28 @@ class Count:
         return properties_set(self._trainer, {self._name: getter})
 
 
-class Rounds(Count):
-    """Check a step in later rounds, too, if it reads ``current_epoch``.
+class Operations(TorchFunctionMode):
+    """Note the functions of torch that are called within a ``with`` block, with their flags.
 
-    A module may begin with something after some rounds, such as a consistency loss after a warm-up.
-
-    Args:
-        module: The module.
+    Example:
+        >>> with Operations() as operations:
+        ...     _ = torch.ones(2).sum().neg()
+        >>> [name for name, *_ in operations.calls]
+        ['ones', 'sum', 'neg']
     """
 
-    def __init__(self, module: LightningModule) -> None:
-        super().__init__(module, "current_epoch")
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = list[tuple[Any, ...]]()
 
-    def first(self, check: Callable[[], list[str]]) -> list[str]:
-        """Return what a check finds in the current round, else in the next, middle or last one.
-
-        Args:
-            check: Makes the step, and returns descriptions of what it finds.
-        """
-        with self.noted():
-            found = check()
-        if found or not self.is_read:
-            return found
-        now, rounds = self._value(self._trainer), self._trainer.max_epochs or -1
-        last = rounds - 1 - now if rounds > 0 else LATER[-1]
-        for by in sorted({1, last // 2, last}):
-            if 0 < by <= last:
-                with self.moved_by(by):
-                    if found := check():
-                        return [f"{each} in round {now + by + 1}" for each in found]
-        return []
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Note the function, and call it."""
+        kwargs = kwargs or {}
+        flags = [value for value in (*args, *kwargs.values()) if isinstance(value, bool)]
+        self.calls.append((getattr(func, "__name__", ""), *flags))
+        return func(*args, **kwargs)
 
 
 class Switches:

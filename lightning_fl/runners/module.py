@@ -22,7 +22,7 @@ from lightning_fl.runners.optimizer_values import optimizers_in, remove, restack
 from lightning_fl.runners.samples import BatchSamples, Samples, each_of
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.step_hooks import changes_transfers, hooks_of, sees_gradients, why_alone
-from lightning_fl.runners.tuning import check, check_rates, check_start, check_state, tune
+from lightning_fl.runners.tuning import check, check_rates, check_start, tune
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.runners.vmap import VmapRunner
 from lightning_fl.types import ClientBatches, FederationError, check_package
@@ -337,13 +337,15 @@ class VectorizedClients(LightningModule):
             if runner.first_start is not None:
                 check_start(runner.vectorized, samples, runner.first_start)
                 runner.first_start = None
-            if runner.count > 1 and not runner.is_ready:
-                runner.is_ready = runner.is_checked = True
-                self._tune(runner.vectorized, samples, len(runner.sizes))
-            elif not runner.is_checked:
-                runner.is_checked = True
-                check_state(runner.vectorized, samples)
-            elif runner.steps_before + step == 0 and runner.switches.have_changed():
+            if (must_tune := runner.count > 1 and not runner.is_ready) or not runner.is_checked:
+                with runner.current_round.noted():
+                    if must_tune:
+                        self._tune(runner.vectorized, samples, len(runner.sizes))
+                    else:
+                        check(runner.vectorized, samples)
+                runner.is_ready, runner.is_checked = runner.is_ready or must_tune, True
+                runner.may_have_changed(samples)  # notes what the step does
+            elif runner.steps_before + step == 0 and runner.may_have_changed(samples):
                 check(runner.vectorized, samples)
             if runner.vectorized.rate_ratios and not runner.has_checked_rates:
                 runner.has_checked_rates = True

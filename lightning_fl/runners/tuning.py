@@ -23,7 +23,7 @@ from lightning_fl.runners.graphs import (
     reads_batch_idx,
     sgd_update,
 )
-from lightning_fl.runners.later_rounds import OF_LIGHTNING, Rounds
+from lightning_fl.runners.later_rounds import OF_LIGHTNING, Operations
 from lightning_fl.runners.local_step import gradients_of
 from lightning_fl.runners.optimizer_values import rates_scaled
 from lightning_fl.runners.samples import Padded, Samples, copied
@@ -142,16 +142,13 @@ def check(step: VectorizedStep, samples: Samples) -> None:
     check_state(step, samples)
     if not step.stacks.maps:
         return
-    if why := samples.why_not_stacked() or why_never_mapped(step, samples):
+    if why := samples.why_not_stacked() or why_not_mapped(step, samples.pair()):
         step.stacks.train_one_by_one()
         rank_zero_warn(
             f"{type(step.module).__name__} is trained one client after another, not at once: {why}"
         )
     elif isinstance(samples, Padded) and step.weighted:
-        mixes = Rounds(step.module).first(
-            lambda: ["samples"] * mixes_samples(step, samples.tensors)
-        )
-        step.weighted = not mixes
+        step.weighted = not mixes_samples(step, samples.tensors)
 
 
 def tune(
@@ -200,16 +197,6 @@ def tune(
     rank_zero_info(f"{name}: {stacks.count} clients {how}{compiled}")
 
 
-def why_never_mapped(step: VectorizedStep, samples: Samples) -> str | None:
-    """Return the reason why a step cannot be vectorized in this or in a later round, or None."""
-
-    def reasons() -> list[str]:
-        why = why_not_mapped(step, samples.pair())
-        return [] if why is None else [why]
-
-    return next(iter(Rounds(step.module).first(reasons)), None)
-
-
 def try_one(step: VectorizedStep, samples: Samples) -> None:
     """Compile the step of one client if that is faster; see `VectorizedStep.compile_one`.
 
@@ -238,6 +225,14 @@ def operations(step: VectorizedStep, samples: Samples) -> float:
     with FlopCounterMode(display=False) as counter:
         step.tried(row, samples.client(row))
     return float(counter.get_total_flops()) * step.stacks.count
+
+
+def calls_of(step: VectorizedStep, samples: Samples) -> tuple[Any, ...]:
+    """Return the functions of torch that a local step of a client calls, as `Operations` does."""
+    row = first_row(step, samples)
+    with Operations() as operations:
+        step.tried(row, samples.client(row))
+    return tuple(operations.calls)
 
 
 def first_row(step: VectorizedStep, samples: Samples) -> int:
