@@ -22,7 +22,14 @@ from lightning_fl.runners.optimizer_values import optimizers_in, remove, restack
 from lightning_fl.runners.samples import BatchSamples, Samples, each_of
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.step_hooks import changes_transfers, hooks_of, sees_gradients, why_alone
-from lightning_fl.runners.tuning import check, check_rates, check_start, tune
+from lightning_fl.runners.tuning import (
+    Changes,
+    check_mapping,
+    check_rates,
+    check_start,
+    check_state,
+    tune,
+)
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.runners.vmap import VmapRunner
 from lightning_fl.types import ClientBatches, FederationError, check_package
@@ -119,6 +126,7 @@ class VectorizedClients(LightningModule):
         self.channels_last = channels_last
         self.stack: dict[str, nn.Parameter] = {}
         self.runner: VmapRunner | None = None
+        self.changes: Changes | None = None
         #: See :class:`~lightning_fl.callbacks.FederatedLoop`, which sets it.
         self.exchange_frozen: bool | None = None
         self.local_patterns: Sequence[str] = ()
@@ -337,16 +345,7 @@ class VectorizedClients(LightningModule):
             if runner.first_start is not None:
                 check_start(runner.vectorized, samples, runner.first_start)
                 runner.first_start = None
-            if (must_tune := runner.count > 1 and not runner.is_ready) or not runner.is_checked:
-                with runner.current_round.noted():
-                    if must_tune:
-                        self._tune(runner.vectorized, samples, len(runner.sizes))
-                    else:
-                        check(runner.vectorized, samples)
-                runner.is_ready, runner.is_checked = runner.is_ready or must_tune, True
-                runner.may_have_changed(samples)  # notes what the step does
-            elif runner.steps_before + step == 0 and runner.may_have_changed(samples):
-                check(runner.vectorized, samples)
+            self._check(runner, samples)
             if runner.vectorized.rate_ratios and not runner.has_checked_rates:
                 runner.has_checked_rates = True
                 check_rates(runner.vectorized, samples)
@@ -355,6 +354,26 @@ class VectorizedClients(LightningModule):
         if step == len(runner.sizes) - 1 and runner.evaluation == runner.evaluations:
             runner.logs.log(self.log, self.module)
         return total
+
+    def _check(self, runner: VmapRunner, samples: Samples) -> None:
+        """Check the first step of the fit, and later ones that may do something else."""
+        step, changes = runner.vectorized, self.changes
+        assert changes is not None
+        if runner.count > 1 and not runner.is_ready:
+            runner.is_ready = runner.is_checked = True
+            with changes.current_round.noted():
+                self._tune(step, samples, len(runner.sizes))
+            changes.are_found(samples)  # notes what the step does
+        elif not runner.is_checked:
+            runner.is_checked = True
+            with changes.current_round.noted():
+                check_state(step, samples)
+            if changes.current_round.is_read:  # a resumed run may begin with something
+                check_mapping(step, samples)
+            changes.are_found(samples)
+        elif runner.steps_before + runner.step == 0 and changes.are_found(samples):
+            check_state(step, samples)
+            check_mapping(step, samples)
 
     def _tune(self, step: VectorizedStep, samples: Samples, steps_per_batch: int) -> None:
         """Check that steps can be vectorized, and choose the fastest way to train."""
@@ -484,6 +503,6 @@ def client_runner(
         rewrites=module.rewrite_graphs,
         may_compile=module.compiled is not False,
     )
-    module.runner = runner
+    module.runner, module.changes = runner, Changes(runner.vectorized)
     runner.undo.callback(setattr, module, "runner", None)
     return runner

@@ -23,7 +23,7 @@ from lightning_fl.runners.graphs import (
     reads_batch_idx,
     sgd_update,
 )
-from lightning_fl.runners.later_rounds import OF_LIGHTNING, Operations
+from lightning_fl.runners.later_rounds import OF_LIGHTNING, Count, Operations, Switches
 from lightning_fl.runners.local_step import gradients_of
 from lightning_fl.runners.optimizer_values import rates_scaled
 from lightning_fl.runners.samples import Padded, Samples, copied
@@ -38,6 +38,8 @@ SPEED = {"cpu": 1e11, "cuda": 1e13}
 #: Seconds of timing after which no further trial starts: of clients at once or one after another,
 #: and of compiled steps, for which a run must be longer anyway.
 LONG, LONG_COMPILED = 1.0, 3.0
+#: Number of different steps that are checked in a fit.
+MOST_CALLS = 20
 
 
 def check_state(step: VectorizedStep, samples: Samples) -> None:
@@ -129,26 +131,60 @@ class _Group(dict[str, Any]):
         return super().get(key, default)
 
 
-def check(step: VectorizedStep, samples: Samples) -> None:
-    """Check that steps agree with the module's own, else train clients one after another.
+def check_mapping(step: VectorizedStep, samples: Samples) -> None:
+    """Check vectorized steps once more; if they are wrong, train clients one after another.
 
     Args:
         step: The step.
-        samples: The samples of a local step.
-
-    Raises:
-        FederationError: See :func:`check_state`.
+        samples: The samples of a local step. Some cannot be stacked, and are not checked.
     """
-    check_state(step, samples)
-    if not step.stacks.maps:
+    if not step.stacks.maps or samples.why_not_stacked():
         return
-    if why := samples.why_not_stacked() or why_not_mapped(step, samples.pair()):
+    if why := why_not_mapped(step, samples.pair()):
         step.stacks.train_one_by_one()
         rank_zero_warn(
-            f"{type(step.module).__name__} is trained one client after another, not at once: {why}"
+            f"{type(step.module).__name__} is trained one client after another from here on, not at"
+            f" once: {why}"
         )
-    elif isinstance(samples, Padded) and step.weighted:
+    elif isinstance(samples, Padded) and step.weighted and int(samples.sizes.max()) > 1:
         step.weighted = not mixes_samples(step, samples.tensors)
+
+
+class Changes:
+    """Tell whether a step may do something that it has not done when it was checked.
+
+    A module may begin with something after a warm-up. Then attributes have changed since the last
+    round, or a step that reads the round calls other functions of torch.
+
+    Args:
+        step: The step.
+    """
+
+    def __init__(self, step: VectorizedStep) -> None:
+        self._step, self._switches = step, Switches(step.module)
+        #: Whether a step reads the round.
+        self.current_round = Count(step.module, "current_epoch")
+        self._round, self._known = -1, set[tuple[Any, ...]]()
+
+    def are_found(self, samples: Samples) -> bool:
+        """Return whether there are changes since the last call.
+
+        Args:
+            samples: The samples of the first local step of the clients.
+        """
+        return self._switches.have_changed() or self._calls_others(samples)
+
+    def _calls_others(self, samples: Samples) -> bool:
+        before, self._round = self._round, self._step.module.current_epoch
+        is_same = before == self._round or not self.current_round.is_read
+        if is_same or len(self._known) >= MOST_CALLS:
+            return False
+        row = first_row(self._step, samples)
+        with Operations() as operations:
+            self._step.tried(row, samples.client(row))
+        is_new = (calls := tuple(operations.calls)) not in self._known
+        self._known.add(calls)
+        return is_new
 
 
 def tune(
@@ -171,9 +207,14 @@ def tune(
         FederationError: See :func:`check_state`.
     """
     name, stacks = type(step.module).__name__, step.stacks
-    check(step, samples)
-    if not stacks.maps:
+    check_state(step, samples)
+    why = samples.why_not_stacked() or why_not_mapped(step, samples.pair())
+    if why is not None:
+        stacks.train_one_by_one()
+        rank_zero_warn(f"{name} is trained one client after another, not at once: {why}")
         return
+    if isinstance(samples, Padded) and step.weighted:
+        step.weighted = not mixes_samples(step, samples.tensors)
     if is_timed:
         with _put_back(step):
             mapped, one_by_one = (
@@ -225,14 +266,6 @@ def operations(step: VectorizedStep, samples: Samples) -> float:
     with FlopCounterMode(display=False) as counter:
         step.tried(row, samples.client(row))
     return float(counter.get_total_flops()) * step.stacks.count
-
-
-def calls_of(step: VectorizedStep, samples: Samples) -> tuple[Any, ...]:
-    """Return the functions of torch that a local step of a client calls, as `Operations` does."""
-    row = first_row(step, samples)
-    with Operations() as operations:
-        step.tried(row, samples.client(row))
-    return tuple(operations.calls)
 
 
 def first_row(step: VectorizedStep, samples: Samples) -> int:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_fl.runners.attributes import Attributes
 from lightning_fl.runners.base import BufferPolicy, ClientRunner
-from lightning_fl.runners.later_rounds import Count, Switches
 from lightning_fl.runners.local_step import Tensors
 from lightning_fl.runners.logs import StepLogs
 from lightning_fl.runners.matmul import allow_fast_matmul
@@ -24,12 +23,9 @@ from lightning_fl.runners.separable import check_separable, fresh
 from lightning_fl.runners.stacks import Stacks
 from lightning_fl.runners.step_hooks import has_backward_hooks
 from lightning_fl.runners.tensors import beside, flatten, placed, to_cpu, unflatten
-from lightning_fl.runners.tuning import calls_of
 from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.types import FederationError, ServerState
 
-#: Number of different steps that are checked in a fit.
-MOST_CALLS = 20
 #: Prefix of a batch's shape among the choices.
 SHAPE = "compile "
 
@@ -92,12 +88,8 @@ class VmapRunner(ClientRunner):
         self.is_in_step = False
         #: Whether :func:`tune` has chosen how to train.
         self.is_ready = False
-        #: Whether :func:`check` has compared steps in this fit.
+        #: Whether :func:`check_state` has looked for state that clients share.
         self.is_checked = False
-        #: The round, and attributes of the module, on which its step may depend.
-        self.current_round, self.switches = Count(module, "current_epoch"), Switches(module)
-        #: What steps that read the round have called when they were checked.
-        self._known_calls, self._round = set[tuple[Any, ...]](), -1
         #: Attributes after ``on_client_start`` of the first client, for :func:`check_start`.
         self.first_start: Attributes | None = None
         #: Whether the clients start from different tensors, and the values of this for which
@@ -329,25 +321,6 @@ class VmapRunner(ClientRunner):
         with self.undo:
             self.vectorized.close()
             super().close()
-
-    def may_have_changed(self, samples: Samples) -> bool:
-        """Return whether a step may do something that it did not do when it was checked.
-
-        Args:
-            samples: The samples of the first local step of the clients.
-        """
-        return self.switches.have_changed() or self._calls_others(samples)
-
-    def _calls_others(self, samples: Samples) -> bool:
-        """Return whether a step that reads the round calls other functions of torch than before."""
-        before, self._round = self._round, self.module.current_epoch
-        is_known = self._round == before or not self.current_round.is_read
-        if is_known or len(self._known_calls) >= MOST_CALLS:
-            return False
-        calls = calls_of(self.vectorized, samples)
-        is_new = calls not in self._known_calls
-        self._known_calls.add(calls)
-        return is_new
 
     # --- a local step -----------------------------------------------------------------------------
 

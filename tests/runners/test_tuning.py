@@ -246,7 +246,7 @@ def test_a_step_that_cannot_be_mapped_after_a_warm_up(agree, tiny, kind, by_attr
             is_warm = self.is_warm if by_attribute else self.current_epoch == 2
             return F.cross_entropy(out, batch[1]) + (kind.begin(self, out) if is_warm else 0)
 
-    with pytest.warns(UserWarning, match="is trained one client after another, not at once: "):
+    with pytest.warns(UserWarning, match="one client after another from here on, not at once: "):
         agree(lambda: tiny(WarmUp), (3,), rounds=3)
 
 
@@ -261,7 +261,9 @@ def test_a_resumed_run_begins_with_what_cannot_be_mapped(train, tiny, flat, tmp_
     train(whole, rounds=2)
     keep = {"callbacks": [RoundCheckpoint(str(tmp_path))], "enable_checkpointing": True}
     train(tiny(WarmUp), 3, rounds=1, **keep)
-    with pytest.warns(UserWarning, match="is trained one client after another, not at once: hooks"):
+    with pytest.warns(
+        UserWarning, match="one client after another from here on, not at once: hooks"
+    ):
         train(resumed, 3, rounds=2, ckpt_path=str(tmp_path / "last.ckpt"), **keep)
     torch.testing.assert_close(flat(resumed), flat(whole), atol=1e-12, rtol=0)
 
