@@ -49,7 +49,8 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
     def epoch_start(hook: Method) -> Method:
         def started() -> None:
             in_hook(hook)
-            carried.begin_round()
+            if is_watched:
+                carried.begin_round()
             current().begin()
 
         return started
