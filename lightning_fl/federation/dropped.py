@@ -105,6 +105,34 @@ def describe_dropped(dropped: Mapping[int, str], names: Sequence[str] | None = N
     return ", ".join(parts)
 
 
+def describe_losses(
+    round: int, sampled: int, dropped: Mapping[int, str], names: Sequence[str] | None = None
+) -> str:
+    """Return the text that updates of a round were dropped.
+
+    Args:
+        round: Number of the round, from 1.
+        sampled: Number of sampled clients.
+        dropped: Causes by client id.
+        names: Names of all clients, if they have names.
+    """
+    what = f"round {round}: dropped {len(dropped)} of {sampled} client updates:"
+    return f"{what} {describe_dropped(dropped, names)}"
+
+
+def describe_kept_model(round: int, returned: int, sampled: int, kept_by: str) -> str:
+    """Return the text that the global model of a round is unchanged.
+
+    Args:
+        round: Number of the round, from 1.
+        returned: Number of clients with a usable update.
+        sampled: Number of sampled clients.
+        kept_by: Description of the requirement that these updates did not meet.
+    """
+    what = f"round {round}: {returned} of {sampled} clients returned, too few for {kept_by}"
+    return f"{what}: the global model is kept"
+
+
 class DropWarnings:
     """Warn at the first round with dropped updates, and summarize the fit at its end.
 
@@ -152,16 +180,14 @@ class DropWarnings:
             self._causes.setdefault(client, Counter())[cause] += 1
         if dropped and not self._lost:
             rank_zero_warn(
-                f"round {round}: dropped {len(dropped)} of {sampled} client updates:"
-                f" {describe_dropped(dropped, self._names)}. {self.non_finite}Later rounds are"
-                " summarized at the end of the fit",
+                f"{describe_losses(round, sampled, dropped, self._names)}. {self.non_finite}Later"
+                " rounds are summarized at the end of the fit",
                 stacklevel=2,
             )
         if kept_by is not None and not self._kept:
             rank_zero_warn(
-                f"round {round}: {sampled - len(dropped)} of {sampled} clients returned, too few"
-                f" for {kept_by}: the global model is kept. Later rounds are summarized at the end"
-                " of the fit",
+                f"{describe_kept_model(round, sampled - len(dropped), sampled, kept_by)}. Later"
+                " rounds are summarized at the end of the fit",
                 stacklevel=2,
             )
         self._lost += bool(dropped)

@@ -26,7 +26,12 @@ from lightning_fl.federation.checks import (
     warn_of_running_statistics,
 )
 from lightning_fl.federation.context import Federation
-from lightning_fl.federation.dropped import CAUSES, describe_dropped
+from lightning_fl.federation.dropped import (
+    CAUSES,
+    describe_dropped,
+    describe_kept_model,
+    describe_losses,
+)
 from lightning_fl.federation.frozen import digest
 from lightning_fl.federation.loss_scale import ScaleState, median_state
 from lightning_fl.federation.plan import draw_clients, draw_values
@@ -326,10 +331,7 @@ class RemoteServer:
                 " their logs, or set on_client_error: skip"
             )
         if dropped:
-            rank_zero_warn(
-                f"round {self.round + 1}: dropped {len(dropped)} of {len(sampled)} client updates:"
-                f" {describe_dropped(dropped)}"
-            )
+            rank_zero_warn(describe_losses(self.round + 1, len(sampled), dropped))
         used = [replies[client] for client in losses]
         scales = [ScaleState(reply.loss_scale, reply.scale_steps) for reply in used]
         known = [scale for scale in scales if 0 < scale.scale < math.inf]
@@ -342,11 +344,9 @@ class RemoteServer:
                 buffers = self.runner.shared_buffers
                 warn_of_averaged_buffers(self.module, buffers, self._start.vector)
         else:
-            rank_zero_warn(
-                f"round {self.round + 1}: {returned} of {len(sampled)} clients returned, too few"
-                f" for min_clients={self.options.min_clients} and {describe(self.rule)}: the global"
-                " model is kept"
-            )
+            kept_by = f"min_clients={self.options.min_clients} and {describe(self.rule)}"
+            kept = describe_kept_model(self.round + 1, returned, len(sampled), kept_by)
+            rank_zero_warn(kept)
         self.rule.load_global_network()
         weights, reported = weights_and_losses(plan.clients, losses, self.num_samples)
         metrics = {
