@@ -179,6 +179,32 @@ def test_folders_of_a_report_can_be_named(monkeypatch, tmp_path):
     }
 
 
+def test_a_name_that_is_too_long_is_no_traceback(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(["init", 300 * "a"])
+    assert end.value.code == 2
+    assert "File name too long: choose another folder" in capsys.readouterr().err
+
+
+def test_a_reader_of_the_output_may_leave():
+    code = """
+        import sys
+        from lightning_fl.cli import printing
+        sys.stdin.read()  # until the reader has left
+        with printing():
+            print("one line")
+        print("done", file=sys.stderr)
+    """
+    command = [sys.executable, "-c", inspect.cleandoc(code)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == "done\n"
+    assert process.returncode == 0
+
+
 def test_a_folder_that_cannot_be_written_is_no_traceback(monkeypatch, tmp_path, capsys):
     def refuse(*args, **kwargs):
         raise OSError(errno.EROFS, "Read-only file system", "there")

@@ -32,10 +32,13 @@ COMMANDS = {
     "export": "Write an app that runs a configuration on the machines of a deployment.",
     "completion": "Print a script that completes commands and options in a shell.",
 }
-#: Errors of a folder that is full, read-only, not yours, or a file.
+#: Errors of a folder that is full, read-only, not yours, or a file, or whose name is too long.
 STORAGE = {
     getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "ENOTDIR", "EEXIST")
+    for name in (
+        *("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM"),
+        *("ENOTDIR", "EEXIST", "ENAMETOOLONG"),
+    )
 }
 #: Exit code after an interruption (128 + SIGINT), as in a shell.
 INTERRUPTED = 130
@@ -115,12 +118,20 @@ def _interrupted_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _answered(words: Sequence[str]) -> bool:
+@contextmanager
+def printing() -> Iterator[None]:
+    """Print until the reader of a pipe closes it, as in ``lightning-fl configs | head``."""
     try:
-        return _answer(words)
-    except BrokenPipeError:  # lightning-fl configs | head
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
+
+
+def _answered(words: Sequence[str]) -> bool:
+    with printing():
+        return _answer(words)
+    return True  # the reader has left
 
 
 def _answer(words: Sequence[str]) -> bool:

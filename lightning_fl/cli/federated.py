@@ -83,7 +83,8 @@ class Parser(LightningArgumentParser):
 #: File in the folder of a run that identifies its SLURM job.
 JOB = "slurm.json"
 
-
+#: File name of the table of rounds.
+TABLE = "rounds.csv"
 #: Help of options that have another meaning here than in Python.
 HELP = {
     "ckpt_path": "Path of a checkpoint, or last: the checkpoint of the newest run. A fit resumes"
@@ -91,8 +92,8 @@ HELP = {
     "weights_only": "Whether checkpoints are read as data. A checkpoint that contains other objects"
     " requires false: set it for files that you trust only, because they can run code.",
     "trainer.default_root_dir": "Folder of the runs. Each fit has a new folder version_N in it.",
-    "federation.csv_name": "File name of the table of rounds in the folder of the run; null writes"
-    " no file.",
+    "federation.csv_name": f"{TABLE}: the table of rounds in the folder of the run; null writes no"
+    " file.",
     "checkpoint.dirpath": "Folder of the checkpoint; null uses the folder of the run.",
 }
 
@@ -210,7 +211,7 @@ class FederatedCLI(LightningCLI):
                 config.ckpt_path = str(newest)
             elif subcommand == "fit":
                 config.ckpt_path = None  # no checkpoint was written yet
-                if (self.run_folder / "rounds.csv").exists() and not self.is_requeued:
+                if (self.run_folder / TABLE).exists() and not self.is_requeued:
                     self.run_folder = new  # keep the results of the other run
                     rank_zero_warn(f"there is no checkpoint {short_path(last)}: starting a new run")
             else:
@@ -242,7 +243,7 @@ class FederatedCLI(LightningCLI):
         """Return the folder of a run if its own ``config.yaml`` is a config of the command."""
         for path in reversed(config.get("config") or []):
             file = Path(path.absolute)
-            if file.name == "config.yaml" and (file.parent / "rounds.csv").is_file():
+            if file.name == "config.yaml" and (file.parent / TABLE).is_file():
                 return file.parent
         return None
 
@@ -272,6 +273,11 @@ class FederatedCLI(LightningCLI):
         """Configure the output folder, the callbacks and the loggers of the Trainer."""
         config = self._get(self.config_init, "trainer")
         loop, checkpoint = (self._get(self.config_init, k) for k in ("federation", "checkpoint"))
+        if loop.csv_name not in (TABLE, None):
+            raise FederationError(
+                f"federation.csv_name must be {TABLE} or null, got {loop.csv_name!r}: report and"
+                " --ckpt_path last look for this name"
+            )
         if loop.csv_name is not None:
             loop.csv_name = str(self.run_folder / loop.csv_name)
         if checkpoint.dirpath is None:

@@ -11,6 +11,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 from lightning_fl.callbacks.report import write_partition
+from lightning_fl.cli import printing
 from lightning_fl.cli.arguments import short_path, with_shipped_configs
 from lightning_fl.cli.federated import FederatedCLI, start
 from lightning_fl.integrations.config import ELSEWHERE, TRAINING, Configuration
@@ -89,9 +90,11 @@ def split(words: Sequence[str], output: str) -> None:
     data = _parts(words, "data").parts.data
     data.prepare_data()
     data.setup("fit")
-    print(summary(data.num_samples.tolist(), data.class_counts, data.client_names))
-    for path in write_partition(Path(output), data):
-        print(f"Written to {short_path(path.absolute())}")
+    paths = write_partition(Path(output), data)
+    with printing():
+        print(summary(data.num_samples.tolist(), data.class_counts, data.client_names))
+        for path in paths:
+            print(f"Written to {short_path(path.absolute())}")
 
 
 def read_config(path: str | Path, *more: str) -> Configuration:
