@@ -155,7 +155,7 @@ class MatchingBaselines(Callback):
             with precision.val_step_context():
                 each = [self._probabilities(module, part).mean(0) for part, _ in batches]
             wanted = torch.cat(each)
-            optimizer = torch.optim.Adam(student.parameters(), self.lr)
+            optimizer = torch.optim.Adam(student.parameters(), self.lr, fused=True)
             random = generator(self._loop.run_seed, *key)
             with torch.enable_grad():
                 for _ in range(self.epochs):
