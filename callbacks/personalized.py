@@ -34,7 +34,8 @@ class PersonalizedEvaluation(Callback):
       tensors;
     - ``personal``: the same model after local fine-tuning on the client's training samples, with
       the loss and optimizer of the module, the learning rate and other numbers of the policy, and
-      the gradient clipping of the Trainer;
+      the gradient clipping of the Trainer; all parameters train together, also if the loop has
+      phases;
     - ``kept``: the personal model of the method, if it has one besides the trained model;
     - ``local``: a model trained on this client only, from the initial global model, with one local
       epoch per round.
