@@ -222,8 +222,10 @@ def _check_data(tree: Any, size: int | None, has_any_tensors: bool) -> None:
             if size is not None and item.nbytes > size:
                 raise FederationError(f"a tensor of {list(item.shape)} is larger than the file")
         attributes = dict(getattr(item, "__dict__", {}))  # could override methods
-        if isinstance(item, dict):  # versions in a state_dict
-            compare(attributes.pop("_metadata", {}), {str: {str: int}}, "_metadata")
+        if isinstance(item, dict) and "_metadata" in attributes:  # versions in a state_dict
+            versions = attributes.pop("_metadata")
+            compare(versions, {str: {str: int | dict}}, "_metadata")
+            todo.append((versions, level + 1))
         if attributes:
             name = short_repr(next(iter(attributes)))
             raise FederationError(f"{type(item).__name__} has an attribute {name}")

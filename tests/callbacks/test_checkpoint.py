@@ -302,6 +302,15 @@ def test_a_checkpoint_that_holds_objects_names_the_remedy(tmp_path):
     assert AtomicCheckpointIO().load_checkpoint(path, weights_only=False)["hyper"].in_features == 1
 
 
+def test_the_versions_of_spectral_norm_are_read(tmp_path):
+    state = torch.nn.utils.spectral_norm(torch.nn.Linear(2, 2)).state_dict()
+    path, saved = tmp_path / "last.ckpt", {"pytorch-lightning_version": "2.6", "state_dict": state}
+    AtomicCheckpointIO().save_checkpoint(saved, path)
+    versions = AtomicCheckpointIO().load_checkpoint(path)["state_dict"]._metadata
+    assert versions == state._metadata
+    assert versions[""]["spectral_norm"] == {"weight.version": 1}
+
+
 # --- two runs -------------------------------------------------------------------------------------
 
 
