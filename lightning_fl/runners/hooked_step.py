@@ -14,16 +14,17 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
 
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
+from lightning_fl.runners.optimizer_values import params_of
 from lightning_fl.runners.step_hooks import HOOKS_AFTER_TRANSFER
 
 
 class HookedStep(LocalStep):
-    """Make the first local step of a client with the hooks of its module, but without an update.
+    """Make the first local step of a client with the hooks of its module, but a made-up update.
 
-    The hooks get the module's optimizer, whose ``step`` computes gradients and clips them, but does
-    not change parameters. Hooks of callbacks are not called, unless they are given, and neither are
-    those that transfer the batch. Options of the optimizer, the state of schedulers and gradients
-    are restored afterwards.
+    The hooks get the module's optimizer, whose ``step`` computes gradients and clips them, but
+    multiplies the trained parameters by a number instead of updating them. Hooks of callbacks are
+    not called, unless they are given, and neither are those that transfer the batch. Options of the
+    optimizer, the state of schedulers and gradients are restored afterwards; parameters are not.
 
     Args:
         module: The user's module in a fit. Later replacements of its hooks are not called.
@@ -72,7 +73,7 @@ class HookedStep(LocalStep):
     def _run(self, batch: Any) -> Any:
         """Run the step and its hooks in the order of Lightning; return the step's output."""
         hooks, trainer = self._hooks, self._trainer
-        optimizer, outputs = Unmoved(trainer.optimizers[0], self._note_step), list[Any]()
+        optimizer, outputs = MadeUp(trainer.optimizers[0], self._note_step), list[Any]()
 
         def closure() -> Any:
             outputs.append(self(batch))
@@ -152,8 +153,10 @@ class HookedStep(LocalStep):
                 group.update(values)
 
 
-class Unmoved:
-    """Stand for an optimizer whose step runs its closure, but does not update parameters.
+class MadeUp:
+    """Stand for an optimizer whose step runs its closure, and multiplies the trained parameters.
+
+    They then differ from a copy of them, such as the target of a moving average.
 
     Args:
         optimizer: The optimizer, which gives all other attributes.
@@ -167,9 +170,12 @@ class Unmoved:
         return getattr(self._optimizer, name)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Run the closure."""
+        """Run the closure, and change the parameters that have a gradient."""
         loss = None if closure is None else closure()
         self._note()
+        for param in params_of(self._optimizer):
+            if param.grad is not None:
+                param.data.mul_(1 + 2**-6)
         return loss
 
     @property

@@ -1,5 +1,6 @@
 """What a client leaves behind in the module, for clients that train one after another."""
 
+import copy
 import random
 from collections import deque
 from contextlib import nullcontext
@@ -331,6 +332,19 @@ class OwnOptimizer:
         self.optimizers().param_groups[0]["lr"] = 0.1 * self.number()
 
 
+class Target:
+    """Keeps a moving average of its network, which starts as an equal copy."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.target = copy.deepcopy(self.net).requires_grad_(False)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        share = self.number()
+        for param, average in zip(self.net.parameters(), self.target.parameters(), strict=True):
+            average.data.lerp_(param.detach(), share)
+
+
 class Momentum:
     """Sets what the step reads."""
 
@@ -407,7 +421,9 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), diagonal(HOOKED, NUMBERS))
+@pytest.mark.parametrize(
+    ("kind", "name"), [*diagonal(HOOKED, NUMBERS), *((Target, name) for name in NUMBERS)]
+)
 def test_what_hooks_of_a_step_carry_over_is_named(train, flat, tiny, monkeypatch, kind, name):
     class Numbers:
         def on_client_start(self):
