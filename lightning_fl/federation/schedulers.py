@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from lightning_fl.hooks import properties_set
 from lightning_fl.types import FederationError
@@ -25,8 +26,9 @@ def counts_of_one_client(
     ``estimated_stepping_batches`` is the number of scheduler steps of a client in the whole run.
     ``num_training_batches`` is the number of local steps of the client in the round, where the
     module asks for it in a step, and the maximum over clients, where it asks before a step.
-    ``is_last_batch`` tells the module in a step whether it is the last one of the client.
-    Lightning and callbacks get the number of batches in the round, and its last batch.
+    ``is_last_batch`` tells the module in a step whether it is the last one of the client, and the
+    length of ``train_dataloader`` is ``num_training_batches``. Lightning and callbacks get the
+    number of batches in the round, and its last batch.
 
     Args:
         trainer: The Trainer.
@@ -36,6 +38,7 @@ def counts_of_one_client(
     """
     of_round: Any = type(trainer).num_training_batches
     in_round: Any = type(trainer).is_last_batch
+    of_trainer: Any = type(trainer).train_dataloader
 
     def batches(trainer: Trainer) -> int | float:
         steps = local_steps()
@@ -45,10 +48,24 @@ def counts_of_one_client(
         is_last = is_last_step()
         return in_round.fget(trainer) if is_last is None else is_last
 
+    def loader(trainer: Trainer) -> Any:
+        own = of_trainer.fget(trainer)
+        if not isinstance(own, DataLoader):  # before the first round
+            return own
+
+        def length(_: Any) -> int:
+            steps = local_steps()
+            return len(own) if steps is None else steps
+
+        shown, kind = copy.copy(own), type(own)
+        shown.__class__ = type(kind.__name__, (kind,), {"__len__": length})
+        return shown
+
     counts = {
         "estimated_stepping_batches": lambda _: stepping_batches(),
         "num_training_batches": batches,
         "is_last_batch": is_last,
+        "train_dataloader": loader,
     }
     return properties_set(trainer, counts)
 

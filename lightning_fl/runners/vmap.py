@@ -267,9 +267,9 @@ class VmapRunner(ClientRunner):
             return None
         if (row := self.stacks.row) is None:
             raise FederationError(
-                "training_step reads trainer.num_training_batches or is_last_batch, which differ"
-                " between clients. To train them at once, pass the number to the constructor of the"
-                " module"
+                "training_step reads trainer.num_training_batches, is_last_batch or the length of"
+                " the training loader, which differ between clients. To train them at once, pass"
+                " the number to the constructor of the module"
             )
         return values[row]
 

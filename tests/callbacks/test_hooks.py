@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import (
     ReduceLROnPlateau,
     SequentialLR,
 )
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fl import ClientModule
 from lightning_fl.aggregators import PFNM, FedAvg
@@ -955,7 +955,7 @@ class EndsTwice(L.LightningModule):
 
     def training_step(self, batch, batch_idx):
         is_last = self.trainer.is_last_batch
-        self.asked.add((batch_idx, self.trainer.num_training_batches, is_last))
+        self.asked.add((batch_idx, len(self.trainer.train_dataloader), is_last))
         loss = (self.net(batch[0])[:, 0] - batch[1]).square().mean()
         return 2 * loss if is_last else loss
 
@@ -974,6 +974,7 @@ def test_the_last_batch_is_that_of_the_client(fit, is_lean):
     class Looks(L.Callback):
         def on_train_batch_end(self, trainer, *args):
             last.append(trainer.is_last_batch)
+            assert len(trainer.train_dataloader) == 10
 
     asked = ask_for_batches(fit, EndsTwice(), is_lean=is_lean, callbacks=[Looks()]).asked
     assert asked == {(step, n, step == n - 1) for n in (1, 2, 3, 4) for step in range(n)}
@@ -1078,13 +1079,21 @@ def batches_of_setup(trainer):
     return trainer.num_training_batches
 
 
+def loader_of_setup(trainer):
+    trainer.fit_loop.setup_data()
+    assert isinstance(trainer.train_dataloader, DataLoader)
+    return len(trainer.train_dataloader)
+
+
 HOOKS = ["setup", "configure_optimizers", "on_fit_start", "on_train_start", "on_train_epoch_start"]
 
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
 @pytest.mark.filterwarnings("ignore:.*asked for the training loader")
 @pytest.mark.parametrize("wrap", [lambda m: m, lambda m: VectorizedClients(m, 2, compile=False)])
-@pytest.mark.parametrize("look", [lambda t: t.num_training_batches, batches_of_setup])
+@pytest.mark.parametrize(
+    "look", [lambda t: t.num_training_batches, batches_of_setup, loader_of_setup]
+)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_before_a_step_the_training_batches_are_those_of_the_longest_client(fit, hook, look, wrap):
     module = ask_for_batches(fit, Plans(hook, look), wrap)
