@@ -129,15 +129,18 @@ class ClientParallelStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make a local step; in an idle process its loss is zero.
 
-        The gradient of that loss is zero instead of missing, since a gradient scaler needs one.
+        The gradients of that loss are zero instead of missing, since a gradient scaler needs one,
+        and hooks of the module may read all of them.
         """
         if not self.is_idle:
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         groups = (group["params"] for group in self.optimizers[0].param_groups)
-        # In a phase whose parameters are frozen, the optimizer has none that is trained.
-        params = chain(*groups, self.lightning_module.parameters())
-        return 0 * next(p for p in params if p.requires_grad).sum().real
+        trained = [p for p in chain(*groups) if p.requires_grad]
+        if not trained:  # in a phase whose parameters are frozen
+            trained = [next(p for p in self.lightning_module.parameters() if p.requires_grad)]
+        first, *others = (0 * p.sum().real for p in trained)
+        return sum(others, first)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over processes, in float64 for integers, since torch would truncate their mean.

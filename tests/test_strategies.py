@@ -407,16 +407,22 @@ def test_sync_dist_by_position_has_no_effect_either(alone, tmp_path):
 
 @pytest.mark.parametrize("is_hidden", [False, True])
 def test_the_loss_of_an_idle_step_is_real(is_hidden):
-    """Also in a phase of frozen parameters, which hides all others from the optimizer."""
+    """Also in a phase of frozen parameters, which hides all others from the optimizer.
+
+    Otherwise all gradients are zero: hooks of the module may expect each of them.
+    """
     strategy, module = ClientParallelStrategy(), L.LightningModule()
     module.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
     module.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    module.bias = nn.Parameter(torch.ones(2, dtype=torch.float64))
     strategy.connect(module)
     strategy.is_idle, strategy.optimizers = True, [torch.optim.SGD(module.parameters())]
     if is_hidden:
         strategy.optimizers[0].param_groups[0]["params"] = [module.frozen]
     strategy.training_step().backward()
     assert module.weight.grad.tolist() == [0, 0]
+    if not is_hidden:
+        assert module.bias.grad.tolist() == [0, 0]
 
 
 def test_a_failed_fit_leaves_no_idle_process(alone, tmp_path):
