@@ -24,6 +24,7 @@ from lightning_fl.federation.progress import Progress
 from lightning_fl.federation.resume import NOT_BEGUN, Resume, name_checkpoint
 from lightning_fl.federation.round import Round
 from lightning_fl.federation.run_options import RunOptions
+from lightning_fl.federation.validation import leave_interrupted
 from lightning_fl.functional.randomness import rng_state, run_seed, set_rng_state
 from lightning_fl.options import check_flag, check_integer
 from lightning_fl.policies import HyperparameterPolicy
@@ -332,6 +333,8 @@ class FederatedLoop(Callback):
                 )
 
     def _abandon(self) -> None:
+        if self._fit is not None:
+            leave_interrupted(self._fit.trainer)
         if self._round is not None:
             self._round.abandon()
 

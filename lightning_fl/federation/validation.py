@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torchmetrics import Metric
 
@@ -83,3 +84,19 @@ class Validation:
         """Let processes split the validation samples again, at the end of a fit."""
         self.end()
         self._data.shares_validation = True
+
+
+def leave_interrupted(trainer: Trainer) -> None:
+    """Undo what an interrupted epoch or validation of a fit leaves in the module.
+
+    Otherwise, a later fit of the module would add to the values that its metrics have accumulated,
+    and train it in the mode of evaluation.
+
+    Args:
+        trainer: The Trainer.
+    """
+    loop, stage = trainer.fit_loop.epoch_loop, trainer.state.stage
+    for results in (loop._results, loop.val_loop._results):
+        results.reset()
+    if trainer.state.fn == TrainerFn.FITTING and stage is not None and stage.evaluating:
+        loop.val_loop._on_evaluation_model_train()

@@ -691,6 +691,31 @@ def test_an_exception_in_mid_round_leaves_the_server_model(fit, foreign):
     assert torch.equal(before, torch.get_rng_state())
 
 
+class FailInValidation(Callback):
+    """Raise once, in the validation of the second round."""
+
+    def __init__(self):
+        self.is_over = False
+
+    def on_validation_batch_end(self, trainer, *args):
+        if trainer.current_epoch == 1 and not self.is_over:
+            self.is_over = True
+            raise ZeroDivisionError
+
+
+def test_a_module_left_in_validation_resumes_bit_equal(fit, foreign, tmp_path):
+    """Its mode of evaluation and its metric would change the rounds that follow."""
+    module, whole = foreign(), foreign()
+    rows = fit(whole, rounds=3).rows
+    options = {"rounds": 3, "enable_checkpointing": True}
+    with pytest.raises(ZeroDivisionError):
+        fit(module, callbacks=[RoundCheckpoint(str(tmp_path)), FailInValidation()], **options)
+    keep, path = RoundCheckpoint(str(tmp_path)), str(tmp_path / "last.ckpt")
+    loop = fit(module, callbacks=[keep], ckpt_path=path, **options)
+    assert loop.rows == rows
+    assert same(module.state_dict(), whole.state_dict())
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_fit_leaves_no_option_and_no_hook_of_its_own(trainer, foreign, data, tmp_path, fails):
     keep = ModelCheckpoint(tmp_path)
