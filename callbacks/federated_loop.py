@@ -337,6 +337,7 @@ class FederatedLoop(Callback):
             leave_interrupted(self._fit.trainer)
         if self._round is not None:
             self._round.abandon()
+            self._resume.note_exception(self._round.is_aggregated)
 
     def _summarize(self) -> None:
         if self._fit is not None:

@@ -109,6 +109,8 @@ class Resume:
         self._former: Mapping[str, Any] = {}
         #: Options by name that may differ in a resumed run, with a warning.
         self._options: Mapping[str, Any] = {}
+        #: Whether the last fit ended between the aggregation and the end of a round.
+        self._is_amid_round = False
         #: The checkpoint to resume, and the state of the loop in it.
         self.checkpoint: dict[str, Any] = {}
         self.pending: dict[str, Any] = {}
@@ -178,12 +180,22 @@ class Resume:
     def begin(self, fit: Fit) -> None:
         """Restore the checkpoint if there is one; otherwise record the boundary before the fit."""
         if fit.trainer.ckpt_path is None or self.pending == NOT_BEGUN:
+            self._check_ended()
             self._check_same() if self.progress.round else self._check_new()
             self.note(fit, is_begun=False)
         else:
             self.restore(fit)
             fit.planner.forget()
-        self._former = self._identity
+        self._former, self._is_amid_round = self._identity, False
+
+    def _check_ended(self) -> None:
+        """Check that the last fit of this loop did not end amid a round, if there was one."""
+        if self._is_amid_round:
+            raise FederationError(
+                f"the last fit ended after the aggregation of round {self.progress.round + 1} and"
+                " before the end of this round, so that a new fit would make it twice: resume from"
+                " a checkpoint with ckpt_path, or create a new FederatedLoop"
+            )
 
     def _check_same(self) -> None:
         """Check that the clients are those of the last fit of this loop, if there was one."""
@@ -206,10 +218,24 @@ class Resume:
                     f" new {name} for each FederatedLoop{learned}"
                 )
 
-    def close_round(self, fit: Fit) -> None:
-        """Record the boundary after a round, which all other callbacks have ended."""
+    def note_exception(self, is_aggregated: bool) -> None:
+        """Record that an exception has ended the fit in a round.
+
+        Args:
+            is_aggregated: Whether the module and the rules hold the next global model.
+        """
+        self._is_amid_round = is_aggregated
+        if is_aggregated:
+            self._note_run()
+
+    def _note_run(self) -> None:
+        """Record that the rules have ended a round."""
         for rule in self._rules.values():
             vars(rule)[HAS_RUN] = True
+
+    def close_round(self, fit: Fit) -> None:
+        """Record the boundary after a round, which all other callbacks have ended."""
+        self._note_run()
         metrics = fit.trainer.callback_metrics
         self.progress.table.complete(metrics)
         self.progress.monitored = fit.schedulers.monitored(metrics)

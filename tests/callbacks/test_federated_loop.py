@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_fl import ClientModule, VectorizedClients
-from lightning_fl.aggregators import FedAvg, FedAvgM
+from lightning_fl.aggregators import FedAdam, FedAvg, FedAvgM
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.federation.plan import Planner
@@ -714,6 +714,26 @@ def test_a_module_left_in_validation_resumes_bit_equal(fit, foreign, tmp_path):
     loop = fit(module, callbacks=[keep], ckpt_path=path, **options)
     assert loop.rows == rows
     assert same(module.state_dict(), whole.state_dict())
+
+
+def test_a_fit_does_not_repeat_a_round_that_is_aggregated(trainer, foreign, data):
+    module, loop = foreign(optimizer="sgd"), FederatedLoop(FedAdam(), buffers="average")
+    made = trainer(loop, rounds=3, callbacks=[FailInValidation()])
+    with pytest.raises(ZeroDivisionError):
+        made.fit(module, datamodule=data())
+    for _ in range(2):
+        with pytest.raises(FederationError, match="ended after the aggregation of round 2"):
+            made.fit(module, datamodule=data())
+
+
+def test_a_rule_of_a_first_round_that_did_not_end_is_refused(trainer, foreign, data):
+    rule, fails = FedAdam(), FailInValidation()
+    fails.on_validation_batch_end = lambda *_: 1 / 0
+    made = trainer(FederatedLoop(rule, buffers="average"), callbacks=[fails])
+    with pytest.raises(ZeroDivisionError):
+        made.fit(foreign(), datamodule=data())
+    with pytest.raises(FederationError, match="FedAdam has the state of an earlier run"):
+        trainer(FederatedLoop(rule, buffers="average")).fit(foreign(), datamodule=data())
 
 
 @pytest.mark.parametrize("fails", [False, True])
