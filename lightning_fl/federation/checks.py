@@ -281,6 +281,7 @@ REQUIRED: dict[str, tuple[Any, str]] = {
     "overfit_batches": (0.0, "clients train on their own samples: use fewer samples"),
     "limit_train_batches": (1.0, "to limit local work, use Schedule(num_steps=...)"),
     "max_steps": (-1, "it would stop during a round: set max_epochs, the number of rounds"),
+    "min_steps": (None, "it would stop during a round: set min_epochs, a number of rounds"),
     "val_check_interval": (1.0, "validation follows aggregation: set check_val_every_n_epoch"),
 }
 
@@ -338,7 +339,7 @@ def check_options(trainer: Trainer) -> None:
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     for name, (value, why) in REQUIRED.items():
-        given = getattr(trainer, name)
+        given = getattr(trainer, name, "a time")  # Lightning keeps no val_check_interval of time
         if given != value or isinstance(given, float) != isinstance(value, float):
             raise FederationError(f"Trainer({name}={given}) is not supported: {why}")
     if trainer.check_val_every_n_epoch is None:

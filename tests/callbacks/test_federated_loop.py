@@ -1218,6 +1218,8 @@ def test_options_out_of_range_are_refused(options, message):
         ({"limit_train_batches": 0.5}, "limit_train_batches=0.5"),
         ({"overfit_batches": 1}, "overfit_batches=1"),
         ({"max_steps": 10}, "max_steps=10"),
+        ({"min_steps": 10}, "min_steps=10"),
+        ({"val_check_interval": "00:00:01:00"}, "val_check_interval=a time"),
         ({"val_check_interval": 0.5}, "val_check_interval=0.5"),
         ({"val_check_interval": 3, "check_val_every_n_epoch": None}, "val_check_interval=3"),
     ],
