@@ -194,7 +194,11 @@ class NeuronMatching(Aggregator):
             module.register_load_state_dict_pre_hook(self._fit_to)  # type: ignore[no-untyped-call]
         if example is None:
             return
-        self._in_training = ClientNetworks(self.chain, self)
+        clients = self._in_training
+        if clients is None or clients.chain is not self.chain or not self.server.numel():
+            self._in_training = ClientNetworks(self.chain, self)
+        else:  # a later fit of a module that has the merged network
+            self.load_client_network()
         self._clients.check(example())
         last = [*self.chain.layers.values()][-1]
         if self.layer is not None and not any(p.requires_grad for p in last.parameters()):
