@@ -7,6 +7,7 @@ used: :func:`check_contents` when it is loaded, the rest in :meth:`Resume.restor
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import PurePath
@@ -109,6 +110,8 @@ class Resume:
         self._former: Mapping[str, Any] = {}
         #: Options by name that may differ in a resumed run, with a warning.
         self._options: Mapping[str, Any] = {}
+        #: Module of the last fit.
+        self._module: weakref.ref[LightningModule] | None = None
         #: Whether the last fit ended between the aggregation and the end of a round.
         self._is_amid_round = False
         #: The checkpoint to resume, and the state of the loop in it.
@@ -181,12 +184,13 @@ class Resume:
         """Restore the checkpoint if there is one; otherwise record the boundary before the fit."""
         if fit.trainer.ckpt_path is None or self.pending == NOT_BEGUN:
             self._check_ended()
-            self._check_same() if self.progress.round else self._check_new()
+            self._check_same(fit) if self.progress.round else self._check_new()
             self.note(fit, is_begun=False)
         else:
             self.restore(fit)
             fit.planner.forget()
         self._former, self._is_amid_round = self._identity, False
+        self._module = weakref.ref(fit.runner.module)
 
     def _check_ended(self) -> None:
         """Check that the last fit of this loop did not end amid a round, if there was one."""
@@ -197,8 +201,16 @@ class Resume:
                 " a checkpoint with ckpt_path, or create a new FederatedLoop"
             )
 
-    def _check_same(self) -> None:
-        """Check that the clients are those of the last fit of this loop, if there was one."""
+    def _check_same(self, fit: Fit) -> None:
+        """Check that the module and the clients are those of the last fit of this loop."""
+        is_next = fit.trainer.current_epoch == self.progress.round  # as catch_up checks
+        if is_next and self._module is not None and self._module() is not fit.runner.module:
+            raise FederationError(
+                f"the FederatedLoop continues after round {self.progress.round} with another"
+                " module, and with the state of the rule and of the clients from the last one: to"
+                " continue, pass that module, or resume from a checkpoint with ckpt_path; to start"
+                " a new run, create a new FederatedLoop and Trainer"
+            )
         for what in ("num_clients", "checksum"):
             now = self._identity[what]
             if (was := self._former.get(what, now)) != now:

@@ -1359,6 +1359,16 @@ def test_a_second_fit_with_other_clients_is_refused(linear, data, trainer, optio
     first.fit(made, datamodule=data())
 
 
+def test_a_second_fit_with_another_module_is_refused(linear, data, trainer):
+    """It would continue with the state of the rule and of the clients of the first one."""
+    made, first = linear(features=6), trainer(FederatedLoop(FedAdam()), rounds=1)
+    first.fit(made, datamodule=data())
+    first.fit_loop.max_epochs = 2
+    with pytest.raises(FederationError, match="continues after round 1 with another module"):
+        first.fit(linear(features=6), datamodule=data())
+    first.fit(VectorizedClients(made, compile=False), datamodule=data())
+
+
 def test_a_loader_of_another_length_is_refused(fit, foreign, data):
     federated = data()
     federated.train_dataloader = lambda: DataLoader(federated.train.tensors[0], batch_size=8)
