@@ -29,6 +29,7 @@ from lightning_fl.federation.run_options import RunOptions
 from lightning_fl.federation.table import RoundTable
 from lightning_fl.files import error_context, short_repr
 from lightning_fl.hooks import replaced
+from lightning_fl.objectives import ClientModule
 from lightning_fl.runners import user_module
 from lightning_fl.runners.local_tensors import local_tensors
 from lightning_fl.store import ClientStore
@@ -77,6 +78,8 @@ NOT_OF_A_FEDERATION = (
     "it was not written by a federation, so it cannot be resumed: load its parameters into the"
     " module and start a new fit without ckpt_path"
 )
+#: Name of the optimizer in the options of a checkpoint.
+OPTIMIZER = "optimizer"
 #: Attribute of rules that have ended a round.
 HAS_RUN = "_has_run"
 #: Descriptions of values of a federation; others are called by their names.
@@ -124,7 +127,8 @@ class Resume:
         Args:
             prepared: The fit that starts.
         """
-        options, planner = prepared.options, prepared.planner
+        options, planner, user = prepared.options, prepared.planner, user_module(prepared.module)
+        terms = user.terms if isinstance(user, ClientModule) else ()
         self._identity = {
             "num_clients": planner.num_clients,
             "checksum": prepared.checksum,
@@ -140,6 +144,7 @@ class Resume:
             "batches in a local epoch": int(planner.batches_per_epoch.sum()),
             "checksum of the training labels": getattr(prepared.data, "samples_checksum", ""),
             "faults and attacks": [describe(watcher) for watcher in prepared.watchers],
+            "terms": [describe(term) for term in terms],
         }
 
     def identity(self, module: LightningModule) -> dict[str, Any]:
@@ -164,7 +169,7 @@ class Resume:
             "base_lr": fit.runner.base_lr,
             "runner": fit.runner.choices(),
             "trained": [bool(getattr(part, name)) for part, name in _flags(module)],
-            "options": self._options,
+            "options": {**self._options, OPTIMIZER: type(fit.trainer.optimizers[0]).__name__},
             **{name: frozen(rule.state_dict()) for name, rule in self._rules.items()},
             "unsaved buffers": frozen(unsaved_values(module)),
             # Set if the checkpoint contains the model validated before the end of the round.
@@ -354,6 +359,12 @@ class Resume:
                 raise FederationError(NOT_OF_A_FEDERATION)
             self._check_restored(fit, state, checkpoint)
             self._load(fit, state, checkpoint)
+        now = {OPTIMIZER: type(fit.trainer.optimizers[0]).__name__}
+        if changed := changes(now, state["options"]):
+            rank_zero_warn(
+                f"resuming {fit.trainer.ckpt_path} with another optimizer: {changed}. Its parameter"
+                " groups have the options of the checkpoint, such as the learning rate"
+            )
 
     def _load(self, fit: Fit, state: Mapping[str, Any], checkpoint: dict[str, Any]) -> None:
         """Load what was checked."""

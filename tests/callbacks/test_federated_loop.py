@@ -22,7 +22,7 @@ from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.federation.plan import Planner
 from lightning_fl.functional import RandomStream, generator
-from lightning_fl.objectives import RepresentationMatching
+from lightning_fl.objectives import Proximal, RepresentationMatching
 from lightning_fl.partition import IID, QuantitySkew
 from lightning_fl.policies import DiscreteGaussianReinforce, HyperparameterPolicy, Schedule
 from lightning_fl.samplers import RoundRobinSampler
@@ -998,6 +998,24 @@ def test_resuming_with_other_options_says_which(fit, foreign, data, tmp_path):
     ):
         assert part in text
     assert len(other.rows) == 2
+
+
+def test_resuming_with_another_optimizer_or_other_terms_says_which(fit, tmp_path):
+    def run(optimizer, mu, rounds, **options):
+        torch.manual_seed(0)
+        net = nn.Linear(6, 3)
+        made = ClientModule(net, [Proximal(mu)], optimizer=lambda p: optimizer(p, lr=0.1))
+        keep = {"callbacks": [RoundCheckpoint(str(tmp_path / "c"))], "enable_checkpointing": True}
+        fit(made.double(), FederatedLoop(), rounds=rounds, **keep | options)
+
+    run(torch.optim.SGD, 0.1, 1)
+    path = str(tmp_path / "c" / "last.ckpt")
+    run(torch.optim.SGD, 0.1, 1, ckpt_path=path)
+    with pytest.warns(UserWarning, match="optimizer is Adam, was SGD"):
+        run(torch.optim.Adam, 0.1, 1, ckpt_path=path)
+    terms = r"terms is \['Proximal\(mu=0.2\)'\], was \['Proximal\(mu=0.1\)'\]"
+    with pytest.warns(UserWarning, match=terms):
+        run(torch.optim.SGD, 0.2, 1, ckpt_path=path)
 
 
 def test_a_child_class_resumes_its_parents_checkpoint(fit, foreign, tmp_path):

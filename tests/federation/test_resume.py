@@ -84,7 +84,7 @@ class Federation:
             "monitored": {"val_loss": 0.5},
             "runner": {"graphs": True},
             "trained": [True, False, True, True, True],
-            "options": {"client_fraction": 0.5, "transforms": ["TopK"]},
+            "options": {"client_fraction": 0.5, "transforms": ["TopK"], "optimizer": "Adam"},
             **{"aggregator": {}, "policy": {}, "server": None},
             "unsaved buffers": {"seen": torch.ones(2), "late": torch.ones(5)},
             "store": [
