@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +36,6 @@ PROPORTIONAL = {
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam),
     torch.optim.RAdam,
 }
-
-ShapeOf = Callable[[Sequence[int]], tuple[int, ...]]
 
 
 def fresh(optimizer: Optimizer, param: Tensor, name: str) -> Tensor:
@@ -156,26 +153,26 @@ class _Run:
 def _trial(state: OptimizerState, with_closure: bool) -> tuple[_Run, list[_Run]]:
     """Train two clients stacked, then separately."""
 
-    def run(shape: Callable[..., Tensor], given: Any = None) -> _Run:
-        optimizer, learned = state.replica(partial(shape, shape_of=partial(trial_shape, state)))
+    def run(is_stacked: bool, given: Any = None) -> _Run:
+        optimizer, learned = _replica(state, is_stacked)
         starts, gradients = _problem_of_two(optimizer) if given is None else given
         learned.watch()
         ends = take_steps(optimizer, starts, gradients, with_closure=with_closure)
         return _Run(learned, starts, gradients, ends)
 
-    both = run(_stack_of_two)
+    both = run(is_stacked=True)
     parts = [
         (_row_of(both.starts, row), [_row_of(each, row) for each in both.gradients])
         for row in range(2)
     ]
-    return both, [run(_alone, part) for part in parts]
+    return both, [run(False, part) for part in parts]
 
 
 def _is_linear(state: OptimizerState, run: _Run) -> bool:
     """Return whether half the learning rate gives half of each step."""
     halves = []
     for ratio, factor in ((0.5, 1.0), (1.0, 0.5)):
-        optimizer, _ = state.replica(partial(_alone, shape_of=partial(trial_shape, state)))
+        optimizer, _ = _replica(state)
         for group in optimizer.param_groups:
             if "lr" in group:
                 group["lr"] = group["lr"] * factor
@@ -185,11 +182,11 @@ def _is_linear(state: OptimizerState, run: _Run) -> bool:
 
 def _begins_at_fresh(state: OptimizerState, run: _Run) -> bool:
     """Return whether a state from :func:`fresh` is equivalent to an empty state."""
-    used, _ = state.replica(partial(_alone, shape_of=partial(trial_shape, state)))
+    used, _ = _replica(state)
     take_steps(used, run.starts, run.gradients[:1])
     ends = []
     for is_given in (True, False):
-        optimizer, _ = state.replica(partial(_alone, shape_of=partial(trial_shape, state)))
+        optimizer, _ = _replica(state)
         for param, start in zip(params_of(optimizer), run.starts, strict=True):
             param.data.copy_(start)
         if is_given:
@@ -204,16 +201,17 @@ def _begins_at_fresh(state: OptimizerState, run: _Run) -> bool:
 # --- tensors of a trial ---------------------------------------------------------------------------
 
 
-def _alone(stack: Tensor, shape_of: ShapeOf) -> Tensor:
-    """Return a small tensor in double precision, like one row of a stack."""
-    dtype = stack.dtype
-    if is_floating(stack):
-        dtype = torch.complex128 if stack.is_complex() else torch.float64
-    return torch.zeros(shape_of(stack.shape[1:]), dtype=dtype, device=stack.device)
+def _replica(state: OptimizerState, is_stacked: bool = False) -> tuple[Optimizer, OptimizerState]:
+    """Return a small copy of an optimizer in double precision, of one client or of two stacked."""
 
+    def convert(stack: Tensor) -> Tensor:
+        dtype = stack.dtype
+        if is_floating(stack):
+            dtype = torch.complex128 if stack.is_complex() else torch.float64
+        shape = trial_shape(state, stack.shape[1:])
+        return torch.zeros((2, *shape) if is_stacked else shape, dtype=dtype, device=stack.device)
 
-def _stack_of_two(stack: Tensor, shape_of: ShapeOf) -> Tensor:
-    return torch.stack([_alone(stack, shape_of)] * 2)
+    return state.replica(convert)
 
 
 def _problem_of_two(optimizer: Optimizer) -> tuple[list[Tensor], list[list[Tensor | None]]]:
