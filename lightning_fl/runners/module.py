@@ -19,18 +19,9 @@ from lightning_fl.runners.gradient_hooks import gradient_hooks_checked
 from lightning_fl.runners.groups import clients_at_once, device_memory, has_convolutions, num_steps
 from lightning_fl.runners.local_tensors import split_tensors
 from lightning_fl.runners.optimizer_values import optimizers_in, remove, restack
-from lightning_fl.runners.samples import BatchSamples, Samples, each_of
+from lightning_fl.runners.samples import BatchSamples, each_of
 from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.runners.step_hooks import changes_transfers, hooks_of, sees_gradients, why_alone
-from lightning_fl.runners.tuning import (
-    Changes,
-    check_mapping,
-    check_rates,
-    check_start,
-    check_state,
-    tune,
-)
-from lightning_fl.runners.vectorized import VectorizedStep
 from lightning_fl.runners.vmap import VmapRunner
 from lightning_fl.types import ClientBatches, FederationError, check_package
 
@@ -126,7 +117,6 @@ class VectorizedClients(LightningModule):
         self.channels_last = channels_last
         self.stack: dict[str, nn.Parameter] = {}
         self.runner: VmapRunner | None = None
-        self.changes: Changes | None = None
         #: See :class:`~lightning_fl.callbacks.FederatedLoop`, which sets it.
         self.exchange_frozen: bool | None = None
         self.local_patterns: Sequence[str] = ()
@@ -330,7 +320,7 @@ class VectorizedClients(LightningModule):
             with runner.client(row):
                 hook()
             if row == 0 and name == "on_client_start" and runner.count > 1:
-                runner.note_first_start()
+                runner.checks.note_start(runner.starts_differ)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the sum of the clients' losses in one local step."""
@@ -342,45 +332,12 @@ class VectorizedClients(LightningModule):
         # A vectorized module cannot hold on to its samples, so their memory can be reused.
         samples = runner.batch.samples(step, may_reuse=runner.stacks.maps)
         with attributes_set(runner, {"is_in_step": True}):
-            if runner.first_start is not None:
-                check_start(runner.vectorized, samples, runner.first_start)
-                runner.first_start = None
-            self._check(runner, samples)
-            if runner.vectorized.rate_ratios and not runner.has_checked_rates:
-                runner.has_checked_rates = True
-                check_rates(runner.vectorized, samples)
+            runner.checks.begin_step(samples, len(runner.sizes))
             total = runner.loss(samples)
         runner.evaluation += 1
         if step == len(runner.sizes) - 1 and runner.evaluation == runner.evaluations:
             runner.logs.log(self.log, self.module)
         return total
-
-    def _check(self, runner: VmapRunner, samples: Samples) -> None:
-        """Check the first step of the fit, and later ones that may do something else."""
-        step, changes = runner.vectorized, self.changes
-        assert changes is not None
-        if runner.count > 1 and not runner.is_ready:
-            runner.is_ready = runner.is_checked = True
-            with changes.current_round.noted():
-                self._tune(step, samples, len(runner.sizes))
-            changes.are_found(samples)  # notes what the step does
-        elif not runner.is_checked:
-            runner.is_checked = True
-            with changes.current_round.noted():
-                check_state(step, samples)
-            if changes.current_round.is_read:  # a resumed run may begin with something
-                check_mapping(step, samples)
-            changes.are_found(samples)
-        elif runner.steps_before + runner.step == 0 and changes.are_found(samples):
-            check_state(step, samples)
-            check_mapping(step, samples)
-
-    def _tune(self, step: VectorizedStep, samples: Samples, steps_per_batch: int) -> None:
-        """Check that steps can be vectorized, and choose the fastest way to train."""
-        trainer = self.trainer
-        rounds = (trainer.max_epochs or 0) - trainer.current_epoch
-        steps = rounds * trainer.fit_loop.max_batches * steps_per_batch
-        tune(step, samples, self.group_size == "auto", self.compiled, steps)
 
     def optimizer_step(
         self,
@@ -490,7 +447,7 @@ def client_runner(
     channels_last = module.channels_last
     if channels_last == "auto":
         channels_last = module.device.type == "cpu" and has_convolutions(module.module)
-    runner = VmapRunner(
+    module.runner = VmapRunner(
         module.module,
         buffers,
         optimizer,
@@ -501,8 +458,8 @@ def client_runner(
         fast_matmul=module.fast_matmul,
         channels_last=channels_last,
         rewrites=module.rewrite_graphs,
-        may_compile=module.compiled is not False,
+        compile=module.compiled,
+        is_timed=module.group_size == "auto",
     )
-    module.runner, module.changes = runner, Changes(runner.vectorized)
-    runner.undo.callback(setattr, module, "runner", None)
-    return runner
+    module.runner.undo.callback(setattr, module, "runner", None)
+    return module.runner

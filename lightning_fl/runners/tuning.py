@@ -1,4 +1,4 @@
-"""Choice of vectorized or sequential steps, by checks and timing at the first local step."""
+"""Choice of vectorized or sequential, and of compiled steps, by timing at the first one."""
 
 from __future__ import annotations
 
@@ -6,29 +6,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fl.functional.randomness import seeded_rng
-from lightning_fl.runners.attributes import Attributes, left_alone
-from lightning_fl.runners.carried import carried, comparison
-from lightning_fl.runners.check import mixes_samples, why_not_mapped
+from lightning_fl.runners.attributes import left_alone
 from lightning_fl.runners.graphs import (
     can_update,
     depends_on_batch_idx,
     reads_batch_idx,
     sgd_update,
 )
-from lightning_fl.runners.later_rounds import OF_LIGHTNING, Count, Operations, Switches
 from lightning_fl.runners.local_step import gradients_of
 from lightning_fl.runners.optimizer_values import rates_scaled
-from lightning_fl.runners.samples import Padded, Samples, copied
+from lightning_fl.runners.samples import Samples, copied
 from lightning_fl.runners.vectorized import VectorizedStep
-from lightning_fl.types import FederationError
 
 #: Conservative estimates of the seconds that compiling takes, and of the share of a step that it
 #: saves for clients that train at once or one after another.
@@ -38,153 +33,6 @@ SPEED = {"cpu": 1e11, "cuda": 1e13}
 #: Seconds of timing after which no further trial starts: of clients at once or one after another,
 #: and of compiled steps, for which a run must be longer anyway.
 LONG, LONG_COMPILED = 1.0, 3.0
-#: Number of different steps that are checked in a fit.
-MOST_CALLS = 20
-
-
-def check_state(step: VectorizedStep, samples: Samples) -> None:
-    """Check that clients affect each other only through parameters and buffers.
-
-    Args:
-        step: The step.
-        samples: The samples of a local step.
-
-    Raises:
-        FederationError: If a step depends on what an earlier step has set; see :func:`carried`.
-    """
-    if names := carried(step, samples):
-        name = type(step.module).__name__
-        raise FederationError(
-            f"{name}.training_step depends on values that an earlier step has set"
-            f" ({', '.join(names[:3])}). Clients that train at once would share them. Store them in"
-            " buffers (register_buffer), which are separate for each client; instead of"
-            " global_step, use batch_idx. Or train the module without VectorizedClients"
-        )
-
-
-def check_start(step: VectorizedStep, samples: Samples, first: Attributes) -> None:
-    """Check that no step depends on an attribute that ``on_client_start`` sets for one client.
-
-    Args:
-        step: The step.
-        samples: The samples of the first local step of the clients.
-        first: The attributes as ``on_client_start`` has set them for the first client.
-
-    Raises:
-        FederationError: If one does; clients that train at once share the attributes of the last.
-    """
-    names = [name for name in first.changed() if name not in OF_LIGHTNING]
-    row = first_row(step, samples)
-
-    def result(*of_first: str) -> list[Tensor]:
-        """Return the gradients of a step with some attributes of the first client."""
-        with left_alone(step.module):
-            first.restore(of_first)
-            return list(step.tried(row, samples.client(row)).values())
-
-    if names and (differs := comparison(result)) is not None and differs(*names):
-        name = type(step.module).__name__
-        raise FederationError(
-            f"{name}.training_step depends on {' and '.join(names[:3])}, which on_client_start sets"
-            " to another value for each client. Clients that train at once would share it. Store it"
-            " in a buffer (register_buffer), or train the module without VectorizedClients"
-        )
-
-
-def check_rates(step: VectorizedStep, samples: Samples) -> None:
-    """Train clients one after another if a step reads the learning rate, which differs.
-
-    Clients that train at once share the optimizer, and so the rate that a step finds there.
-
-    Args:
-        step: The step of clients with different learning rates.
-        samples: The samples of the local step.
-    """
-    if not step.stacks.maps:
-        return
-    row, groups = first_row(step, samples), step.optimizer.param_groups
-    own, seen = list(groups), [_Group(group) for group in groups]
-    groups[:] = seen
-    try:
-        step.tried(row, samples.client(row))
-    finally:
-        groups[:] = own
-    if any(group.is_read for group in seen):
-        step.stacks.train_one_by_one()
-        rank_zero_warn(
-            f"{type(step.module).__name__} is trained one client after another, not at once:"
-            " training_step reads the optimizer's learning rate, which differs between clients"
-        )
-
-
-class _Group(dict[str, Any]):
-    """A parameter group that notes whether its learning rate is read."""
-
-    is_read = False
-
-    def __getitem__(self, key: str) -> Any:
-        self.is_read |= key == "lr"
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.is_read |= key == "lr"
-        return super().get(key, default)
-
-
-def check_mapping(step: VectorizedStep, samples: Samples) -> None:
-    """Check vectorized steps once more; if they are wrong, train clients one after another.
-
-    Args:
-        step: The step.
-        samples: The samples of a local step. Some cannot be stacked, and are not checked.
-    """
-    if not step.stacks.maps or samples.why_not_stacked():
-        return
-    if why := why_not_mapped(step, samples.pair()):
-        step.stacks.train_one_by_one()
-        rank_zero_warn(
-            f"{type(step.module).__name__} is trained one client after another from here on, not at"
-            f" once: {why}"
-        )
-    elif isinstance(samples, Padded) and step.weighted and int(samples.sizes.max()) > 1:
-        step.weighted = not mixes_samples(step, samples.tensors)
-
-
-class Changes:
-    """Tell whether a step may do something that it has not done when it was checked.
-
-    A module may begin with something after a warm-up. Then attributes have changed since the last
-    round, or a step that reads the round calls other functions of torch.
-
-    Args:
-        step: The step.
-    """
-
-    def __init__(self, step: VectorizedStep) -> None:
-        self._step, self._switches = step, Switches(step.module)
-        #: Whether a step reads the round.
-        self.current_round = Count(step.module, "current_epoch")
-        self._round, self._known = -1, set[tuple[Any, ...]]()
-
-    def are_found(self, samples: Samples) -> bool:
-        """Return whether there are changes since the last call.
-
-        Args:
-            samples: The samples of the first local step of the clients.
-        """
-        return self._switches.have_changed() or self._calls_others(samples)
-
-    def _calls_others(self, samples: Samples) -> bool:
-        before, self._round = self._round, self._step.module.current_epoch
-        is_same = before == self._round or not self.current_round.is_read
-        if is_same or len(self._known) >= MOST_CALLS:
-            return False
-        row = first_row(self._step, samples)
-        with Operations() as operations:
-            self._step.tried(row, samples.client(row))
-        is_new = (calls := tuple(operations.calls)) not in self._known
-        self._known.add(calls)
-        return is_new
 
 
 def tune(
@@ -192,29 +40,18 @@ def tune(
     samples: Samples,
     is_timed: bool,
     compile: bool | Literal["auto"],
-    steps: float,
+    steps_per_batch: int,
 ) -> None:
-    """Check that vectorized steps agree with the module's own, and choose the fastest way to train.
+    """Choose the fastest way to train clients whose steps can be vectorized.
 
     Args:
         step: The step; the choices are stored in it.
         samples: The samples of the first local step.
         is_timed: Whether to choose the faster of vectorized and sequential steps by timing.
         compile: Whether to compile. ``auto`` compiles if the run is long enough for it to pay.
-        steps: Number of remaining local steps of all clients at once.
-
-    Raises:
-        FederationError: See :func:`check_state`.
+        steps_per_batch: Number of local steps in a Lightning batch.
     """
-    name, stacks = type(step.module).__name__, step.stacks
-    check_state(step, samples)
-    why = samples.why_not_stacked() or why_not_mapped(step, samples.pair())
-    if why is not None:
-        stacks.train_one_by_one()
-        rank_zero_warn(f"{name} is trained one client after another, not at once: {why}")
-        return
-    if isinstance(samples, Padded) and step.weighted:
-        step.weighted = not mixes_samples(step, samples.tensors)
+    stacks = step.stacks
     if is_timed:
         with _put_back(step):
             mapped, one_by_one = (
@@ -224,9 +61,11 @@ def tune(
             stacks.train_one_by_one()
     may_compile = compile is not False and (stacks.at_once or can_compile_one(step))
     if may_compile and compile == "auto":
+        trainer = step.module.trainer
+        rounds = (trainer.max_epochs or 0) - trainer.current_epoch
+        steps = rounds * trainer.fit_loop.max_batches * steps_per_batch
         speed = SPEED.get(stacks.first.device.type, SPEED["cpu"])
-        work = operations(step, samples) / speed
-        may_compile = compiling_pays(work, steps, stacks.at_once)
+        may_compile = compiling_pays(operations(step, samples) / speed, steps, stacks.at_once)
     if may_compile and (why := why_not_compiled(step, samples)) is not None:
         rank_zero_warn(f"the vectorized step is not compiled: {why}")
     elif may_compile and stacks.at_once:
@@ -235,7 +74,7 @@ def tune(
         try_one(step, samples)
     how = "at once" if stacks.at_once else "one after another, which is faster"
     compiled = ", compiled" * (step.graphs is not None or step.side_by_side is not None)
-    rank_zero_info(f"{name}: {stacks.count} clients {how}{compiled}")
+    rank_zero_info(f"{type(step.module).__name__}: {stacks.count} clients {how}{compiled}")
 
 
 def try_one(step: VectorizedStep, samples: Samples) -> None:
@@ -262,15 +101,9 @@ def can_compile_one(step: VectorizedStep) -> bool:
 
 def operations(step: VectorizedStep, samples: Samples) -> float:
     """Return the floating-point operations of a local step of all clients, counted for one."""
-    row = first_row(step, samples)
     with FlopCounterMode(display=False) as counter:
-        step.tried(row, samples.client(row))
+        step.tried_first(samples)
     return float(counter.get_total_flops()) * step.stacks.count
-
-
-def first_row(step: VectorizedStep, samples: Samples) -> int:
-    """Return the first client that makes a local step."""
-    return next(i for i in range(step.stacks.count) if samples.client(i) is not None)
 
 
 def compiling_pays(work: float, steps: float, at_once: bool) -> bool:

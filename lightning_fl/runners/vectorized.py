@@ -222,6 +222,11 @@ class VectorizedStep:
         with self.undone(), self.stacks.client(row):
             return self.local.by_itself({}, copied(batch))[1]
 
+    def tried_first(self, samples: Samples) -> Tensors:
+        """Return the gradients of the first client that makes a step; see :meth:`tried`."""
+        row = next(i for i in range(self.stacks.count) if samples.client(i) is not None)
+        return self.tried(row, samples.client(row))
+
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Undo what a step does to the module, its clients and the random numbers."""

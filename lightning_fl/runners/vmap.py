@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_fl.runners.attributes import Attributes
 from lightning_fl.runners.base import BufferPolicy, ClientRunner
 from lightning_fl.runners.local_step import Tensors
 from lightning_fl.runners.logs import StepLogs
@@ -21,6 +20,7 @@ from lightning_fl.runners.optimizer_values import params_of, step_hooks_of
 from lightning_fl.runners.samples import BatchSamples, Samples
 from lightning_fl.runners.separable import check_separable, fresh
 from lightning_fl.runners.stacks import Stacks
+from lightning_fl.runners.step_checks import StepChecks
 from lightning_fl.runners.step_hooks import has_backward_hooks
 from lightning_fl.runners.tensors import beside, flatten, placed, to_cpu, unflatten
 from lightning_fl.runners.vectorized import VectorizedStep
@@ -47,7 +47,8 @@ class VmapRunner(ClientRunner):
         fast_matmul: Whether oneDNN multiplies matrices on a CPU.
         channels_last: Whether images and filters may be stored in channels-last memory format.
         rewrites: Whether to rewrite compiled graphs for a CPU.
-        may_compile: Whether code may be compiled.
+        compile: Whether to compile; see :class:`VectorizedClients`.
+        is_timed: Whether to choose the faster of vectorized and sequential steps by timing.
     """
 
     def __init__(
@@ -63,13 +64,15 @@ class VmapRunner(ClientRunner):
         fast_matmul: bool | Literal["auto"],
         channels_last: bool,
         rewrites: bool,
-        may_compile: bool,
+        compile: bool | Literal["auto"],
+        is_timed: bool,
     ) -> None:
         super().__init__(module, buffers, optimizer, keep_optimizer, constants, local)
-        self.may_compile = may_compile
+        self.may_compile = compile is not False
         self.is_linear = check_separable(self.optimizer_state, keep_optimizer)
         self.stacks = Stacks(self.tensors, params, channels_last)
         self.vectorized = VectorizedStep(self.stacks, optimizer, rewrites)
+        self.checks = StepChecks(self.vectorized, is_timed, compile)
         self.logs = StepLogs(self.vectorized.local)
         #: Clean-up functions that :meth:`close` calls.
         self.undo = ExitStack()
@@ -86,17 +89,8 @@ class VmapRunner(ClientRunner):
         self.is_loaded = False
         #: Whether the module makes a local step, or several at once.
         self.is_in_step = False
-        #: Whether :func:`tune` has chosen how to train.
-        self.is_ready = False
-        #: Whether :func:`check_state` has looked for state that clients share.
-        self.is_checked = False
-        #: Attributes after ``on_client_start`` of the first client, for :func:`check_start`.
-        self.first_start: Attributes | None = None
-        #: Whether the clients start from different tensors, and the values of this for which
-        #: :meth:`note_first_start` has noted attributes.
-        self._starts_differ, self._checked_starts = False, set[bool]()
-        #: Whether :func:`check_rates` has looked for reads of the learning rate.
-        self.has_checked_rates = False
+        #: Whether the clients start from different tensors.
+        self.starts_differ = False
         #: Whether callbacks that see gradients were tried.
         self.has_tried_callbacks = False
         #: The samples of the Lightning batch.
@@ -139,7 +133,7 @@ class VmapRunner(ClientRunner):
                     " VectorizedClients(module), and vectorized steps do not call it: register it"
                     f" in the constructor of {name}, or {remedy}"
                 )
-        if self.is_ready and self.stacks.at_once and has_backward_hooks(self.module):
+        if self.checks.is_tuned and self.stacks.at_once and has_backward_hooks(self.module):
             raise FederationError(
                 f"a layer of {name} got a hook of its backward pass during the fit, and vectorized"
                 f" steps do not call it: register it in the constructor of {name}, or {remedy}"
@@ -165,7 +159,7 @@ class VmapRunner(ClientRunner):
         is_shared = state.vector.stride(0) == 0 and not self.restored_first
         self.stacks.load(self.count, self._starts(state), is_shared, self.optimizer)
         self._load_rows(rows)
-        self._starts_differ = not is_shared or any(rows)
+        self.starts_differ = not is_shared or any(rows)
         for name in self.restored_first if self.stacks.fixed else ():
             self.stacks.fixed[name] = self.stacks.params[name].detach().clone()
 
@@ -210,12 +204,6 @@ class VmapRunner(ClientRunner):
         for i, kept in enumerate(rows):
             for key, row in kept.items():
                 stacks[key][i].copy_(row, non_blocking=True)
-
-    def note_first_start(self) -> None:
-        """Note attributes for :func:`check_start`, once for clients of each kind of start."""
-        if self._starts_differ not in self._checked_starts:
-            self._checked_starts.add(self._starts_differ)
-            self.first_start = Attributes(self.module)
 
     def set_hyperparameters(self, values: Mapping[str, Tensor]) -> None:
         """Set numbers of the module; see :meth:`ClientRunner.set_hyperparameters`."""
@@ -288,7 +276,7 @@ class VmapRunner(ClientRunner):
 
     def choices(self) -> dict[str, bool]:
         """Return the choices of :func:`tune`; see :meth:`ClientRunner.choices`."""
-        if not self.is_ready:
+        if not self.checks.is_tuned:
             return {}
         step, at_once = self.vectorized, self.stacks.at_once
         return {
@@ -302,7 +290,7 @@ class VmapRunner(ClientRunner):
     def choose(self, choices: Mapping[str, bool]) -> None:
         """Restore choices; see :meth:`ClientRunner.choose`."""
         if choices:
-            self.is_ready = True
+            self.checks.is_tuned = True
             self.vectorized.weighted = choices.get("weighted", self.vectorized.weighted)
             if not choices.get("at_once", True):
                 self.stacks.train_one_by_one()

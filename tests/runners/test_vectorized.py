@@ -41,7 +41,7 @@ def small_cnn():
 def test_channels_may_come_last(trained, tiny, monkeypatch, channels_last, mapped):
     if not mapped:
         monkeypatch.setattr(
-            "lightning_fl.runners.tuning.why_not_mapped", lambda *_: "a test says so"
+            "lightning_fl.runners.step_checks.why_not_mapped", lambda *_: "a test says so"
         )
     seen = []
 
