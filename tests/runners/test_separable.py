@@ -38,6 +38,7 @@ optim = torch.optim
         (optim.Adadelta, True),
         (lambda p: optim.Adamax(p, weight_decay=0.1), True),
         (optim.ASGD, False),
+        (optim.Rprop, True),
         (PFedMe, True),
         (hidden.Counting, True),
         (hidden.Attribute, True),
@@ -45,9 +46,12 @@ optim = torch.optim
     ],
 )
 def test_an_optimizer_that_treats_numbers_alike_is_fine(make, is_linear):
-    assert check_separable(stacked(make), keep=False) is is_linear
-    assert check_by_trial(stacked(make), keep=False) is is_linear  # which knows none of them
-    assert is_linear or type(stacked(make).optimizer) not in PROPORTIONAL
+    state = stacked(make)
+    before = str(state.optimizer.state_dict())
+    assert check_separable(state, keep=False) is is_linear
+    assert check_by_trial(state, keep=False) is is_linear  # which knows none of them
+    assert str(state.optimizer.state_dict()) == before
+    assert is_linear or type(state.optimizer) not in PROPORTIONAL
 
 
 @pytest.mark.parametrize("kind", sorted(PROPORTIONAL, key=lambda kind: kind.__name__))

@@ -1,6 +1,5 @@
 """The tensors of several clients, stacked: each client trains as if it were alone."""
 
-import copy
 import functools
 
 import pytest
@@ -9,10 +8,8 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_fl.runners import VectorizedClients, client_runner
-from lightning_fl.runners.optimizer_state import OptimizerState
-from lightning_fl.runners.separable import check_separable
 from lightning_fl.runners.vmap import VmapRunner
-from lightning_fl.types import FederationError, ServerState
+from lightning_fl.types import ServerState
 
 LR = [0.1, 0.2, 0.05]
 
@@ -262,76 +259,6 @@ def test_clients_find_again_what_they_kept_at_any_row():
         torch.testing.assert_close(found[k], expected, atol=1e-12, rtol=0)
     for now, then in zip(rows, kept, strict=True):
         assert all(torch.equal(now[name], then[name]) for name in then)
-
-
-# --- optimizers that can be vectorized ------------------------------------------------------------
-
-
-def of(kind, **options):
-    return kind([nn.Parameter(torch.ones(2, 2))], **options)
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        of(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
-        of(torch.optim.Adam, lr=0.1, amsgrad=True, weight_decay=0.1),
-        of(torch.optim.AdamW, lr=0.1),
-        of(torch.optim.NAdam),
-        of(torch.optim.RAdam),
-        of(torch.optim.Adamax),
-        of(torch.optim.Adagrad),
-        of(torch.optim.Adadelta),
-        of(torch.optim.Rprop),
-    ],
-    ids=lambda optimizer: type(optimizer).__name__,
-)
-def test_an_optimiser_that_treats_numbers_alike_is_fine(optimizer):
-    before = copy.deepcopy(optimizer.state_dict())
-    check_separable(OptimizerState(optimizer), keep=False)
-    assert str(optimizer.state_dict()) == str(before)
-
-
-class Norms(torch.optim.SGD):
-    """As LARS: a rate for each tensor, by its norms."""
-
-    def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            p.grad = p.grad / p.grad.norm()
-        return super().step(closure)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "why"),
-    [
-        (of(Norms, lr=0.1), "its step for one client depends on the other clients"),
-        (of(torch.optim.LBFGS), "depends on the other clients"),
-        (of(torch.optim.Muon), "RuntimeError|ValueError|depends"),
-    ],
-)
-def test_an_optimiser_that_looks_at_whole_tensors_is_refused(optimizer, why):
-    name = type(optimizer).__name__
-    with pytest.raises(FederationError, match=f"{name} cannot train vectorized clients.*{why}"):
-        check_separable(OptimizerState(optimizer), keep=False)
-
-
-@pytest.mark.parametrize(
-    "optimizer", [of(torch.optim.SGD), momentum([nn.Parameter(torch.ones(1))])]
-)
-def test_state_of_each_number_can_be_kept(optimizer):
-    check_separable(OptimizerState(optimizer), keep=True)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "what"),
-    [
-        (of(torch.optim.Adam), "all clients share step"),
-        (of(torch.optim.SGD, momentum=0.9, dampening=0.1), "first step of its dampening"),
-    ],
-)
-def test_state_that_is_one_for_all_cannot_be_kept(optimizer, what):
-    with pytest.raises(FederationError, match=f"optimizer_state=.keep. .* {what}"):
-        check_separable(OptimizerState(optimizer), keep=True)
 
 
 def test_moves_of_earlier_clients_are_not_written_over():
