@@ -4,6 +4,7 @@ import copy
 import random
 from collections import deque
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import lightning as L
 import numpy as np
@@ -26,12 +27,18 @@ class Helper:
         self.calls = 0
 
 
+@dataclass(slots=True)
+class Slotted:
+    calls: int = 0
+
+
 #: How a step changes an attribute, and the number that depends on it, by name of the attribute.
 CARRIED = {
     "steps": lambda m: setattr(m, "steps", m.steps + 1) or m.steps,
     "history": lambda m: m.history.append(0) or len(m.history),
     "nested": lambda m: m.nested["losses"].append(0) or len(m.nested["losses"]),
     "helper": lambda m: setattr(m.helper, "calls", m.helper.calls + 1) or m.helper.calls,
+    "slotted": lambda m: setattr(m.slotted, "calls", m.slotted.calls + 1) or m.slotted.calls,
     "center": lambda m: m.center.add_(1).item(),
     "array": lambda m: np.add(m.array, 1, out=m.array)[0],
     "recent": lambda m: m.recent.append(0) or len(m.recent),
@@ -72,7 +79,8 @@ def stateful(tiny):
     def make(factor, kind=None):
         module = tiny(Stateful if kind is None else type("Stateful", (kind, Stateful), {}))
         module.factor, module.steps, module.history, module.nested = factor, 0, [], {"losses": []}
-        module.helper, module.center, module.array = Helper(), torch.zeros(()), np.zeros(1)
+        module.helper, module.slotted = Helper(), Slotted()
+        module.center, module.array = torch.zeros(()), np.zeros(1)
         module.recent, module.drawn = deque(maxlen=99), np.random.RandomState(0)
         module.teacher = [nn.Linear(1, 1)]  # no submodule
         return module
@@ -93,10 +101,11 @@ def test_what_a_client_leaves_to_the_next_is_named(train, stateful, name, lean_s
         train(stateful(CARRIED[name]), rounds=2, federation={"lean_steps": lean_steps})
 
 
+@pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize("name", CARRIED)
-def test_a_vectorized_group_of_one_client_refuses_it(train, stateful, name):
+def test_vectorized_clients_refuse_it(train, stateful, name, group_size):
     with pytest.raises(FederationError, match=rf"an earlier step has set \(.*{name}"):
-        train(stateful(CARRIED[name]), 1)
+        train(stateful(CARRIED[name]), group_size)
 
 
 @pytest.mark.parametrize("name", ALLOWED)
