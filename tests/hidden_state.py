@@ -3,7 +3,10 @@
 from collections import OrderedDict, defaultdict
 
 import torch
+from torch import nn
 from torch.optim import SGD, Optimizer
+
+from lightning_fl.runners.optimizer_state import OptimizerState
 
 
 class Counting(Optimizer):
@@ -171,3 +174,13 @@ class Closed(Counting):
 
     def update(self, p, group):
         return p.grad * self.rate()
+
+
+#: Optimizers that learn outside of their state, and can be made fresh.
+LEARNERS = [Counting, Attribute, Lookahead, Learned]
+
+
+def state_of(kind, **options):
+    """The state of an optimizer of a matrix, a vector and a number."""
+    shapes = (3, 2), (2,), ()
+    return OptimizerState(kind([nn.Parameter(torch.rand(shape)) for shape in shapes], **options))

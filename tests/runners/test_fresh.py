@@ -2,30 +2,18 @@
 
 import pytest
 import torch
-from torch import nn
 
 import hidden_state as hidden
 from lightning_fl.runners.fresh import check_fresh
-from lightning_fl.runners.optimizer_state import OptimizerState
 from lightning_fl.types import FederationError
-
-#: Optimizers that learn outside of their state, and can be made fresh.
-LEARNERS = [hidden.Counting, hidden.Attribute, hidden.Lookahead, hidden.Learned]
-
-
-def state(kind, **options):
-    params = [
-        nn.Parameter(torch.rand(3, 2)),
-        nn.Parameter(torch.rand(2)),
-        nn.Parameter(torch.rand(())),
-    ]
-    return OptimizerState(kind(params, **options))
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("kind", [*LEARNERS, hidden.Matrices, hidden.GlobalNorm, hidden.Sharpness])
+@pytest.mark.parametrize(
+    "kind", [*hidden.LEARNERS, hidden.Matrices, hidden.GlobalNorm, hidden.Sharpness]
+)
 def test_an_optimizer_that_can_be_made_fresh_is_left_alone(kind, keep):
-    learner = state(kind)
+    learner = hidden.state_of(kind)
     before = [p.detach().clone() for g in learner.optimizer.param_groups for p in g["params"]]
     check_fresh(learner, keep)
     after = [p for g in learner.optimizer.param_groups for p in g["params"]]
@@ -44,7 +32,7 @@ def test_an_optimizer_that_can_be_made_fresh_is_left_alone(kind, keep):
 )
 def test_an_optimizer_that_cannot_be_made_fresh_is_refused(kind, why):
     with pytest.raises(FederationError, match=why):
-        check_fresh(state(kind), keep=False)
+        check_fresh(hidden.state_of(kind), keep=False)
 
 
 def test_an_optimizer_that_cannot_be_tried_is_refused():
@@ -53,7 +41,7 @@ def test_an_optimizer_that_cannot_be_tried_is_refused():
             raise KeyError("hessian")
 
     with pytest.raises(FederationError, match=r"that Broken can be reset .*KeyError: 'hessian'"):
-        check_fresh(state(Broken), keep=False)
+        check_fresh(hidden.state_of(Broken), keep=False)
 
 
 def test_what_is_not_a_tensor_or_a_number_cannot_be_kept():
@@ -62,9 +50,9 @@ def test_what_is_not_a_tensor_or_a_number_cannot_be_kept():
             group["phase"] = f"step {group['step']}"
             return p.grad
 
-    check_fresh(state(Named), keep=False)
+    check_fresh(hidden.state_of(Named), keep=False)
     with pytest.raises(FederationError, match=r"keep. does not support Named.* phase"):
-        check_fresh(state(Named), keep=True)
+        check_fresh(hidden.state_of(Named), keep=True)
 
 
 def test_a_rate_that_the_optimizer_changes_itself_goes_with_no_scheduler():
@@ -73,7 +61,7 @@ def test_a_rate_that_the_optimizer_changes_itself_goes_with_no_scheduler():
             group["lr"] *= 0.9
             return p.grad
 
-    learner = state(Decaying)
+    learner = hidden.state_of(Decaying)
     check_fresh(learner, keep=False)
     torch.optim.lr_scheduler.ExponentialLR(learner.optimizer, 0.9)
     with pytest.raises(

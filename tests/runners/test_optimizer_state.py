@@ -1,7 +1,6 @@
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import nn
 from torch.optim import SGD, Adam
 
 import hidden_state as hidden
@@ -9,13 +8,10 @@ from grids import diagonal
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.policies import Schedule
 from lightning_fl.runners.fresh import check_fresh
-from lightning_fl.runners.optimizer_state import OptimizerState
 from lightning_fl.samplers import ClientSampler
 
-#: Optimizers that learn outside of their state, and can be made fresh.
-LEARNERS = [hidden.Counting, hidden.Attribute, hidden.Lookahead, hidden.Learned]
 #: Those whose step for one client does not depend on others.
-SEPARABLE = LEARNERS[:3]
+SEPARABLE = hidden.LEARNERS[:3]
 
 
 class Deltas(Callback):
@@ -38,7 +34,7 @@ class Only(ClientSampler):
         return torch.tensor(self.clients)
 
 
-@pytest.mark.parametrize("kind", LEARNERS)
+@pytest.mark.parametrize("kind", hidden.LEARNERS)
 def test_a_client_does_not_see_what_the_optimizer_learned_from_others(kind, train, tiny):
     found = []
     for clients in ((2, 3, 5), (5,)):
@@ -73,7 +69,7 @@ def scheduled(kind):
     return make
 
 
-@pytest.mark.parametrize(("kind", "keep"), diagonal(LEARNERS, ["reset", "keep"]))
+@pytest.mark.parametrize(("kind", "keep"), diagonal(hidden.LEARNERS, ["reset", "keep"]))
 def test_what_an_optimizer_learned_is_resumed(kind, keep, train, tiny, flat, tmp_path):
     make = scheduled(kind) if keep == "reset" else kind
 
@@ -104,17 +100,8 @@ def test_a_client_keeps_all_that_its_optimizer_learned(kind, row, train, tiny):
     assert [loop.store.get(client)[row].item() for client in (2, 5)] == [steps] * 2
 
 
-def state(kind, **options):
-    params = [
-        nn.Parameter(torch.rand(3, 2)),
-        nn.Parameter(torch.rand(2)),
-        nn.Parameter(torch.rand(())),
-    ]
-    return OptimizerState(kind(params, **options))
-
-
 def test_what_is_set_between_steps_stays_and_what_a_step_changes_goes_back():
-    learner = state(hidden.Learned)
+    learner = hidden.state_of(hidden.Learned)
     check_fresh(learner, keep=False)
     learner.watch()
     (group,) = learner.optimizer.param_groups
@@ -135,8 +122,8 @@ def test_what_is_set_between_steps_stays_and_what_a_step_changes_goes_back():
 
 @pytest.mark.parametrize("kind", [SGD, Adam])
 def test_torch_optimizers_are_not_watched(kind):
-    assert state(kind, lr=0.1).is_simple
-    assert not state(type("Own", (kind,), {"__module__": "own"}), lr=0.1).is_simple
+    assert hidden.state_of(kind, lr=0.1).is_simple
+    assert not hidden.state_of(type("Own", (kind,), {"__module__": "own"}), lr=0.1).is_simple
 
 
 def test_a_policy_sets_the_rate_of_an_optimizer_without_step_hooks(train, tiny, flat):
