@@ -46,9 +46,9 @@ def log_twice(module, loss):
     [
         log_alone,
         log_dict,
-        pytest.param(log_by_position),
-        pytest.param(log_with_a_size),
-        pytest.param(log_the_largest),
+        log_by_position,
+        log_with_a_size,
+        log_the_largest,
         log_one_element,
         log_twice,
     ],

@@ -20,6 +20,7 @@ from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.objectives import Proximal, Term
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.types import FederationError
+from linear import Linear
 
 adam, adamw = (functools.partial(kind, lr=0.01) for kind in (torch.optim.Adam, torch.optim.AdamW))
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
@@ -241,17 +242,7 @@ class Convolution(nn.Sequential):
 
 
 @pytest.mark.parametrize(
-    "net",
-    [
-        Tied,
-        pytest.param(Twice),
-        Frozen,
-        Complex,
-        pytest.param(OddComplex),
-        Counting,
-        Convolution,
-        Parametrized,
-    ],
+    "net", [Tied, Twice, Frozen, Complex, OddComplex, Counting, Convolution, Parametrized]
 )
 def test_nets(agree, tiny, net):
     agree(lambda: tiny(net=net, optimizer=momentum))
@@ -284,10 +275,10 @@ def made_before(module):
     ("configure", "options"),
     [
         (by_layer, {}),
-        pytest.param(by_dimensions, {}),
-        pytest.param(made_before, {}),
+        (by_dimensions, {}),
+        (made_before, {}),
         (lambda module: sgd(module.net[2].parameters()), {}),
-        pytest.param(lambda module: sgd(module.net[2].parameters()), {"gradient_clip_val": 0.1}),
+        (lambda module: sgd(module.net[2].parameters()), {"gradient_clip_val": 0.1}),
     ],
 )
 def test_optimisers_of_some_parameters(agree, tiny, configure, options):
@@ -832,7 +823,7 @@ def test_manual_optimisation_is_refused(train, tiny):
         train(module, 3)
 
 
-@pytest.mark.parametrize("fitted", [False, pytest.param(True)])
+@pytest.mark.parametrize("fitted", [False, True])
 def test_vectorized_clients_without_a_loop_are_refused(trainer, tiny, data, fit, fitted):
     group_size = VectorizedClients(tiny())
     if fitted:
@@ -906,17 +897,11 @@ def test_loader_workers_load_the_same_samples_for_vectorized_clients(trained, ti
 # --- modules that do unusual things ---------------------------------------------------------------
 
 
-class Odd(L.LightningModule):
-    def validation_step(self, batch, batch_idx):
-        """Say nothing."""
-
-
-class OwnNames(Odd):
+class OwnNames(Linear):
     """Has attributes of its own with names that the library once used, each of another type."""
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Linear(6, 3)
         self.register_buffer("sample_weight", torch.tensor([1.0, 5.0, 0.2]))
         self.fixed = nn.Linear(6, 3)
         self.losses = nn.ModuleList([nn.CrossEntropyLoss()])
@@ -931,26 +916,9 @@ class OwnNames(Odd):
         loss = F.cross_entropy(outputs, batch[1], weight=self.sample_weight)
         return self.record(loss + self.losses[0](outputs, batch[1]), self.local_parameters)
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
-
-class Renamed(Odd):
-    """Has a loss and no such names."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(6, 3)
-
-    def training_step(self, batch, _):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class OwnDictionary(Renamed):
-    """Has the same loss, and the names with values that the library would take for its own."""
+class OwnDictionary(Linear):
+    """Has the same loss, and names with values that the library would take for its own."""
 
     def __init__(self):
         super().__init__()
@@ -983,7 +951,7 @@ def test_a_modules_own_names_are_its_own(agree, tiny, ragged, kind):
 @pytest.mark.parametrize("group_size", [None, 4])
 def test_a_modules_own_names_change_nothing(train, tiny, flat, group_size):
     found = []
-    for kind in (OwnDictionary, Renamed):
+    for kind in (OwnDictionary, Linear):
         train(module := tiny(kind), group_size)
         found.append(flat(module))
     torch.testing.assert_close(*found, atol=1e-14, rtol=0)
@@ -1009,7 +977,7 @@ def test_vectorized_clients_have_the_dtype_of_their_module(foreign):
 # --- parameters of other kinds --------------------------------------------------------------------
 
 
-class Words(Odd):
+class Words(Linear):
     """Looks up words; its gradients may be sparse, and a parameter may hold integers."""
 
     def __init__(self, sparse, momentum=0.0):

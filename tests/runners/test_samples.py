@@ -3,7 +3,6 @@
 from collections import UserDict
 from dataclasses import dataclass
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,26 +14,21 @@ from lightning_fl.partition import Dirichlet
 from lightning_fl.runners import VectorizedClients
 from lightning_fl.runners.samples import Collated
 from lightning_fl.types import FederationError
+from linear import Linear
 
 
-class Reader(L.LightningModule):
+class Reader(Linear):
     """A linear layer on the features that a test finds in a batch."""
 
     def __init__(self, read):
         super().__init__()
-        self.net, self.read = nn.Linear(6, 3), read
+        self.read = read
 
     def training_step(self, batch, batch_idx):
         x, y = self.read(batch)
         loss = F.cross_entropy(self.net(x), y)
         self.log("loss", loss, on_epoch=True, batch_size=len(y))
         return loss
-
-    def validation_step(self, batch, batch_idx):
-        """Say nothing."""
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def together(samples):

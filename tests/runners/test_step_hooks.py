@@ -39,10 +39,7 @@ def test_hooks_of_the_module_are_called_as_ever(train, tiny):
 
 @pytest.mark.parametrize(
     "hook",
-    [
-        pytest.param(name)
-        for name in ("on_train_batch_start", "on_before_optimizer_step", "on_after_backward")
-    ],
+    ["on_train_batch_start", "on_before_optimizer_step", "on_after_backward"],
 )
 def test_a_hook_for_each_step_is_a_reason_to_train_in_the_module(train, tiny, flat, hook):
     calls = []

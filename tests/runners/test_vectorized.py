@@ -2,7 +2,6 @@
 
 import functools
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
+from linear import Linear
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -114,21 +114,13 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
 
-class Odd(L.LightningModule):
-    def validation_step(self, batch, batch_idx):
-        """Say nothing."""
-
-
-class Unused(Odd):
+class Unused(Linear):
     """Has a layer that its step does not use."""
 
     def __init__(self, kind, **options):
         super().__init__()
-        self.net, self.extra = nn.Linear(6, 3), nn.Linear(4, 3)
+        self.extra = nn.Linear(4, 3)
         self.kind, self.options = kind, options
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self):
         return self.kind(self.parameters(), lr=0.1, weight_decay=0.1, **self.options)
@@ -213,12 +205,12 @@ def test_half_precision_is_no_reason_to_train_one_after_another(train, tiny, fla
     torch.testing.assert_close(flat(many), flat(one), rtol=0, atol=0.02)
 
 
-class Teacher(Odd):
+class Teacher(Linear):
     """Keeps an average of itself in frozen parameters, which its step writes to."""
 
     def __init__(self):
         super().__init__()
-        self.net, self.teacher = nn.Linear(6, 3), nn.Linear(6, 3).requires_grad_(False)
+        self.teacher = nn.Linear(6, 3).requires_grad_(False)
 
     def training_step(self, batch, batch_idx):
         with torch.no_grad():
@@ -271,14 +263,10 @@ def test_a_net_that_mixes_samples_is_not_filled_up(agree):
     agree(make, group_size=(3, 7))
 
 
-class MixesLater(Odd):
+class MixesLater(Linear):
     """Knows weights, and takes the mean over the samples of a batch from the second round on."""
 
     federated_knows_weights, federated_sample_weight = True, None
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(6, 3)
 
     def training_step(self, batch, batch_idx):
         x, weight = batch[0], self.federated_sample_weight
@@ -286,28 +274,21 @@ class MixesLater(Odd):
         losses = F.cross_entropy(self.net(x), batch[1], reduction="none")
         return losses.mean() if weight is None else losses @ weight
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def test_a_step_that_mixes_samples_after_a_warm_up_is_not_filled_up(agree, tiny):
     agree(lambda: tiny(MixesLater), group_size=(3, 7), rounds=2)
 
 
-class Listed(Odd):
+class Listed(Linear):
     """Reaches its parameters by a list."""
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Linear(6, 3)
         self.decayed = list(self.net.parameters())
 
     def training_step(self, batch, batch_idx):
-        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        loss = super().training_step(batch, batch_idx)
         return loss + 0.1 * sum(p.square().sum() for p in self.decayed)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_parameters_that_are_reached_by_a_list_train_one_client_after_another(agree, tiny, ragged):
@@ -315,11 +296,11 @@ def test_parameters_that_are_reached_by_a_list_train_one_client_after_another(ag
         agree(lambda: tiny(Listed), group_size=(4,), datamodule=ragged)
 
 
-class Forked(Odd):
+class Forked(Linear):
     """Uses one of two layers, by the labels of the batch."""
 
     def __init__(self, optimizer):
-        super().__init__()
+        super().__init__(nn.Identity())
         self.optimizer = optimizer
         self.one, self.other = nn.Linear(6, 3), nn.Linear(6, 3)
 
@@ -402,21 +383,15 @@ def test_a_graph_for_smaller_batches_leaves_out_what_they_do_not_use(
     )
 
 
-class Addresses(Odd):
+class Addresses(Linear):
     """Notes where the first parameter of each client lies."""
 
     def __init__(self):
         super().__init__()
-        self.net, self.found = nn.Linear(6, 3), []
+        self.found = []
 
     def on_client_start(self):
         self.found.append(self.net.weight.data_ptr())
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return sgd(self.parameters())
 
 
 def test_groups_of_other_sizes_train_in_the_same_memory(train, tiny, data):

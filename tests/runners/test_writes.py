@@ -3,13 +3,13 @@
 import copy
 import functools
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from lightning_fl.types import FederationError
+from linear import Linear
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is trained one client after another")
 
@@ -20,31 +20,26 @@ def agrees(agree, ragged):
     return functools.partial(agree, datamodule=lambda: ragged(drop_last=True))
 
 
-class Averaging(L.LightningModule):
+class Averaging(Linear):
     """A student and a teacher: a frozen copy that follows the student in ``training_step``."""
 
     def __init__(self, write, since=0):
-        super().__init__()
         # A bias before BatchNorm would move by rounding alone, which the figures of bytes show.
         first = nn.Linear(6, 4, bias=False)
-        self.student = nn.Sequential(first, nn.BatchNorm1d(4), nn.Linear(4, 3))
-        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        super().__init__(nn.Sequential(first, nn.BatchNorm1d(4), nn.Linear(4, 3)))
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
         self.write, self.since = write, since
 
     def training_step(self, batch, batch_idx):
         if self.current_epoch >= self.since:
-            for target, source in zip(
-                self.teacher.parameters(), self.student.parameters(), strict=True
-            ):
+            pairs = zip(self.teacher.parameters(), self.net.parameters(), strict=True)
+            for target, source in pairs:
                 self.write(target, source)
-        outputs = self.student(batch[0])
+        outputs = self.net(batch[0])
         return F.cross_entropy(outputs, batch[1]) + F.mse_loss(outputs, self.teacher(batch[0]))
 
-    def validation_step(self, batch, batch_idx):
-        """Say nothing."""
-
     def configure_optimizers(self):
-        return torch.optim.SGD(self.student.parameters(), lr=0.1)
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
 def assigned(target, source):
@@ -90,12 +85,11 @@ def test_what_a_step_writes_to_frozen_parameters_is_kept_where_graphs_were_asked
         agrees(lambda: tiny(Averaging, without_gradient), group_size=(3,), compile=True)
 
 
-class Clamping(L.LightningModule):
+class Clamping(Linear):
     """Keeps its weights in bounds, before or behind the forward pass."""
 
     def __init__(self, clamp, is_first, since=0):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+        super().__init__(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)))
         self.clamp, self.is_first, self.since = clamp, is_first, since
 
     def training_step(self, batch, batch_idx):
@@ -106,9 +100,6 @@ class Clamping(L.LightningModule):
         if writes and not self.is_first:
             self.clamp(self.net[0].weight)
         return loss
-
-    def validation_step(self, batch, batch_idx):
-        """Say nothing."""
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.5)
@@ -148,12 +139,11 @@ def test_what_only_later_steps_write_is_kept(agrees, tiny, clamp, is_first):
     agrees(lambda: tiny(Clamping, clamp, is_first, since=1), group_size=(1, 3, 7))
 
 
-class Hooked(L.LightningModule):
+class Hooked(Linear):
     """Writes to every kind of tensor when a client begins and ends, and reads what it may."""
 
     def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+        super().__init__(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.register_buffer("moved", torch.zeros(()))
         self.register_buffer("clients", torch.zeros((), dtype=torch.int64))
@@ -174,9 +164,6 @@ class Hooked(L.LightningModule):
         self.net[2].weight.data = self.net[2].weight.data * 0.9
         self.frozen.data.mul_(1.1)
         self.clients += 1
-
-    def validation_step(self, batch, batch_idx):
-        """Say nothing."""
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
@@ -200,7 +187,7 @@ class Growing(Averaging):
         self.register_buffer("seen", torch.zeros(0, 3, dtype=torch.float64))
 
     def training_step(self, batch, batch_idx):
-        self.seen = torch.cat([self.seen, self.student(batch[0]).detach()])
+        self.seen = torch.cat([self.seen, self.net(batch[0]).detach()])
         return super().training_step(batch, batch_idx)
 
 
