@@ -79,14 +79,13 @@ def carried(step: VectorizedStep, samples: Samples) -> list[str]:
 
     with left_alone(module) as attributes:
         try:
-            if module._trainer is not None:  # an option may be set anew in each step, but not moved
-                after = list[Options]()
-                with options_set(module.trainer, options_of(module.trainer)):
-                    for _ in range(2):
-                        results(first)
-                        after.append(options_of(module.trainer))
-                if after[0] != after[1]:
-                    return [OPTIONS]
+            after = list[Options]()  # an option may be set anew in each step, but not moved
+            with options_set(module.trainer, options_of(module.trainer)):
+                for _ in range(2):
+                    results(first)
+                    after.append(options_of(module.trainer))
+            if after[0] != after[1]:
+                return [OPTIONS]
             for alone in ([first, second], [first]):
                 with global_step.noted():
                     expected, names = results(*alone), attributes.changed()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch  # noqa: F401  # of an example
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch.overrides import TorchFunctionMode
 
-from lightning_fl.hooks import properties_set
+from lightning_fl.hooks import attributes_set, properties_set
 
 #: Numbers by which a count is moved: to the next value, and beyond thresholds.
 LATER = (1, 10**6)
@@ -30,10 +30,7 @@ class Count:
     """
 
     def __init__(self, module: LightningModule, name: str) -> None:
-        self._trainer: Any = module._trainer
-        self._name = name
-        kind: Any = type(self._trainer)
-        self._value: Any = None if self._trainer is None else getattr(kind, name).fget
+        self._module, self._name = module, name
         #: Whether it was read while it was noted.
         self.is_read = False
 
@@ -42,28 +39,26 @@ class Count:
         """Note within a ``with`` block whether it is read."""
         self.is_read = False
 
-        def noted(trainer: Trainer) -> Any:
+        def noted(count: int) -> int:
             self.is_read = True
-            return self._value(trainer)
+            return count
 
-        with self._replaced(noted):
+        with self._changed(noted):
             yield
 
     @contextmanager
     def moved_by(self, steps: int) -> Iterator[None]:
         """Increase its value within a ``with`` block, in which the fit cannot be told to stop."""
-        with self._replaced(lambda trainer: self._value(trainer) + steps):
-            before = None if self._trainer is None else self._trainer.should_stop
-            try:
-                yield
-            finally:
-                if self._trainer is not None:
-                    self._trainer.should_stop = before
+        trainer = self._module.trainer
+        stop = attributes_set(trainer, {"should_stop": trainer.should_stop})
+        with self._changed(lambda count: count + steps), stop:
+            yield
 
-    def _replaced(self, getter: Callable[[Trainer], Any]) -> AbstractContextManager[None]:
-        if self._trainer is None:
-            return nullcontext()
-        return properties_set(self._trainer, {self._name: getter})
+    def _changed(self, change: Callable[[int], int]) -> AbstractContextManager[None]:
+        """Return a context in which the Trainer returns another value."""
+        trainer: Any = self._module.trainer
+        count = getattr(type(trainer), self._name).fget
+        return properties_set(trainer, {self._name: lambda trainer: change(count(trainer))})
 
 
 class Operations(TorchFunctionMode):
