@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
 from lightning_fl.functional.randomness import rng_state, seeded_rng
 from lightning_fl.runners.attributes import left_alone, metrics_of
+from lightning_fl.runners.later_rounds import Operations
 from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors, gradients_of
 from lightning_fl.runners.samples import copied
 from lightning_fl.runners.step_hooks import has_backward_hooks
@@ -77,20 +77,8 @@ def why_not_mapped(step: VectorizedStep, batch: Any) -> str | None:
                 " module's own parameters (self.parameters()), or train the module without"
                 " VectorizedClients"
             )
-        if names := sorted(own.written.intersection(trial.trained)):
-            return f"training_step writes to the trained parameter {names[0]}"
-        if own.draws:
-            return (
-                "training_step draws random numbers with Python or NumPy, which all clients would"
-                " share (draw them with torch)"
-            )
-        if own.has_own_seed:
-            return (
-                "training_step draws random numbers with a seed or generator of its own, which"
-                " would be others for each client"
-            )
-        if own.has_hooks:
-            return "hooks of its backward pass would not be called"
+        if why := own.why_not_mapped(trial.trained):
+            return why
         try:
             again = trial.by_itself()
             with left_alone(module):  # same initial attributes as in the module's own step
@@ -136,6 +124,26 @@ class _Own(NamedTuple):
     draws: bool
     has_own_seed: bool
     has_hooks: bool
+
+    def why_not_mapped(self, trained: Collection[str]) -> str | None:
+        """Return the reason why the step cannot be vectorized, or None.
+
+        Args:
+            trained: Names of the trained parameters.
+        """
+        if names := sorted(self.written.intersection(trained)):
+            return f"training_step writes to the trained parameter {names[0]}"
+        if self.draws:
+            return (
+                "training_step draws random numbers with Python or NumPy, which all clients would"
+                " share (draw them with torch)"
+            )
+        if self.has_own_seed:
+            return (
+                "training_step draws random numbers with a seed or generator of its own, which"
+                " would be others for each client"
+            )
+        return "hooks of its backward pass would not be called" if self.has_hooks else None
 
 
 class _Trial:
@@ -192,6 +200,7 @@ class _Trial:
         values |= {n: self._two(b)[0] for n, b in stacks.buffers.items()}
         first = tree_map(lambda t: self._two(t)[0], self.batch)
         numbers = tree_map(lambda t: self._two(t)[0], stacks.hyperparameters)
+        has_hooks = has_backward_hooks(self.module)
         with (
             left_alone(self.module),
             seeded_rng(SEED, self.module.device),
@@ -199,7 +208,7 @@ class _Trial:
             stacks.values(values),
             Watch(stacks.params) as of_optimizer,
             Watch(stacks.tensors.by_name) as watch,
-            HooksNoted(self.module) as hooks,
+            Operations() as operations,
         ):
             before = rng_state()
             outcome, grads = self.local.by_itself(fixed, first, numbers)
@@ -209,7 +218,10 @@ class _Trial:
         outcome = outcome._replace(buffers=buffers)
         result = outcome, self._of_trained(grads, values), self._frozen(values)
         stacks_used = sorted(of_optimizer.read | of_optimizer.written)
-        return _Own(result, written, stacks_used, draws, watch.has_own_seed, hooks.any)
+        # Under vmap no tensor requires a gradient: hooks of layers are not called, and a step that
+        # asks a tensor first does not register its hook.
+        has_hooks |= any(name == "register_hook" for name, *_ in operations.calls)
+        return _Own(result, written, stacks_used, draws, watch.has_own_seed, has_hooks)
 
     def stacked(self, at_once: bool) -> Result:
         """Make the step of both clients on stacked tensors, with the same random numbers.
@@ -277,29 +289,6 @@ class _Trial:
 
     def _frozen(self, values: Tensors) -> list[Tensor]:
         return [values[n].detach() for n in self.stacks.params if n not in self.trained]
-
-
-class HooksNoted(TorchFunctionMode):
-    """Note hooks of the backward pass within a ``with`` block.
-
-    Under ``vmap`` no tensor requires a gradient, so that hooks of layers are not called, and a step
-    that asks a tensor first does not register a hook.
-
-    Args:
-        module: The user's module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        #: Whether a layer has such a hook, or a step has registered one on a tensor.
-        self.any = has_backward_hooks(module)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Note hooks that are registered on tensors."""
-        self.any |= func is Tensor.register_hook
-        return func(*args, **(kwargs or {}))
 
 
 def mixes_samples(step: VectorizedStep, batch: Any) -> bool:
