@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightning_fl.runners.local_step import LocalStep, Outcome, Tensors
 
 #: Options of SGD that torch's function for a step takes.
 _OPTIONS = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
+_sgd = partial(sgd, has_sparse_grad=False, foreach=False, fused=False)
 
 
 class Graphs:
@@ -117,13 +118,10 @@ def sgd_update(
     for group in optimizer.param_groups:
         own = [p for p in group["params"] if names[id(p)] in grads]
         state = [optimizer.state[p]["momentum_buffer"] if group["momentum"] else None for p in own]
-        sgd(
+        _sgd(
             [p[rows] for p in own],
             [grads[names[id(p)]] for p in own],
             [None if buffer is None else buffer[rows] for buffer in state],
-            has_sparse_grad=False,
-            foreach=False,
-            fused=False,
             lr=group["lr"],
             **{option: group[option] for option in _OPTIONS},
         )
@@ -177,16 +175,8 @@ def sgd_step(
     """Make a local step and SGD's in-place update of each parameter group."""
     grads, outcome = local.gradients(params, *tensors, **how)
     for names, options, rate, momentum in groups:
-        sgd(
-            [params[name] for name in names],
-            [grads[name] for name in names],
-            momentum,
-            has_sparse_grad=False,
-            foreach=False,
-            fused=False,
-            lr=rate,
-            **options,
-        )
+        wanted = [grads[name] for name in names]
+        _sgd([params[name] for name in names], wanted, momentum, lr=rate, **options)
     return outcome
 
 

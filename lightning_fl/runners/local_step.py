@@ -275,7 +275,13 @@ class LocalStep(nn.Module):
         def step(client: dict[str, Any]) -> Outcome:
             return self.one(**shared, **client)
 
-        return _mapped(step, own, randomness) if at_once else _single(step, own)
+        if at_once:
+            in_dims = tree_map(lambda t: 0 if isinstance(t, Tensor) else None, own)
+            stacked: Outcome = vmap(step, in_dims=(in_dims,), randomness=randomness)(own)
+            return stacked
+        single = step(tree_map(lambda t: t.squeeze(0) if isinstance(t, Tensor) else t, own))
+        outcome: Outcome = tree_map(lambda t: t.unsqueeze(0), single)
+        return outcome
 
     def by_itself(
         self, fixed: Tensors, batch: Any, hyperparameters: Tensors | None = None
@@ -309,17 +315,3 @@ class LocalStep(nn.Module):
 
         grads, outcome = torch.func.grad(total, has_aux=True)(wanted)
         return grads, outcome
-
-
-def _mapped(
-    step: Callable[[Any], Outcome], stacked: dict[str, Any], randomness: str = "different"
-) -> Outcome:
-    in_dims = tree_map(lambda t: 0 if isinstance(t, Tensor) else None, stacked)
-    outcome: Outcome = vmap(step, in_dims=(in_dims,), randomness=randomness)(stacked)
-    return outcome
-
-
-def _single(step: Callable[[Any], Outcome], stacked: dict[str, Any]) -> Outcome:
-    own = tree_map(lambda t: t.squeeze(0) if isinstance(t, Tensor) else t, stacked)
-    outcome: Outcome = tree_map(lambda t: t.unsqueeze(0), step(own))
-    return outcome
