@@ -291,8 +291,10 @@ def _version(value: Any) -> int:
 
 def _is_changed(value: Any, saved: Any, version: int) -> bool:
     """Return whether a value was written to or holds other objects than its copy."""
-    if saved is None or _version(value) != version:
-        return _version(value) != version
+    if _version(value) != version:
+        return True
+    if saved is None:
+        return False
     if isinstance(value, Tensor):  # a write through value.data has no version; a GPU would wait
         is_same = value.shape == saved.shape and value.dtype == saved.dtype
         is_plain = value.layout == torch.strided and value.device.type == "cpu"
