@@ -212,31 +212,31 @@ class Teacher(Linear):
         super().__init__()
         self.teacher = nn.Linear(6, 3).requires_grad_(False)
 
-    def training_step(self, batch, batch_idx):
+    def losses(self, batch):
         with torch.no_grad():
             self.teacher.weight.mul_(0.5).add_(self.net.weight, alpha=0.5)
-        near = (self.net(batch[0]) - self.teacher(batch[0])).square().mean()
-        return F.cross_entropy(self.net(batch[0]), batch[1]) + near
+        near = (self.net(batch[0]) - self.teacher(batch[0])).square().mean(1)
+        return F.cross_entropy(self.net(batch[0]), batch[1], reduction="none") + near
+
+    def training_step(self, batch, batch_idx):
+        return self.losses(batch).mean()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
-class WeighingTeacher(Teacher):
-    """The same, and it knows weights: it is asked whether it mixes samples."""
+class Weighs:
+    """Knows weights, so that it is asked whether it mixes samples."""
 
     federated_knows_weights, federated_sample_weight = True, None
 
     def training_step(self, batch, batch_idx):
-        with torch.no_grad():
-            self.teacher.weight.mul_(0.5).add_(self.net.weight, alpha=0.5)
-        near = (self.net(batch[0]) - self.teacher(batch[0])).square().mean(1)
-        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none") + near
-        return (
-            losses.mean()
-            if self.federated_sample_weight is None
-            else losses @ self.federated_sample_weight
-        )
+        losses, weight = self.losses(batch), self.federated_sample_weight
+        return losses.mean() if weight is None else losses @ weight
+
+
+class WeighingTeacher(Weighs, Teacher):
+    """The same, in padded batches."""
 
 
 @pytest.mark.parametrize("kind", [Teacher, WeighingTeacher])
@@ -263,16 +263,12 @@ def test_a_net_that_mixes_samples_is_not_filled_up(agree):
     agree(make, group_size=(3, 7))
 
 
-class MixesLater(Linear):
-    """Knows weights, and takes the mean over the samples of a batch from the second round on."""
+class MixesLater(Weighs, Linear):
+    """Takes the mean over the samples of a batch from the second round on."""
 
-    federated_knows_weights, federated_sample_weight = True, None
-
-    def training_step(self, batch, batch_idx):
-        x, weight = batch[0], self.federated_sample_weight
-        x = x - x.mean(0) if self.current_epoch else x
-        losses = F.cross_entropy(self.net(x), batch[1], reduction="none")
-        return losses.mean() if weight is None else losses @ weight
+    def losses(self, batch):
+        x = batch[0] - batch[0].mean(0) if self.current_epoch else batch[0]
+        return F.cross_entropy(self.net(x), batch[1], reduction="none")
 
 
 def test_a_step_that_mixes_samples_after_a_warm_up_is_not_filled_up(agree, tiny):
