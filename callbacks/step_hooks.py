@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 
 from lightning_fl.federation.fit import Fit
 from lightning_fl.federation.round import Round
-from lightning_fl.hooks import Method, replaced
+from lightning_fl.hooks import Method, attributes_set, replaced
 from lightning_fl.runners import SequentialRunner
 from lightning_fl.runners.callbacks_at_once import CallbacksAtOnce
 from lightning_fl.runners.carried import CarriedState
@@ -56,12 +56,8 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
         return started
 
     def in_hook(hook: Method, *args: Any) -> Any:
-        round = current()
-        round.is_in_hook = True
-        try:
+        with attributes_set(current(), {"is_in_hook": True}):
             return hook(*args)
-        finally:
-            round.is_in_hook = False
 
     def watched(hook: Method, batch: Any, *args: Any) -> Any:
         """Call the hook or the step with which a local step begins."""
@@ -76,8 +72,7 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
 
         def started(batch: Any, batch_idx: int) -> Any:
             step = step_of(batch_idx)
-            if not at_once.is_done:
-                at_once.end("on_train_batch_start", step, batch_idx == 0)
+            at_once.end("on_train_batch_start", step, batch_idx == 0)
             return in_hook(begin, batch, step.start)
 
         return started
@@ -87,9 +82,8 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
 
         def started(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
             hook(trainer, module, batch, batch_idx)
-            if not at_once.is_done:
-                at_once.begin()
-            if not by_callbacks.is_done and step_of(batch_idx).first:
+            at_once.begin()
+            if step_of(batch_idx).first:
                 by_callbacks.begin_client(batch, batch_idx)
 
         return started
@@ -97,8 +91,7 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
     def loop_batch_end(hook: Method) -> Method:
         def ended(*args: Any) -> None:
             hook(*args)
-            if not at_once.is_done:
-                at_once.begin()
+            at_once.begin()
 
         return ended
 
@@ -114,8 +107,7 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
     def batch_end(hook: Method) -> Method:
         def ended(outputs: Any, batch: Any, batch_idx: int) -> None:
             step = step_of(batch_idx)
-            if not at_once.is_done:
-                at_once.end("on_train_batch_end", step, batch_idx == 0)
+            at_once.end("on_train_batch_end", step, batch_idx == 0)
             if step.rows:  # empty while this process waits for others
                 in_hook(hook, outputs, batch, step.start)
             current().end_batch(batch_idx)

@@ -58,6 +58,8 @@ class CallbacksAtOnce:
 
     def begin(self) -> None:
         """Note options and attributes, before the hooks of callbacks."""
+        if self.is_done:
+            return
         self._before = options_of(self._trainer), dict(vars(self._module))
         waits = any(names and hook not in self._compared for hook, names in self._names.items())
         self._params = []
@@ -74,7 +76,7 @@ class CallbacksAtOnce:
             is_first: Whether it is the first batch of the round, in which attributes may be set for
                 the round.
         """
-        if not self._names[hook] or len(step.rows) * step.steps <= 1:
+        if self.is_done or not self._names[hook] or len(step.rows) * step.steps <= 1:
             return
         options, attributes = self._before
         pairs = zip(options, options_of(self._trainer), strict=False)

@@ -85,6 +85,8 @@ class CarriedByCallbacks:
             batch: Its first batch.
             index: Lightning's index of the batch.
         """
+        if self.is_done:
+            return
         if not self._has_watched:
             self._watch.close()  # of a client whose round was interrupted
             for callback in self._callbacks:
