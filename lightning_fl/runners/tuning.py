@@ -128,7 +128,10 @@ def why_not_compiled(step: VectorizedStep, samples: Samples) -> str | None:
     A graph returns zeros for a parameter without a gradient, which momentum and weight decay would
     then change. Each value of ``batch_idx`` would need another graph.
     """
-    if unused := unused_parameters(step, samples):
+    with step.undone():
+        everyone = torch.ones(step.stacks.count, dtype=torch.bool)
+        total, _ = step.mapped(copied(samples), everyone, updates=False)
+    if unused := step.unused(gradients_of(total, step.stacks.params)):
         return (
             f"the first step does not use {unused[0]}. To compile it, freeze the parameter with"
             " requires_grad_(False) or remove it"
@@ -189,14 +192,6 @@ def trial(step: VectorizedStep, samples: Samples, at_once: bool) -> None:
         grads = gradients_of(total, stacks.params)
     if can_update(step.optimizer):
         sgd_update(step.optimizer, stacks.params, slice(None), grads)
-
-
-def unused_parameters(step: VectorizedStep, samples: Samples) -> list[str]:
-    """Return the names of the parameters that get no gradient in a step."""
-    with step.undone():
-        everyone = torch.ones(step.stacks.count, dtype=torch.bool)
-        total, _ = step.mapped(copied(samples), everyone, updates=False)
-    return step.unused(gradients_of(total, step.stacks.params))
 
 
 def uses_batch_idx(step: VectorizedStep, samples: Samples) -> bool:
