@@ -110,7 +110,7 @@ class RoundBoundary:
         """
         checkpoint = self._now(False)
         constant = {name: checkpoint.pop(name) for name in _CONSTANT if name in checkpoint}
-        checkpoint = self._frozen(checkpoint) | constant
+        checkpoint = self._deep_copy(checkpoint) | constant
         for optimizer in checkpoint["optimizer_states"]:
             optimizer["state"] = {}  # empty between rounds; client state is in the store
         if not is_begun:
@@ -139,22 +139,24 @@ class RoundBoundary:
         state = callbacks[self._key] = self._own_state(last)
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Checkpoint) and (now := callback.state_dict()):
-                callbacks[callback.state_key] = frozen(now)
+                callbacks[callback.state_key] = deep_copy(now)
         if last.is_passed or weights_only:
             validated = self._now(weights_only)
             if last.is_passed:
                 state["server"] = checkpoint["state_dict"]
-                checkpoint["state_dict"] = self._frozen(validated["state_dict"])
+                checkpoint["state_dict"] = self._deep_copy(validated["state_dict"])
                 for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
                     if getattr(callback, "is_of_the_round", False):
-                        callbacks[callback.state_key] = frozen(callback.state_dict())
+                        callbacks[callback.state_key] = deep_copy(callback.state_dict())
             if weights_only:
                 checkpoint = {k: checkpoint.get(k, value) for k, value in validated.items()}
         return checkpoint
 
-    def _frozen(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def _deep_copy(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a deep copy that shares the constant tensors."""
-        copied: dict[str, Any] = frozen(checkpoint, {place(t): t.detach() for t in self.constants})
+        copied: dict[str, Any] = deep_copy(
+            checkpoint, {place(t): t.detach() for t in self.constants}
+        )
         return copied
 
     def _now(self, weights_only: bool | None) -> dict[str, Any]:
@@ -194,7 +196,7 @@ def _after(first: Callable[[], None], hook: Callable[..., Any]) -> Callable[...,
     return wrapped
 
 
-def frozen(value: Any, copies: dict[Any, Tensor] | None = None) -> Any:
+def deep_copy(value: Any, copies: dict[Any, Tensor] | None = None) -> Any:
     """Return a deep copy in which tied parameters stay tied.
 
     Args:
@@ -215,10 +217,10 @@ def frozen(value: Any, copies: dict[Any, Tensor] | None = None) -> Any:
     if isinstance(value, dict):
         same = copy.copy(value)  # an OrderedDict with its metadata, a Counter
         for name, item in value.items():
-            same[name] = frozen(item, copies)
+            same[name] = deep_copy(item, copies)
         return same
     if type(value) in (list, tuple):
-        return type(value)(frozen(item, copies) for item in value)
+        return type(value)(deep_copy(item, copies) for item in value)
     try:
         return copy.deepcopy(value)
     except Exception:  # deepcopy may raise any exception

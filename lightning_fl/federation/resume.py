@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_fl.federation.boundary import frozen
+from lightning_fl.federation.boundary import deep_copy
 from lightning_fl.federation.compare import COUNT, SMALL, compare
 from lightning_fl.federation.fit import Fit, PreparedFit
 from lightning_fl.federation.progress import Progress
@@ -170,8 +170,8 @@ class Resume:
             "runner": fit.runner.choices(),
             "trained": [bool(getattr(part, name)) for part, name in _flags(module)],
             "options": {**self._options, OPTIMIZER: type(fit.trainer.optimizers[0]).__name__},
-            **{name: frozen(rule.state_dict()) for name, rule in self._rules.items()},
-            "unsaved buffers": frozen(unsaved_values(module)),
+            **{name: deep_copy(rule.state_dict()) for name, rule in self._rules.items()},
+            "unsaved buffers": deep_copy(unsaved_values(module)),
             # Set if the checkpoint contains the model validated before the end of the round.
             "server": None,
         }
