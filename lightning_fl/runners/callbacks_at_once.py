@@ -11,9 +11,8 @@ from torch import Tensor
 
 from lightning_fl.hooks import overrides
 from lightning_fl.runners.attributes import names_in
-from lightning_fl.runners.carried import Options, options_of
 from lightning_fl.runners.later_rounds import OF_LIGHTNING
-from lightning_fl.runners.optimizer_values import params_of
+from lightning_fl.runners.optimizer_values import Options, options_of, params_of
 from lightning_fl.runners.step_hooks import is_known
 from lightning_fl.runners.tensors import is_equal
 from lightning_fl.types import Step
@@ -60,7 +59,7 @@ class CallbacksAtOnce:
         """Note options and attributes, before the hooks of callbacks."""
         if self.is_done:
             return
-        self._before = options_of(self._trainer), dict(vars(self._module))
+        self._before = options_of(self._trainer.optimizers[0]), dict(vars(self._module))
         waits = any(names and hook not in self._compared for hook, names in self._names.items())
         self._params = []
         if waits:
@@ -79,7 +78,7 @@ class CallbacksAtOnce:
         if self.is_done or not self._names[hook] or len(step.rows) * step.steps <= 1:
             return
         options, attributes = self._before
-        pairs = zip(options, options_of(self._trainer), strict=False)
+        pairs = zip(options, options_of(self._trainer.optimizers[0]), strict=False)
         changed = [
             f"the optimizer's {n}" for old, new in pairs for n in new if new[n] != old.get(n)
         ]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -18,6 +18,7 @@ from lightning_fl.runners.attributes import Attributes, left_alone, names_in
 from lightning_fl.runners.hooked_step import HookedStep
 from lightning_fl.runners.later_rounds import LATER, OF_LIGHTNING, Count, Switches
 from lightning_fl.runners.local_step import LocalStep
+from lightning_fl.runners.optimizer_values import Options, options_of, options_set
 from lightning_fl.runners.samples import Samples, copied
 from lightning_fl.runners.step_hooks import HOOKS_AFTER_TRANSFER, hooks_of
 from lightning_fl.runners.tensors import ModuleTensors, is_equal
@@ -27,8 +28,6 @@ from lightning_fl.runners.vectorized import VectorizedStep
 GLOBAL_STEP = "trainer.global_step"
 #: Name of the options of the optimizer in messages.
 OPTIONS = "the optimizer's options"
-#: Options of each parameter group, by name.
-Options = list[dict[str, Any]]
 
 
 def carried(step: VectorizedStep, samples: Samples) -> list[str]:
@@ -80,10 +79,11 @@ def carried(step: VectorizedStep, samples: Samples) -> list[str]:
     with left_alone(module) as attributes:
         try:
             after = list[Options]()  # an option may be set anew in each step, but not moved
-            with options_set(module.trainer, options_of(module.trainer)):
+            optimizer = module.trainer.optimizers[0]
+            with options_set(optimizer, options_of(optimizer)):
                 for _ in range(2):
                     results(first)
-                    after.append(options_of(module.trainer))
+                    after.append(options_of(optimizer))
             if after[0] != after[1]:
                 return [OPTIONS]
             for alone in ([first, second], [first]):
@@ -170,7 +170,8 @@ class CarriedState:
             self._first, self._before, self._after = client, self._snapshot(), None
             with self._global_step.noted(), self._round.noted():
                 yield
-            if not self.hooks and options_of(self.module.trainer) != self._before.options:
+            now = options_of(self.module.trainer.optimizers[0])
+            if not self.hooks and now != self._before.options:
                 self._sets_options = True
                 self._step = HookedStep(self.module, self.tensors.constants)
         elif client == self._first:  # in a later round, or an optimizer repeats the step
@@ -197,7 +198,8 @@ class CarriedState:
 
     def _snapshot(self) -> State:
         module = self.module
-        return State(Attributes(module), options_of(module.trainer), trained_by(module))
+        options = options_of(module.trainer.optimizers[0])
+        return State(Attributes(module), options, trained_by(module))
 
     def _found(self, batch: Any) -> list[str]:
         """Return the names of values on which the first step of the second client depends."""
@@ -232,9 +234,9 @@ class CarriedState:
             if may_count and any(differs(by=by) for by in steps):
                 found.append(GLOBAL_STEP)
             # Those that a scheduler or a hook has set for this client are not carried over.
-            is_carried = options_of(trainer) == options_after != options
+            is_carried = options_of(trainer.optimizers[0]) == options_after != options
             if self._sets_options or (self.hooks and is_carried):
-                with options_set(trainer, options):
+                with options_set(trainer.optimizers[0], options):
                     found += [OPTIONS] * differs()
             if is_switched:
                 with only_trained(self.module, trained):
@@ -304,25 +306,3 @@ def only_trained(module: LightningModule, names: set[str]) -> Iterator[None]:
     finally:
         for param, requires_grad in before:
             param.requires_grad = requires_grad
-
-
-def options_of(trainer: Trainer) -> Options:
-    """Return a copy of the optimizer's options that can be compared."""
-    return [
-        {n: v.tolist() if isinstance(v, Tensor) else v for n, v in group.items() if n != "params"}
-        for group in trainer.optimizers[0].param_groups
-    ]
-
-
-@contextmanager
-def options_set(trainer: Trainer, options: Options) -> Iterator[None]:
-    """Set numbers among the optimizer's options within a ``with`` block."""
-    groups = trainer.optimizers[0].param_groups
-    before = [dict(group) for group in groups]
-    for group, values in zip(groups, options, strict=False):
-        group.update((n, v) for n, v in values.items() if not isinstance(group.get(n), Tensor))
-    try:
-        yield
-    finally:
-        for group, values in zip(groups, before, strict=True):
-            group.update(values)

@@ -19,14 +19,12 @@ from lightning_fl.runners.attributes import MAX_BYTES, Attributes, left_alone
 from lightning_fl.runners.carried import (
     GLOBAL_STEP,
     OPTIONS,
-    Options,
     comparison,
-    options_of,
-    options_set,
     outcome_of,
 )
 from lightning_fl.runners.hooked_step import HookedStep
 from lightning_fl.runners.later_rounds import LATER, OF_LIGHTNING, Count
+from lightning_fl.runners.optimizer_values import Options, options_of, options_set
 from lightning_fl.runners.step_hooks import hooks_of_user, is_known
 from lightning_fl.runners.tensors import ModuleTensors, is_equal
 from lightning_fl.runners.watch import Watch
@@ -94,7 +92,7 @@ class CarriedByCallbacks:
                     watched = partial(self._watched, callback, name)
                     self._watch.enter_context(replaced(callback, name, watched))
             return
-        round, options = self._trainer.current_epoch, options_of(self._trainer)
+        round, options = self._trainer.current_epoch, options_of(self._trainer.optimizers[0])
         now = (round, index, options, self._copied(self._acting))
         before, self._before = self._before, now
         if before is None or before[0] != round:
@@ -233,7 +231,7 @@ class CarriedByCallbacks:
             if not knows_client and any(differs(index=at) for at in (0, index_before)):
                 found.append(BATCH_IDX)
             if options != options_now:
-                with options_set(self._trainer, options):
+                with options_set(self._trainer.optimizers[0], options):
                     found += [OPTIONS] * differs()
         return found
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import Method, attributes_set, replaced
 from lightning_fl.runners.attributes import left_alone
-from lightning_fl.runners.carried import options_set
 from lightning_fl.runners.carried_callbacks import nothing, shared_by_copies, silent_copies
+from lightning_fl.runners.optimizer_values import options_set
 from lightning_fl.runners.stacks import Stacks
 from lightning_fl.runners.step_hooks import hooks_of_user
 from lightning_fl.runners.tensors import is_equal
@@ -110,7 +110,7 @@ class _Trial:
             attributes_set(trainer, quiet),
             attributes_set(self._module, {"log": nothing, "log_dict": nothing}),
             left_alone(user),
-            options_set(trainer, []),
+            options_set(trainer.optimizers[0], []),
         ):
             try:
                 return any(

@@ -166,6 +166,32 @@ def rates_scaled(groups: Sequence[dict[str, Any]], factor: float) -> Iterator[No
             group["lr"] = lr
 
 
+#: Options of each parameter group, by name.
+Options = list[dict[str, Any]]
+
+
+def options_of(optimizer: Optimizer) -> Options:
+    """Return a copy of the options of an optimizer that can be compared."""
+    return [
+        {n: v.tolist() if isinstance(v, Tensor) else v for n, v in group.items() if n != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+@contextmanager
+def options_set(optimizer: Optimizer, options: Options) -> Iterator[None]:
+    """Set numbers among the options of an optimizer within a ``with`` block."""
+    groups = optimizer.param_groups
+    before = [dict(group) for group in groups]
+    for group, values in zip(groups, options, strict=False):
+        group.update((n, v) for n, v in values.items() if not isinstance(group.get(n), Tensor))
+    try:
+        yield
+    finally:
+        for group, values in zip(groups, before, strict=True):
+            group.update(values)
+
+
 # --- values ---------------------------------------------------------------------------------------
 
 
