@@ -1,6 +1,8 @@
 """The names of the package itself."""
 
 import os
+import pkgutil
+import re
 import subprocess
 import sys
 import warnings
@@ -21,6 +23,12 @@ def test_every_name_of_the_package_can_be_imported_from_it():
         assert getattr(lightning_fl, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'Fedavg'"):
         _ = lightning_fl.Fedavg
+
+
+def test_the_package_of_runners_says_where_to_find_each_of_its_modules():
+    runners = import_module("lightning_fl.runners")
+    modules = {module.name for module in pkgutil.iter_modules(runners.__path__)}
+    assert set(re.findall(r"``(\w+)``", runners.__doc__)) == modules
 
 
 def rooms_imported_anew():

@@ -5,18 +5,23 @@ Where a rule is found:
 - Runners: ``base``, and its two forms ``sequential`` and ``vmap``. ``module`` is the wrapper that
   Lightning gets for clients at once.
 - Tensors of clients: ``tensors`` (of a module), ``stacks`` (of many clients), ``constants`` (shared
-  by all), ``local_tensors`` (that stay with a client), ``phases`` (which are trained when).
+  by all), ``local_tensors`` (that stay with a client), ``phases`` (which are trained when),
+  ``spectral_norm`` (vectors that have no mean), ``hyperparameters`` (numbers of a policy),
+  ``module_copy`` (models of clients for evaluation).
 - A local step: ``local_step`` (of one client or of many), ``hooked_step`` (with its hooks),
   ``vectorized`` (of all clients, ready for the backward pass), ``graphs`` and ``side_by_side``
   (compiled), ``samples`` and ``logs`` (what goes in, and what is logged).
-- How clients at once train: ``groups`` (how many), ``tuning`` (at once or not, compiled or not).
+- How clients at once train: ``groups`` (how many), ``tuning`` (at once or not, compiled or not);
+  on a CPU also ``rewrites`` (of graphs), ``matmul`` and ``memory`` (settings of the process).
 - What clients at once must not do: ``step_checks`` (which check precedes which step), ``check``
-  (that ``vmap`` gives the module's own results), ``step_hooks`` (hooks that are not called),
-  ``gradient_hooks`` and ``callbacks_at_once`` (what callbacks change).
+  (that ``vmap`` gives the module's own results), ``watch`` (which tensors a step reads and writes),
+  ``step_hooks`` (hooks that are not called), ``gradient_hooks`` and ``callbacks_at_once`` (what
+  callbacks change).
 - What a client must not leave to the next: ``carried`` (by the module), ``carried_callbacks`` (by
   callbacks), ``later_rounds`` (when to compare again), ``attributes`` (what is compared).
 - Optimizers: ``optimizer_state`` and ``optimizer_values`` (what they learn), ``fresh`` (that a
-  client begins without it), ``separable`` (that clients at once do not share it).
+  client begins without it), ``separable`` (that clients at once do not share it),
+  ``optimizer_trial`` (steps of small copies, for both checks).
 """
 
 from lightning_fl.runners.base import BufferPolicy, ClientRunner
