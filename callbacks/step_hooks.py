@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lightning_fl.federation.fit import Fit
+from lightning_fl.federation.logs import logs_watched
 from lightning_fl.federation.round import Round
 from lightning_fl.hooks import Method, attributes_set, replaced
 from lightning_fl.runners import SequentialRunner
@@ -117,6 +118,10 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
 
         return ended
 
+    def has_logs_of_others() -> bool:
+        step = current().step
+        return step is not None and (step.first or len(step.rows) > 1)
+
     def training_step(hook: Method) -> Method:
         def made(batch: Any, *args: Any) -> Any:
             # Callbacks call it, too, between rounds.
@@ -132,6 +137,7 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
     if not (at_once.is_done and by_callbacks.is_done):
         undo.enter_context(replaced(loop, "on_train_batch_start", loop_batch_start))
         undo.callback(by_callbacks.close)
+    undo.enter_context(logs_watched(fit.trainer, module, has_logs_of_others))
     epoch_loop: Any = fit.trainer.fit_loop.epoch_loop
     for owner, name, make in (
         (module, "on_train_epoch_start", epoch_start),

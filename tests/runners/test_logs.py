@@ -174,3 +174,41 @@ def test_checks_leave_no_trace_in_metrics(train, tiny, ragged, kind, group_size)
     assert [row["steps"] for row in rows] == [row["num_steps"] for row in rows]
     plain = train(tiny(type("Counting", (Counts, tiny.kind), {}))).rows
     assert [row["samples"] for row in rows] == [row["samples"] for row in plain]
+
+
+class TestLoggedValuesInAStep:
+    """A step may read what its client or the server has logged, not what other clients have."""
+
+    @pytest.fixture
+    def reads(self, tiny):
+        def make(read):
+            class Reads(tiny.kind):
+                def training_step(self, batch, batch_idx):
+                    found = read(self.trainer, batch_idx)
+                    loss = super().training_step(batch, batch_idx) * (1 + found)
+                    self.log("a", loss.detach())
+                    return loss
+
+            return tiny(Reads)
+
+        return make
+
+    @pytest.mark.parametrize("name", ["callback_metrics", "logged_metrics"])
+    @pytest.mark.parametrize("group_size", [None, 1, 3])
+    def test_those_of_other_clients_are_warned_of(self, train, reads, name, group_size):
+        module = reads(lambda trainer, i: getattr(trainer, name).get("a", 0))
+        with pytest.warns(match=f"training_step reads a of trainer.{name}, which other clients"):
+            train(module, group_size)
+
+    @pytest.mark.parametrize(
+        ("read", "group_size"),
+        [
+            (lambda trainer, i: trainer.callback_metrics.get("a", 0) if i else 0, None),
+            (lambda trainer, i: trainer.callback_metrics.get("a", 0) if i else 0, 1),
+            (lambda trainer, i: trainer.callback_metrics.get("val_loss", 0), None),
+            (lambda trainer, i: trainer.callback_metrics.get("val_loss", 0), 3),
+        ],
+    )
+    def test_others_are_not(self, train, reads, recwarn, read, group_size):
+        train(reads(read), group_size)
+        assert not [each for each in recwarn if "logged" in str(each.message)]
