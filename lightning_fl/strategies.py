@@ -16,7 +16,7 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fl.hooks import replaced
 from lightning_fl.options import check_number
@@ -55,7 +55,7 @@ class ClientParallelStrategy(DDPStrategy):
 
     Raises:
         FederationError: If ``timeout`` is not positive. At the start of a fit: if the callbacks
-            contain no ``FederatedLoop``.
+            contain no ``FederatedLoop``, or the module has or would get ``SyncBatchNorm``.
 
     Example:
         >>> ClientParallelStrategy(timeout=60).timeout
@@ -85,6 +85,12 @@ class ClientParallelStrategy(DDPStrategy):
                     " or choose strategy='ddp'"
                 )
             self._throttle_stop_flag(trainer)
+            if self._layer_sync or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
+                raise FederationError(
+                    "SyncBatchNorm would mix the batches of different clients with"
+                    " strategy='client_parallel': remove sync_batchnorm of the Trainer, and use"
+                    " BatchNorm in the module"
+                )
         for child in module.modules():
             if isinstance(child, LightningModule):
                 log = partial(_log_for_all, self, trainer)

@@ -460,6 +460,18 @@ def test_without_a_federation_it_is_refused(alone, tmp_path):
         trainer(tmp_path, callbacks=[]).fit(client_module(), datamodule=federation())
 
 
+@pytest.mark.parametrize("synced", ["by the Trainer", "in the module"])
+def test_batches_of_different_clients_are_not_mixed(alone, tmp_path, synced):
+    module = client_module()
+    module.norm = torch.nn.BatchNorm1d(2)
+    if synced == "in the module":
+        module.norm = torch.nn.SyncBatchNorm(2)
+    fit = trainer(tmp_path, sync_batchnorm=synced == "by the Trainer")
+    with pytest.raises(FederationError, match="SyncBatchNorm would mix the batches of different"):
+        fit.fit(module, datamodule=federation())
+    assert isinstance(module.norm, torch.nn.SyncBatchNorm) == (synced == "in the module")
+
+
 def test_a_strategy_that_is_not_known_is_refused(tmp_path, monkeypatch):
     fit = trainer(tmp_path, "auto")
     monkeypatch.setattr(L.Trainer, "world_size", 2)
