@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from statistics import mean
 from time import perf_counter
@@ -486,29 +486,31 @@ def sensitivity_page(args: argparse.Namespace) -> list[str]:
             continue
         saved_run = Saved.of(place, data)
         lines = [["gamma, sigma²", *(f"sigma0² = {v:g}" for v in GRID["prior_variance"])]]
-        for panel, gamma in zip(row, GRID["gamma"], strict=True):
-            heat = []
-            for variance in GRID["client_variance"]:
-                found = [
-                    saved_run.matched(MatchingOptions(variance, prior, gamma))
-                    for prior in GRID["prior_variance"]
-                ]
-                heat.append([100 * each.train for each in found])
-                lines.append([f"{gamma:g}, {variance:g}", *map(str, found)])
-            draw_heat(panel, heat, f"{data}, {split}, gamma = {gamma:g}")
+        heats = {gamma: list[list[float]]() for gamma in GRID["gamma"]}
+        for (gamma, heat), variance in product(heats.items(), GRID["client_variance"]):
+            found = [
+                saved_run.matched(MatchingOptions(variance, prior, gamma))
+                for prior in GRID["prior_variance"]
+            ]
+            heat.append([100 * each.train for each in found])
+            lines.append([f"{gamma:g}, {variance:g}", *map(str, found)])
+        limits = min(map(min, chain(*heats.values()))), max(map(max, chain(*heats.values())))
+        for panel, (gamma, heat) in zip(row, heats.items(), strict=True):
+            draw_heat(panel, heat, limits, f"{data}, {split}, gamma = {gamma:g}")
         text += [f"### {data}, {split}", table(lines[0], lines[1:])]
     return [*text, *saved(args, shown, "sensitivity")]
 
 
-def draw_heat(axes: Axes, heat: list[list[float]], title: str) -> None:
-    """Draw training accuracies over both variances."""
-    axes.imshow(heat, cmap="viridis")
+def draw_heat(axes: Axes, heat: list[list[float]], limits: tuple[float, float], title: str) -> None:
+    """Draw training accuracies over both variances, with colors between two limits."""
+    axes.imshow(heat, cmap="viridis", vmin=limits[0], vmax=limits[1])
     axes.set(title=title, xlabel="sigma0²", ylabel="sigma²")
     axes.set_xticks(range(len(heat[0])), [f"{v:g}" for v in GRID["prior_variance"]])
     axes.set_yticks(range(len(heat)), [f"{v:g}" for v in GRID["client_variance"]])
     for i, values in enumerate(heat):
         for j, value in enumerate(values):
-            axes.text(j, i, f"{value:.0f}", ha="center", va="center", color="w")
+            color = "k" if value > sum(limits) / 2 else "w"
+            axes.text(j, i, f"{value:.1f}", ha="center", va="center", color=color)
 
 
 def variance_page(args: argparse.Namespace) -> list[str]:
