@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -151,16 +151,22 @@ class DropWarnings:
         #: A sentence on the first tensors with non-finite values, or an empty text.
         self.non_finite = ""
 
-    def note_non_finite(self, names: Iterable[str]) -> None:
+    def note_non_finite(self, names: Sequence[str], initial: Collection[str]) -> None:
         """Record the first tensors with non-finite values.
 
         Args:
             names: Names of all tensors of an update with non-finite values.
+            initial: Names of all tensors of which the clients have received such values.
         """
-        found = [*names]
-        listed = ", ".join(found[:3]) + ", ..." * (len(found) > 3)
-        if found and not self.non_finite:
-            self.non_finite = f"Non-finite values are in {listed}. "
+        if self.non_finite or not names:
+            return
+        listed = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+        self.non_finite = f"Non-finite values are in {listed}. "
+        if received := [name for name in names if name in initial]:
+            self.non_finite += (
+                f"Clients receive {received[0]} with such values, from which no difference is"
+                " finite: set finite ones before the fit, for example by a training step. "
+            )
 
     def note(
         self, round: int, cohort: Sequence[int], dropped: Mapping[int, str], kept_by: str | None

@@ -340,8 +340,13 @@ class Round:
         for client in clients[~finite].tolist():
             dropped.setdefault(client, "non_finite")
         if not finite.all():
+            received = fit.runner.layout.split(self.start.vector.reshape(-1, delta.shape[1]))
             parts = {**fit.runner.layout.split(delta), **beside}
-            fit.warnings.note_non_finite(n for n, p in parts.items() if not p.isfinite().all())
+            wrong, initial = (
+                [name for name, part in each.items() if not part.isfinite().all()]
+                for each in (parts, received)
+            )
+            fit.warnings.note_non_finite(wrong, initial)
         return replace(sent, delta=delta), dropped
 
     def _pass_on(self, update: ClientUpdate) -> None:
