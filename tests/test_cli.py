@@ -161,6 +161,12 @@ def test_last_goes_on_in_the_newest_folder(cli, fitted):
     assert len(list(parts.glob("csv/version_*/metrics.csv"))) == 2
 
 
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_finished_run_says_that_there_is_nothing_to_train(cli, fitted, rounds):
+    out = cli(*FIT, f"--trainer.max_epochs={rounds}", "--ckpt_path=last")
+    assert "Nothing to train: the checkpoint is of round 2; increase --trainer.max_epochs" in out
+
+
 def test_a_named_checkpoint_of_a_run_goes_on_in_its_folder(cli, fitted):
     path = fitted / "last.ckpt"
     cli(*FIT, "--trainer.max_epochs=3", f"--ckpt_path={path}")

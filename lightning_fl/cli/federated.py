@@ -369,6 +369,10 @@ class FederatedCLI(LightningCLI):
                 sys.stderr.write(f"\ninterrupted; {remedy}\n")
             raise SystemExit(TERMINATED if is_terminated else INTERRUPTED) from end
         if self.trainer.is_global_zero:
+            done, rounds = self.checkpoint_round or 0, self.trainer.max_epochs or -1
+            if done >= rounds > 0:
+                more = f"increase --trainer.max_epochs ({rounds}) to continue"
+                print(f"Nothing to train: the checkpoint is of round {done}; {more}")
             print(f"Written to {short_path(self.run_folder)}")
 
     def test(self, **kwargs: Any) -> None:
