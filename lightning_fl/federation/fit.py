@@ -159,8 +159,8 @@ class PreparedFit:
         if isinstance(self.module, VectorizedClients):
             self.module.exchange_frozen = self.exchange_frozen
             self.module.local_patterns = self.options.local_parameters
-        undo.enter_context(checked_optimizers(self.module, check_one_optimizer))
-        undo.enter_context(checked_optimizers(user_module(self.module), check_optimized_terms))
+        for check in (check_one_optimizer, check_optimized_terms):
+            undo.enter_context(checked_optimizers(user_module(self.module), check))
         counts = counts_of_one_client(trainer, planner.stepping_batches, local_steps, is_last_step)
         undo.enter_context(counts)
         data.plan = planner.plan

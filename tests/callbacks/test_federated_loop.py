@@ -1264,16 +1264,17 @@ def test_manual_optimisation_is_refused(fit, foreign):
         fit(module)
 
 
+@pytest.mark.parametrize("vectorized", [False, True])
 @pytest.mark.parametrize("count", [0, 2])
-def test_other_than_one_optimiser_is_refused(fit, foreign, count):
+def test_other_than_one_optimiser_is_refused(fit, foreign, count, vectorized):
     module = foreign()
     module.configure_optimizers = lambda: [
         torch.optim.SGD(module.parameters(), lr=0.1) for _ in range(count)
     ]
     with pytest.raises(
-        FederationError, match=rf"configure_optimizers must return one optimizer, got {count}"
+        FederationError, match=rf"Foreign.configure_optimizers must return one .*, got {count}"
     ):
-        fit(module)
+        fit(VectorizedClients(module) if vectorized else module)
 
 
 def test_lazy_parameters_are_refused(fit, foreign):
