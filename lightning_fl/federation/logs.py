@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
@@ -122,20 +123,16 @@ class ClientLogs:
             _put_last_steps(trainer, plan, steps)
 
 
-class _Noted(dict[str, Any]):
-    """Logged values that call a function with each name that is read."""
+class _Noted(UserDict[str, Any]):
+    """View of logged values that calls a function with each name that is read."""
 
-    def __init__(self, values: Mapping[str, Any], note: Callable[[str], None]) -> None:
-        super().__init__(values)
-        self._note = note
+    def __init__(self, values: dict[str, Any], note: Callable[[str], None]) -> None:
+        super().__init__()
+        self.data, self._note = values, note
 
     def __getitem__(self, name: str) -> Any:
         self._note(name)
         return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self._note(name)
-        return super().get(name, default)
 
 
 def logs_watched(

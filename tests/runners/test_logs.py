@@ -200,6 +200,21 @@ class TestLoggedValuesInAStep:
         with pytest.warns(match=f"training_step reads a of trainer.{name}, which other clients"):
             train(module, group_size)
 
+    def test_a_value_that_a_step_sets_stays(self, train, reads):
+        class Look(Callback):
+            seen = ()
+
+            def on_train_batch_end(self, trainer, *args):
+                self.seen += (trainer.callback_metrics["own"],)
+
+        def sets(trainer, i):
+            trainer.callback_metrics["own"] = i
+            return 0
+
+        look = Look()
+        train(reads(sets), callbacks=[look])
+        assert sorted({*look.seen}) == [0, 1, 2, 3]  # of the longest client
+
     @pytest.mark.parametrize(
         ("read", "group_size"),
         [
