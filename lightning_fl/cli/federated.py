@@ -53,6 +53,7 @@ from lightning_fl.files import FolderLock, one_line, read_text, write_atomically
 from lightning_fl.report import LogFiles
 from lightning_fl.report.run import (
     IGNORED_BY_TEST,
+    TABLE,
     TEST_FORMAT,
     config_values,
     differing_options,
@@ -83,8 +84,7 @@ class Parser(LightningArgumentParser):
 #: File in the folder of a run that identifies its SLURM job.
 JOB = "slurm.json"
 
-#: File name of the table of rounds.
-TABLE = "rounds.csv"
+
 #: Help of options that have another meaning here than in Python.
 HELP = {
     "ckpt_path": "Path of a checkpoint, or last: the checkpoint of the newest run. A fit resumes"

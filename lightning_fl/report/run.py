@@ -20,6 +20,8 @@ from lightning_fl.federation.dropped import describe_cause
 from lightning_fl.report.words import listed
 from lightning_fl.types import FederationError
 
+#: File name of the table of rounds, by which a folder is known to be that of a run.
+TABLE = "rounds.csv"
 #: Maximum size of a file in MiB; runs do not write larger files.
 LIMITS = {".csv": 64, ".json": 64, ".yaml": 0.25, ".png": 0.5, ".gz": 64}
 #: Maximum size of a decompressed file in MiB, enough for 100,000 clients and 2,500 rounds.
@@ -181,8 +183,8 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
                 f"folder {path} {what}: pass the folder of a run, such as"
                 " runs/digits/version_0, or of several runs, such as runs/digits"
             )
-        inside = [path] if (path / "rounds.csv").is_file() else version_folders(path)
-        runs = [folder for folder in inside if (folder / "rounds.csv").is_file()]
+        inside = [path] if (path / TABLE).is_file() else version_folders(path)
+        runs = [folder for folder in inside if (folder / TABLE).is_file()]
         if not runs:
             deeper = sorted({str(each.parents[1]) for each in path.glob("*/version_*/rounds.csv")})
             remedy = f": pass {listed(deeper, 5)}" if deeper else ""
@@ -213,10 +215,10 @@ def read_run(folder: str | Path) -> Run:
     """
     folder = Path(folder)
     notes: list[str] = []
-    rows = {int(row["round"]): row for row in _table(folder / "rounds.csv", "round", notes)}
+    rows = {int(row["round"]): row for row in _table(folder / TABLE, "round", notes)}
     if not rows:
         why = f" ({notes[0]})" if notes else ""
-        raise FederationError(f"{folder / 'rounds.csv'} has no readable rounds{why}")
+        raise FederationError(f"{folder / TABLE} has no readable rounds{why}")
 
     # Files that an earlier fit has left in the folder.
     foreign: set[str] = set()
