@@ -494,7 +494,8 @@ def sensitivity_page(args: argparse.Namespace) -> list[str]:
             ]
             heat.append([100 * each.train for each in found])
             lines.append([f"{gamma:g}, {variance:g}", *map(str, found)])
-        limits = min(map(min, chain(*heats.values()))), max(map(max, chain(*heats.values())))
+        accuracies = [*chain(*chain(*heats.values()))]
+        limits = min(accuracies), max(accuracies)
         for panel, (gamma, heat) in zip(row, heats.items(), strict=True):
             draw_heat(panel, heat, limits, f"{data}, {split}, gamma = {gamma:g}")
         text += [f"### {data}, {split}", table(lines[0], lines[1:])]

@@ -84,13 +84,13 @@ class ClientParallelStrategy(DDPStrategy):
                     "strategy='client_parallel' requires a FederatedLoop: add one to the callbacks,"
                     " or choose strategy='ddp'"
                 )
-            self._throttle_stop_flag(trainer)
             if self._layer_sync or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
                 raise FederationError(
                     "SyncBatchNorm would mix the batches of different clients with"
                     " strategy='client_parallel': remove sync_batchnorm of the Trainer, and use"
                     " BatchNorm in the module"
                 )
+            self._throttle_stop_flag(trainer)
         for child in module.modules():
             if isinstance(child, LightningModule):
                 log = partial(_log_for_all, self, trainer)

@@ -152,13 +152,13 @@ class DropWarnings:
         self.non_finite = ""
 
     def note_non_finite(self, names: Sequence[str], initial: Collection[str]) -> None:
-        """Record the first tensors with non-finite values.
+        """Record tensors with non-finite values.
 
         Args:
             names: Names of all tensors of an update with non-finite values.
             initial: Names of all tensors of which the clients have received such values.
         """
-        if self.non_finite or not names:
+        if not names:
             return
         listed = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
         self.non_finite = f"Non-finite values are in {listed}. "

@@ -339,7 +339,7 @@ class Round:
             finite &= not fit.loss_scale.skipped_all(self._scale, int(sent.num_steps))
         for client in clients[~finite].tolist():
             dropped.setdefault(client, "non_finite")
-        if not finite.all():
+        if not finite.all() and not fit.warnings.non_finite:
             received = fit.runner.layout.split(self.start.vector.reshape(-1, delta.shape[1]))
             parts = {**fit.runner.layout.split(delta), **beside}
             wrong, initial = (
