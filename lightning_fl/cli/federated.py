@@ -84,7 +84,6 @@ class Parser(LightningArgumentParser):
 #: File in the folder of a run that identifies its SLURM job.
 JOB = "slurm.json"
 
-
 #: Help of options that have another meaning here than in Python.
 HELP = {
     "ckpt_path": "Path of a checkpoint, or last: the checkpoint of the newest run. A fit resumes"

@@ -186,7 +186,7 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
         inside = [path] if (path / TABLE).is_file() else version_folders(path)
         runs = [folder for folder in inside if (folder / TABLE).is_file()]
         if not runs:
-            deeper = sorted({str(each.parents[1]) for each in path.glob("*/version_*/rounds.csv")})
+            deeper = sorted({str(each.parents[1]) for each in path.glob(f"*/version_*/{TABLE}")})
             remedy = f": pass {listed(deeper, 5)}" if deeper else ""
             raise FederationError(
                 f"neither {path} nor a folder version_0, version_1, ... in it has a rounds.csv: it"
