@@ -183,6 +183,11 @@ def module(*terms, optimizer=SGD):
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 
 
+#: Why clients that should train at once may train one after another: two cases of their own, and
+#: batches that lie on the pretended device before they are stacked.
+ONE_BY_ONE = "an Embedding|RuntimeError: vmap: |its batches contain a PretendTensor"
+
+
 def fit(
     place,
     folder,
@@ -229,6 +234,7 @@ def fit(
     watched = nullcontext() if ON_A_GPU or place == pretend.NAME else pretend.unwatched()
     with warnings.catch_warnings(), watched:  # what a case warns of is tested elsewhere
         warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", f".* after another, not at once: (?!{ONE_BY_ONE})")
         if ON_A_GPU:  # that warns of waits
             warnings.filterwarnings("always", "called a synchronizing CUDA operation")
         made.fit(trained, datamodule=data(), ckpt_path=ckpt_path)

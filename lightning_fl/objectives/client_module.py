@@ -138,8 +138,8 @@ class ClientModule(LightningModule):
         #: terms that use the batch do not.
         has_own_step = type(self).training_step is not ClientModule.training_step
         self.federated_knows_weights = not has_own_step and not any(t.uses_batch for t in terms)
-        #: Whether a training step of a subclass may still turn out not to use the terms.
-        self._may_ignore_terms = has_own_step and len(self.terms) > 0
+        #: Terms that the training step of a subclass has not used yet, until a warning names them.
+        self._unused_terms = set(range(len(terms))) if has_own_step else set[int]()
         #: Recorder of activations, if a term requires one.
         self.recorder: Recorder | None = None
         # In a tuple, so that it is not a submodule.
@@ -347,8 +347,7 @@ class ClientModule(LightningModule):
 
     def _term(self, i: int, own: ModelView, anchor: ModelView, batch: Any) -> Tensor:
         """Return the value of a term, with the numbers of the policy in the place of its own."""
-        if self._may_ignore_terms:
-            self._may_ignore_terms = False
+        self._unused_terms.discard(i)
         term, values = self.terms[i], self.federated_hyperparameters
         given = {
             each: values[name]
@@ -385,11 +384,12 @@ class ClientModule(LightningModule):
         """
         for term in self._own_terms():
             term.on_client_end(self)
-        if self._may_ignore_terms:
-            self._may_ignore_terms = False
+        if self._unused_terms:
+            unused = ", ".join(type(self.terms[i]).__name__ for i in sorted(self._unused_terms))
+            self._unused_terms.clear()
             rank_zero_warn(
                 f"{type(self).__name__}.training_step did not use the terms of the module"
-                f" ({', '.join(type(t).__name__ for t in self.terms)}): call"
+                f" ({unused}): call"
                 " super().training_step(batch, batch_idx), which adds them, or override"
                 " federated_losses instead"
             )

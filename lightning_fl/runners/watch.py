@@ -69,4 +69,4 @@ class Watch(TorchDispatchMode):
 
 def _memory(tensor: Tensor) -> int:
     """Return the address of a tensor's storage; 0 for a layout without one, such as sparse."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
