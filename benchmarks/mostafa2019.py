@@ -24,6 +24,7 @@ of each method, in turns, of as many local steps as each other; nothing else sho
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Sequence
 from itertools import product, zip_longest
@@ -243,8 +244,9 @@ def overhead(
                 options.append(f"--federation.policy.init_args.grid={grid}")
             given = [*cell.options(), *options]
             if command("fit", cell.folder(Path(folder)), given) is not None:
-                each = found.setdefault(task, {}).setdefault(method, [])
-                each.append(median(json.loads(times.read_text())))
+                took = median(json.loads(times.read_text()))
+                found.setdefault(task, {}).setdefault(method, []).append(took)
+                print(f"{task} {seed} {METHODS[method]}: {took:.4f} s", file=sys.stderr)
     return found
 
 
