@@ -68,5 +68,8 @@ class Watch(TorchDispatchMode):
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage; 0 for a layout without one, such as sparse."""
+    """Return a number of a tensor's storage; 0 for a layout without one, such as sparse.
+
+    Not the address of its data, which some devices do not have.
+    """
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
