@@ -3,8 +3,10 @@
 import errno
 import inspect
 import re
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from lightning_fl.cli.arguments import (
 ROOT = Path(__file__).parents[1]
 WITHOUT_TORCH = """
 import sys
+from functools import partial
 from lightning_fl.cli import main
 try:
     main({words!r})
@@ -50,7 +53,10 @@ def test_an_interruption_of_an_import_is_no_error_of_a_package(tmp_path):
     """
     (tmp_path / "torch.py").write_text(inspect.cleandoc(code))
     command = [sys.executable, "-m", "lightning_fl", "fit", "--config=digits.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # `make check &` ignores it
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, preexec_fn=heard
+    )
     assert (done.returncode, done.stderr) == (130, "\ninterrupted\n")
 
 
