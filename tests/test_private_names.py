@@ -1,7 +1,7 @@
 """The private names of Lightning and PyTorch that the package uses.
 
 Hence the upper bounds in pyproject.toml: before a bound is raised, this test has to pass with the
-new release. A new use of a private name belongs in one of the two lists.
+new release. A new use of a private name belongs in one of the lists.
 """
 
 import re
@@ -10,6 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 
 from lightning_fl import ClientModule
@@ -68,6 +69,8 @@ OF_A_TRAINER = [
 ]
 #: Attributes of a LightningModule.
 OF_A_MODULE = ["_current_fx_name", "_trainer"]
+#: Attributes of a tensor's storage.
+OF_A_STORAGE = ["_cdata"]
 
 
 @pytest.mark.parametrize(("home", "names"), IMPORTED.items())
@@ -83,6 +86,8 @@ def test_private_attributes_exist():
     module = ClientModule(net=None)
     for path in OF_A_MODULE:
         attrgetter(path)(module)
+    for path in OF_A_STORAGE:
+        attrgetter(path)(torch.ones(1).untyped_storage())
 
 
 def test_private_imports_of_the_package_are_listed():

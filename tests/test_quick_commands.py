@@ -25,7 +25,6 @@ from lightning_fl.cli.arguments import (
 ROOT = Path(__file__).parents[1]
 WITHOUT_TORCH = """
 import sys
-from functools import partial
 from lightning_fl.cli import main
 try:
     main({words!r})
