@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from numbers import Number
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
@@ -553,9 +554,14 @@ class FederatedDataModule(LightningDataModule):
 
     @cached_property
     def sample_bytes(self) -> int:
-        """Size of a training sample as float32, in bytes."""
+        """Size of the arrays and numbers of a training sample as float32, in bytes.
+
+        0 if there are none, as in samples of PIL images or graphs: the size is unknown.
+        """
         parts = tree_leaves(read_sample(self.train, 0))
-        return 4 * sum(p.numel() if isinstance(p, Tensor) else np.size(p) for p in parts)
+        sizes = [p.numel() for p in parts if isinstance(p, Tensor)]
+        sizes += [p.size for p in parts if isinstance(p, np.ndarray)]
+        return 4 * (sum(sizes) + sum(isinstance(p, Number) for p in parts))
 
     @property
     def module_dtype(self) -> torch.dtype:

@@ -50,7 +50,7 @@ def clients_at_once(
         constants: Its parameters that all clients share.
         option: The user's ``group_size``, a number or ``auto``.
         clients: Number of clients in the round.
-        batch_bytes: Size of a client's batch in bytes.
+        batch_bytes: Size of a client's batch in bytes; 0 if unknown.
         memory: Memory of the device for this process in bytes.
         on_a_gpu: Whether the device is a GPU.
 
@@ -60,7 +60,7 @@ def clients_at_once(
     size = client_bytes(module, constants)
     most = memory // (4 * size)  # parameters, gradients, optimizer, workspace
     if option == "auto":
-        if on_a_gpu and (factor := activations(module)) is not None:
+        if on_a_gpu and batch_bytes and (factor := activations(module)) is not None:
             many = int(GPU_SHARE * memory) // (4 * size + factor * batch_bytes)
         else:
             many = FEW_CLIENTS if has_convolutions(module) else CACHE // (size + batch_bytes)
@@ -82,14 +82,16 @@ def num_steps(
     Args:
         option: The user's ``steps_per_batch``, a number or ``auto``.
         group_size: Number of clients that train at once.
-        batch_bytes: Size of a client's batch in bytes.
+        batch_bytes: Size of a client's batch in bytes; 0 if unknown.
         stepwise: Whether the loader fetches one local step at a time.
     """
     if option != "auto":
         return option
     if stepwise:
         return MOST_STEPS
-    return min(MOST_STEPS, BATCH_BYTES // (group_size * batch_bytes or 1)) or 1
+    if not batch_bytes:
+        return 1
+    return min(MOST_STEPS, BATCH_BYTES // (group_size * batch_bytes)) or 1
 
 
 def client_bytes(module: nn.Module, constants: Mapping[str, nn.Parameter]) -> int:
