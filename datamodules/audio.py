@@ -14,11 +14,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from scipy.io import wavfile
 from torch import Tensor, nn
 from torchaudio.functional import resample
-from torchaudio.transforms import FrequencyMasking, MelSpectrogram, TimeMasking
+from torchaudio.transforms import MelSpectrogram
 
+from lightning_fl.datamodules.batches import Draws
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.storage import InMemory
 from lightning_fl.files import data_root
+from lightning_fl.functional.augmentation import choices, mask_span, shift
+from lightning_fl.functional.randomness import RandomStream, generator
 from lightning_fl.options import check_choice, check_flag, check_integer, check_number
 from lightning_fl.partition import Partition
 from lightning_fl.types import FederationError
@@ -62,6 +65,28 @@ def read_wav(path: Path, rate: int, samples: int) -> Tensor:
     Raises:
         ValueError: If the file is damaged, truncated or empty.
     """
+    wave = read_recording(path, rate)
+    if len(wave) >= samples:
+        start = (len(wave) - samples) // 2
+        wave = wave[start : start + samples]
+    else:
+        wave = torch.cat([wave, wave.new_zeros(samples - len(wave))])
+    return (wave * 2**15).round().clamp(-(2**15), 2**15 - 1).to(torch.int16)
+
+
+def read_recording(path: Path, rate: int) -> Tensor:
+    """Read a recording in full and resample it to ``rate``; channels are averaged.
+
+    Args:
+        path: A WAV file of any sample format.
+        rate: Target sampling rate, in Hz.
+
+    Returns:
+        float32 in [-1, 1], ``[samples]``.
+
+    Raises:
+        ValueError: If the file is damaged, truncated or empty.
+    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Reached EOF prematurely", wavfile.WavFileWarning)
@@ -82,12 +107,7 @@ def read_wav(path: Path, rate: int, samples: int) -> Tensor:
         # An approximate ratio: the size of the filter grows with numerator and denominator.
         ratio = Fraction(found, rate).limit_denominator(1000)
         wave = resample(wave, ratio.numerator, ratio.denominator)
-    if len(wave) >= samples:
-        start = (len(wave) - samples) // 2
-        wave = wave[start : start + samples]
-    else:
-        wave = torch.cat([wave, wave.new_zeros(samples - len(wave))])
-    return (wave * 2**15).round().clamp(-(2**15), 2**15 - 1).to(torch.int16)
+    return wave
 
 
 def _floating(data: np.ndarray) -> Tensor:
@@ -141,45 +161,69 @@ class LogMel(nn.Module):
         return found
 
 
-class Augment(nn.Module):
-    """Augment clips and their spectrograms, with independent random draws for each sample.
+class Augment:
+    """Augment clips and their spectrograms, independently for each sample and local step.
+
+    Noise is a random section of the background recordings of the data set, if it has some
+    (``_background_noise_`` of Speech Commands), else white noise.
 
     Args:
         time_shift: Maximum shift in both directions, as a fraction of the clip; the gap is filled
             with silence.
-        noise: Maximum standard deviation of white noise, as a fraction of full scale.
+        noise: Maximum standard deviation of the noise, as a fraction of full scale.
         mask: Maximum width of one frequency mask, in mel bands, and of one time mask, in frames
             (SpecAugment). Masked values are 0. 0 disables masking.
+
+    Raises:
+        FederationError: If a value is out of range.
     """
 
+    #: Number of random numbers per sample.
+    draws: ClassVar[int] = 7
+
     def __init__(self, time_shift: float = 0.1, noise: float = 0.005, mask: int = 4) -> None:
-        super().__init__()
         self.time_shift = check_number("time_shift", time_shift, min=0, max=1)
         self.noise = check_number("noise", noise, min=0, max=1)
         self.mask = check_integer("mask", mask, min=0)
-        # torchaudio's widths are less than its parameter.
-        self.masks = nn.Sequential(
-            FrequencyMasking(mask + 1, iid_masks=True), TimeMasking(mask + 1, iid_masks=True)
-        )
 
-    def clips(self, clips: Tensor) -> Tensor:
-        """Shift clips, ``[n, samples]``, and add noise; return float32 in [-1, 1]."""
+    @property
+    def changes_clips(self) -> bool:
+        """Whether clips are changed before their spectrograms are computed."""
+        return self.time_shift > 0 or self.noise > 0
+
+    def clips(self, clips: Tensor, uniform: Tensor, background: Tensor) -> Tensor:
+        """Shift clips in time and add noise.
+
+        Args:
+            clips: int16 or float, ``[n, samples]``.
+            uniform: Uniform random numbers of each clip, ``[n, 7]``.
+            background: Recordings with standard deviation 1, at least as long as a clip, ``[t]``.
+
+        Returns:
+            Clips from -1 to 1 before noise, ``[n, samples]``.
+        """
         wave = clips.float() / 2**15 if clips.dtype == torch.int16 else clips
-        n, samples = wave.shape
+        samples = wave.shape[1]
         if most := int(self.time_shift * samples):
-            shift = torch.randint(-most, most + 1, (n, 1), device=wave.device)
-            at = torch.arange(samples, device=wave.device) - shift
-            inside = (at >= 0) & (at < samples)
-            wave = wave.gather(1, at.clamp(0, samples - 1)) * inside
+            wave = shift(wave, choices(uniform[:, 0], 2 * most + 1) - most)
         if self.noise:
-            strength = self.noise * torch.rand(n, 1, device=wave.device)
-            wave = wave + strength * torch.randn_like(wave)
+            start = choices(uniform[:, 1], len(background) - samples + 1)
+            section = background[start[:, None] + torch.arange(samples, device=wave.device)]
+            wave = wave + self.noise * uniform[:, 2:3] * section
         return wave
 
-    def spectrograms(self, x: Tensor) -> Tensor:
-        """Mask one frequency band and one time span of each sample, ``[n, 1, bands, frames]``."""
-        masked: Tensor = self.masks(x) if self.mask else x
-        return masked
+    def spectrograms(self, x: Tensor, uniform: Tensor) -> Tensor:
+        """Mask one frequency band and one time span of each spectrogram.
+
+        Args:
+            x: Spectrograms, ``[n, 1, bands, frames]``.
+            uniform: Uniform random numbers of each spectrogram, ``[n, 7]``.
+        """
+        for dim, at in ((2, 3), (3, 5)):
+            width = choices(uniform[:, at], self.mask + 1)
+            start = (uniform[:, at + 1] * (x.shape[dim] - width + 1)).long()
+            x = mask_span(x, start, width, dim)
+        return x
 
 
 class AudioDataModule(FederatedDataModule, ABC):
@@ -196,7 +240,7 @@ class AudioDataModule(FederatedDataModule, ABC):
             does not scale.
         cache_features: Compute all spectrograms once, at the start, and keep them instead of the
             clips.
-        augment: Data augmentation in training; None disables it.
+        augment: Augmentation of the training clips on the device; true means ``Augment()``.
         skip_damaged: Skip unreadable files with a warning instead of raising an error.
         partition: Rule that splits the training samples over clients; ``Natural`` makes each
             speaker a client; None means ``IID``.
@@ -221,7 +265,7 @@ class AudioDataModule(FederatedDataModule, ABC):
         image_size: int = 32,
         normalize: Literal["clip", "none"] = "clip",
         cache_features: bool = False,
-        augment: Augment | None = None,
+        augment: bool | Augment = False,
         skip_damaged: bool = False,
         partition: Partition | None = None,
         num_clients: int | None = 10,
@@ -234,14 +278,19 @@ class AudioDataModule(FederatedDataModule, ABC):
         check_number("seconds", seconds, above=0, below=3600)
         check_integer("image_size", image_size, min=1)
         self.cache_features = check_flag("cache_features", cache_features)
-        if self.cache_features and augment is not None and (augment.time_shift or augment.noise):
+        if not isinstance(augment, Augment):
+            self.augment = Augment() if check_flag("augment", augment) else None
+        else:
+            self.augment = augment
+        if self.cache_features and self.augment is not None and self.augment.changes_clips:
             raise FederationError(
                 "cache_features=true stores spectrograms, so augment cannot change the clips:"
                 " set time_shift and noise of augment to 0, or cache_features to false"
             )
         self.root = data_root(root)
         self.skip_damaged = check_flag("skip_damaged", skip_damaged)
-        self.augment = augment
+        self.draws = 0 if self.augment is None else Augment.draws
+        self._background: Tensor | None = None
         self.samples = max(1, round(seconds * self.rate))
         self.features = LogMel(self.rate, self.samples, image_size, normalize)
 
@@ -253,6 +302,10 @@ class AudioDataModule(FederatedDataModule, ABC):
     @abstractmethod
     def clips(self, part: Literal["train", "val", "test"]) -> list[Clip] | None:
         """Return the clips of a part; None if the data set has no such part."""
+
+    def background_files(self) -> list[Path]:
+        """Return recordings of background noise, of any length; none by default."""
+        return []
 
     def setup(self, stage: str | None = None) -> None:
         """Read the clips, including the validation clips if the data set has some."""
@@ -295,16 +348,26 @@ class AudioDataModule(FederatedDataModule, ABC):
         return Clips(x, torch.tensor([clip.label for clip in kept]), [c.speaker for c in kept])
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Convert clips to spectrograms on the device of the batch."""
+        """Convert clips to spectrograms on the device of the batch, and augment training clips."""
         x, *rest = batch
-        trainer = self.trainer
-        augment = self.augment if trainer is not None and trainer.training else None
+        uniform = rest.pop().uniform() if rest and isinstance(rest[-1], Draws) else None
         if not self.cache_features:
-            if augment is not None:
-                x = augment.clips(x)
+            if self.augment is not None and uniform is not None:
+                x = self.augment.clips(x, uniform, self._background_on(x.device))
             if self.features.mel.mel_scale.fb.device != x.device:
                 self.features.to(x.device)
             x = self.features(x)
-        if augment is not None:
-            x = augment.spectrograms(x)
+        if self.augment is not None and uniform is not None:
+            x = self.augment.spectrograms(x, uniform)
         return x.to(self.module_dtype), *rest
+
+    def _background_on(self, device: torch.device) -> Tensor:
+        """Return the recordings that are added to clips on a device, with standard deviation 1."""
+        if self._background is None or self._background.device != device:
+            sounds = [read_recording(path, self.rate) for path in self.background_files()]
+            if not sounds:
+                count = max(60 * self.rate, 2 * self.samples)
+                sounds = [torch.randn(count, generator=generator(0, RandomStream.AUGMENTATION))]
+            sound = torch.cat(sounds).repeat(-(-self.samples // sum(map(len, sounds))))
+            self._background = (sound / sound.std().clamp(min=1e-6)).to(device)
+        return self._background

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,6 +92,35 @@ def client_batches(
             yield order[at : at + size]
 
 
+class Draws(NamedTuple):
+    """Random numbers for the augmentation of a training batch on its device.
+
+    They are the last element of the batch until ``on_after_batch_transfer`` of the data module.
+
+    Args:
+        numbers: Independent random numbers below 2^24 of each sample, ``[n, draws]``. Integers,
+            because precision plugins would round floating-point numbers.
+
+    Example:
+        >>> Draws(torch.tensor([[0, 2**23]])).uniform()
+        tensor([[0.0000, 0.5000]])
+    """
+
+    numbers: Tensor
+
+    @classmethod
+    def sample(cls, count: int, draws: int, generator: torch.Generator | None) -> Draws:
+        """Draw the numbers of ``count`` samples from a generator; None means zeros."""
+        if generator is None:
+            return cls(torch.zeros(count, draws, dtype=torch.int32))
+        size = (count, draws)
+        return cls(torch.randint(2**24, size, dtype=torch.int32, generator=generator))
+
+    def uniform(self) -> Tensor:
+        """Return the numbers divided by 2^24, which are uniform in [0, 1), ``[n, draws]``."""
+        return self.numbers.float() / 2**24
+
+
 @dataclass(frozen=True)
 class Batch:
     """Hold the samples of a batch and the keys of the random streams of their transforms.
@@ -103,6 +133,7 @@ class Batch:
         stepwise: Number of local steps of equal size in the batch. Only the first step is fetched
             with the batch; 0 fetches the whole batch.
         place: Round, and position in the round, of a stepwise batch.
+        draws: Random numbers for augmentation, ``[n, draws]``; None without augmentation.
     """
 
     index: Tensor
@@ -110,6 +141,15 @@ class Batch:
     sizes: Sequence[int] | None = None
     stepwise: int = 0
     place: tuple[int, int] = (0, 0)
+    draws: Tensor | None = None
+
+    def split(self, sizes: Sequence[int]) -> list[Batch]:
+        """Return the parts of the batch with given numbers of samples."""
+        index = self.index.split(list(sizes))
+        if self.draws is None:
+            return [replace(self, index=part) for part in index]
+        draws = self.draws.split(list(sizes))
+        return [replace(self, index=i, draws=d) for i, d in zip(index, draws, strict=True)]
 
     @classmethod
     def evaluation(cls, index: Tensor, seed: int) -> Batch:
@@ -154,6 +194,7 @@ class RoundBatches(OwnBatches):
         rank: Index of the share of each batch that this process takes (DDP inside a client).
         world_size: Number of shares.
         apart: Whether to collate the samples of each client and local step separately.
+        draws: Number of random numbers per sample for augmentation.
     """
 
     def __init__(
@@ -164,16 +205,17 @@ class RoundBatches(OwnBatches):
         rank: int = 0,
         world_size: int = 1,
         apart: bool = False,
+        draws: int = 0,
     ) -> None:
         self.plan, self.parts, self.batching, self.apart = plan, parts, batching, apart
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.draws = rank, world_size, draws
 
     def __len__(self) -> int:
         return len(self.plan.schedule)
 
     def __iter__(self) -> Iterator[Batch]:
         plan, steps, clients = self.plan, self.plan.num_steps.tolist(), self.plan.clients.tolist()
-        streams: dict[int, Iterator[Tensor]] = {}
+        streams: dict[int, Iterator[tuple[Tensor, Tensor]]] = {}
         # Otherwise the first samples of all shares would draw the same numbers, and so on.
         share = (self.rank,) if self.world_size > 1 else ()
         for position, step in enumerate(plan.schedule):
@@ -182,38 +224,54 @@ class RoundBatches(OwnBatches):
                 continue
             if step.first:
                 streams = {row: self._client(clients[row]) for row in step.rows}
-            index, keys = [], []
+            index, draws, keys = [], [], []
             for i in range(step.start, step.start + step.steps):
                 for row in step.rows:
                     client = clients[row]
-                    padding = self.parts[client][: 0 if self.apart else 1]
-                    index.append(next(streams[row]) if i < steps[row] else padding)
+                    if i < steps[row]:
+                        samples, numbers = next(streams[row])
+                    else:
+                        samples = self.parts[client][: 0 if self.apart else 1]
+                        numbers = torch.zeros(len(samples), self.draws, dtype=torch.int32)
+                    index.append(samples)
+                    draws.append(numbers)
                     keys.append((plan.seed, RandomStream.SAMPLES, plan.round, client, i, *share))
-            if self.apart:
-                yield Batch(torch.cat(index), keys, [len(part) for part in index])
-                continue
-            samples = torch.cat(_padded(index)) if len(index) > 1 else index[0]
-            # A process with an empty share takes one sample, which the loop weights with 0.
-            own = samples[self.rank :: self.world_size] if self.world_size > 1 else samples
-            stepwise = step.steps if plan.stepwise else 0
-            taken, place = own if len(own) else samples[:1], (plan.round, position)
-            yield Batch(taken, keys, stepwise=stepwise, place=place)
+            sizes = [len(part) for part in index] if self.apart else None
+            stepwise = step.steps if plan.stepwise and not self.apart else 0
+            samples, numbers = (self._joined(rows) for rows in (index, draws))
+            drawn = numbers if self.draws else None
+            yield Batch(samples, keys, sizes, stepwise, (plan.round, position), drawn)
 
     def worker_key(self) -> tuple[int, ...]:
         """Return a key of the round, and of the process among those that train."""
         plan = self.plan
         return plan.seed, RandomStream.SAMPLES, plan.round, plan.rank + self.rank
 
-    def _client(self, client: int) -> Iterator[Tensor]:
-        order = generator(self.plan.seed, RandomStream.BATCHES, self.plan.round, client)
-        return client_batches(self.parts[client], self.batching, order)
+    def _client(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the indices of each batch of a client, and its random numbers."""
+        key = self.plan.round, client
+        order = generator(self.plan.seed, RandomStream.BATCHES, *key)
+        numbers = generator(self.plan.seed, RandomStream.AUGMENTATION, *key) if self.draws else None
+        for index in client_batches(self.parts[client], self.batching, order):
+            yield index, Draws.sample(len(index), self.draws, numbers).numbers
+
+    def _joined(self, rows: list[Tensor]) -> Tensor:
+        """Concatenate the entries of clients and local steps, and take the share of the process."""
+        if self.apart:
+            return torch.cat(rows)
+        joined = torch.cat(_padded(rows)) if len(rows) > 1 else rows[0]
+        # A process with an empty share takes one sample, which the loop weights with 0.
+        own = joined[self.rank :: self.world_size] if self.world_size > 1 else joined
+        return own if len(own) else joined[:1]
 
 
 def _padded(rows: list[Tensor]) -> list[Tensor]:
     """Pad all rows to the same length with their first elements."""
     length = max(len(row) for row in rows)
     return [
-        row if len(row) == length else torch.cat([row, row[:1].expand(length - len(row))])
+        row
+        if len(row) == length
+        else torch.cat([row, row[:1].expand(length - len(row), *row.shape[1:])])
         for row in rows
     ]
 

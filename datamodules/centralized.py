@@ -26,6 +26,7 @@ class EpochBatches(OwnBatches):
         seed: Seed of the run.
         rank: Index of the share of each batch that this process takes.
         world_size: Number of shares.
+        draws: Number of random numbers per sample for augmentation.
     """
 
     def __init__(
@@ -36,11 +37,12 @@ class EpochBatches(OwnBatches):
         seed: int,
         rank: int,
         world_size: int,
+        draws: int = 0,
     ) -> None:
         self.trainer, self.seed = trainer, seed
         self.part, self.batching = part, batching
         self.steps = batching.count(torch.tensor([len(part)]))
-        self.rank, self.world_size = rank, world_size
+        self.share, self.draws = (rank, world_size), draws
 
     def __len__(self) -> int:
         return int(self.steps)
@@ -51,7 +53,7 @@ class EpochBatches(OwnBatches):
 
     def _batches(self, epoch: int) -> RoundBatches:
         plan = RoundPlan(self.seed, epoch, torch.zeros_like(self.steps), self.steps)
-        return RoundBatches(plan, [self.part], self.batching, self.rank, self.world_size)
+        return RoundBatches(plan, [self.part], self.batching, *self.share, draws=self.draws)
 
     def worker_key(self) -> tuple[int, ...]:
         """Return a key of the epoch, and of the process."""

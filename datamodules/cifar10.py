@@ -70,6 +70,7 @@ class CIFAR10(TorchvisionDataModule):
     """CIFAR-10: 50,000 training and 10,000 test images in ten classes, ``[3, 32, 32]``."""
 
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    flips = True
 
     def open(self, train: bool, download: bool) -> Any:
         """Return the data set. Checksums are verified only for a download."""

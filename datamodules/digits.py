@@ -28,6 +28,7 @@ class Digits(ImageDataModule):
 
     white = 16.0
     mean, std = (0.3053,), (0.3760,)
+    crop_padding = 1
 
     def load(self, train: bool) -> InMemory:
         """Return the training or the test samples."""

@@ -13,6 +13,7 @@ class FashionMNIST(TorchvisionDataModule):
     """Fashion-MNIST: 60,000 training and 10,000 test images of clothing, ``[1, 28, 28]``."""
 
     mean, std = (0.2860,), (0.3530,)
+    flips = True
 
     def open(self, train: bool, download: bool) -> Any:
         """Return torchvision's data set."""

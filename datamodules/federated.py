@@ -104,6 +104,9 @@ class FederatedDataModule(LightningDataModule):
 
     #: How to provide test samples, for error messages.
     test_remedy = "pass test="
+    #: Number of random numbers that each training sample gets for augmentation. If it is positive,
+    #: the last element of a training batch is a ``Draws``, until ``on_after_batch_transfer``.
+    draws = 0
 
     def __init__(
         self,
@@ -463,7 +466,7 @@ class FederatedDataModule(LightningDataModule):
         processes = self._processes() if plan.world_size == 1 else (0, 1)
         is_alone = plan.group_size == plan.steps_per_batch == 1
         apart = not is_alone and not self.has_samples_in_front
-        return RoundBatches(plan, self.present, self._batching, *processes, apart)
+        return RoundBatches(plan, self.present, self._batching, *processes, apart, self.draws)
 
     def _epochs(self) -> EpochBatches:
         """Return the batches of the centralized baseline, and warn once that it is used."""
@@ -475,7 +478,8 @@ class FederatedDataModule(LightningDataModule):
                 " training, use Trainer(callbacks=[FederatedLoop(), ...])."
             )
         pooled, seed = torch.cat(self.parts).sort().values, run_seed(self.seed)
-        return EpochBatches(self.trainer, pooled, self._batching, seed, *self._processes())
+        share = self._processes()
+        return EpochBatches(self.trainer, pooled, self._batching, seed, *share, self.draws)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         """Return the server's validation samples in order."""

@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_fl.datamodules.batches import Draws
 from lightning_fl.datamodules.federated import FederatedDataModule
 from lightning_fl.datamodules.storage import InMemory
 from lightning_fl.files import data_root
+from lightning_fl.functional.augmentation import choices, crop_and_flip
 from lightning_fl.options import check_flag, check_integer
 from lightning_fl.partition import Partition
 from lightning_fl.types import FederationError
@@ -41,6 +43,9 @@ class ImageDataModule(FederatedDataModule):
             with different feature distributions. The images of client ``i`` are rotated by
             ``client_rotations[i % len(client_rotations)]``. Validation and test images are rotated
             by each of the angles in turn.
+        augment: Augment the training images on the device: random crops with a black border of
+            :attr:`crop_padding` pixels and, if :attr:`flips`, a horizontal flip with probability
+            1/2, drawn for each sample in each local step.
 
     Raises:
         FederationError: If an option is out of range, or the rule cannot split the data.
@@ -52,6 +57,10 @@ class ImageDataModule(FederatedDataModule):
     #: Mean and standard deviation of each channel over the training set, in units of ``white``.
     mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
+    #: Width of the border of crops, in pixels.
+    crop_padding: ClassVar[int] = 4
+    #: Whether a mirrored image keeps its label.
+    flips: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -67,6 +76,7 @@ class ImageDataModule(FederatedDataModule):
         local_test_size: float = 0.0,
         stream_steps: int = 1,
         client_rotations: Sequence[int] = (),
+        augment: bool = False,
     ) -> None:
         for angle in client_rotations:
             if check_integer("a value of client_rotations", angle) % 90:
@@ -74,6 +84,7 @@ class ImageDataModule(FederatedDataModule):
                     f"client_rotations must be multiples of 90 degrees, got {angle}"
                 )
         self.client_rotations = list(client_rotations)
+        self.draws = 3 if check_flag("augment", augment) else 0
         self._cache: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         super().__init__(
             partition=partition,
@@ -119,11 +130,22 @@ class ImageDataModule(FederatedDataModule):
         return super().checksum + turned
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Normalize images to mean 0 and standard deviation 1, in the module's dtype."""
+        """Augment training images, and normalize to mean 0 and standard deviation 1.
+
+        Images get the module's dtype.
+        """
         x, *rest = batch
+        if rest and isinstance(rest[-1], Draws):
+            x = self._augmented(x, rest.pop().uniform())
         dtype = self.module_dtype
         shift, scale = self._statistics(x.device, dtype)
         return x.to(dtype).sub_(shift).div_(scale), *rest
+
+    def _augmented(self, x: Tensor, uniform: Tensor) -> Tensor:
+        """Crop and flip images by the random numbers of each, ``[n, 3]``."""
+        top, left = choices(uniform[:, :2], 2 * self.crop_padding + 1).unbind(1)
+        is_flipped = (uniform[:, 2] < 0.5) & self.flips
+        return crop_and_flip(x, top, left, is_flipped, self.crop_padding)
 
     def _statistics(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         # Cached, because new tensors would cost two transfers to the device per step.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from lightning_fl.datamodules.batches import Batch, OwnBatches
+from lightning_fl.datamodules.batches import Batch, Draws, OwnBatches
 from lightning_fl.datamodules.storage import InMemory, fits
 from lightning_fl.files import short_repr
 from lightning_fl.functional.randomness import derive_seed, seeded_rng
@@ -35,9 +35,9 @@ class Batches(Dataset[Any]):
         self.data, self.collate, self.seed = data, collate, seed
         #: Function that a loader process calls first, with its index.
         self.worker_init: Callable[[int], None] | None = None
-        #: Indices of the stepwise batches that were fetched, ``[steps, n]`` each, by place. Others
-        #: than the Trainer may iterate over a loader, too, and fetch batches again.
-        self.waiting: dict[tuple[int, int], Tensor] = {}
+        #: Local steps of the stepwise batches that were fetched, by place. Others than the Trainer
+        #: may iterate over a loader, too, and fetch batches again.
+        self.waiting: dict[tuple[int, int], list[Batch]] = {}
 
     def __len__(self) -> int:
         return len(self.data)
@@ -48,34 +48,40 @@ class Batches(Dataset[Any]):
 
     def __getitem__(self, batch: Batch) -> Any:
         if batch.stepwise:
-            steps = batch.index.view(batch.stepwise, -1)
-            self.waiting[batch.place] = steps
-            return self.data.fetch(steps[0])
+            n = len(batch.index) // batch.stepwise
+            self.waiting[batch.place] = steps = batch.split([n] * batch.stepwise)
+            return self._fetched(steps[0])
         if batch.sizes is None:
-            return self._collated(batch.index, batch.keys[0])
-        parts = zip(batch.index.split(list(batch.sizes)), batch.keys, strict=True)
+            return self._collated(batch, batch.keys[0])
+        parts = zip(batch.split(batch.sizes), batch.keys, strict=True)
         return ClientBatches(
-            self._collated(index, key) if len(index) else None for index, key in parts
+            self._collated(part, key) if len(part.index) else None for part, key in parts
         )
 
-    def _collated(self, index: Tensor, key: tuple[int, ...]) -> Any:
+    def _fetched(self, batch: Batch, reuse: bool = False) -> list[Any]:
+        """Return samples in memory, with their random numbers for augmentation."""
+        draws = [] if batch.draws is None else [Draws(batch.draws)]
+        return [*self.data.fetch(batch.index, reuse), *draws]
+
+    def _collated(self, batch: Batch, key: tuple[int, ...]) -> Any:
         if isinstance(self.data, InMemory) and self.collate is default_collate:
-            return self.data.fetch(index)
+            return self._fetched(batch)
+        index = batch.index
         with seeded_rng(derive_seed(*key)):
             try:
                 if hasattr(self.data, "__getitems__"):
                     samples = self.data.__getitems__(index.tolist())
                 else:
                     samples = [self.data[i] for i in index.tolist()]
-                batch = self.collate(samples)
+                collated = self.collate(samples)
             except Exception as error:
                 if len(key) > 4:
                     shown = short_repr(index.tolist())
                     error.add_note(f"While reading the samples {shown}{_of_client(key)}")
                 raise
-        if batch is None:
+        if collated is None:
             self._refuse_none(index, key)
-        return batch
+        return collated if batch.draws is None else [*collated, Draws(batch.draws)]
 
     def _refuse_none(self, index: Tensor, key: tuple[int, ...]) -> NoReturn:
         """Refuse an empty batch. Lightning would skip it, and with it the start of a client.
@@ -114,7 +120,7 @@ class Batches(Dataset[Any]):
         steps = self.waiting.pop((round, position))
         for place in [place for place in self.waiting if place[0] < round]:
             del self.waiting[place]  # fetched by others
-        return lambda step, reuse: self.data.fetch(steps[step], reuse)
+        return lambda step, reuse: self._fetched(steps[step], reuse)
 
 
 def _of_client(key: tuple[int, ...]) -> str:

@@ -52,6 +52,10 @@ class SpeechCommands(AudioDataModule):
         """Folder in which torchaudio stores the clips, one folder per word."""
         return Path(self.root, "SpeechCommands", VERSION)
 
+    def background_files(self) -> list[Path]:
+        """Return the recordings of background noise that are part of the data set."""
+        return sorted(Path(self.folder, "_background_noise_").glob("*.wav"))
+
     def prepare_data(self) -> None:
         """Download the files if ``download`` is set."""
         if self.download and not self.folder.is_dir():

@@ -58,7 +58,8 @@ from lightning_fl.callbacks import (
     RunReport,
 )
 from lightning_fl.callbacks.report import client_accuracies
-from lightning_fl.datamodules import FederatedDataModule
+from lightning_fl.datamodules import Digits, FederatedDataModule
+from lightning_fl.models import MLPClassifier
 from lightning_fl.objectives import (
     APFL,
     MOON,
@@ -262,7 +263,9 @@ def client_module(**options):
     return ClientModule(net, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **options)
 
 
-def data(dtype, clients=CLIENTS, **options):
+def data(dtype, clients=CLIENTS, augment=False, **options):
+    if augment:
+        return Digits(num_clients=clients, batch_size=8, seed=1, augment=True)
     random = torch.Generator().manual_seed(0)
     x = torch.randn(261, FEATURES, generator=random, dtype=dtype)
     y = (x[:, :3].sum(1) > 0).long() + (x[:, 3] > 1).long()
@@ -276,6 +279,10 @@ def data(dtype, clients=CLIENTS, **options):
         eval_batch_size=16,
         **options,
     )
+
+
+def digits_module():
+    return ClientModule(MLPClassifier([64, 8, 10]), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
 
 
 def vectorized(module, **options):
@@ -582,6 +589,12 @@ CASES = {
         {"sampler": Growing(), "policy": Uneven(), "callbacks": [Counting()]},
         {},
     ),
+    "augmented": lambda: (digits_module(), {"policy": Uneven()}, {"augment": True}),
+    "vectorized, augmented": lambda: (
+        vectorized(digits_module(), steps_per_batch=2, fixed_groups=True),
+        {"policy": Schedule(num_steps=3)},
+        {"augment": True},
+    ),
     "schedule": lambda: (Scheduled(), {"clients_per_round": 5}, {}),
     "vectorized, schedule": lambda: (
         vectorized(LightlyScheduled(), steps_per_batch=2),
@@ -629,6 +642,7 @@ SHARED = {
         # Two samples of every batch for each of three processes: BatchNorm cannot train on one.
         {"drop_last": True, "partition": IID()},
     ),
+    "augmented": CASES["augmented"],
     "schedule": lambda: (Scheduled(), {"clients_per_round": 4}, {"batch_size": 5}),
     "partly local": lambda: (
         Foreign(dropout=0.0, optimizer=sgd),

@@ -28,9 +28,10 @@ SHARED = [f"ddp, {case}" for case in processes.SHARED if case != "batchnorm"]
 #: Cases in which logged metrics act on the run.
 ACTS = ["a policy that learns", "reinforce", "plateau", "contributions"]
 #: Vectorized, with groups of clients that do not depend on the number of processes.
-FIXED = ["vectorized, fixed groups"]
+FIXED = ["vectorized, fixed groups", "vectorized, augmented"]
 #: What two processes train; one and three train everything. One of each kind of message.
-OF_TWO = ["client module", "batchnorm", "kept", "vectorized", "losses", "gossip", *ACTS[:1], *FIXED]
+OF_TWO = ["client module", "batchnorm", "kept", "vectorized", "losses", "gossip", "augmented"]
+OF_TWO += [*ACTS[:1], *FIXED]
 SHARED_OF_TWO = ["client module", "losses", "batchnorm", "kept"]
 
 

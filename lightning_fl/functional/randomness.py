@@ -43,6 +43,7 @@ class RandomStream(IntEnum):
     NOISE = 24
     BACKDOOR = 25
     RANKS = 26
+    AUGMENTATION = 27
 
 
 def derive_seed(seed: int, *key: int) -> int:

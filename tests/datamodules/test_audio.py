@@ -17,6 +17,7 @@ from lightning_fl.models import KeywordCNN
 from lightning_fl.partition import ByLabel, Natural
 from lightning_fl.policies import Schedule
 from lightning_fl.types import FederationError
+from numbered import plan
 
 # --- files ----------------------------------------------------------------------------------------
 
@@ -113,7 +114,8 @@ def test_integers_and_numbers_from_minus_one_to_one_are_the_same():
 def test_clips_are_shifted_each_by_its_own():
     torch.manual_seed(0)
     clips = torch.arange(1, 101).repeat(50, 1).to(torch.int16)
-    shifted = Augment(time_shift=0.2, noise=0, mask=0).clips(clips) * 2**15
+    augment = Augment(time_shift=0.2, noise=0, mask=0)
+    shifted = augment.clips(clips, torch.rand(50, 7), torch.zeros(100)) * 2**15
     first = []
     for row in shifted.round().int().tolist():
         inside = [v for v in row if v]
@@ -123,17 +125,22 @@ def test_clips_are_shifted_each_by_its_own():
     assert max(map(abs, first)) <= 20
 
 
-def test_noise_and_masks_change_what_they_should():
+def test_noise_is_a_section_of_the_background():
+    background = torch.arange(10.0)
+    uniform = torch.tensor([[0.0, 0.5, 0.2, 0, 0, 0, 0], [0.0, 0.0, 1.0, 0, 0, 0, 0]])
+    noisy = Augment(time_shift=0, noise=0.01, mask=0).clips(torch.zeros(2, 4), uniform, background)
+    expected = torch.stack([0.01 * 0.2 * background[3:7], 0.01 * background[:4]])
+    torch.testing.assert_close(noisy, expected)
+
+
+def test_masks_change_what_they_should():
     torch.manual_seed(0)
-    silent = torch.zeros(4, 8000, dtype=torch.int16)
-    noisy = Augment(time_shift=0, noise=0.01, mask=0).clips(silent)
-    assert 0 < noisy.std(1).max() <= 0.011
     x = torch.randn(40, 1, 32, 32)
-    masked = Augment(mask=6).spectrograms(x.clone())
+    masked = Augment(mask=6).spectrograms(x.clone(), torch.rand(40, 7))
     changed = masked != x
     assert changed.any((1, 2, 3)).float().mean() > 0.5
     assert not changed.all((1, 2, 3)).any()
-    assert torch.equal(Augment(mask=0).spectrograms(x), x)
+    assert torch.equal(Augment(mask=0).spectrograms(x, torch.rand(40, 7)), x)
     with pytest.raises(FederationError, match="time_shift"):
         Augment(time_shift=2.0)
     with pytest.raises(FederationError, match="mask"):
@@ -142,9 +149,39 @@ def test_noise_and_masks_change_what_they_should():
 
 def test_masks_have_all_widths_up_to_their_maximum():
     torch.manual_seed(0)
-    masked = Augment(mask=2).spectrograms(torch.ones(200, 1, 16, 16))[:, 0] == 0
+    ones = torch.ones(200, 1, 16, 16)
+    masked = Augment(mask=2).spectrograms(ones, torch.rand(200, 7))[:, 0] == 0
     for axis in (1, 2):
         assert masked.all(axis).sum(1).unique().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_background_is_that_of_the_data_set_or_white_noise(commands, recorded):
+    data = SpeechCommands(str(commands), keywords=["yes", "no"], num_clients=2, augment=True)
+    if recorded:
+        folder = data.folder / "_background_noise_"
+        folder.mkdir()
+        write_wav(folder / "hum.wav", tone(1.5, 16_000), rate=16_000)
+        write_wav(folder / "rain.wav", 0.1 * tone(0.2, 16_000), rate=16_000)
+    data.setup("fit")
+    background = data._background_on(torch.device("cpu"))
+    assert len(background) == (27_200 if recorded else 60 * 16_000)
+    torch.testing.assert_close(background.std(), torch.tensor(1.0))
+    data.plan = lambda: plan(data)
+    batch = next(iter(data.train_dataloader()))
+    clips, labels, draws = batch
+    x, y = data.on_after_batch_transfer(batch, 0)
+    uniform = draws.numbers.double() / 2**24
+    for i, clip in enumerate(clips):
+        source = torch.arange(16_000) - (int(uniform[i, 0] * 3201) - 1600)
+        is_inside = (source >= 0) & (source < 16_000)
+        shifted = torch.where(is_inside, clip[source.clamp(0, 15_999)] / 2**15, 0)
+        start = int(uniform[i, 1] * (len(background) - 15_999))
+        noisy = shifted + 0.005 * uniform[i, 2] * background[start : start + 16_000]
+        expected = data.features(noisy[None].float())
+        is_kept = x[i] != 0
+        torch.testing.assert_close(x[i][is_kept], expected[0][is_kept], atol=1e-4, rtol=1e-4)
+    assert torch.equal(y, labels)
 
 
 def test_a_clip_has_a_sample_for_each_frame():
@@ -191,7 +228,7 @@ def test_speech_commands_are_split_by_their_lists(commands):
 
 
 @pytest.mark.parametrize("group_size", [None, 4])
-@pytest.mark.parametrize("options", [{}, {"cache_features": True}, {"augment": Augment()}])
+@pytest.mark.parametrize("options", [{}, {"cache_features": True}, {"augment": True}])
 def test_a_federation_of_speakers_trains(fit, digits, group_size, options):
     data = SpokenDigits(
         str(digits), partition=ByLabel(), num_clients=10, batch_size=4, val_size=0, **options
