@@ -57,7 +57,7 @@ HETEROGENEITY: Arms = {
     "FedDyn, alpha = 0.1": rule("FedDyn", alpha=0.1),
     "MOON, mu = 1": term("MOON", mu=1.0),
     "FedAdam": rule("FedAdam", lr=0.01),
-    "FA + RM": term("RepresentationMatching", reduction="mean"),
+    "FA + RM": term("RepresentationMatching", coefficient=1.0, reduction="mean"),
 }
 SKEWS: Arms = {
     "one class": split("ByLabel", classes_per_client=1),

@@ -64,7 +64,8 @@ class FederatedLoop(Callback):
             ``raise`` ends the run. An exception in a client's training step always ends the run.
         optimizer_state: ``reset`` creates a new optimizer state for each client in each round;
             ``keep`` stores the state of each client between rounds (memory and checkpoint size
-            then grow with the number of clients).
+            then grow with the number of clients). ``local`` keeps the state of the parameters that
+            stay with the client, and resets the others.
         buffers: How to combine the buffers of the clients. ``average``: floating-point buffers are
             averaged like parameters, integer buffers take the maximum. ``server``: the server
             keeps its buffers. ``local``: each client keeps its buffers and the server takes the
@@ -119,7 +120,7 @@ class FederatedLoop(Callback):
         client_fraction: float | None = None,
         min_clients: int = 1,
         on_client_error: Literal["skip", "raise"] = "skip",
-        optimizer_state: Literal["reset", "keep"] = "reset",
+        optimizer_state: Literal["reset", "keep", "local"] = "reset",
         buffers: BufferPolicy | None = None,
         exchange_frozen: bool | None = None,
         checkpoint_frozen: bool = False,

@@ -96,6 +96,43 @@ def _move(rule: str, v: Tensor, square: Tensor, beta2: float) -> None:
         v.sub_(square * (v - square).sign(), alpha=1 - beta2)
 
 
+class Combined(torch.optim.Optimizer):
+    """Step optimizers of different parameters as one optimizer.
+
+    The parameter groups and the state are those of all optimizers together. A closure is passed to
+    the first optimizer; the others use the gradients that it leaves.
+
+    Args:
+        optimizers: The optimizers, before their first steps. Their parameters are disjoint.
+
+    Example:
+        >>> w, v = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+        >>> optimizer = Combined(torch.optim.SGD([w], lr=0.1), torch.optim.Adam([v], lr=0.5))
+        >>> w.grad, v.grad = torch.ones(1), torch.ones(1)
+        >>> optimizer.step()
+        >>> w.data, v.data
+        (tensor([-0.1000]), tensor([-0.5000]))
+    """
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = list(optimizers)
+        self.num_groups = [len(optimizer.param_groups) for optimizer in optimizers]
+        super().__init__([group for each in optimizers for group in each.param_groups], {})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform a single step of each optimizer."""
+        loss, groups = None, list(self.param_groups)
+        for optimizer, count in zip(self.optimizers, self.num_groups, strict=True):
+            # Anew in each step, because load_state_dict replaces both.
+            optimizer.state, optimizer.param_groups = self.state, groups[:count]
+            groups = groups[count:]
+            if optimizer is self.optimizers[0]:
+                loss = optimizer.step(closure)
+            else:
+                optimizer.step()
+        return loss
+
+
 class PFedMe(torch.optim.Optimizer):
     r"""Implement a client's local step of pFedMe (Dinh et al., 2020, Algorithm 1).
 

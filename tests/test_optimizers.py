@@ -10,7 +10,9 @@ from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.aggregators import FedOpt
 from lightning_fl.callbacks import FederatedLoop
 from lightning_fl.datamodules import FederatedDataModule
-from lightning_fl.optimizers import Adaptive, PFedMe
+from lightning_fl.objectives import ParameterGroup
+from lightning_fl.objectives.parameter_groups import split_groups
+from lightning_fl.optimizers import Adaptive, Combined, PFedMe
 from lightning_fl.policies import HyperparameterPolicy, Schedule
 from lightning_fl.types import FederationError
 
@@ -42,6 +44,48 @@ def test_a_few_steps_are_the_equations(rule, tau):
         optimizer.step()
     expected = [plainly(rule, each, 0.3, 0.8, 0.9, tau) for each in zip(*gradients, strict=True)]
     assert x.tolist() == pytest.approx(expected, abs=1e-14)
+
+
+def test_combined_steps_equal_separate_steps_and_its_state_is_restored():
+    def made():
+        torch.manual_seed(0)
+        return [torch.nn.Parameter(torch.randn(3, dtype=torch.float64)) for _ in range(2)]
+
+    def parts(params):
+        w, v = params
+        return [torch.optim.SGD([w], lr=0.1, momentum=0.9), torch.optim.Adam([v], lr=0.2)]
+
+    def closure_of(params, optimizers):
+        def closure():
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = (params[0] * params[1]).square().sum() + params[1].sum()
+            loss.backward()
+            return loss
+
+        return closure
+
+    params, expected = made(), made()
+    separate = parts(expected)
+    for _ in range(4):
+        closure_of(expected, separate)()
+        for optimizer in separate:
+            optimizer.step()
+    combined = Combined(*parts(params))
+    for _ in range(2):
+        combined.step(closure_of(params, [combined]))
+    restored = Combined(*parts(params))
+    restored.load_state_dict(combined.state_dict())
+    for _ in range(2):
+        restored.step(closure_of(params, [restored]))
+    assert all(torch.equal(one, other) for one, other in zip(params, expected, strict=True))
+
+
+def test_a_personal_model_and_an_optimizer_of_a_term_are_refused():
+    w, v = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    group = ParameterGroup([v], optimizer=torch.optim.Adam)
+    with pytest.raises(FederationError, match="PFedMe has a personal model"):
+        split_groups(PFedMe([w, v]), [group])
 
 
 def test_it_minimises_with_a_closure_and_leaves_what_has_no_gradient():

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_fl.aggregators.base import Aggregator
 from lightning_fl.functional.summation import add_rows, sum_value
 from lightning_fl.options import check_choice
-from lightning_fl.types import ClientUpdate
+from lightning_fl.types import ClientUpdate, FederationError
 
 
 class FedAvg(Aggregator):
@@ -19,15 +19,19 @@ class FedAvg(Aggregator):
     .. math:: w^{t+1} = w^t + \sum_{k \in S_t} \frac{n_k}{\sum_{j \in S_t} n_j} (w_k - w^t)
 
     The aggregation weights are normalized over the clients of the round, so the step size does not
-    depend on the participation rate. The result is independent of the order of the clients and of
+    depend on the participation rate. With ``normalization="all"`` they are normalized over all
+    clients, as in Algorithm 1 of Mostafa (2019): if half of the samples take part, the server makes
+    half of the step. The result is independent of the order of the clients and of
     the number of processes (:mod:`~lightning_fl.functional.summation`).
 
     Args:
         weighting: ``samples`` weights a client by its number of training samples. ``uniform``
             gives all clients equal weight.
+        normalization: Clients whose weights sum to 1: those of the ``round``, or ``all`` clients,
+            with their samples at the start of the fit.
 
     Raises:
-        FederationError: If the weighting is unknown.
+        FederationError: If an option is unknown.
 
     Example:
         >>> rule = FedAvg()
@@ -41,9 +45,14 @@ class FedAvg(Aggregator):
     total: Tensor
     weight: Tensor
 
-    def __init__(self, weighting: Literal["samples", "uniform"] = "samples") -> None:
+    def __init__(
+        self,
+        weighting: Literal["samples", "uniform"] = "samples",
+        normalization: Literal["round", "all"] = "round",
+    ) -> None:
         super().__init__()
         self.weighting = check_choice("weighting", weighting, "samples", "uniform")
+        self.normalization = check_choice("normalization", normalization, "round", "all")
 
     def allocate(self, server: Tensor) -> None:
         """Declare the weighted sum of updates and the sum of weights."""
@@ -70,4 +79,19 @@ class FedAvg(Aggregator):
 
     def _mean(self) -> Tensor:
         """Return the mean update in float64, zeros if no client returned."""
-        return sum_value(self.total) / self.weight.clamp(min=1)
+        return sum_value(self.total) / self._normalizer()
+
+    def _normalizer(self) -> Tensor:
+        """Return the sum of the weights over which they are normalized."""
+        if self.normalization == "round":
+            return self.weight.clamp(min=1)
+        federation = self.known_federation
+        samples = federation.num_samples
+        if self.weighting == "uniform":
+            samples = torch.ones(federation.num_clients)
+        if samples is None:
+            raise FederationError(
+                "normalization='all' needs the number of samples of all clients, which is unknown"
+                " outside of a fit: set weighting='uniform' or normalization='round'"
+            )
+        return samples.sum()

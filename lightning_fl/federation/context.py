@@ -38,7 +38,8 @@ class Federation:
         min_clients: Minimum number of usable updates that change the global model.
         on_client_error: How unusable updates are handled: ``skip`` or ``raise``.
         buffers: How buffers are combined: ``average``, ``server`` or ``local``.
-        optimizer_state: Whether clients keep their optimizer state: ``reset`` or ``keep``.
+        optimizer_state: Whether clients keep their optimizer state: ``reset``, ``keep`` or
+            ``local``.
         local_parameters: Names of the parameters and buffers that stay with each client.
         phases: Phases of local training, in which some of the parameters are trained.
         update_transforms: Transforms of the clients' updates.

@@ -40,6 +40,7 @@ from lightning_fl.federation.validation import Validation
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import attributes_set
 from lightning_fl.runners import Declared, VectorizedClients, client_runner, user_module
+from lightning_fl.runners.base import KeepOptimizer
 from lightning_fl.samplers import how_drawn
 from lightning_fl.store import ClientStore
 from lightning_fl.types import Cohort, FederationError, RoundPlan
@@ -187,13 +188,13 @@ class Fit:
             prepared.checksum + getattr(self.data, "samples_checksum", ""),
         )
         self.aggregator, self.policy = self.options.aggregator, self.options.policy
-        keeps = self.options.optimizer_state == "keep"
+        keeps: dict[str, KeepOptimizer] = {"reset": False, "keep": True, "local": "local"}
         self.aggregator.load_client_network()
         self.runner = client_runner(
             self.module,
             self.options.buffer_policy,
             self.trainer.optimizers[0],
-            keeps,
+            keeps[self.options.optimizer_state],
             prepared.exchange_frozen,
             self.options.local_parameters,
         )

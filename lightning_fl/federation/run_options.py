@@ -80,7 +80,7 @@ class RunOptions:
         check_integer("min_clients", self.min_clients, min=1)
         check_number("client_state_memory_gb", self.client_state_memory_gb, min=0, max=math.inf)
         check_choice("on_client_error", self.on_client_error, "skip", "raise")
-        check_choice("optimizer_state", self.optimizer_state, "reset", "keep")
+        check_choice("optimizer_state", self.optimizer_state, "reset", "keep", "local")
         check_choice("buffers", self.buffer_policy, "average", "server", "local")
         check_flag("exchange_frozen", self.exchange_frozen, optional=True)
         check_flag("checkpoint_frozen", self.checkpoint_frozen)

@@ -20,7 +20,7 @@ from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.functional.summation import add_rows, empty_sum, merged_sums, sum_value
 from lightning_fl.hooks import attributes_set, overrides
 from lightning_fl.objectives.local_network import load_tensors
-from lightning_fl.objectives.parameter_groups import split_groups
+from lightning_fl.objectives.parameter_groups import ParameterGroup, split_groups
 from lightning_fl.objectives.recorder import Recorder
 from lightning_fl.objectives.terms import ModelView, Term, settable
 from lightning_fl.types import FederationError, PersonalModel
@@ -451,6 +451,7 @@ class ClientModule(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer of all parameters, including those of terms."""
         optimizer = self.make_optimizer(self.parameters())
+        groups: list[ParameterGroup] = []
         for term in self._own_terms():
             if term.is_independent and isinstance(optimizer, PersonalModel):
                 raise FederationError(
@@ -463,8 +464,8 @@ class ClientModule(LightningModule):
                     f" {type(term).__name__} would change the training of the client model: use SGD"
                     " or Adam"
                 )
-            split_groups(optimizer, term.parameter_groups())
-        return optimizer
+            groups += term.parameter_groups()
+        return split_groups(optimizer, groups)
 
 
 class _Losses(nn.Module):

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
+from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_fl.functional.randomness import RandomStream, derive_seed, seeded_rng
 from lightning_fl.functional.representation import matching_error, pad_to, unpool
+from lightning_fl.objectives.parameter_groups import ParameterGroup
 from lightning_fl.objectives.recorder import Recorder, Trace
 from lightning_fl.objectives.terms import ModelView, Term
 from lightning_fl.options import check_choice, check_integer, check_number
@@ -28,24 +30,28 @@ class RepresentationMatching(Term):
     .. math:: c \sum_j \frac1{|b|} \sum_{x \in b}
         \lVert f_j(a_{j+1}(x; w); \theta_j) - a_j(x; w^t) \rVert^2
 
-    A matching layer :math:`f_j` is linear if its source is flat, and a 3x3 convolution if its
-    source is spatial. The non-linearity of the target follows. Max pooling between two points is
+    A matching layer :math:`f_j` is linear if its source is flat, and a convolution if its source
+    is spatial. The non-linearity of the target follows. Max pooling between two points is
     reversed with the switches of the client model: before the matching layer if the pooling follows
     a convolution, otherwise after it. With ``source="same"`` the source is :math:`a_j(x; w)`, no
     pooling is reversed, and the input is not a target.
 
-    The parameters :math:`\theta` are local to each client. They are trained with the client's
-    learning rate, kept across rounds, and never sent or averaged. The state of the module does not
-    contain them. The global model runs in the same mode as the client model: it draws its own
-    dropout masks, and normalizes by batch statistics if the client model does.
+    The parameters :math:`\theta` are local to each client: kept across rounds, and never sent or
+    averaged. The state of the module does not contain them. Their learning rate is ``lr_factor``
+    times the client's. ``optimizer`` gives them another optimizer than the network; its state is
+    kept across rounds with ``optimizer_state="local"`` of the loop.
+
+    The global model runs in the same mode as the client model: it draws its own dropout masks, and
+    normalizes by batch statistics if the client model does.
 
     The sum grows with the number of features. Its relative weight depends on the scale of the
-    input, on ``coefficient`` and on ``reduction``.
+    input, on ``coefficient`` and on ``reduction``. The default is that of the author's published
+    program.
 
     Args:
         coefficient: Factor :math:`c`, at least 0. A policy may set it for each round and client.
         reduction: ``sum`` adds the squared errors of a layer's features (the paper). ``mean``
-            averages them.
+            averages them, and needs larger coefficients, such as 0.1.
         points: Names of the modules with outputs that are the points. None selects all
             non-linearities. The non-linearity of a target is applied only if the point itself is a
             non-linearity.
@@ -53,6 +59,11 @@ class RepresentationMatching(Term):
         source: Layer of the client model from which a layer of the global model is reconstructed:
             ``next``, the next higher one (the paper), or ``same``, the corresponding one (which the
             paper found to be worse).
+        kernel_size: Size of the kernels of convolutions, odd.
+        lr_factor: Learning rate of the matching layers, as a multiple of the client's.
+        optimizer: Function that creates the optimizer of the matching layers, such as
+            ``torch.optim.Adam``, with the learning rate of ``lr_factor``. None uses that of the
+            module.
 
     Raises:
         FederationError: If an option is out of range; at the start of a fit, if the network cannot
@@ -76,17 +87,25 @@ class RepresentationMatching(Term):
 
     def __init__(
         self,
-        coefficient: float = 1.0,
+        coefficient: float = 1e-4,
         reduction: Literal["sum", "mean"] = "sum",
         points: Sequence[str] | None = None,
         seed: int = 0,
         source: Literal["next", "same"] = "next",
+        kernel_size: int = 3,
+        lr_factor: float = 1.0,
+        optimizer: OptimizerCallable | None = None,
     ) -> None:
         super().__init__()
         self.coefficient = check_number("coefficient", coefficient, min=0)
         self.reduction = check_choice("reduction", reduction, "sum", "mean")
         self.source = check_choice("source", source, "next", "same")
         self.seed = check_integer("seed", seed, min=0)
+        self.kernel_size = check_integer("kernel_size", kernel_size, min=1)
+        if kernel_size % 2 == 0:
+            raise FederationError(f"kernel_size must be odd, got {kernel_size}")
+        self.lr_factor = check_number("lr_factor", lr_factor, above=0)
+        self.optimizer = optimizer
         self.points = None if points is None else list(points)
         self.recorder: Recorder | None = None
         #: Matching layers, from the input up, available from the start of a fit.
@@ -110,7 +129,8 @@ class RepresentationMatching(Term):
                     layer: nn.Module = nn.Linear(source.shape[1], target[0].numel())
                 elif source.ndim == target.ndim and source.ndim in CONVOLUTIONS:
                     convolution = CONVOLUTIONS[source.ndim]
-                    layer = convolution(source.shape[1], target.shape[1], 3, padding=1)
+                    size = self.kernel_size
+                    layer = convolution(source.shape[1], target.shape[1], size, padding=size // 2)
                     if at != j:
                         self._check_poolings(j, trace)
                 else:
@@ -121,6 +141,13 @@ class RepresentationMatching(Term):
                     )
                 layers.append(layer.to(source.dtype))
         self.layers = nn.ModuleList(layers)
+
+    def parameter_groups(self) -> Sequence[ParameterGroup]:
+        """Return the matching layers, if they have optimizer options of their own."""
+        if self.lr_factor == 1 and self.optimizer is None:
+            return []
+        params = list(self.layers.parameters())
+        return [ParameterGroup(params, self.lr_factor, optimizer=self.optimizer)]
 
     def _pairs(self, points: int) -> list[tuple[int, int]]:
         """Return the index of the source and of the target of each matching layer."""

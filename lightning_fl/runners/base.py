@@ -19,7 +19,7 @@ from lightning_fl.runners.fresh import check_fresh
 from lightning_fl.runners.hyperparameters import Declared
 from lightning_fl.runners.local_tensors import named_local_tensors
 from lightning_fl.runners.optimizer_state import OptimizerState, Rows
-from lightning_fl.runners.optimizer_values import around_steps, parameters_held
+from lightning_fl.runners.optimizer_values import around_steps, parameters_held, params_of
 from lightning_fl.runners.phases import Phase, PhasedTraining
 from lightning_fl.runners.spectral_norm import refine_singular_vectors
 from lightning_fl.runners.tensors import (
@@ -33,6 +33,9 @@ from lightning_fl.runners.tensors import (
 from lightning_fl.types import FederationError, ServerState
 
 BufferPolicy = Literal["average", "server", "local"]
+#: Whether a client keeps its optimizer state between rounds: of all parameters, of none, or only of
+#: those that stay with the client.
+KeepOptimizer = bool | Literal["local"]
 #: Maps the stacked parameters of the clients in training, ``[k, *shape]`` by name, to values that
 #: are added to their gradients.
 GradientTerm = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -50,9 +53,13 @@ class ClientRunner(ABC):
             parameters, and integer buffers take the maximum. ``server``: the server keeps its own
             buffers. ``local``: each client keeps its own buffers, the server their average.
         optimizer: The optimizer of local training.
-        keep_optimizer: Whether a client keeps its optimizer state between rounds.
+        keep_optimizer: Whether a client keeps its optimizer state between rounds; ``local`` keeps
+            that of client-local parameters.
         constants: Frozen parameters that are not exchanged, by name.
         local: Names of the client-local tensors.
+
+    Raises:
+        FederationError: If an optimizer state cannot be reset or kept, or there is none to keep.
     """
 
     #: Whether code may be compiled.
@@ -63,7 +70,7 @@ class ClientRunner(ABC):
         module: LightningModule,
         buffers: BufferPolicy,
         optimizer: torch.optim.Optimizer,
-        keep_optimizer: bool,
+        keep_optimizer: KeepOptimizer,
         constants: Mapping[str, nn.Parameter],
         local: Iterable[str],
     ) -> None:
@@ -122,9 +129,14 @@ class ClientRunner(ABC):
         self.step = 0
         #: Parameter groups that do not hold all their parameters in a step, and all of these.
         self._incomplete: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
+        if keep_optimizer == "local" and not self.private.keys() & self.named_parameters.keys():
+            raise FederationError(
+                "optimizer_state='local' keeps the state of client-local parameters, and there are"
+                " none: set local_parameters, or optimizer_state='reset' or 'keep'"
+            )
         #: The state of the optimizer.
         self.optimizer_state = OptimizerState(optimizer)
-        check_fresh(self.optimizer_state, keep_optimizer)
+        check_fresh(self.optimizer_state, bool(keep_optimizer))
         #: Learning rate of the first parameter group in each local step, without client ratios.
         self._step_rates: list[Any] = []
         self._end_steps = around_steps(optimizer, self._before_step, self.end_step)
@@ -346,6 +358,19 @@ class ClientRunner(ABC):
     @abstractmethod
     def rows(self) -> list[dict[str, Tensor]]:
         """Return the local tensors of each client, by name."""
+
+    def _optimizer_rows(self) -> Rows:
+        """Return the optimizer state that clients keep, by name."""
+        if not self.keep_optimizer:
+            return {}
+        rows = self.optimizer_state.rows()
+        if self.keep_optimizer != "local":
+            return rows
+        names = self.private.keys() & self.named_parameters.keys()
+        local = {id(self._trained_tensor(name)) for name in names}
+        params = enumerate(params_of(self.optimizer))
+        prefixes = tuple(f"optimizer.{i}." for i, param in params if id(param) in local)
+        return {name: row for name, row in rows.items() if name.startswith(prefixes)}
 
     def _moved(self, local: Tensor, state: ServerState) -> Tensor:
         """Return the updates of local vectors, ``[k, P]``, which are overwritten."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_fl.hooks import attributes_set
 from lightning_fl.options import check_flag, check_integer
-from lightning_fl.runners.base import BufferPolicy, ClientRunner
+from lightning_fl.runners.base import BufferPolicy, ClientRunner, KeepOptimizer
 from lightning_fl.runners.gradient_hooks import gradient_hooks_checked
 from lightning_fl.runners.groups import clients_at_once, device_memory, has_convolutions, num_steps
 from lightning_fl.runners.local_tensors import split_tensors
@@ -424,7 +424,7 @@ def client_runner(
     module: LightningModule,
     buffers: BufferPolicy,
     optimizer: torch.optim.Optimizer,
-    keep_optimizer: bool,
+    keep_optimizer: KeepOptimizer,
     exchange_frozen: bool | None = None,
     local_patterns: Sequence[str] = (),
 ) -> ClientRunner:

@@ -83,6 +83,4 @@ class SequentialRunner(ClientRunner):
         self.adopt()
         tensors = self.tensors.by_name
         rows = {self.row_name(name): tensors[name].detach() for name in self.stored}
-        if self.keep_optimizer:
-            rows |= self.optimizer_state.rows()
-        return [to_cpu(rows)]
+        return [to_cpu({**rows, **self._optimizer_rows()})]

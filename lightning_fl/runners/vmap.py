@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_fl.runners.base import BufferPolicy, ClientRunner
+from lightning_fl.runners.base import BufferPolicy, ClientRunner, KeepOptimizer
 from lightning_fl.runners.local_step import Tensors
 from lightning_fl.runners.logs import StepLogs
 from lightning_fl.runners.matmul import allow_fast_matmul
@@ -56,7 +56,7 @@ class VmapRunner(ClientRunner):
         module: LightningModule,
         buffers: BufferPolicy,
         optimizer: torch.optim.Optimizer,
-        keep_optimizer: bool,
+        keep_optimizer: KeepOptimizer,
         constants: Mapping[str, nn.Parameter],
         local: Iterable[str],
         *,
@@ -69,7 +69,7 @@ class VmapRunner(ClientRunner):
     ) -> None:
         super().__init__(module, buffers, optimizer, keep_optimizer, constants, local)
         self.may_compile = compile is not False
-        self.is_linear = check_separable(self.optimizer_state, keep_optimizer)
+        self.is_linear = check_separable(self.optimizer_state, bool(keep_optimizer))
         self.stacks = Stacks(self.tensors, params, channels_last)
         self.vectorized = VectorizedStep(self.stacks, optimizer, rewrites)
         self.checks = StepChecks(self.vectorized, is_timed, compile)
@@ -264,9 +264,7 @@ class VmapRunner(ClientRunner):
     def rows(self) -> list[dict[str, Tensor]]:
         """Return the local tensors of each client, by name."""
         kept = self._stored_stacks()
-        if self.keep_optimizer:
-            kept |= self.optimizer_state.rows()
-        kept = to_cpu(kept)
+        kept = to_cpu({**kept, **self._optimizer_rows()})
         return [{key: stack[i] for key, stack in kept.items()} for i in range(self.count)]
 
     def _stored_stacks(self) -> Tensors:
@@ -452,7 +450,7 @@ class VmapRunner(ClientRunner):
     def _stepped(self) -> Tensors:
         """Return the tensors that a step changes: parameters, and optimizer state if it is kept."""
         params = {self.row_name(name): p.detach() for name, p in self.stacks.params.items()}
-        return params | (self.optimizer_state.rows() if self.keep_optimizer else {})
+        return {**params, **self._optimizer_rows()}
 
     def _fresh(self, row_name: str) -> Tensor:
         """Return the initial value of an optimizer state.

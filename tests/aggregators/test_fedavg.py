@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fl.aggregators import FedAvg
+from lightning_fl.federation.context import Federation
 from lightning_fl.functional import weighted_mean
-from lightning_fl.types import ClientUpdate, FederationError
+from lightning_fl.types import ClientUpdate, Cohort, FederationError
 
 numbers = st.floats(-1e6, 1e6)
 
@@ -43,6 +44,29 @@ def test_the_weights_are_those_of_the_round():
     """A step must not shrink with participation: one client alone is the new server."""
     server, model = torch.zeros(2), torch.tensor([[5.0, 7.0]])
     assert fedavg(server, model, torch.tensor([1])).tolist() == [5, 7]
+
+
+@pytest.mark.parametrize(("weighting", "expected"), [("samples", 1.0), ("uniform", 2.0)])
+def test_weights_may_be_normalized_over_all_clients(weighting, expected):
+    """Two of four clients: 1 and 3 of 8 samples, with updates 2 and 2, or a quarter each of 8."""
+    rule = FedAvg(weighting, normalization="all")
+    samples = torch.tensor([1, 3, 2, 2])
+    rule.setup(Federation(4, Cohort(2, 4), num_samples=samples))
+    rule.start(torch.zeros(1))
+    delta = torch.tensor([[2.0], [2.0]]) if weighting == "samples" else torch.tensor([[3.0], [5.0]])
+    rule.update(ClientUpdate(torch.tensor([0, 1]), delta, samples[:2]))
+    assert rule.compute().tolist() == [expected]
+
+
+def test_all_clients_must_have_known_samples():
+    rule = FedAvg(normalization="all")
+    rule.setup(Federation(2, Cohort(2, 2)))
+    rule.start(torch.zeros(1))
+    rule.update(ClientUpdate(torch.tensor([0]), torch.ones(1, 1), torch.tensor([1])))
+    with pytest.raises(FederationError, match="number of samples of all clients"):
+        rule.compute()
+    with pytest.raises(FederationError, match="normalization"):
+        FedAvg(normalization="some")
 
 
 @settings(max_examples=60, deadline=None)

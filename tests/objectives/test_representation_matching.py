@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from by_hand import Batches
 from grids import diagonal
 from lightning_fl import ClientModule, VectorizedClients
 from lightning_fl.callbacks import FederatedLoop, RoundCheckpoint
@@ -64,7 +65,8 @@ def images(n=6, size=12):
 def matched(net, x, **options):
     """A module with matching layers, its loss, and the sides of a batch."""
     torch.manual_seed(0)
-    module = ClientModule(net(), terms=[RepresentationMatching(**options)]).double()
+    term = RepresentationMatching(**{"coefficient": 1.0, **options})
+    module = ClientModule(net(), terms=[term]).double()
     module.build_terms(x[:1])
     fixed = {f"net.{n}": p.detach() + 0.1 * torch.randn_like(p) for n, p in _named(module)}
     return module, fixed
@@ -119,14 +121,16 @@ def test_an_mlp_by_matrices():
 
 
 def _conv(x, layer):
-    return F.conv2d(x, layer.weight, layer.bias, padding=1)
+    return F.conv2d(x, layer.weight, layer.bias, padding=layer.weight.shape[-1] // 2)
 
 
-def test_pooling_is_reversed_before_the_layer_where_it_follows_a_convolution():
+@pytest.mark.parametrize("kernel_size", [1, 3, 5])
+def test_pooling_is_reversed_before_the_layer_where_it_follows_a_convolution(kernel_size):
     """conv - pool - ReLU, with torch's own max_unpool2d."""
     torch.manual_seed(1)
     x = images()
-    module, fixed = matched(conv_pool_relu, x)
+    module, fixed = matched(conv_pool_relu, x, kernel_size=kernel_size)
+    assert module.terms[0].layers[0].weight.shape == (2, 3, kernel_size, kernel_size)
 
     def run(p):
         h1, i1 = F.max_pool2d(
@@ -317,6 +321,8 @@ def test_networks_that_do_not_fit_are_refused(net, options, named):
         ({"coefficient": float("nan")}, "coefficient"),
         ({"reduction": "max"}, "reduction"),
         ({"source": "above"}, "source"),
+        ({"kernel_size": 4}, "kernel_size must be odd"),
+        ({"lr_factor": 0}, "lr_factor"),
     ],
 )
 def test_wrong_options_are_refused(options, named):
@@ -363,17 +369,19 @@ def federation(fit, blobs):
         terms=(),
         compile=False,
         client_state_memory_gb=1.0,
-        source="next",
+        matching=None,
+        loop_options=None,
+        num_clients=4,
         **options,
     ):
         torch.manual_seed(0)
-        every = [RepresentationMatching(coefficient=0.01, source=source), *terms]
+        every = [RepresentationMatching(coefficient=0.01, **(matching or {})), *terms]
         module = ClientModule(net(), terms=every).double()
         samples = blobs(96)
         if net is not mlp:
             x = torch.randn(96, 2, 12, 12, generator=torch.Generator().manual_seed(2)).double()
             samples = TensorDataset(x, torch.arange(96) % 3)
-        datamodule = FederatedDataModule(samples, num_clients=4, batch_size=10, seed=1)
+        datamodule = FederatedDataModule(samples, num_clients=num_clients, batch_size=10, seed=1)
         policy = Schedule(lr=0.05, num_steps=3)
         loop = FederatedLoop(
             clients_per_round=clients_per_round,
@@ -381,6 +389,7 @@ def federation(fit, blobs):
             buffers="average",
             seed=3,
             client_state_memory_gb=client_state_memory_gb,
+            **(loop_options or {}),
         )
         user = (
             module if group_size is None else VectorizedClients(module, group_size, compile=compile)
@@ -403,10 +412,70 @@ def same(one, other, atol=1e-12):
 @pytest.mark.parametrize(("net", "group_size"), diagonal(TERMS, [3, 1]))
 def test_vectorized_training_changes_nothing(federation, flat, net, group_size, source):
     terms = [EntropyRegularizer(0.9), Proximal(0.1)]
-    plain, expected = federation(TERMS[net], terms=terms, source=source)
-    module, loop = federation(TERMS[net], group_size, terms=terms, source=source)
+    plain, expected = federation(TERMS[net], terms=terms, matching={"source": source})
+    module, loop = federation(TERMS[net], group_size, terms=terms, matching={"source": source})
     torch.testing.assert_close(flat(module), flat(plain), atol=1e-12, rtol=0)
     same(loop, expected)
+
+
+def adam(params):
+    return torch.optim.Adam(params, lr=0.5)
+
+
+@pytest.mark.parametrize("optimizer", [None, adam])
+@pytest.mark.parametrize("keeps", ["reset", "local"])
+def test_matching_layers_have_a_rate_and_an_optimizer_of_their_own(federation, keeps, optimizer):
+    """One client, beside training with two optimizers of torch, of which one may go on."""
+    if optimizer is None and keeps == "local":
+        pytest.skip("SGD without momentum has no state")
+    watch = Batches()
+    matching = {"lr_factor": 0.4, "optimizer": optimizer}
+    options = {"matching": matching, "loop_options": {"optimizer_state": keeps}, "num_clients": 1}
+    module, loop = federation(rounds=3, callbacks=[watch], **options)
+    plain, _ = federation(rounds=0, **options)
+    plain.build_terms(torch.zeros(1, 6))
+    kind = torch.optim.SGD if optimizer is None else torch.optim.Adam
+    for round, clients in enumerate(watch.rounds):
+        start = {n: p.detach().clone() for n, p in plain.net.named_parameters(prefix="net")}
+        plain.federated_global_parameters = start
+        network = torch.optim.SGD(plain.net.parameters(), lr=0.05)
+        if round == 0 or keeps == "reset":
+            layers = kind(plain.terms.parameters(), lr=0.02)
+        for batch in clients[0]:
+            plain.zero_grad()
+            plain.training_step(batch, 0)["loss"].backward()
+            network.step()
+            layers.step()
+    for name, expected in plain.net.named_parameters():
+        torch.testing.assert_close(module.net.get_parameter(name), expected, atol=1e-12, rtol=0)
+    for name, expected in plain.terms.named_parameters(prefix="parameter.terms"):
+        torch.testing.assert_close(loop.store.get(0)[name], expected.detach(), atol=1e-12, rtol=0)
+
+
+def test_an_optimizer_of_matching_layers_is_vectorized(federation, flat):
+    matching = {"lr_factor": 0.4, "optimizer": adam, "kernel_size": 5}
+    plain, expected = federation(conv_pool_relu, matching=matching)
+    module, loop = federation(conv_pool_relu, 3, matching=matching)
+    torch.testing.assert_close(flat(module), flat(plain), atol=1e-12, rtol=0)
+    same(loop, expected)
+
+
+def test_a_kept_optimizer_of_matching_layers_resumes_bit_equal(federation, flat, tmp_path):
+    def run(rounds, **options):
+        matching = {"optimizer": adam, "lr_factor": 0.4}
+        loop_options = {"optimizer_state": "local"}
+        checkpoint = [RoundCheckpoint(dirpath=tmp_path)]
+        options |= {"callbacks": checkpoint, "enable_checkpointing": True, "clients_per_round": 2}
+        return federation(rounds=rounds, matching=matching, loop_options=loop_options, **options)
+
+    whole, expected = run(4)
+    run(2)
+    resumed, loop = run(4, ckpt_path=tmp_path / "last.ckpt")
+    assert torch.equal(flat(resumed), flat(whole))
+    assert sorted(loop.store.get(0)) == sorted(expected.store.get(0))
+    names = {name.partition(".")[0] for name in loop.store.get(0)}
+    assert names == {"parameter", "optimizer"}
+    same(loop, expected, atol=0)
 
 
 def test_theta_belongs_to_the_client(federation):
