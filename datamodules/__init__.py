@@ -1,6 +1,7 @@
 """Data modules that split a data set over clients; one file per data set."""
 
 from lightning_fl.datamodules.audio import AudioDataModule, Augment, Clip, Clips, LogMel
+from lightning_fl.datamodules.batches import Draws
 from lightning_fl.datamodules.cifar10 import CIFAR10
 from lightning_fl.datamodules.digits import Digits
 from lightning_fl.datamodules.fashion_mnist import FashionMNIST
@@ -27,6 +28,7 @@ __all__ = [
     "Clip",
     "Clips",
     "Digits",
+    "Draws",
     "FashionMNIST",
     "FederatedDataModule",
     "FromClients",

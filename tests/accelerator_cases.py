@@ -698,7 +698,10 @@ DATA = {
         pictures(FashionMNIST, partial(mnist_layout, name="FashionMNIST")),
         lambda: FashionCNN(width=2),
     ),
-    "CIFAR10": (pictures(CIFAR10, cifar_layout), lambda: CifarCNN(width=2, hidden=8)),
+    "CIFAR10": (
+        pictures(CIFAR10, cifar_layout, augment=True),
+        lambda: CifarCNN(width=2, hidden=8),
+    ),
     "SpokenDigits": (spoken(SpokenDigits, spoken_digits_layout, val_size=0), small()),
     "SpokenDigits(augment)": (
         spoken(SpokenDigits, spoken_digits_layout, val_size=0, augment=Augment()),
@@ -726,6 +729,7 @@ def test_every_data_set_has_a_row():
         "Augment",
         "Clip",
         "Clips",
+        "Draws",
         "FederatedDataModule",
         "InMemory",
         "LogMel",
