@@ -119,7 +119,7 @@ from lightning_fl.objectives import (
     RepresentationMatching,
     WeightDivergence,
 )
-from lightning_fl.optimizers import Adaptive, PFedMe
+from lightning_fl.optimizers import Adaptive, Combined, PFedMe
 from lightning_fl.partition import Dirichlet
 from lightning_fl.policies import (
     AdaptiveMu,
@@ -491,7 +491,9 @@ TERMS = {
     "Proximal": lambda: Proximal(0.1),
     "WeightDivergence": lambda: WeightDivergence(0.1),
     "EntropyRegularizer": lambda: EntropyRegularizer(0.9, 0.1),
-    "RepresentationMatching": lambda: RepresentationMatching(0.1),
+    "RepresentationMatching": lambda: RepresentationMatching(
+        0.1, optimizer=partial(torch.optim.Adam, eps=0.1), lr_factor=0.5
+    ),
     "Ditto": lambda: Ditto(0.5, lr_factor=0.5),
     "MOON": MOON,
     "APFL": APFL,
@@ -514,8 +516,8 @@ def test_every_objective_has_a_row():
     others = {ClientModule, FedEM, PerFedAvg, objectives.Recorder, objectives.ModelView}
     others |= {objectives.LocalNetwork, objectives.ParameterGroup, objectives.Trace}
     assert terms == concrete(objectives, *others)
-    # Servers have the former.
-    assert concrete(optimizers, FederationError) == {Adaptive, PFedMe}
+    # Servers have Adaptive, RepresentationMatching has Combined.
+    assert concrete(optimizers, FederationError) == {Adaptive, Combined, PFedMe}
 
 
 @in_both_modes

@@ -208,7 +208,7 @@ def test_without_a_client_of_weight_the_model_stays(fit):
     [
         ({"aggregator": AFL(), "clients_per_round": 3}, "trains all 5 clients in every round"),
         ({"aggregator": AFL(), "sampler": AFLSampler()}, r"and the aggregator is AFL\(gamma"),
-        ({"aggregator": FedAvg(), "sampler": AFLSampler()}, r"is FedAvg\(weighting='samples'\)"),
+        ({"aggregator": FedAvg(), "sampler": AFLSampler()}, r"is FedAvg\(weighting='samples'"),
         ({"aggregator": AFL(mode="sampling")}, r"set sampler=AFLSampler\(\)"),
         (
             {

@@ -993,7 +993,8 @@ def test_resuming_with_other_options_says_which(fit, foreign, data, tmp_path):
     (text,) = (str(w.message) for w in warned if "other options" in str(w.message))
     for part in (
         "clients in a round is 2, was 4",
-        "aggregator is FedAvg(weighting='uniform'), was FedAvg(weighting='samples')",
+        "aggregator is FedAvg(weighting='uniform', normalization='round'), was FedAvg(weighting="
+        "'samples', normalization='round')",
         "local_epochs=2, decay=1.0, steps_decay=1.0, values=None), was Schedule(",
         "batches in a local epoch is 32, was 16",
     ):
@@ -1219,7 +1220,7 @@ def test_hooks_of_the_module_are_called_once_a_client(fit, foreign):
         ({"policy": {"lr": 0.1}}, "policy must be a HyperparameterPolicy, got {'lr'"),
         ({"sampler": "uniform"}, "sampler must be a ClientSampler, got 'uniform'"),
         ({"buffers": "mean"}, "buffers must be average, server or local"),
-        ({"optimizer_state": "drop"}, "optimizer_state must be reset or keep"),
+        ({"optimizer_state": "drop"}, "optimizer_state must be reset, keep or local"),
         ({"on_client_error": "ignore"}, "on_client_error must be skip or raise"),
     ],
 )

@@ -459,7 +459,7 @@ def test_what_the_run_ran_with_is_written_and_nothing_personal(run, tmp_path):
     wanted = {"state": "finished", "rounds": 2, "seed": 5, "clients": 4}
     wanted |= {"module": "ClientModule", "network": "Linear", "parameters": 21}
     assert {name: found[name] for name in wanted} == wanted
-    assert found["aggregator"] == "FedAvg(weighting='samples')"
+    assert found["aggregator"] == "FedAvg(weighting='samples', normalization='round')"
     assert found["versions"]["torch"] == torch.__version__.partition("+")[0]
     assert found["machine"]["processes"] == 1
     assert found["terms"] == []

@@ -57,6 +57,7 @@ def test_a_seed_is_numpys_seed_sequence_on_every_machine():
         "NOISE": 24,
         "BACKDOOR": 25,
         "RANKS": 26,
+        "AUGMENTATION": 27,
     }
 
 
