@@ -128,6 +128,8 @@ class RoundPlan:
             discards its update.
         fixed_groups: Whether groups are formed from all clients of the round before they are
             assigned to processes, so that groups do not depend on the number of processes.
+        is_reversed: Whether the clients of each process train in reverse order, which must not
+            change results (:func:`lightning_fl.testing.check_federation`).
 
     Raises:
         FederationError: If there are no clients, a shape differs from that of ``clients``, or a
@@ -153,6 +155,7 @@ class RoundPlan:
     world_size: int = 1
     is_empty: bool = False
     fixed_groups: bool = False
+    is_reversed: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.clients):
@@ -205,9 +208,9 @@ class RoundPlan:
             rank = load.index(min(load))
             shares[rank].append(unit)
             load[rank] += work[unit]
-        if self.fixed_groups:
-            return shares
-        return [self._cut(sorted(row for unit in share for row in unit)) for share in shares]
+        if not self.fixed_groups:
+            shares = [self._cut(sorted(row for unit in each for row in unit)) for each in shares]
+        return [share[::-1] for share in shares] if self.is_reversed else shares
 
     def _cut(self, rows: list[int]) -> list[tuple[int, ...]]:
         """Split clients into groups of similar work. Group sizes differ by at most one."""

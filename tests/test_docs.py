@@ -28,6 +28,7 @@ PAGES = [
     *sorted(DOCS.glob("tutorials/*.md")),
     DOCS / "concepts" / "plan.md",
     DOCS / "concepts" / "randomness.md",
+    DOCS / "check.md",
     DOCS / "sweeps.md",
     DOCS / "results" / "trust.md",
 ]

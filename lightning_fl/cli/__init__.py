@@ -24,6 +24,7 @@ COMMANDS = {
     "configs": "List the configurations that come with the package.",
     "methods": "List the methods, with name, paper and configuration.",
     "fit": "Train a federation.",
+    "check": "Check that results do not depend on order, interruptions, vectorization, processes.",
     "validate": "Evaluate a checkpoint on the validation samples.",
     "test": "Evaluate a checkpoint on the test samples, and write test.json.",
     "predict": "Write the predictions of a checkpoint for the test samples.",
@@ -149,7 +150,7 @@ def _answer(words: Sequence[str]) -> bool:
         from lightning_fl.cli import listing
 
         (listing.configs if name == "configs" else listing.methods)(rest)
-    elif name in ("report", "partition", "export", "completion"):
+    elif name in ("report", "partition", "export", "completion", "check"):
         from lightning_fl.cli import arguments
 
         # Help and mistakes, before torch is imported.
@@ -158,6 +159,7 @@ def _answer(words: Sequence[str]) -> bool:
             "partition": arguments.partition_words,
             "export": arguments.export_words,
             "completion": arguments.completion_parser().parse_args,
+            "check": arguments.check_parser().parse_known_args,
         }
         checks[name](rest)
         return False

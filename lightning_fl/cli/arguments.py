@@ -136,6 +136,30 @@ def partition_parser() -> ArgumentParser:
     return parser
 
 
+def check_parser() -> ArgumentParser:
+    """Return the parser of ``lightning-fl check``, without the options of the fit."""
+    parser = ArgumentParser(
+        prog="lightning-fl check",
+        usage="lightning-fl check --config FILE [options of fit] [--rounds N] [--clients N]"
+        " [--columns NAME ...]",
+        description="Train a small federation of a configuration again with one thing changed, and"
+        " compare the final models: the clients in reverse order (order), continued after the first"
+        " round by a new process (resume), clients that train at once (vectorized), two processes"
+        " (processes), and one client with all samples beside Lightning without a loop (plain). The"
+        " exit code is 1 if a result differs.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="Rounds, default: %(default)s")
+    parser.add_argument(
+        "--clients", type=int, default=4, help="Most clients per round, default: %(default)s"
+    )
+    columns = ["order", "resume", "vectorized", "processes", "plain"]
+    parser.add_argument(
+        "--columns", nargs="+", choices=columns, default=columns, help="What to check, default: all"
+    )
+    return parser
+
+
 def export_parser() -> ArgumentParser:
     """Return the parser of ``lightning-fl export``."""
     parser = ArgumentParser(

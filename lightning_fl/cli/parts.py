@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
 
 from lightning_fl.callbacks.report import write_partition
+from lightning_fl.check import STEPS, Run, check_columns
 from lightning_fl.cli import printing
 from lightning_fl.cli.arguments import short_path, with_shipped_configs
 from lightning_fl.cli.federated import FederatedCLI, start
@@ -95,6 +99,41 @@ def split(words: Sequence[str], output: str) -> None:
         print(summary(data.num_samples.tolist(), data.class_counts, data.client_names))
         for path in paths:
             print(f"Written to {short_path(path.absolute())}")
+
+
+def check(words: Sequence[str], rounds: int, clients: int, columns: Sequence[str]) -> None:
+    """Check the federation of a configuration, and print a table.
+
+    Args:
+        words: Arguments of ``lightning-fl``, from ``fit`` on.
+        rounds: Number of rounds.
+        clients: Maximum number of clients per round.
+        columns: What to check.
+
+    Raises:
+        SystemExit: With code 1 if a result differs.
+    """
+
+    def make() -> Run:
+        parts = _parts(words, "data", "model", "federation", "trainer").parts
+        given = {name: value for name, value in parts.trainer.items() if value is not None}
+        callbacks = given.pop("callbacks", [])
+        return Run(parts.model, parts.data, parts.federation, callbacks, given)
+
+    _parts(words)  # mistakes are shown by this process
+    table = Table("column", "result", "difference", "first client and tensor", "")
+    results = []
+    found = check_columns(make, rounds, clients, columns, STEPS)
+    for result in track(found, "checking", total=len(columns), transient=True):
+        where = [] if result.client is None else [f"client {result.client}"]
+        where += [] if result.tensor is None else [result.tensor]
+        size = f"{result.difference:.1e}" if result.difference else ""
+        table.add_row(result.column, result.outcome, size, ", ".join(where), result.detail)
+        results.append(result)
+    with printing():
+        Console().print(table)
+    if not all(result.is_equal for result in results):
+        raise SystemExit(1)
 
 
 def read_config(path: str | Path, *more: str) -> Configuration:

@@ -13,6 +13,7 @@ from lightning.pytorch.cli import ArgsType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_fl.cli.arguments import (
+    check_parser,
     completion_parser,
     export_words,
     named_runs,
@@ -87,6 +88,11 @@ def _run(args: ArgsType) -> None:
 
         output, words = partition_words(rest)
         split(words, output)
+    elif name == "check":
+        from lightning_fl.cli.parts import check  # see _export
+
+        asked, words = check_parser().parse_known_args(rest)
+        check(["fit", *words], asked.rounds, asked.clients, asked.columns)
     else:
         start(FederatedCLI, args)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -153,6 +153,8 @@ class Planner:
             )
         self._log_every_n_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._plan: RoundPlan | None = None
+        #: Function that changes each plan after it was drawn; see ``lightning_fl.check``.
+        self.change: Callable[[RoundPlan], RoundPlan] = lambda plan: plan
         #: Number of clients sampled per round.
         self.cohort_size = options.cohort_size(len(data.num_samples))
         #: Number of samples, and of batches per local epoch, of each client.
@@ -208,7 +210,7 @@ class Planner:
             steps = torch.ones_like(clients)
         lr = values.pop("lr", None)
         plan = RoundPlan(seed, round, clients, steps, lr, values, is_empty=is_empty)
-        plan = self._processes.place(plan)
+        plan = self.change(self._processes.place(plan))
         if self._vectorizer is None or batches:
             return plan
         return self._vectorized(plan, self._vectorizer)

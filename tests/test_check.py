@@ -1,0 +1,207 @@
+"""The check of a whole run: what it finds, what it leaves alone, and what it prints."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import quick_cli
+from lightning_fl import ClientModule, aggregators
+from lightning_fl.check import COLUMNS
+from lightning_fl.cli.arguments import check_parser
+from lightning_fl.objectives import WeightDivergence
+from lightning_fl.testing import check_federation
+from lightning_fl.types import FederationError
+from troubles import CALLBACKS_CARRY, CARRIED, HARMLESS, Troubled, Watches, made
+
+
+def outcome(make, *columns, **options):
+    (result,) = check_federation(make, columns=columns, **options)
+    return result
+
+
+def mostly_slow(names, *quick):
+    """Mark all names but some as slow: each is a run of two fits, in two processes."""
+    return [pytest.param(n, marks=[pytest.mark.slow] * (n not in quick)) for n in names]
+
+
+@pytest.mark.parametrize("name", mostly_slow(CARRIED, "attribute", "closure", "previous loss"))
+def test_order_finds_what_a_client_leaves_to_the_next(name):
+    result = outcome(made(CARRIED[name]), "order")
+    assert result.outcome == "different"
+    assert result.difference > 0
+    assert result.client is not None
+    assert result.tensor in dict(Troubled().named_parameters()) | dict(Troubled().named_buffers())
+    assert "store such a value in a buffer" in result.detail
+
+
+@pytest.mark.parametrize("name", mostly_slow(HARMLESS, "buffer", "list of losses", "dropout"))
+def test_order_accepts_what_no_client_leaves(name):
+    assert outcome(made(HARMLESS[name]), "order").outcome == "equal"
+
+
+@pytest.mark.parametrize("name", CALLBACKS_CARRY)
+def test_order_finds_state_of_callbacks(name):
+    callback = CALLBACKS_CARRY[name]
+    result = outcome(made(lambda m: 1.0 + m.late, [callback]), "order")
+    assert result.outcome == "different"
+    assert f"{callback.__name__}." in result.detail
+    assert outcome(made(callbacks=[Watches]), "order").outcome == "equal"
+
+
+class WithSGD(Troubled):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+RULES = ("FedAdam", "Scaffold", "FedDyn", "FedNova", "CoordinateMedian", "Gossip", "ClusteredFL")
+
+
+@pytest.mark.parametrize("rule", mostly_slow(RULES, "Scaffold"))
+def test_order_accepts_rules(rule):
+    make = made(kind=WithSGD, aggregator=getattr(aggregators, rule)())
+    assert outcome(make, "order").outcome == "equal"
+
+
+def test_candidates_are_named():
+    assert "Troubled.steps" in outcome(made(CARRIED["attribute"]), "order").detail
+    assert "Troubled.history" in outcome(made(CARRIED["list"]), "resume").detail
+
+
+class Warms(Troubled):
+    """It counts rounds in an attribute, which no checkpoint has."""
+
+    def on_train_epoch_start(self):
+        self.steps += 1
+
+
+def test_resume_finds_what_is_not_saved():
+    make = made(lambda m: 1.0 + 0.1 * m.steps, kind=Warms)
+    results = check_federation(make, columns=["order", "resume"])
+    assert [result.outcome for result in results] == ["equal", "different"]
+    assert "Warms.steps" in results[1].detail
+
+
+def test_processes_finds_what_depends_on_the_rank():
+    result = outcome(made(lambda m: 1.0 + m.global_rank), "processes")
+    assert result.outcome == "different"
+    assert outcome(made(), "processes").outcome == "equal"
+
+
+def test_plain_finds_what_depends_on_the_loop():
+    def factor(module):
+        return 1.0 + any("Federated" in type(c).__name__ for c in module.trainer.callbacks)
+
+    assert outcome(made(factor), "plain").outcome == "different"
+
+
+class Simple(ClientModule):
+    def __init__(self, factor):
+        super().__init__(Troubled().net)
+
+
+def test_a_module_passes_all_columns():
+    results = check_federation(made(kind=Simple), rounds=3)
+    assert [(result.column, result.outcome) for result in results] == [
+        (c, "equal") for c in COLUMNS
+    ]
+    assert max(result.difference for result in results) < 1e-10
+
+
+class Recurrent(Troubled):
+    def __init__(self, factor):
+        super().__init__(factor)
+        self.net = nn.Sequential(nn.Flatten(2), nn.Flatten(1), _LastOutput(), nn.Linear(4, 10))
+
+
+class _LastOutput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x.view(-1, 8, 8))[0][:, -1]
+
+
+def test_refusals_have_a_reason_and_count_as_equal():
+    result = outcome(made(kind=Recurrent), "vectorized")
+    assert result.outcome == "refused"
+    assert result.is_equal
+    assert result.detail
+
+
+class Breaks(Troubled):
+    def training_step(self, batch, batch_idx):
+        if torch.distributed.is_initialized():
+            raise RuntimeError("no processes, please")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_fit_that_breaks_has_failed():
+    result = outcome(made(kind=Breaks), "processes")
+    assert (result.outcome, result.is_equal) == ("failed", False)
+    assert result.detail == "RuntimeError: no processes, please"
+
+
+def test_a_federation_that_cannot_be_trained_is_refused():
+    with pytest.raises(FederationError, match="its fit fails: client_fraction"):
+        check_federation(made(client_fraction=2.0))
+    with pytest.raises(FederationError, match="unknown column 'all': choose from"):
+        check_federation(made(), columns=["all"])
+    with pytest.raises(FederationError, match="rounds"):
+        check_federation(made(), rounds=1)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+class Leaky(Troubled):
+    """For a configuration."""
+
+    def __init__(self, leaks: bool = False):
+        super().__init__(CARRIED["attribute"] if leaks else HARMLESS["nothing"])
+
+
+def test_the_command_has_the_columns_of_the_function():
+    assert check_parser().parse_args([]).columns == list(COLUMNS)
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_the_command_prints_a_table_and_exits_with_1_if_a_result_differs(
+    leaks, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text(
+        f"model: {{class_path: test_check.Leaky, init_args: {{leaks: {leaks}}}}}\n"
+        "data: {class_path: Digits, init_args: {num_clients: 4}}\n"
+        "federation: {buffers: average}\n"
+        "trainer: {accelerator: cpu}\n"
+    )
+    words = ["check", "--config", "config.yaml", "--rounds=2", "--columns", "order", "resume"]
+    with pytest.raises(SystemExit) if leaks else nullcontext() as end:
+        quick_cli.call(*words, "--data.init_args.batch_size=16")
+    table = capsys.readouterr().out
+    assert [word in table for word in ("different", "Leaky.steps")] == [leaks, leaks]
+    assert ("equal" in table) != leaks
+    if leaks:
+        assert end.value.code == 1
+
+
+def test_terms_that_compare_with_the_round_are_no_error_of_plain():
+    class Pulled(ClientModule):
+        def __init__(self, factor):
+            super().__init__(Troubled().net, terms=[WeightDivergence(0.1)])
+
+    result = outcome(made(kind=Pulled), "plain")
+    assert (result.outcome, result.is_equal) == ("refused", True)
+    assert "start of the round" in result.detail
+
+
+def test_mistakes_in_options_are_shown_before_anything_is_trained(here, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        quick_cli.call("check", "--columns", "sideways")
+    assert "invalid choice: 'sideways'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        quick_cli.call("check", "--config", "digits.yaml", "--trainer.max_epoch=3")
+    assert "max_epoch" in capsys.readouterr().err

@@ -1,0 +1,162 @@
+"""Modules and callbacks with state that clients share, each in a line, and harmless ones.
+
+The loss of a step is multiplied by a factor that reads and changes such state.
+"""
+
+import lightning as L
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.datamodules import Digits
+from lightning_fl.partition import ByLabel
+from lightning_fl.policies import Schedule
+from lightning_fl.testing import Run
+
+COUNTS = {"global": 0}
+
+
+class Helper:
+    calls = 0
+
+
+class Troubled(L.LightningModule):
+    """A classifier of digits; its attributes are there for the factors."""
+
+    seen = 0  # of the class
+
+    def __init__(self, factor=lambda m: 1.0):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)
+        )
+        self.factor, self.steps, self.history, self.helper = factor, 0, [], Helper()
+        self.center, self.array, self.late = torch.zeros(()), np.zeros(1), 0.0
+        self.teacher, self.drawn = [nn.Linear(1, 1)], np.random.RandomState(0)
+        self.register_buffer("count", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        self.batch_idx = batch_idx
+        self.loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        return self.loss * self.factor(self)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def counted(holder, name):
+    """Return a factor that counts in an attribute of what ``holder`` returns for the module."""
+
+    def factor(module):
+        place = holder(module)
+        setattr(place, name, getattr(place, name, 0) + 1)
+        return 1.0 + 0.1 * getattr(place, name)
+
+    return factor
+
+
+def appended(module):
+    module.history.append(0)
+    return 1.0 + 0.1 * len(module.history)
+
+
+def in_a_closure():
+    calls = [0]
+
+    def factor(module):
+        calls[0] += 1
+        return 1.0 + 0.1 * calls[0]
+
+    return factor
+
+
+def in_a_global(module):
+    COUNTS["global"] += 1
+    return 1.0 + 0.1 * COUNTS["global"]
+
+
+def previous_loss(module):
+    before, module.late = module.late, float(module.loss.detach())
+    return 1.0 + 0.1 * before
+
+
+def of_a_mode(module):
+    was_training = module.net[2].training
+    module.net[2].eval()
+    return 1.0 + was_training
+
+
+#: Factors by which a client affects the next one.
+CARRIED = {
+    "attribute": counted(lambda m: m, "steps"),
+    "list": appended,
+    "object": counted(lambda m: m.helper, "calls"),
+    "attribute of a layer": counted(lambda m: m.net[1], "calls"),
+    "attribute of the class": counted(lambda m: type(m), "seen"),
+    "tensor": lambda m: 1 + 0.1 * float(m.center.add_(1)),
+    "array": lambda m: 1 + 0.1 * float(np.add(m.array, 1, out=m.array)[0]),
+    "parameter in a list": lambda m: 1 + 0.1 * float(m.teacher[0].bias.data.add_(1)),
+    "generator": lambda m: 1 + m.drawn.random_sample(),
+    "previous loss": previous_loss,
+    "mode": of_a_mode,
+    "closure": lambda m: m.closure(m),
+    "global": in_a_global,
+    "begins in the second round": lambda m: appended(m) if m.current_epoch else 1.0,
+}
+#: Factors by which no client affects another.
+HARMLESS = {
+    "nothing": lambda m: 1.0,
+    "buffer": lambda m: 1 + 0.1 * m.count.add_(1).detach(),
+    "list of losses": lambda m: m.history.append(m.loss.detach()) or 1.0,
+    "last loss": lambda m: setattr(m, "late", m.loss.detach()) or 1.0,
+    "round": lambda m: 1.0 + 0.1 * m.current_epoch,
+    "batch_idx": lambda m: 1.0 + 0.1 * m.batch_idx,
+    "dropout": lambda m: 1.0 + torch.rand(()),
+    "reset in the first step": lambda m: (
+        setattr(m, "steps", 0 if m.batch_idx == 0 else m.steps + 1) or 1 + 0.1 * m.steps
+    ),
+}
+
+
+class CountsBatches(L.Callback):
+    calls = 0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.calls += 1
+        module.late = 0.1 * self.calls
+
+
+class Averages(L.Callback):
+    mean = 0.0
+
+    def on_after_backward(self, trainer, module):
+        gradient = module.net[1].bias.grad
+        self.mean = 0.9 * self.mean + gradient.clone()
+        gradient.add_(self.mean)
+
+
+class Watches(L.Callback):
+    calls = 0
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.calls += 1
+
+
+CALLBACKS_CARRY = {"counter": CountsBatches, "moving average": Averages}
+
+
+def made(factor=lambda m: 1.0, callbacks=(), kind=Troubled, **options):
+    """Return a function that makes the federation of a factor."""
+
+    def make():
+        module = kind(factor)
+        module.closure = in_a_closure()
+        data = Digits(num_clients=5, partition=ByLabel(2), batch_size=16, val_size=100)
+        loop = FederatedLoop(
+            buffers="average", **{"policy": Schedule(num_steps=3), "seed": 1, **options}
+        )
+        return Run(module, data, loop, [each() for each in callbacks], {"accelerator": "cpu"})
+
+    return make
