@@ -98,6 +98,9 @@ class FederatedLoop(Callback):
             parameters (:class:`~lightning_fl.runners.Phase`). By default, all are trained together.
         lean_steps: Whether to leave out Lightning's calls of hooks that nobody overrides, which
             take as long as the step of a small model. Results do not depend on it.
+        check: Whether to check in the first round, on copies of the module, that the training of
+            the first client does not change the first step of the second. A warning then names
+            ``lightning-fl check``.
 
     Raises:
         FederationError: If an option is out of range. At the start of a fit, if the Trainer, the
@@ -132,6 +135,7 @@ class FederatedLoop(Callback):
         local_parameters: Sequence[str] = (),
         phases: Sequence[Phase] = (),
         lean_steps: bool = True,
+        check: bool = True,
     ) -> None:
         self.options = RunOptions.of(
             aggregator,
@@ -153,6 +157,7 @@ class FederatedLoop(Callback):
         )
         self.csv_name = csv_name
         self.lean_steps = check_flag("lean_steps", lean_steps)
+        self.check = check_flag("check", check)
         self.seed = check_integer("seed", seed, min=0, optional=True)
         self.progress = Progress()
         self.store = ClientStore(most=client_state_memory_gb * 2**30)
@@ -198,7 +203,8 @@ class FederatedLoop(Callback):
         self._fit, self._round, self._is_closing = None, None, False
         if "://" not in (folder := str(trainer.default_root_dir)):  # needs a local folder
             self.store.folder = folder
-        self._prepared.take_over(self, self._local_steps, self._is_last_step, self.undo)
+        asked = self._local_steps, self._is_last_step, self._global_step
+        self._prepared.take_over(self, *asked, self.undo)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set up the client runner and the aggregator; restore the checkpoint if there is one."""
@@ -232,7 +238,7 @@ class FederatedLoop(Callback):
         self.undo.callback(set_rng_state, rng_state(pl_module.device))
         log_hyperparameters(self.fit)
         self._log = RoundLog(trainer, self.undo)
-        follow_steps(self, self.fit, lambda: self._current, self.undo)
+        follow_steps(self, self.fit, self.check, lambda: self._current, self.undo)
         if self.lean_steps:
             lean_steps(trainer, pl_module, lambda: self._current, self.undo)
 
@@ -426,6 +432,10 @@ class FederatedLoop(Callback):
     def _is_last_step(self) -> bool | None:
         """Return whether a local step is the last of its client, where its module asks, or None."""
         return None if self._round is None else self._round.is_last_step()
+
+    def _global_step(self) -> int | None:
+        """Return the optimizer steps of the client in the run, where its module asks, or None."""
+        return None if self._round is None else self._round.global_step()
 
     def plan(self) -> RoundPlan:
         """Return the plan of the round. It is drawn once and depends on the saved state only."""

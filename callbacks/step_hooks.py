@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -15,86 +14,64 @@ from lightning_fl.federation.round import Round
 from lightning_fl.hooks import Method, attributes_set, replaced
 from lightning_fl.runners import SequentialRunner
 from lightning_fl.runners.callbacks_at_once import CallbacksAtOnce
-from lightning_fl.runners.carried import CarriedState
-from lightning_fl.runners.carried_callbacks import CarriedByCallbacks
+from lightning_fl.runners.self_check import OrderCheck
 from lightning_fl.types import Step
 
 
-def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: ExitStack) -> None:
+def follow_steps(
+    loop: Callback, fit: Fit, check: bool, current: Callable[[], Round], undo: ExitStack
+) -> None:
     """Call the round after all hooks of the start of an epoch and of the end of a batch.
 
     Lightning calls the hooks of the module after those of all callbacks, so the round is called
     after the hooks of the module. In the module, ``batch_idx`` is the local step of the client; in
-    callbacks, it is the index of the batch in the round. Clients that train one after another are
-    watched by :class:`~lightning_fl.runners.carried.CarriedState`, and callbacks by
-    :class:`~lightning_fl.runners.carried_callbacks.CarriedByCallbacks`, or by
-    :class:`~lightning_fl.runners.callbacks_at_once.CallbacksAtOnce` if clients train at once.
+    callbacks, it is the index of the batch in the round.
 
     Args:
         loop: The callback of the rounds, which is the first of the Trainer.
         fit: The fit.
+        check: Whether to check the second client (:class:`OrderCheck`).
         current: Function that returns the current round.
         undo: Clean-up functions of the fit, to which those of the hooks are added.
     """
-    module, carried = fit.module, CarriedState(fit.runner.tensors)
-    by_callbacks = CarriedByCallbacks(fit.runner.tensors, fit.planner)
-    at_once = CallbacksAtOnce(fit.runner.module)
+    module, at_once = fit.module, CallbacksAtOnce(fit.runner.module)
     is_sequential = isinstance(fit.runner, SequentialRunner)
-    is_watched = is_sequential and not fit.processes.share_samples
+    order = OrderCheck(
+        fit.runner.tensors, check and is_sequential and not fit.processes.share_samples
+    )
     at_once.is_done |= is_sequential
-    by_callbacks.is_done |= not is_watched
 
     def step_of(batch_idx: int) -> Step:
         return current().plan.schedule[batch_idx]
-
-    def epoch_start(hook: Method) -> Method:
-        def started() -> None:
-            in_hook(hook)
-            if is_watched:
-                carried.begin_round()
-            current().begin()
-
-        return started
 
     def in_hook(hook: Method, *args: Any) -> Any:
         with attributes_set(current(), {"is_in_hook": True}):
             return hook(*args)
 
-    def watched(hook: Method, batch: Any, *args: Any) -> Any:
-        """Call the hook or the step with which a local step begins."""
-        round = current()
-        if carried.is_done or round.step is None or not round.step.first:
-            return hook(batch, *args)
-        with carried.first_step(int(round.plan.clients[round.step.rows[0]]), batch):
-            return hook(batch, *args)
+    def epoch_start(hook: Method) -> Method:
+        def started() -> None:
+            in_hook(hook)
+            order.begin_round()
+            current().begin()
+
+        return started
 
     def batch_start(hook: Method) -> Method:
-        begin = partial(watched, hook) if is_watched and carried.hooks else hook
-
         def started(batch: Any, batch_idx: int) -> Any:
             step = step_of(batch_idx)
             at_once.end("on_train_batch_start", step, batch_idx == 0)
-            return in_hook(begin, batch, step.start)
+            return in_hook(hook, batch, step.start)
 
         return started
 
-    def loop_batch_start(hook: Method) -> Method:
-        """Begin a client before the hooks of the callbacks that come after the loop."""
+    def noting(hook: Method) -> Method:
+        """Note options and attributes before the hooks of the callbacks after the loop."""
 
-        def started(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            hook(trainer, module, batch, batch_idx)
-            at_once.begin()
-            if step_of(batch_idx).first:
-                by_callbacks.begin_client(batch, batch_idx)
-
-        return started
-
-    def loop_batch_end(hook: Method) -> Method:
-        def ended(*args: Any) -> None:
+        def noted(*args: Any) -> None:
             hook(*args)
             at_once.begin()
 
-        return ended
+        return noted
 
     def run(optimize: Method) -> Method:
         def counted(optimizer: Any, batch_idx: int, kwargs: dict[str, Any]) -> Any:
@@ -112,9 +89,8 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
             if step.rows:  # empty while this process waits for others
                 in_hook(hook, outputs, batch, step.start)
             current().end_batch(batch_idx)
-            if step.last:
-                carried.end_client()
-                by_callbacks.end_client()
+            if step.last and not order.is_done:
+                order.end_client()
 
         return ended
 
@@ -125,18 +101,19 @@ def follow_steps(loop: Callback, fit: Fit, current: Callable[[], Round], undo: E
     def training_step(hook: Method) -> Method:
         def made(batch: Any, *args: Any) -> Any:
             # Callbacks call it, too, between rounds.
-            is_step = module._current_fx_name == "training_step"
-            return watched(hook, batch, *args) if is_step else hook(batch, *args)
+            if not order.is_done and module._current_fx_name == "training_step":
+                step = current().step
+                if step is not None and step.first and step.rows:
+                    order.begin_step(int(current().plan.clients[step.rows[0]]), batch)
+            return hook(batch, *args)
 
         return made
 
-    if is_watched and not carried.hooks:
+    if not order.is_done:
         undo.enter_context(replaced(module, "training_step", training_step))
     if not at_once.is_done:
-        undo.enter_context(replaced(loop, "on_train_batch_end", loop_batch_end))
-    if not (at_once.is_done and by_callbacks.is_done):
-        undo.enter_context(replaced(loop, "on_train_batch_start", loop_batch_start))
-        undo.callback(by_callbacks.close)
+        undo.enter_context(replaced(loop, "on_train_batch_end", noting))
+        undo.enter_context(replaced(loop, "on_train_batch_start", noting))
     undo.enter_context(logs_watched(fit.trainer, module, has_logs_of_others))
     epoch_loop: Any = fit.trainer.fit_loop.epoch_loop
     for owner, name, make in (

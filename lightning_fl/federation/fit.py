@@ -134,6 +134,7 @@ class PreparedFit:
         loop: Callback,
         local_steps: Callable[[], int | None],
         is_last_step: Callable[[], bool | None],
+        global_step: Callable[[], int | None],
         undo: ExitStack,
     ) -> None:
         """Configure the Trainer and the data module for rounds.
@@ -142,6 +143,7 @@ class PreparedFit:
             loop: The callback of the rounds.
             local_steps: Function that returns the number of local steps of a client in its steps.
             is_last_step: Function that returns whether a step of a client is its last.
+            global_step: Function that returns the optimizer steps of a client in its steps.
             undo: Clean-up functions of the fit, to which those of the configuration are added.
         """
         trainer: Any = self.trainer  # its connectors set attributes that it does not declare
@@ -162,7 +164,9 @@ class PreparedFit:
             self.module.local_patterns = self.options.local_parameters
         for check in (check_one_optimizer, check_optimized_terms):
             undo.enter_context(checked_optimizers(user_module(self.module), check))
-        counts = counts_of_one_client(trainer, planner.stepping_batches, local_steps, is_last_step)
+        counts = counts_of_one_client(
+            trainer, planner.stepping_batches, local_steps, is_last_step, global_step
+        )
         undo.enter_context(counts)
         data.plan = planner.plan
         undo.callback(setattr, data, "plan", None)

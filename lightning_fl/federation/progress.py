@@ -17,6 +17,8 @@ class Progress:
         val_loss: Validation loss after the last round; None if unknown.
         monitored: Metrics monitored by schedulers after the last round.
         seed: Seed of the run.
+        steps: Optimizer steps in the finished rounds, each round with those of the client with the
+            most local steps.
     """
 
     round: int = 0
@@ -24,3 +26,4 @@ class Progress:
     val_loss: float | None = None
     monitored: dict[str, float] = field(default_factory=dict)
     seed: int = 0
+    steps: int = 0

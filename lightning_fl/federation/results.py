@@ -27,6 +27,7 @@ class Results:
         scales: State of the gradient scaler after training, by id of the clients that returned.
         num_samples: Total number of training samples of the clients with a used update.
         most_steps: Maximum number of local steps of a client.
+        optimizer_steps: Optimizer steps of that client; fewer if it has skipped steps.
     """
 
     counters: Tensor
@@ -37,6 +38,7 @@ class Results:
     scales: dict[int, ScaleState] = field(default_factory=dict)
     num_samples: int = 0
     most_steps: int = 0
+    optimizer_steps: int = 0
 
     @classmethod
     def merged(cls, every: Sequence[Results], device: torch.device) -> Results:
@@ -46,16 +48,18 @@ class Results:
             every: Results of each process.
             device: Device of the counters.
         """
+        longest = max(every, key=lambda each: each.most_steps)
         return cls(
             torch.stack([each.counters for each in every]).amax(0).to(device),
-            max(every, key=lambda each: each.most_steps).schedule,
+            longest.schedule,
             # Sorted, because groups of clients finish in the order of their work.
             dict(sorted(item for each in every for item in each.dropped.items())),
             {client: loss for each in every for client, loss in each.losses.items()},
             {client: rate for each in every for client, rate in each.rates.items()},
             {client: scale for each in every for client, scale in each.scales.items()},
             sum(each.num_samples for each in every),
-            max(each.most_steps for each in every),
+            longest.most_steps,
+            longest.optimizer_steps,
         )
 
 

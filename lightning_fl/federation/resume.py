@@ -57,7 +57,7 @@ _CALLBACKS: dict[type, dict[str, Any]] = {
 #: :meta hide-value:
 STATE: dict[str, Any] = {
     **dict.fromkeys(("seed", "num_clients", "number of parameter tensors"), COUNT),
-    **dict.fromkeys(("round", "exchanged"), COUNT),
+    **dict.fromkeys(("round", "steps", "exchanged"), COUNT),
     **dict.fromkeys(("checksum", "aggregator_class", "policy_class"), str),
     **dict.fromkeys(("buffers", "optimizer_state"), str),
     "local parameters": [str, ...],
@@ -162,6 +162,7 @@ class Resume:
         return {
             **self.identity(module),
             "round": progress.round,
+            "steps": progress.steps,
             "rows": list(progress.table.rows),
             "val_loss": progress.val_loss,
             "monitored": progress.monitored,
@@ -339,7 +340,7 @@ class Resume:
             progress = self.progress
             progress.round, progress.table = state["round"], RoundTable(state["rows"])
             progress.val_loss, progress.monitored = state["val_loss"], state["monitored"]
-            progress.seed = state["seed"]
+            progress.seed, progress.steps = state["seed"], state["steps"]
             self._store.load_state_dict(state["store"])
 
     def restore(self, fit: Fit) -> None:

@@ -34,6 +34,7 @@ from lightning_fl.functional.randomness import (
     set_rng_state,
 )
 from lightning_fl.functional.summation import compiled_sums
+from lightning_fl.runners.sequential import SequentialRunner
 from lightning_fl.types import (
     ClientUpdate,
     FederationError,
@@ -93,6 +94,8 @@ class Round:
         self.updates: dict[int, Tensor] = {}
         self.is_aggregating = self.is_aggregated = self.is_abandoned = self.is_validated = False
         self._schedule = self.schedule_before
+        #: Lightning's count of steps at the start of the client.
+        self._steps_at_start = 0
         self._client: ClientContext | None = None
         self._reported = torch.empty(0)
         self._broadcast: Mapping[str, Tensor] = {}
@@ -178,6 +181,7 @@ class Round:
         """Load the model from which the clients of a step start, before their first batch."""
         fit, rows = self.fit, list(step.rows)
         clients = self.plan.clients[rows]
+        self._steps_at_start = int(fit.trainer.fit_loop.epoch_loop.global_step)
         self.start = ServerState(fit.aggregator.models_for(clients), self.server.counters)
         # Before the optimizer state of the client, which takes precedence.
         fit.schedulers.write(self._schedule)
@@ -242,13 +246,35 @@ class Round:
         It is the maximum over clients at the start of the round. None for others, and in an idle
         step.
         """
-        is_in_module = self.is_in_hook or self.fit.module._current_fx_name in STEP_METHODS
+        is_in_module = self._is_in_module()
         if is_in_module and self.step is None:
             return int(self.plan.num_steps.max())
         if not is_in_module or self.step is None or not self.step.rows:
             return None
         steps = self.fit.runner.of_client(self.plan.num_steps[list(self.step.rows)])
         return None if steps is None else int(steps)
+
+    def global_step(self) -> int | None:
+        """Return the client's optimizer steps in the whole run, where its module asks in a step.
+
+        A round continues from the client with the most local steps. None for others.
+        """
+        if self.step is None or not self.step.rows or not self._is_in_module():
+            return None
+        runner = self.fit.runner
+        count = self.fit.progress.steps + self._optimizer_steps(runner.steps_before + runner.step)
+        steps = runner.of_client(torch.full((len(self.step.rows),), count))
+        return None if steps is None else int(steps)
+
+    def _optimizer_steps(self, local_steps: int) -> int:
+        """Return the optimizer steps of the clients in this round; a client may skip some."""
+        if not isinstance(self.fit.runner, SequentialRunner):  # Lightning counts whole batches
+            return local_steps
+        loop: Any = self.fit.trainer.fit_loop.epoch_loop
+        return int(loop.global_step) - self._steps_at_start
+
+    def _is_in_module(self) -> bool:
+        return self.is_in_hook or self.fit.module._current_fx_name in STEP_METHODS
 
     def is_last_step(self) -> bool | None:
         """Return whether the local step is the client's last, where its module asks in it."""
@@ -278,6 +304,7 @@ class Round:
             steps = 0 if self.plan.is_empty else step.start + step.steps
             if steps > self.results.most_steps:
                 self.results.most_steps = steps
+                self.results.optimizer_steps = self._optimizer_steps(steps)
                 self.results.schedule = self.fit.schedulers.read()
             self.position += len(step.rows)
             if batch_idx + 1 < len(schedule):
@@ -495,6 +522,7 @@ class Round:
         learned |= fit.options.sampler.metrics(self.plan.round)
         progress.table.add(row | learned)
         progress.round += 1
+        progress.steps += self.results.optimizer_steps
         return {k: v for k, v in row.items() if k not in ("round", "dropped_clients")} | learned
 
     def end_early(self) -> None:

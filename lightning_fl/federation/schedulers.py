@@ -20,12 +20,14 @@ def counts_of_one_client(
     stepping_batches: Callable[[], int | float],
     local_steps: Callable[[], int | None],
     is_last_step: Callable[[], bool | None],
+    global_step: Callable[[], int | None],
 ) -> AbstractContextManager[None]:
     """Return a context in which the Trainer counts the batches of one client, not of all.
 
     ``estimated_stepping_batches`` is the number of scheduler steps of a client in the whole run.
     ``num_training_batches`` is the number of local steps of the client in the round, where the
     module asks for it in a step, and the maximum over clients, where it asks before a step.
+    ``global_step`` is the client's number of optimizer steps in the run, where the module asks.
     ``is_last_batch`` tells the module in a step whether it is the last one of the client, and the
     length of ``train_dataloader`` is ``num_training_batches``. Lightning and callbacks get the
     number of batches in the round, and its last batch.
@@ -35,10 +37,12 @@ def counts_of_one_client(
         stepping_batches: Function that returns the number of scheduler steps.
         local_steps: Function that returns the number of local steps; None for others.
         is_last_step: Function that returns whether the local step is the last; None for others.
+        global_step: Function that returns the client's optimizer steps in the run; None for others.
     """
     of_round: Any = type(trainer).num_training_batches
     in_round: Any = type(trainer).is_last_batch
     of_trainer: Any = type(trainer).train_dataloader
+    of_run: Any = type(trainer).global_step
 
     def batches(trainer: Trainer) -> int | float:
         steps = local_steps()
@@ -61,7 +65,12 @@ def counts_of_one_client(
         shown.__class__ = type(kind.__name__, (kind,), {"__len__": length})
         return shown
 
+    def step(trainer: Trainer) -> int:
+        steps = global_step()
+        return of_run.fget(trainer) if steps is None else steps
+
     counts = {
+        "global_step": step,
         "estimated_stepping_batches": lambda _: stepping_batches(),
         "num_training_batches": batches,
         "is_last_batch": is_last,

@@ -7,18 +7,18 @@ Where a rule is found:
 - Tensors of clients: ``tensors`` (of a module), ``stacks`` (of many clients), ``constants`` (shared
   by all), ``local_tensors`` (that stay with a client), ``phases`` (which are trained when),
   ``spectral_norm`` (vectors that have no mean), ``hyperparameters`` (numbers of a policy),
-  ``module_copy`` (models of clients for evaluation).
-- A local step: ``local_step`` (of one client or of many), ``hooked_step`` (with its hooks),
-  ``vectorized`` (of all clients, ready for the backward pass), ``graphs`` and ``side_by_side``
-  (compiled), ``samples`` and ``logs`` (what goes in, and what is logged).
+  ``module_copy`` (for evaluation and checks).
+- A local step: ``local_step`` (of one client or of many), ``vectorized`` (of all clients, until the
+  backward pass), ``graphs`` and ``side_by_side`` (compiled), ``samples`` (what goes in), ``logs``
+  (what is logged).
 - How clients at once train: ``groups`` (how many), ``tuning`` (at once or not, compiled or not);
   on a CPU also ``rewrites`` (of graphs), ``matmul`` and ``memory`` (settings of the process).
 - What clients at once must not do: ``step_checks`` (which check precedes which step), ``check``
   (that ``vmap`` gives the module's own results), ``watch`` (which tensors a step reads and writes),
   ``step_hooks`` (hooks that are not called), ``gradient_hooks`` and ``callbacks_at_once`` (what
   callbacks change).
-- What a client must not leave to the next: ``carried`` (by the module), ``carried_callbacks`` (by
-  callbacks), ``later_rounds`` (when to compare again), ``attributes`` (what is compared).
+- What a client must not leave to the next: ``self_check`` (one client after another), ``carried``
+  (clients at once), ``later_rounds`` (when to compare again), ``attributes`` (what is compared).
 - Optimizers: ``optimizer_state`` and ``optimizer_values`` (what they learn), ``fresh`` (that a
   client begins without it), ``separable`` (that clients at once do not share it),
   ``optimizer_trial`` (steps of small copies, for both checks).

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,10 +15,9 @@ from torch import Tensor, nn
 from lightning_fl.functional.randomness import seeded_rng
 from lightning_fl.hooks import Method, attributes_set, replaced
 from lightning_fl.runners.attributes import left_alone
-from lightning_fl.runners.carried_callbacks import nothing, shared_by_copies, silent_copies
 from lightning_fl.runners.optimizer_values import options_set
 from lightning_fl.runners.stacks import Stacks
-from lightning_fl.runners.step_hooks import hooks_of_user
+from lightning_fl.runners.step_hooks import hooks_of_user, is_known
 from lightning_fl.runners.tensors import is_equal
 from lightning_fl.runners.watch import Watch
 from lightning_fl.types import FederationError
@@ -95,7 +95,7 @@ class _Trial:
 
     def _copy(self, callback: Callback) -> Any:
         """Return a copy of a callback that logs nothing; None if it cannot be copied."""
-        copies = silent_copies([callback], shared_by_copies(self._trainer, self._module))
+        copies = _silent_copies([callback], _shared_by_copies(self._trainer, self._module))
         if not copies:
             return None
         vars(copies[0]).pop(self._name, None)  # the hook that watches
@@ -108,7 +108,7 @@ class _Trial:
         quiet = {"_loggers": [DummyLogger()], "should_stop": trainer.should_stop}
         with (
             attributes_set(trainer, quiet),
-            attributes_set(self._module, {"log": nothing, "log_dict": nothing}),
+            attributes_set(self._module, {"log": _nothing, "log_dict": _nothing}),
             left_alone(user),
             options_set(trainer.optimizers[0], []),
         ):
@@ -134,3 +134,38 @@ class _Trial:
             hook(*args)
             grads = [param.grad for param in params if param.grad is not None]
             return [tensor[0].detach().clone() for tensor in (*grads, *params)]
+
+
+def _shared_by_copies(trainer: Any, module: LightningModule, *others: Any) -> dict[int, Any]:
+    """Return what copies of callbacks share with the originals, by ``id``.
+
+    Args:
+        trainer: The Trainer.
+        module: The module.
+        others: Other objects that are shared.
+    """
+    shared = [trainer, trainer.lightning_module, trainer.datamodule, *others, *trainer.loggers]
+    shared += [*trainer.optimizers, *(c for c in trainer.callbacks if is_known(type(c)))]
+    for part in module.modules():
+        shared += [part, *part._parameters.values(), *part._buffers.values()]
+    return {id(each): each for each in shared}
+
+
+def _silent_copies(callbacks: Sequence[Callback], shared: dict[int, Any]) -> list[Callback]:
+    """Return copies of callbacks that log _nothing; none if they cannot be copied.
+
+    Args:
+        callbacks: The callbacks.
+        shared: What the copies share with them, by ``id``.
+    """
+    try:
+        copies = copy.deepcopy(list(callbacks), dict(shared))
+    except Exception:  # an open file, for example
+        return []
+    for each in copies:
+        vars(each).update(log=_nothing, log_dict=_nothing)
+    return copies
+
+
+def _nothing(*args: Any, **options: Any) -> None:
+    """Log nothing."""

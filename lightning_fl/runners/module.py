@@ -67,7 +67,7 @@ class VectorizedClients(LightningModule):
     Raises:
         FederationError: If an option is out of range. At the start of a fit: if the optimizer mixes
             the parameters of several clients (LBFGS, LARS) or has step hooks, or if the step
-            depends on plain attributes that an earlier step has set, or on ``global_step``.
+            depends on plain attributes that an earlier step has set.
 
     Example:
         >>> from lightning_fl import ClientModule

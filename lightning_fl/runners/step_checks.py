@@ -128,8 +128,8 @@ def check_state(step: VectorizedStep, samples: Samples) -> None:
         raise FederationError(
             f"{name}.training_step depends on values that an earlier step has set"
             f" ({', '.join(names[:3])}). Clients that train at once would share them. Store them in"
-            " buffers (register_buffer), which are separate for each client; instead of"
-            " global_step, use batch_idx. Or train the module without VectorizedClients"
+            " buffers (register_buffer), which are separate for each client, or train the module"
+            " without VectorizedClients"
         )
 
 

@@ -255,9 +255,9 @@ class VmapRunner(ClientRunner):
             return None
         if (row := self.stacks.row) is None:
             raise FederationError(
-                "training_step reads trainer.num_training_batches, is_last_batch or the length of"
-                " the training loader, which differ between clients. To train them at once, pass"
-                " the number to the constructor of the module"
+                "training_step reads global_step, trainer.num_training_batches, is_last_batch or"
+                " the length of the training loader, which are those of one client. To train them"
+                " at once, use batch_idx or current_epoch, or pass the number to the constructor"
             )
         return values[row]
 

@@ -82,6 +82,7 @@ class Federation:
             "local parameters": [],
             "rows": [{"round": 1, "lr": 0.1, "dropped_clients": "2 3"}],
             "monitored": {"val_loss": 0.5},
+            "steps": 3,
             "runner": {"graphs": True},
             "trained": [True, False, True, True, True],
             "options": {"client_fraction": 0.5, "transforms": ["TopK"], "optimizer": "Adam"},

@@ -1,0 +1,422 @@
+"""What a client leaves behind in the module, for clients that train one after another."""
+
+import queue
+import threading
+from collections import deque
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_fl.callbacks import FederatedLoop
+from lightning_fl.policies import HyperparameterPolicy, Schedule
+from lightning_fl.runners import self_check
+from lightning_fl.types import FederationError
+
+
+class Helper:
+    def __init__(self):
+        self.calls = 0
+
+
+@dataclass(slots=True)
+class Slotted:
+    calls: int = 0
+
+
+#: How a step changes an attribute, and the number that depends on it, by name of the attribute.
+CARRIED = {
+    "steps": lambda m: setattr(m, "steps", m.steps + 1) or m.steps,
+    "history": lambda m: m.history.append(0) or len(m.history),
+    "nested": lambda m: m.nested["losses"].append(0) or len(m.nested["losses"]),
+    "helper": lambda m: setattr(m.helper, "calls", m.helper.calls + 1) or m.helper.calls,
+    "slotted": lambda m: setattr(m.slotted, "calls", m.slotted.calls + 1) or m.slotted.calls,
+    "center": lambda m: m.center.add_(1).item(),
+    "array": lambda m: np.add(m.array, 1, out=m.array)[0],
+    "recent": lambda m: m.recent.append(0) or len(m.recent),
+    "teacher": lambda m: m.teacher[0].bias.data.add_(1).item(),
+    "drawn": lambda m: m.drawn.random_sample(),
+    "late": lambda m: setattr(m, "late", vars(m).get("late", 0) + 1) or m.late,
+    "net.1.calls": lambda m: (
+        setattr(m.net[1], "calls", vars(m.net[1]).get("calls", 0) + 1) or m.net[1].calls
+    ),
+}
+CARRIED |= {
+    "net.1.training": lambda m: 1 + (m.net[1].training, m.net[1].eval())[0],
+    "net.1._forward_hooks": lambda m: (
+        m.net[1].register_forward_hook(lambda *_: None) and len(m.net[1]._forward_hooks)
+    ),
+}
+#: Steps that change attributes on which no other client depends.
+ALLOWED = {
+    "losses": lambda m: m.history.append(m.loss) or 1,
+    "last loss": lambda m: setattr(m, "late", m.loss) or 1,
+    "cache": lambda m: vars(m).setdefault("late", 0.5),
+    "mode of each step": lambda m: 1 + m.net[1].eval().training,
+    "resets": lambda m: setattr(m, "steps", 0 if m.batch_idx == 0 else m.steps + 1) or 1 + m.steps,
+}
+
+
+@pytest.fixture
+def stateful(tiny):
+    """A module whose loss is multiplied by a number that may depend on attributes."""
+
+    class Stateful(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            self.batch_idx = batch_idx
+            loss = super().training_step(batch, batch_idx)
+            self.loss = loss.detach()
+            return loss * self.factor(self)
+
+    def make(factor, kind=None):
+        module = tiny(Stateful if kind is None else type("Stateful", (kind, Stateful), {}))
+        module.factor, module.steps, module.history, module.nested = factor, 0, [], {"losses": []}
+        module.helper, module.slotted = Helper(), Slotted()
+        module.center, module.array = torch.zeros(()), np.zeros(1)
+        module.recent, module.drawn = deque(maxlen=99), np.random.RandomState(0)
+        module.teacher = [nn.Linear(1, 1)]  # no submodule
+        return module
+
+    return make
+
+
+def warns():
+    return pytest.warns(UserWarning, match="training of the first client changes a step of the s")
+
+
+@pytest.mark.parametrize("lean_steps", [True, False])
+@pytest.mark.parametrize("name", CARRIED)
+def test_what_a_client_leaves_to_the_next_is_warned_of(train, stateful, name, lean_steps):
+    with warns():
+        train(stateful(CARRIED[name]), rounds=2, federation={"lean_steps": lean_steps})
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize("name", CARRIED)
+def test_vectorized_clients_refuse_it(train, stateful, name, group_size):
+    with pytest.raises(FederationError, match=rf"an earlier step has set \(.*{name}"):
+        train(stateful(CARRIED[name]), group_size)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_no_other_client_depends_on_is_not(train, stateful, name):
+    train(stateful(ALLOWED[name]))
+
+
+def late(factor):
+    """Return a factor that begins in the second round."""
+    return lambda m: factor(m) if m.current_epoch else 1
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_what_begins_in_a_later_round_is_refused_by_vectorized_clients(train, stateful, name):
+    with pytest.raises(FederationError, match=rf"an earlier step has set \(.*{name}"):
+        train(stateful(late(CARRIED[name])), 1, rounds=2)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+@pytest.mark.parametrize("group_size", [None, 1])
+def test_what_begins_in_a_later_round_may_be_harmless(train, stateful, name, group_size):
+    train(stateful(late(ALLOWED[name])), group_size, rounds=2)
+
+
+@pytest.mark.parametrize("group_size", [None, 1, 3])
+@pytest.mark.filterwarnings("ignore:Stateful is trained one client after another")
+def test_a_module_that_fails_in_a_later_round_fails_there(train, stateful, group_size):
+    seen = set()
+
+    def factor(m):
+        seen.add(m.current_epoch)
+        if m.current_epoch == 2:
+            raise KeyboardInterrupt
+        return 1
+
+    with pytest.raises(SystemExit):
+        train(stateful(factor), group_size, rounds=4)
+    assert seen == {0, 1, 2}
+
+
+class Switched:
+    """Begins with something by an attribute that a hook sets."""
+
+    is_warm = False
+
+    def on_train_epoch_start(self):
+        self.is_warm = self.current_epoch == 2
+
+
+@pytest.mark.parametrize("name", ["steps", "history", "center"])
+def test_what_begins_by_an_attribute_is_named_in_that_round(train, stateful, name):
+    def factor(m):
+        return CARRIED[name](m) if m.is_warm else 1
+
+    train(stateful(factor, Switched), rounds=2)
+    with pytest.raises(FederationError, match=rf"In round 3|an earlier step has set \(.*{name}"):
+        train(stateful(factor, Switched), 1, rounds=3)
+
+
+def test_what_is_set_for_each_client_may_begin_in_a_later_round(train, stateful):
+    class Starts:
+        def on_client_start(self):
+            self.steps = 0
+
+    train(stateful(late(CARRIED["steps"]), Starts), rounds=2)
+
+
+@pytest.mark.parametrize("group_size", [None, 1])
+def test_what_shows_only_between_clients_with_other_parameters(train, stateful, group_size):
+    def factor(m):
+        before, m.late = getattr(m, "late", m.loss), m.loss
+        return before / m.loss
+
+    carries = warns() if group_size is None else pytest.raises(FederationError, match="late")
+    with carries:
+        train(stateful(factor), group_size)
+
+
+def test_what_is_set_for_each_client_does_not_carry_over(train, stateful):
+    class Anew:
+        def on_client_start(self):
+            self.steps, self.history = 0, []
+
+    train(stateful(lambda m: CARRIED["steps"](m) * CARRIED["history"](m), Anew))
+
+    class Name(L.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            step = trainer.callbacks[0].plan().schedule[batch_idx]
+            if step.first:
+                module.steps = 1 + step.rows[0]
+
+    train(stateful(lambda m: 1 / m.steps), callbacks=[Name()])
+
+
+def test_what_a_step_freezes_carries_over(train, tiny):
+    class Freezes(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            self.net[0].requires_grad_(batch_idx < self.last)
+            return super().training_step(batch, batch_idx)
+
+    class FreezesOnce(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1:
+                self.net[0].requires_grad_(False)
+            return super().training_step(batch, batch_idx)
+
+    class Restores(FreezesOnce):
+        def on_client_start(self):
+            self.net[0].requires_grad_(True)
+
+    with warns():
+        train(tiny(FreezesOnce), federation={"policy": Schedule(num_steps=3)})
+    for kind in (Restores, Freezes):
+        module = tiny(kind)
+        module.last = 2
+        train(module, federation={"policy": Schedule(num_steps=3)})
+
+
+def test_a_buffer_does_not_carry_over(train, stateful):
+    module = stateful(lambda m: m.count.add_(1).item())
+    module.register_buffer("count", torch.zeros((), dtype=torch.float64))
+    train(module)
+
+
+#: Factors that depend on the count of optimizer steps.
+OF_STEPS = (
+    lambda m: 1 / (1 + m.global_step),
+    lambda m: min(1, m.trainer.global_step / 1000),
+    lambda m: 1 + (m.global_step > 500),
+    lambda m: 1 + (m.global_step > 3),
+)
+
+
+@pytest.mark.parametrize("group_size", [None, 1, 3])
+@pytest.mark.parametrize("factor", OF_STEPS)
+@pytest.mark.filterwarnings("ignore:Stateful is trained one client after another")
+def test_global_step_is_the_clients_own(train, flat, stateful, factor, group_size):
+    def run(factor, group_size=None):
+        module = stateful(factor)
+        train(module, group_size, rounds=3, federation={"policy": Uneven()})
+        return flat(module)
+
+    class Counts:
+        """The same count, written as a client would: rounds go on from the longest client."""
+
+        done = 0
+
+        def __init__(self, module):
+            self.global_step = self.done + module.batch_idx
+            self.trainer = self
+
+    def expected(module):
+        Counts.done = sum(4 + round for round in range(module.current_epoch))
+        return factor(Counts(module))
+
+    torch.testing.assert_close(run(factor, group_size), run(expected), atol=1e-12, rtol=0)
+
+
+class Uneven(HyperparameterPolicy):
+    """At most 4 + round steps."""
+
+    def sample(self, round, clients):
+        return {"num_steps": 4 + round - clients % 3}
+
+
+@pytest.mark.parametrize("factor", OF_STEPS)
+def test_global_step_of_one_client_is_lightnings(fit, flat, stateful, data, trainer, factor):
+    alone, plain = stateful(factor), stateful(factor)
+    samples = data(num_clients=1)
+    fit(alone, FederatedLoop(buffers="average", seed=samples.seed), samples, rounds=3)
+    trainer(False, rounds=3).fit(plain, datamodule=data(num_clients=1))
+    torch.testing.assert_close(flat(alone), flat(plain), atol=1e-12, rtol=0)
+
+
+def test_global_step_resumes(train, flat, stateful, tmp_path):
+    def run(rounds, **options):
+        module = stateful(OF_STEPS[0])
+        loop = train(module, rounds=rounds, federation={"policy": Uneven()}, **options)
+        return flat(module), loop
+
+    whole, _ = run(3)
+    _, loop = run(2)
+    loop.fit.trainer.save_checkpoint(tmp_path / "two.ckpt")
+    assert torch.equal(run(3, ckpt_path=tmp_path / "two.ckpt")[0], whole)
+
+
+def test_a_client_alone_goes_on_from_what_it_left(train, stateful, data, blobs):
+    train(stateful(CARRIED["steps"]), datamodule=data(blobs(20), num_clients=1), rounds=3)
+
+
+def test_what_changes_between_rounds_does_not_carry_over(train, stateful):
+    class Anneals:
+        def on_train_epoch_end(self):
+            self.steps += 1
+
+    one = {"clients_per_round": 1}
+    train(stateful(lambda m: 1 / (1 + m.steps), Anneals), federation=one, rounds=4)
+
+
+@pytest.mark.parametrize("depends", [True, False])
+def test_the_check_changes_nothing(train, flat, tiny, ragged, depends):
+    class Everything(tiny.kind):
+        """Dropout, BatchNorm, a metric, logs, and writes to buffers, parameters and the batch."""
+
+        def __init__(self):
+            layers = [torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Dropout()]
+            super().__init__(net=lambda: torch.nn.Sequential(*layers, torch.nn.Linear(5, 3)))
+            self.accuracy, self.steps, self.calls = MulticlassAccuracy(3), 0, []
+            self.register_buffer("count", torch.zeros(()))
+            self.seen = torch.nn.Parameter(torch.zeros(()), requires_grad=False)
+
+        def training_step(self, batch, batch_idx):
+            self.count = self.count + 1
+            self.seen.add_(len(batch[0]))
+            self.steps += 1
+            self.calls.append(self.global_step)
+            outputs = self.net(batch[0].mul_(0.9))
+            self.log("train_acc", self.accuracy(outputs, batch[1]), on_epoch=True)
+            return F.cross_entropy(outputs, batch[1]) / (self.steps if depends else 1)
+
+    def run(check):
+        module = tiny(Everything)
+        options = {"federation": {"check": check}}
+        loop = train(module, datamodule=ragged(batch_size=4, drop_last=True), **options)
+        values = loop.rows[-1]["train_acc"], loop.rows[-1]["val_loss"]
+        return flat(module).tolist(), module.count, module.steps, module.calls, values
+
+    with warns() if depends else nullcontext():
+        checked = run(True)
+    assert run(False) == checked
+
+
+def test_training_step_is_called_once_per_local_step_and_three_times_for_the_check(train, tiny):
+    calls = []
+
+    class Counts(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            calls.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    four = {"clients_per_round": 4, "policy": Schedule(num_steps=3)}
+    for check, extra in ((True, 2), (False, 0)):
+        calls.clear()
+        train(tiny(Counts), federation={**four, "check": check}, rounds=2)
+        assert len(calls) == 2 * 4 * 3 + extra
+
+
+def test_a_module_that_cannot_be_copied_is_not_checked(train, stateful, caplog):
+    module = stateful(CARRIED["steps"])
+    module.lock, module.queue = threading.Lock(), queue.Queue()
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        train(module)
+    assert "cannot be copied" in caplog.text
+    assert "lightning-fl check" in caplog.text
+
+
+def test_a_large_module_is_not_checked(train, stateful, monkeypatch, caplog):
+    monkeypatch.setattr(self_check, "MAX_BYTES", 100)
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        train(stateful(CARRIED["steps"]))
+    assert "so it is not checked whether clients affect each other" in caplog.text
+
+
+def test_an_optimizer_may_repeat_the_first_step(train, tiny):
+    class Counts(tiny.kind):
+        calls = 0
+
+        def training_step(self, batch, batch_idx):
+            self.calls += 1
+            return super().training_step(batch, batch_idx) / self.calls
+
+    def lbfgs(params):
+        return torch.optim.LBFGS(params, lr=0.1, max_iter=3)
+
+    with warns():
+        train(tiny(Counts, lbfgs), federation={"policy": train.policy(lr=False)})
+
+
+def test_a_late_stop_does_not_come_early(train, tiny):
+    class Stops(tiny.kind):
+        def training_step(self, batch, batch_idx):
+            self.stop_late()
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.stop_late()
+
+        def stop_late(self):
+            if self.global_step > 10_000:
+                self.trainer.should_stop = True
+
+    assert len(train(tiny(Stops), rounds=3).rows) == 3
+
+
+class DecaysInStep:
+    def training_step(self, batch, batch_idx):
+        for group in self.optimizers().param_groups:
+            group["lr"] = group["lr"] * 0.9
+        return super().training_step(batch, batch_idx)
+
+
+class SetInStep:
+    def training_step(self, batch, batch_idx):
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.1 / (1 + batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+def test_options_that_training_step_moves_carry_over(train, tiny):
+    own = {"federation": {"policy": train.policy(lr=False)}}
+    for group_size in (1, 3):
+        with pytest.raises(FederationError, match="set \\(the optimizer's options\\)"):
+            train(tiny(type("Decays", (DecaysInStep, tiny.kind), {})), group_size, **own)
+
+
+def test_options_that_training_step_sets_anew_do_not(train, agree, tiny):
+    own = {"federation": {"policy": train.policy(lr=False)}}
+    agree(lambda: tiny(type("Sets", (SetInStep, tiny.kind), {})), (1, 3), **own)
